@@ -8,7 +8,7 @@ Both return the schedule, not only its time, and both are simulated.
 from __future__ import annotations
 
 import numpy as np
-from harness import Candidate, Report, Row, measure, show
+from harness import Candidate, Report, Row, measure, met, show
 
 import mlstate
 from mlstate.activation import Chain, Plan, plan
@@ -209,5 +209,4 @@ def to_the_byte(report: Report, repeats: int, threads: int) -> list[str]:
 def aims_of(rows: list[Row], title: str, aim: float, threads: int) -> list[str]:
     """Judge the slower of both budgets."""
     slowest = max(row.median for row in rows if row.name.startswith(with_threads(threads)))
-    verdict = "met" if slowest <= aim else "NOT MET"
-    return [f"{title} <= {aim:g} ms: {show(slowest)} ms, {verdict}"]
+    return [f"{title} <= {aim:g} ms: {show(slowest)} ms, {met(slowest <= aim)}"]

@@ -76,9 +76,9 @@ def schedule(segments: list[tuple[int, int, bool]]) -> list[tuple[str, int]]:
 class Ways:
     """Makes the ways of one model and measures them."""
 
-    def __init__(self, model: Model, say: Callable[[str], None]) -> None:
+    def __init__(self, model: Model, log: Callable[[str], None]) -> None:
         self.model = model
-        self.say = say
+        self.log = log
         self.blocks = len(model.blocks)
         self.segments = round(math.sqrt(self.blocks))
         self.sequential = SEQUENTIAL.format(self.segments)
@@ -157,7 +157,7 @@ class Ways:
                     self.add(name, forward, None)
             except Exception as error:
                 reason = str(error).strip().partition("\n")[0]
-                self.say(f"{name} is left out: {type(error).__name__}: {reason:.200}")
+                self.log(f"{name} is left out: {type(error).__name__}: {reason:.200}")
                 return
 
     def plans(self) -> None:
@@ -178,16 +178,16 @@ class Ways:
         try:
             schedule = plan(chain, budget)
         except CapacityError as error:
-            self.say(f"{name} is left out: {error}")
+            self.log(f"{name} is left out: {error}")
             return
-        self.say(f"{name}: {1e3 * (time.perf_counter() - began):.3g} ms to plan, {schedule.method}")
+        self.log(f"{name}: {1e3 * (time.perf_counter() - began):.3g} ms to plan, {schedule.method}")
         module, clock = self.timed(layers=chain is not self.chain)
         self.add(name, schedule.apply(module), clock, schedule)
 
     # ---- measuring ----
 
     def _check(self, way: Way) -> None:
-        """Run a step and compare its bits with those of the plain run."""
+        """Run a step and compare its bits with the bits of the plain run."""
         with torch.no_grad():
             for buffer, value in zip(self.buffers, self.begin, strict=True):
                 buffer.copy_(value)

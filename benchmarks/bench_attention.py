@@ -305,7 +305,7 @@ def main() -> None:
     report = Report(
         "mlstate: attention sizes", options.json, "attention" if options.store else None
     )
-    report.say("figures are medians; 'x base': times faster than the first line of the table")
+    report.log("figures are medians; 'x base': times faster than the first line of the table")
     for name, part in PARTS.items():
         if options.only in (None, name):
             part(report, options.quick)

@@ -42,7 +42,7 @@ def load_calls(case: str) -> dict[str, Callable[[], object]]:
     target = {"w": np.zeros(mib << 18, np.float32)}
     reads = case.endswith("read")
 
-    def ours() -> None:
+    def call_mlstate() -> None:
         load_into(target, source)
         if reads:
             read(target["w"])
@@ -52,7 +52,7 @@ def load_calls(case: str) -> dict[str, Callable[[], object]]:
         if reads:
             read(target["w"])
 
-    return {"ours": ours, SIMPLE: simple}
+    return {"ours": call_mlstate, SIMPLE: simple}
 
 
 def cache_calls(case: str) -> dict[str, Callable[[], object]]:

@@ -19,17 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
-import dist_kernels
+import dist_accumulator
 from dist_jobs import NAMES, Job, JobError, reason_against
-from dist_model import DTYPES, shapes_of, small_ones
+from dist_model import DTYPES, shapes_of
 from harness import Candidate, Report, Row, option_parser, rows_of, settle, show
+from turns import Aim
 
 COMMAND_SECONDS = 120.0
 ENGINES = ("local", "gloo", "mpich", "openmpi")
-PAIRS = 6  # rounds of the guard's steps, for each round of other parts
 
 LIMIT = "limit: C add, memory that is shared"
 HOOK = "mlstate LocalGroup: hook"
@@ -46,28 +45,6 @@ class Turn:
     way: str
     baseline: bool = False
     limit: bool = False
-    at_most: float | None = None
-
-
-@dataclass
-class Aim:
-    """The ratio that a row must reach over another one, or may not exceed."""
-
-    row: str
-    other: str
-    factor: float
-    limit: bool = False
-
-    def text(self, rows: dict[str, Row]) -> str:
-        """Return the verdict as text."""
-        if self.row not in rows or self.other not in rows:
-            return f"{self.row}, against {self.other}: not measured"
-        ratio = rows[self.row].median / rows[self.other].median
-        if self.limit:
-            good = "met" if ratio <= self.factor else "NOT MET"
-            return f"{self.row} <= {self.factor:g}x [{self.other}]: {ratio:.2f}, {good}"
-        good = "met" if 1 / ratio >= self.factor else "NOT MET"
-        return f"{self.row} >= {self.factor:g}x as fast as [{self.other}]: {1 / ratio:.1f}, {good}"
 
 
 class Run:
@@ -79,7 +56,6 @@ class Run:
         self.repeats = repeats
         self.folder = folder
         self.jobs: dict[str, Job] = {}
-        self.met: list[str] = []
 
     def start(self) -> None:
         """Start all engines that are installed."""
@@ -91,7 +67,7 @@ class Run:
             except JobError as error:
                 reason = str(error)
             if reason:
-                self.report.say(reason)
+                self.report.log(reason)
 
     def stop(self) -> None:
         for job in self.jobs.values():
@@ -106,36 +82,30 @@ class Run:
             return self.jobs[engine].ask(command, *arguments)
         except JobError as error:
             self.jobs.pop(engine).close()
-            self.report.say(f"\n{NAMES[engine]} is out: {error}")
+            self.report.log(f"\n{NAMES[engine]} is out: {error}")
             return None
 
     # ---- tables ----
 
-    def measure(
-        self, dtype: str, turns: list[Turn], *, small: bool = False, rounds: int = 0
-    ) -> dict[str, Row]:
+    def measure(self, dtype: str, turns: list[Turn]) -> dict[str, Row]:
         """Make the ways, let them take turns, and return their rows."""
-        rounds = rounds or self.repeats
         engines = [e for e in ENGINES if e in self.jobs and any(t.engine == e for t in turns)]
         facts_of_turns: dict[tuple[str, str], dict[str, Any]] = {}
         for engine in engines:
             names = [turn.way for turn in turns if turn.engine == engine]
-            self.ask(engine, "load", dtype, self.quick, small)
+            self.ask(engine, "load", dtype, self.quick)
             for rank in self.ask(engine, "make", names) or []:
                 for way, facts in rank.items():
                     turn_facts = facts_of_turns.setdefault((engine, way), facts)
                     turn_facts["mib"] = max(turn_facts["mib"], facts["mib"])
                     if facts["bits"] != "same":
                         turn_facts["bits"] = facts["bits"]
-        samples = self._take_turns(
-            [t for t in turns if (t.engine, t.way) in facts_of_turns], rounds
-        )
+        samples = self._take_turns([t for t in turns if (t.engine, t.way) in facts_of_turns])
         for engine in engines:
             self.ask(engine, "drop")
-        complete_turns = [turn for turn in turns if len(samples.get(turn.name, [])) == rounds]
+        complete_turns = [turn for turn in turns if len(samples.get(turn.name, [])) == self.repeats]
         candidates = [
-            Candidate(t.name, settle, baseline=t.baseline, limit=t.limit, at_most=t.at_most)
-            for t in complete_turns
+            Candidate(t.name, settle, baseline=t.baseline, limit=t.limit) for t in complete_turns
         ]
         rows = rows_of(candidates, samples)
         for row, turn in zip(rows, complete_turns, strict=True):
@@ -147,10 +117,10 @@ class Run:
                 row.extra["sent MB"] = f"{facts['sent'] / 1e6:.0f}"
         return {row.name: row for row in rows}
 
-    def _take_turns(self, turns: list[Turn], rounds: int) -> dict[str, list[float]]:
+    def _take_turns(self, turns: list[Turn]) -> dict[str, list[float]]:
         samples: dict[str, list[float]] = {turn.name: [] for turn in turns}
         order = random.Random(20)
-        for number in range(1 + rounds):
+        for number in range(1 + self.repeats):
             for turn in order.sample(turns, len(turns)):
                 settle()
                 answer = self.ask(turn.engine, "time", turn.way)
@@ -158,15 +128,13 @@ class Run:
                     samples[turn.name].append(max(answer))
         return samples
 
-    def show(
-        self, title: str, rows: dict[str, Row], aims: list[Aim], *, unit: str = "ms", note: str = ""
-    ) -> None:
-        self.report.table(title, list(rows.values()), unit=unit, note=note)
-        self.report.judge([aim.text(rows) for aim in aims])
+    def show(self, title: str, rows: dict[str, Row], aims: list[Aim], *, note: str = "") -> None:
+        self.report.table(title, list(rows.values()), note=note)
+        self.report.judge([aim.verdict(list(rows.values())) for aim in aims])
 
-    def size(self, dtype: str, *, small: bool = False) -> str:
+    def size(self, dtype: str) -> str:
         """Describe the amount of data to reduce."""
-        shapes = small_ones(shapes_of(self.quick)) if small else shapes_of(self.quick)
+        shapes = shapes_of(self.quick)
         count = sum(prod(shape) for shape in shapes.values())
         size = count * DTYPES[dtype].itemsize
         amount = f"{size / 1e6:.0f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
@@ -195,7 +163,11 @@ def reducing(run: Run, dtype: str) -> None:
     ]
     if dtype == "f32":
         turns.insert(1, Turn("NumPy add, memory that is shared", "local", "limit numpy"))
-    aims = [Aim(HOOK, LIMIT, 1.3, limit=True), Aim(HOOK, GLOO, 8), Aim(HOOK, MPICH, 2)]
+    aims = [
+        Aim(HOOK, 1.3, LIMIT),
+        Aim(HOOK, 8, GLOO, faster=True),
+        Aim(HOOK, 2, MPICH, faster=True),
+    ]
     note = "bits: against float32 sums in the order of ranks; extra MiB: first call, a rank"
     run.show(f"reduce-scatter: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
 
@@ -211,60 +183,9 @@ def backwards(run: Run, dtype: str) -> None:
         Turn(mlstate_name, "gloo", "fsdp2 ours"),
         Turn("FSDP2, mlstate TorchGroup plugged in", "gloo", "fsdp2 ours gloo"),
     ]
-    aims = [Aim(mlstate_name, torch_name, 3.0 if dtype == "f32" else 2.5)]
+    aims = [Aim(mlstate_name, 3.0 if dtype == "f32" else 2.5, torch_name, faster=True)]
     note = "over gloo; parameters are gathered in the forward pass, untimed; autograd copies"
     run.show(f"backward pass: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
-
-
-def small(run: Run) -> None:
-    """Compare the cost of many small parameters."""
-    turns = [
-        Turn("mlstate LocalGroup: hook", "local", "ours hook", at_most=2),
-        Turn("mlstate LocalGroup: a bucket each", "local", "ours each"),
-        Turn("mlstate LocalGroup: scatter_gradient each", "local", "ours one by one"),
-        Turn("mlstate TorchGroup over gloo: hook", "gloo", "ours hook"),
-        Turn("gloo: per parameter", "gloo", "each"),
-        Turn("gloo: one bucket", "gloo", "bucketed", baseline=True),
-        Turn("MPICH: per parameter", "mpich", "each"),
-        Turn("Open MPI: per parameter", "openmpi", "each"),
-    ]
-    rows = run.measure("f32", turns, small=True)
-    run.show(f"small parameters: {run.size('f32', small=True)}", rows, [])
-
-
-def guard(run: Run) -> None:
-    """Measure the cost of the consistency check, for a step that only reduces gradients.
-
-    The messages alone take longer, but part of the wait for them overlaps with packing. So the cost
-    is the difference between steps with and without messages. Each pair is one of many rounds; a
-    disturbance affects one pair only.
-    """
-    for engine, name in (("local", "LocalGroup"), ("gloo", "TorchGroup over gloo")):
-        turns = []
-        for label, way in (("step", "ours"), ("hook", "ours hook")):
-            turns.append(Turn(f"{name}: {label}", engine, way))
-            turns.append(Turn(f"{name}: {label} without messages", engine, f"{way} silent"))
-        pairs = [(turns[i].name, turns[i + 1].name) for i in (0, 2)]
-        turns.append(Turn(f"{name}: messages of a step alone", engine, "messages"))
-        rows = run.measure("f32", turns, rounds=PAIRS * run.repeats)
-        note = "64 bytes before buckets that are ready and at the end: made, exchanged, compared"
-        run.show(f"the guard on {name}: {run.size('f32')}", rows, [], note=note)
-        run.report.judge([share(rows, *pair) for pair in pairs if set(pair) <= rows.keys()])
-
-
-def share(rows: dict[str, Row], with_them: str, without: str) -> str:
-    """Return the share of messages in a step; both rows have a value for each round."""
-    pairs = zip(rows[with_them].values, rows[without].values, strict=True)
-    added = [100 * (more - less) / less for more, less in pairs]
-    low, middle, high = quantiles(added, n=4)
-    return (
-        f"{with_them}: messages <= 2 %: {middle:.2f} % (median of {len(added)} pairs, quartiles "
-        f"{low:.2f} and {high:.2f}), {met(middle <= 2)}"
-    )
-
-
-def met(good: bool) -> str:
-    return "met" if good else "NOT MET"
 
 
 def compression(run: Run) -> None:
@@ -283,12 +204,8 @@ def compression(run: Run) -> None:
     run.show(f"compression on LocalGroup: {run.size('f32')}", rows, [], note=note)
 
 
-def kernels(run: Run) -> None:
-    dist_kernels.kernels(run.report, run.quick, run.repeats)
-
-
 def accumulator(run: Run) -> None:
-    dist_kernels.accumulator(run.report, run.quick, run.repeats)
+    dist_accumulator.accumulator(run.report, run.quick, run.repeats)
 
 
 def both(part: Callable[[Run, str], None]) -> Callable[[Run], None]:
@@ -304,13 +221,9 @@ def both(part: Callable[[Run, str], None]) -> Callable[[Run], None]:
 PARTS: dict[str, Callable[[Run], None]] = {
     "reduce": both(reducing),
     "backward": both(backwards),
-    "small": small,
-    "guard": guard,
     "compression": compression,
     "accumulator": accumulator,
-    "kernels": kernels,
 }
-ALONE = ("accumulator", "kernels")
 
 
 def options() -> argparse.Namespace:
@@ -330,7 +243,7 @@ def main() -> None:
     report = Report(
         "mlstate: gradients across ranks", arguments.json, "dist" if arguments.store else None
     )
-    report.say("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
+    report.log("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
     chosen = [arguments.only] if arguments.only else list(PARTS)
     repeats = arguments.repeats or (2 if arguments.quick else 5)
     began = time.perf_counter()
@@ -339,16 +252,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=shared, prefix="bench-dist-") as folder:
         run = Run(report, arguments.quick, repeats, Path(folder))
         try:
-            if any(part not in ALONE for part in chosen):
+            if chosen != ["accumulator"]:
                 run.start()
             for part in chosen:
-                if part in ALONE:
+                if part == "accumulator":
                     run.stop()
                 PARTS[part](run)
         finally:
             with contextlib.suppress(KeyboardInterrupt):
                 run.stop()
-    report.say(f"\n{show(time.perf_counter() - began)} s in all")
+    report.log(f"\n{show(time.perf_counter() - began)} s in all")
     report.close()
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from checkpoint_states import sync
 from harness import Candidate, Report, measure, option_parser
 
 import mlstate
@@ -23,12 +24,6 @@ except ImportError:
 
 TENSORS = 16
 TENSOR_BYTES = 16 << 20
-
-
-def sync(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def write_raw(state: dict[str, np.ndarray], path: Path, durable: bool) -> None:

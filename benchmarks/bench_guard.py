@@ -61,7 +61,7 @@ def print_row(report: Report, row: dict[str, Any]) -> None:
     line += f"{show(row['simple_ms']):>9}{show(row['ours_ms']):>9}"
     line += f"{row['ratio']:>8.2f}{f'{low:.2f}-{high:.2f}':>14}"
     extra = f"{row['extra_us']:+.1f}/{row['allowed_us']:.0f}" if "extra_us" in row else ""
-    report.say(f"{line}{extra:>15}{row['rounds']:>5}  {row['verdict']}")
+    report.log(f"{line}{extra:>15}{row['rounds']:>5}  {row['verdict']}")
 
 
 def measure_size(
@@ -127,7 +127,7 @@ def label(row: dict[str, Any]) -> str:
 def run(report: Report, operations: list[Operation], options: argparse.Namespace) -> int:
     """Measure the operations; return the exit status."""
     head = f"{'operation':<32}{'size':>15}{'th':>3}{'simple':>9}{'ours ms':>9}"
-    report.say(f"\n{head}{'ratio':>8}{'95 %':>14}{'extra us':>15}{'n':>5}")
+    report.log(f"\n{head}{'ratio':>8}{'95 %':>14}{'extra us':>15}{'n':>5}")
     rows: list[dict[str, Any]] = []
     threads = mlstate.get_num_threads()
     try:
@@ -141,9 +141,9 @@ def run(report: Report, operations: list[Operation], options: argparse.Namespace
     finally:
         mlstate.set_num_threads(threads)
     slow = [row for row in rows if row["verdict"] == "SLOW"]
-    report.say(f"\n{len(rows)} rows, {len(slow)} slower than the simple way")
+    report.log(f"\n{len(rows)} rows, {len(slow)} slower than the simple way")
     for row in slow:
-        report.say(f"SLOW {label(row)}")
+        report.log(f"SLOW {label(row)}")
         if report.as_json:
             print(f"SLOW {label(row)}", file=sys.stderr)
     return 1 if slow else 0
@@ -194,8 +194,8 @@ def main(
             return 0
         warm_memory(operations, options)
         report = Report("mlstate: guard", options.json, "guard" if options.store else None)
-        report.say("ratio: simple time / our time, median of the rounds with its 95 % interval")
-        report.say(
+        report.log("ratio: simple time / our time, median of the rounds with its 95 % interval")
+        report.log(
             "extra us: ours over the simple way, and how much is allowed, where that is judged"
         )
         status = run(report, operations, options)

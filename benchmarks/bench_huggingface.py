@@ -187,7 +187,7 @@ def llama(quick: bool) -> Any:
 def by_one_process(report: Report, folder: Path, quick: bool, repeats: int) -> None:
     """Time exports of a model of transformers."""
     if importlib.util.find_spec("transformers") is None:
-        report.say("\ntransformers is not installed: save_pretrained is left out")
+        report.log("\ntransformers is not installed: save_pretrained is left out")
         return
     model = llama(quick)
     nbytes = sum(value.nbytes for value in model.parameters())
@@ -226,7 +226,7 @@ def by_one_process(report: Report, folder: Path, quick: bool, repeats: int) -> N
 def reading(report: Report, folder: Path, rows: int, repeats: int) -> None:
     """Time reading a folder of four files from the page cache."""
     if importlib.util.find_spec("safetensors") is None:
-        report.say("\nsafetensors is not installed: reading is left out")
+        report.log("\nsafetensors is not installed: reading is left out")
         return
     from safetensors import safe_open
     from safetensors.numpy import load_file, save_file

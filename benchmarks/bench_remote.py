@@ -157,7 +157,7 @@ def kinds_of(report: Report) -> list[type[Way]]:
     for kind in (Mlstate, Obstore, Boto3, Dcp):
         missing = kind.missing()
         if missing:
-            report.say(f"{kind.name} does not take part: not installed: {missing}")
+            report.log(f"{kind.name} does not take part: not installed: {missing}")
         else:
             kinds.append(kind)
     return kinds
@@ -191,7 +191,7 @@ def main() -> None:
     kinds = kinds_of(report)
     missing = server_missing()
     if missing:
-        report.say(f"nothing was measured: not installed: {missing}")
+        report.log(f"nothing was measured: not installed: {missing}")
         return
     try:
         with RemoteServer() as server:

@@ -1,4 +1,4 @@
-"""State dicts compared with dict, the specification's algorithms, NumPy and torch.
+"""State dicts compared with the specification's algorithms, NumPy and torch.
 
 ``python benchmarks/bench_state.py [--quick] [--json] [--only PART]``; mlstate must be installed,
 torch and ml_dtypes take part if they are.  See docs/benchmarks.md.
@@ -7,23 +7,17 @@ torch and ml_dtypes take part if they are.  See docs/benchmarks.md.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import importlib.util
-import json
 import random
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-from harness import Candidate, Report, measure, option_parser, rows_of
+from guard_rows import numpy_diff
+from harness import Candidate, Report, count_threads, measure, option_parser
 
 import mlstate
-from mlstate import ModelStateDict, StateDict
+from mlstate import StateDict
 from mlstate.state import check_compatibility, diff, keys_match, load_into, shapes_match
 
 try:
@@ -37,17 +31,12 @@ except ImportError:
 
 NAMES = 10_000
 PARTS = ["w", "b", "q", "k", "v", "o", "up", "down", "norm"]
-GIGABYTE = 1_000_000_000
 
 libc = ctypes.CDLL(None)
 Arrays = dict[str, np.ndarray]
 Job = tuple[int, int, int]  # two addresses and the number of bytes
 for function in (libc.memcmp, libc.memmove):
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-
-
-class Mine(StateDict):
-    """A user's subclass, in Python."""
 
 
 def small() -> Arrays:
@@ -107,10 +96,6 @@ def by_threads(function: Callable[..., object], jobs: list[Job], threads: int) -
     return lambda: list(pool.map(work, shares))
 
 
-def count_threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
-
-
 def thread_counts() -> list[int]:
     return sorted({1, mlstate.get_num_threads()})
 
@@ -121,60 +106,6 @@ def rated(nbytes: int, candidates: list[Candidate], repeats: int) -> list:
     for row in rows:
         row.extra = {"GB/s": f"{nbytes / row.median * 1e-6:.1f}"}
     return rows
-
-
-# ---- a dict ----
-
-
-def look_up(state: dict, names: list[str]) -> None:
-    for name in names:
-        state[name]
-
-
-def walk(state: dict) -> None:
-    for _ in state.items():
-        pass
-
-
-def assign(state: dict, names: list[str], array: np.ndarray) -> None:
-    for name in names:
-        state[name] = array
-
-
-def as_dict(report: Report, repeats: int) -> None:
-    """Time the operations of a dict with 10,000 entries."""
-    tensors = small()
-    kinds = {"dict": dict, "StateDict": StateDict, "ModelStateDict": ModelStateDict}
-    kinds["subclass in Python"] = Mine
-    states = {name: kind(tensors) for name, kind in kinds.items()}
-    names, array = list(tensors), np.zeros(1)
-    random.Random(0).shuffle(names)
-
-    def table(title: str, call: Callable[[str], Callable[[], object]], reach: float) -> None:
-        candidates = [
-            Candidate(name, call(name), baseline=name == "dict", at_least=round(1 / reach, 2))
-            for name in kinds
-        ]
-        candidates[0].at_least = None
-        rows = measure(candidates, 5 * repeats, unit=1e-3)
-        report.table(
-            title,
-            rows,
-            unit="us",
-            note=f"x base 0.77 is 1.3 times dict's time, {1 / 1.5:.2f} is 1.5 times",
-        )
-
-    table("lookup of 10,000 names", lambda k: partial(look_up, states[k], names), 1.3)
-    table("iteration over 10,000 items", lambda k: partial(walk, states[k]), 1.5)
-    table("10,000 assignments", lambda k: partial(assign, states[k], names, array), 1.5)
-    table(
-        "update of 10,000 entries that are there", lambda k: partial(states[k].update, tensors), 1.5
-    )
-    table(
-        "update of an empty one with 10,000 entries",
-        lambda k: lambda: kinds[k]().update(tensors),
-        1.5,
-    )
 
 
 # ---- names and shapes ----
@@ -258,19 +189,11 @@ def reading(threads: int, *states: Arrays) -> Callable:
 
 
 def with_equal_halves(state: Arrays) -> Arrays:
-    """Return the state, in which each array's second half becomes its first."""
+    """Return the state with the second half of each array as its first."""
     for array in state.values():
         half = array.size // 2
         array[half : 2 * half] = array[:half]
     return state
-
-
-def numpy_diff(a: Arrays, b: Arrays) -> None:
-    """Compute the differences with NumPy."""
-    for name, array in a.items():
-        distance = np.abs(array - b[name])
-        np.nanmax(distance)
-        np.count_nonzero(distance)
 
 
 def elements(report: Report, repeats: int) -> None:
@@ -282,8 +205,7 @@ def elements(report: Report, repeats: int) -> None:
         near = {name: array * np.array(1.01, dtype) for name, array in a.items()}
         near = with_equal_halves(near)
         nbytes = 2 * bytes_of(a)
-        counts = thread_counts()
-        for threads in counts:
+        for threads in thread_counts():
             mlstate.set_num_threads(threads)
             limit = reading(threads, a, near)
             candidates = [
@@ -348,129 +270,9 @@ def loading(report: Report, repeats: int) -> None:
             candidates.append(Candidate("torch: module.load_state_dict", by_torch(target, source)))
         rows = rated(bytes_of(source), candidates, repeats)
         report.table(f"load_into, 1 GB in 1,008 tensors, {count_threads(threads)}", rows)
-    halves = {name: array.astype(np.float16) for name, array in source.items()}
-    candidates = [
-        Candidate("np.copyto", partial(copy_numpy, halves, source), baseline=True),
-        Candidate("load_into(cast=True)", partial(load_into, halves, source, cast=True)),
-    ]
-    report.table("float32 to float16, 1 GB", rated(bytes_of(source), candidates, repeats))
-    many = {f"t{i}": np.ones(1024, np.float32) for i in range(NAMES)}
-    into = {name: np.zeros_like(array) for name, array in many.items()}
-    candidates = [
-        Candidate("np.copyto", partial(copy_numpy, into, many), baseline=True),
-        Candidate("memcpy, 1 thread", copying(1, into, many)),
-        Candidate("load_into", partial(load_into, into, many)),
-    ]
-    report.table("10,000 tensors of 4 KiB", rated(bytes_of(many), candidates, repeats))
 
 
-# ---- layers, digest, pages ----
-
-
-def spec_layer(state: Arrays, layer: str) -> Arrays:
-    """Extract as the source document does: scan every key."""
-    prefix = f"{layer}."
-    return {n[len(prefix) :]: a for n, a in state.items() if n.startswith(prefix)}
-
-
-def layers(report: Report, repeats: int) -> None:
-    """Extract all layers of a model of 10,000 tensors."""
-    tensors = small()
-    model = ModelStateDict(tensors)
-    names = model.layer_names(3)
-
-    def forget() -> None:
-        model["x"] = np.zeros(1)
-        del model["x"]
-
-    def extract() -> None:
-        for name in names:
-            model.get_layer_state(name)
-
-    def scan() -> None:
-        for name in names:
-            spec_layer(tensors, name)
-
-    candidates = [
-        Candidate("a scan for each layer, plain Python", scan, baseline=True),
-        Candidate("get_layer_state, first time", extract, forget, at_most=5),
-        Candidate("get_layer_state, again", extract, at_most=5),
-    ]
-    title = f"{len(names):,} layers of {NAMES:,} tensors"
-    report.table(title, measure(candidates, repeats, warm_up=1))
-
-
-def pages(report: Report, repeats: int) -> None:
-    """Render 10,000 tensors; digest a gigabyte."""
-    model = ModelStateDict(small())
-    candidates = [Candidate("repr", lambda: repr(model)), Candidate("HTML", model._repr_html_)]
-    rows = measure(candidates, repeats)
-    rows[0].extra = {"bytes": len(repr(model).encode())}
-    rows[1].extra = {"bytes": len(model._repr_html_().encode())}
-    report.table("a page for 10,000 tensors", rows)
-    state = StateDict(large("float32"))
-
-    def hash_all() -> None:
-        hashed = hashlib.sha256()
-        for array in state.values():
-            hashed.update(array)
-
-    candidates = [
-        Candidate("hashlib.sha256 of the arrays", hash_all, baseline=True),
-        Candidate("digest", state.digest),
-    ]
-    report.table("digest of 1 GB", rated(state.nbytes, candidates, min(repeats, 3)))
-
-
-# ---- a real model ----
-
-
-def real_model(report: Report, repeats: int) -> None:
-    """Load a transformer in new processes that take turns."""
-    if not importlib.util.find_spec("torch"):
-        return
-    script = Path(__file__).with_name("load_model.py")
-
-    def run(*arguments: str) -> str:
-        done = subprocess.run([sys.executable, script, *arguments], capture_output=True, check=True)
-        return done.stdout.decode()
-
-    import load_model
-
-    names = [
-        name
-        for name in load_model.CALLS
-        if "safetensors" not in name or importlib.util.find_spec("safetensors")
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        nbytes = int(run("write", folder))
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        extra: dict[str, list[float]] = {name: [] for name in names}
-        order = random.Random(3)
-        for turn in range(repeats + 1):
-            for name in order.sample(names, len(names)):
-                answer = json.loads(run(name, folder))
-                if turn:
-                    samples[name].append(answer["ms"])
-                    extra[name].append(answer["extra_mib"])
-    rows = rows_of(
-        [Candidate(n, lambda: None, baseline=i == 0) for i, n in enumerate(names)], samples
-    )
-    for row in rows:
-        row.extra = {"extra MiB": f"{sorted(extra[row.name])[repeats // 2]:.0f}"}
-    title = f"transformer encoder, {nbytes >> 20} MiB in 72 tensors, into a model that is there"
-    report.table(title, rows, note="first call of a process, files in the system's cache")
-
-
-ALL = {
-    "dict": as_dict,
-    "comparison": comparison,
-    "elements": elements,
-    "loading": loading,
-    "layers": layers,
-    "pages": pages,
-    "model": real_model,
-}
+ALL = {"comparison": comparison, "elements": elements, "loading": loading}
 
 
 def main() -> None:

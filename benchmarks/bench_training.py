@@ -1,9 +1,8 @@
-"""Training: asynchronous saves, tiers, sparse states, resumed runs, plans of large worlds.
+"""Training: asynchronous saves, tiers and compressed states.
 
 ``python benchmarks/bench_training.py [--quick] [--json] [--only PART] [--repeats N] [--folder
-FOLDER]``; mlstate and torch must be installed.  PART is async, memory, tiers, sparse, resume or
-scale.  Needs about 3 GB of disk and 10 GB of memory; ``--quick`` uses small states, as a smoke
-test. See docs/benchmarks.md.
+FOLDER]``; mlstate and torch must be installed.  PART is async, tiers or compress.  Needs about 3 GB
+of disk and 10 GB of memory; ``--quick`` uses small states, as a smoke test. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import training_async
-import training_sparse
-import training_tables
+import training_compression
 import training_tiers
 from checkpoint_states import keep_memory
 from harness import Report, option_parser, show
@@ -39,38 +37,20 @@ def saving(run: Run) -> None:
     training_async.blocking(run.report, run.folder, run.repeats, run.quick)
 
 
-def memory(run: Run) -> None:
-    """Measure the memory of such saves."""
-    training_async.memory(run.report, run.folder, run.quick)
-
-
 def moving(run: Run) -> None:
     """Compare moves of one unit between tiers with raw copies and files."""
     training_tiers.moving(run.report, run.folder, run.repeats, run.quick)
 
 
-def sparse(run: Run) -> None:
-    """Compare saves of all rows with saves that leave rows out."""
-    training_sparse.measuring(run.report, run.folder, run.repeats, run.quick)
-
-
-def resume(run: Run) -> None:
-    """Resume killed runs, on the same number of ranks and on others."""
-    training_tables.resuming(run.report, run.quick)
-
-
-def scale(run: Run) -> None:
-    """Plan the saves, loads and reshards of one rank of many."""
-    training_tables.planning(run.report, run.quick)
+def compressing(run: Run) -> None:
+    """Compare saves and loads with each codec."""
+    training_compression.measuring(run.report, run.folder, run.repeats, run.quick)
 
 
 PARTS: dict[str, Callable[[Run], None]] = {
     "async": saving,
-    "memory": memory,
     "tiers": moving,
-    "sparse": sparse,
-    "resume": resume,
-    "scale": scale,
+    "compress": compressing,
 }
 
 
@@ -86,7 +66,7 @@ def main() -> None:
     keep_memory()
     warnings.filterwarnings("ignore", module="torch")
     report = Report("mlstate: training", arguments.json, "training" if arguments.store else None)
-    report.say(
+    report.log(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )
     repeats = arguments.repeats or (1 if arguments.quick else 5)
@@ -95,7 +75,7 @@ def main() -> None:
         run = Run(report, repeats, arguments.quick, Path(folder))
         for part in [arguments.only] if arguments.only else PARTS:
             PARTS[part](run)
-    report.say(f"\n{show(time.perf_counter() - began)} s in all")
+    report.log(f"\n{show(time.perf_counter() - began)} s in all")
     report.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint_states import RANKS, STATES, Arrays, first_rows, sync, touch
+from checkpoint_states import STATES, Arrays, sync, touch
 from spawned import Spawned, answer
 
 import mlstate
@@ -77,12 +77,6 @@ class Mlstate(Way):
     def lazy(self, path: Path) -> None:
         touch(mlstate.load(path, mmap=True, verify=False).optimizer.values())
 
-    def rows(self, path: Path, *, verify: bool = False) -> object:
-        return mlstate.load(path, rank=0, world_size=RANKS, layout="rows", verify=verify)
-
-    def verify(self, path: Path) -> object:
-        return mlstate.checkpoint.verify(path)
-
 
 class Safetensors(Way):
     """safetensors.numpy; lazy loads use the torch API, which maps the file."""
@@ -104,12 +98,6 @@ class Safetensors(Way):
 
         with safe_open(path, "pt") as file:
             touch([file.get_tensor(name).numpy() for name in file.keys()])  # noqa: SIM118
-
-    def rows(self, path: Path) -> object:
-        from safetensors import safe_open
-
-        with safe_open(path, "np") as file:
-            return {n: file.get_slice(n)[: first_rows(a.shape)] for n, a in self.state.items()}
 
 
 class Savez(Way):
@@ -152,12 +140,6 @@ class Torch(Way):
 
         touch([tensor.numpy() for tensor in torch.load(path, mmap=True).values()])
 
-    def rows(self, path: Path) -> object:
-        import torch
-
-        mapped = torch.load(path, mmap=True)
-        return {n: t[: first_rows(tuple(t.shape))].clone() for n, t in mapped.items()}
-
 
 class Dcp(Torch):
     """torch.distributed.checkpoint in one process; it loads into existing tensors."""
@@ -168,7 +150,6 @@ class Dcp(Torch):
     def __init__(self, state: Arrays) -> None:
         super().__init__(state)
         self.into: dict[str, Any] = {}
-        self.part: Ranks | None = None
 
     def save(self, path: Path) -> None:
         import torch.distributed.checkpoint as dcp
@@ -185,20 +166,15 @@ class Dcp(Torch):
         return None
 
     lazy = None  # type: ignore[assignment]
-    rows = None  # type: ignore[assignment]
 
 
 class Ranks(Spawned):
-    """Torch DCP with the rows of each tensor divided among the ranks.
+    """Torch DCP with the rows of each tensor divided among the ranks."""
 
-    With ``fake=True`` this process is the first of `world` simulated ranks.
-    """
-
-    def __init__(self, letter: str, quick: bool, world: int, *, fake: bool = False) -> None:
+    def __init__(self, letter: str, quick: bool, world: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        meeting = None if fake else f"file://{self.folder.name}/ranks"
-        ranks = range(1 if fake else world)
-        super().__init__(serve, [(letter, quick, rank, world, meeting) for rank in ranks])
+        meeting = f"file://{self.folder.name}/ranks"
+        super().__init__(serve, [(letter, quick, rank, world, meeting) for rank in range(world)])
 
     def save(self, path: Path) -> None:
         self.ask("save", path)
@@ -211,24 +187,17 @@ class Ranks(Spawned):
         self.folder.cleanup()
 
 
-def join(rank: int, world: int, meeting: str | None) -> None:
-    """Join as one rank over gloo, or as one of simulated ranks."""
+def join(rank: int, world: int, meeting: str) -> None:
+    """Join as one rank over gloo."""
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if meeting is not None:
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
 
 
-def serve(
-    pipe: Connection, letter: str, quick: bool, rank: int, world: int, meeting: str | None
-) -> None:
+def serve(pipe: Connection, letter: str, quick: bool, rank: int, world: int, meeting: str) -> None:
     """Run one rank: obey the commands from the pipe."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -240,7 +209,7 @@ def serve(
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path))
 
     def load(path: Path) -> None:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=meeting is None)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
 
     answer(pipe, {"save": save, "load": load})
     dist.destroy_process_group()
@@ -270,7 +239,7 @@ def rows_of_rank(state: Arrays, rank: int, world: int) -> dict[str, Any]:
 
 def ways() -> dict[str, type[Way]]:
     """All ways that are available here, by name."""
-    kinds: list[type[Way]] = [Mlstate] if hasattr(mlstate, "save") else []
+    kinds: list[type[Way]] = [Mlstate]
     if importlib.util.find_spec("safetensors"):
         kinds.append(Safetensors)
     kinds.append(Savez)

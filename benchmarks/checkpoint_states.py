@@ -18,7 +18,6 @@ Shape = tuple[int, ...]
 PAGE = 4096
 MOST = 1 << 30  # bytes in one system call, whose limit is 2 GiB
 DIRECT = getattr(os, "O_DIRECT", 0)
-RANKS = 8  # for loading a part
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt
 
 
@@ -68,11 +67,6 @@ def bytes_of(arrays: Iterable[np.ndarray]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def first_rows(shape: Shape) -> int:
-    """The number of rows of the first rank."""
-    return -(-shape[0] // RANKS)
-
-
 def keep_memory() -> None:
     """Make malloc keep freed memory and use it for all sizes, so that no call meets new pages."""
     if sys.platform == "linux":
@@ -98,18 +92,6 @@ def sync(path: Path) -> None:
 
 def files_below(path: Path) -> Iterator[Path]:
     return (file for file in sorted(path.rglob("*")) if file.is_file())
-
-
-def inodes_below(path: Path) -> dict[Path, int]:
-    """Identify files even if others take their names."""
-    return {file: file.stat().st_ino for file in files_below(path)}
-
-
-def new_shard_bytes(path: Path, old_inodes: dict[Path, int]) -> int:
-    """Bytes of a checkpoint's shard files that did not exist before."""
-    inodes = inodes_below(path).items()
-    files = [f for f, inode in inodes if f.suffix == ".safetensors" and old_inodes.get(f) != inode]
-    return sum(file.stat().st_size for file in files)
 
 
 def written() -> int:
@@ -149,11 +131,11 @@ def write_all(fd: int, view: memoryview) -> None:
         done += os.pwrite(fd, view[done : done + MOST], done)
 
 
-def read_all(fd: int, view: memoryview, offset: int = 0) -> None:
+def read_all(fd: int, view: memoryview) -> None:
     """Read with as few system calls as possible."""
     done = 0
     while done < len(view):
-        count = os.preadv(fd, [view[done : done + MOST]], offset + done)
+        count = os.preadv(fd, [view[done : done + MOST]], done)
         if count == 0:
             raise EOFError(f"the file ends {len(view) - done} bytes early")
         done += count
@@ -188,15 +170,14 @@ class Raw:
     """
 
     def __init__(self, state: Arrays) -> None:
-        self.pieces: list[tuple[int, int, int]] = []  # offset, bytes, bytes of the first rows
+        self.pieces: list[tuple[int, int]] = []  # offset, bytes
         end = 0
         for array in state.values():
-            part = first_rows(array.shape) * (array.nbytes // array.shape[0])
-            self.pieces.append((end, array.nbytes, part))
+            self.pieces.append((end, array.nbytes))
             end += -(-array.nbytes // PAGE) * PAGE
         self.source, self.target = own_pages(end), own_pages(end)
         bytes_ = np.frombuffer(self.source, np.uint8)
-        for (offset, size, _), array in zip(self.pieces, state.values(), strict=True):
+        for (offset, size), array in zip(self.pieces, state.values(), strict=True):
             bytes_[offset : offset + size] = array.reshape(-1).view(np.uint8)
         np.frombuffer(self.target, np.uint8)[:] = 1
 
@@ -217,7 +198,7 @@ class Raw:
     def write_each(self, folder: Path, *, direct: bool = False) -> None:
         """Write a file for each array; files and names are durable."""
         folder.mkdir()
-        for i, (offset, size, _) in enumerate(self.pieces):
+        for i, (offset, size) in enumerate(self.pieces):
             fd = os.open(folder / f"{i}", os.O_CREAT | os.O_WRONLY | (DIRECT if direct else 0))
             try:
                 end = offset + (-(-size // PAGE) * PAGE if direct else size)
@@ -237,21 +218,12 @@ class Raw:
         finally:
             os.close(fd)
 
-    def read_rows(self, path: Path) -> None:
-        """Read the first rows of each array from the one file."""
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            for offset, _, part in self.pieces:
-                read_all(fd, self.target[offset : offset + part], offset)
-        finally:
-            os.close(fd)
-
     def map_one(self, path: Path) -> None:
         """Map the one file and touch it."""
         touch([np.memmap(path, np.uint8, "r")])
 
 
-def read_anew(path: Path) -> None:
+def reload_page_cache(path: Path) -> None:
     """Read all files below a folder, or one file, into the page cache from the disk.
 
     The read speed depends on the kind of pages in the cache, and that on how they got there: this

@@ -104,13 +104,14 @@ class Job:
                 pipe = listener.accept()
             except TimeoutError:
                 if time.monotonic() > deadline or any(p.poll() is not None for p in self.processes):
-                    raise JobError(f"{NAMES[self.engine]} did not start: {self._said()}") from None
+                    raise JobError(f"{NAMES[self.engine]} did not start: {self._tail()}") from None
                 continue
             rank, process = pipe.recv()
             self.pipes[rank] = pipe
             self.ranks.append(process)
+            pipe.recv()  # it is ready for commands
 
-    def _said(self) -> str:
+    def _tail(self) -> str:
         """The end of the ranks' output."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-2000:].strip()
 
@@ -123,14 +124,14 @@ class Job:
             return [self._answer(self.pipes[rank], deadline) for rank in range(WORLD)]
         except (OSError, EOFError, JobError) as error:
             self.close()
-            reason = str(error) if isinstance(error, JobError) else f"a rank ended: {self._said()}"
+            reason = str(error) if isinstance(error, JobError) else f"a rank ended: {self._tail()}"
             raise JobError(f"{NAMES[self.engine]}, {command} {arguments}: {reason}") from None
 
     def _answer(self, pipe: Connection, deadline: float) -> Any:
         if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
             raise JobError(f"not done after {self.seconds:g} s")
-        kind, answer = pipe.recv()
-        if kind == "failed":
+        good, answer = pipe.recv()
+        if not good:
             raise JobError(str(answer))
         return answer
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 WORLD = 2
-SMALL = 10_000  # elements; smaller parameters are biases and norms
 PERIOD = 1_000_003  # length of the repeated numbers: divides no size of the model
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,11 +37,6 @@ def shapes_of(quick: bool) -> Shapes:
         ):
             shapes[f"h.{block}.{name}"] = shape
     return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
-
-
-def small_ones(shapes: Shapes) -> Shapes:
-    """Return the parameters of one dimension."""
-    return {name: shape for name, shape in shapes.items() if len(shape) == 1}
 
 
 def gradients_one_by_one(

@@ -10,14 +10,14 @@ import gc
 import os
 import sys
 import time
-import traceback
 import warnings
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 from checkpoint_states import keep_memory
-from resident import trim
+from resident import forget_peak, peak, trim
+from spawned import answer
 
 SPIN_SECONDS = 0.002  # spin before a call, as a training loop would be busy
 
@@ -30,10 +30,10 @@ class Server:
         self.known = ways
         self.ways: dict[str, Any] = {}
 
-    def load(self, dtype: str, quick: bool, small: bool) -> None:
+    def load(self, dtype: str, quick: bool) -> None:
         """Make gradients, and drop all earlier ways."""
         self.drop()
-        self.rank.load(dtype, quick, small)
+        self.rank.load(dtype, quick)
 
     def drop(self) -> None:
         """Free all memory of a part."""
@@ -46,17 +46,14 @@ class Server:
 
     def make(self, names: list[str]) -> dict[str, Any]:
         """Make ways, call each once, and return their memory and the bits of their results."""
-        from dist_ways import reset_peak, status_mib
-
         facts = {}
         for name in names:
             gc.collect()
             trim()
-            reset_peak()
-            resident = status_mib("VmRSS")
+            before = forget_peak()
             way = self.ways[name] = self.known[name]()
             self.time(name)
-            facts[name] = {"mib": status_mib("VmHWM") - resident, "bits": way.check()}
+            facts[name] = {"mib": peak() - before, "bits": way.check()}
             sent = getattr(way, "sent", None)
             if sent is not None:
                 facts[name]["sent"] = sent()
@@ -76,7 +73,7 @@ class Server:
         way.call()
         elapsed = time.perf_counter_ns() - start
         gc.enable()
-        return elapsed * 1e-6 / way.inner
+        return elapsed * 1e-6
 
 
 def start(engine: str, job: str, rank: int, folder: Path) -> Server:
@@ -97,21 +94,6 @@ def start(engine: str, job: str, rank: int, folder: Path) -> Server:
     return Server(rank_object, ways_of(rank_object))
 
 
-def serve(pipe: Connection, server: Server) -> None:
-    """Answer until the benchmark closes the socket."""
-    while True:
-        try:
-            command, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = getattr(server, command)(*arguments)
-        except BaseException:
-            pipe.send(("failed", traceback.format_exc(limit=-4)))
-            return
-        pipe.send(("done", answer))
-
-
 def main() -> None:
     engine, job, number, address, folder = sys.argv[1:]
     warnings.simplefilter("ignore")
@@ -119,7 +101,8 @@ def main() -> None:
     server = start(engine, job, int(number), Path(folder))
     with Client(address, "AF_UNIX") as pipe:
         pipe.send((server.rank.rank, os.getpid()))
-        serve(pipe, server)
+        commands = {"load": server.load, "make": server.make, "time": server.time}
+        answer(pipe, {**commands, "drop": server.drop})
     if engine in ("local", "gloo"):
         os._exit(0)  # MPI has files to remove; otherwise nothing is left to wait for
 

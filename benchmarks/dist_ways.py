@@ -6,7 +6,6 @@ as a training loop does.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,15 +25,12 @@ from dist_model import (
     buckets_of,
     gradients_of,
     shapes_of,
-    small_ones,
     sums_in_order,
 )
 
 from mlstate import _core
 from mlstate.collectives import LocalGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
-from mlstate.fsdp._reducer import ConsistencyCheck, digest_of
-from mlstate.fsdp._sharding_unit import bind_units
 
 BUCKET_BYTES = 25 << 20
 LIMIT_SECONDS = 60.0
@@ -52,10 +48,10 @@ class Rank:
         self.dtype = torch.float32
         self.gradients: Tensors = {}
 
-    def load(self, dtype: str, quick: bool, small: bool) -> None:
+    def load(self, dtype: str, quick: bool) -> None:
         """Make the gradients of one part of the benchmark."""
         self.dtype = DTYPES[dtype]
-        self.shapes = small_ones(shapes_of(quick)) if small else shapes_of(quick)
+        self.shapes = shapes_of(quick)
         self.gradients = gradients_of(self.rank, self.shapes, self.dtype)
 
     def bounds(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -68,7 +64,6 @@ class Way(ABC):
     """A way to reduce; `call` is timed, on every rank at the same moment."""
 
     divisor = 1.0
-    inner = 1  # steps in a call
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -206,14 +201,6 @@ class OursHook(Ours):
         self.hook.close()
 
 
-class OursOneByOne(Ours):
-    """A call for each parameter; each call ends with a message."""
-
-    def call(self) -> None:
-        for name, unit in self.units.items():
-            self.hook.scatter_gradient(unit, self.rank.gradients[name])
-
-
 class Counting:
     """A group that counts the bytes it sends."""
 
@@ -223,7 +210,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         # these send without going through the counted calls
-        if name in ("_reduce_bucket", "_gather_meanwhile"):
+        if name in ("_reduce_bucket", "_gather_overlapped"):
             raise AttributeError(name)
         return getattr(self._group, name)
 
@@ -254,59 +241,6 @@ class OursCompressed(Ours):
     def sent(self) -> int:
         """Bytes that a step sent."""
         return self.counting.sent
-
-
-# ---- the guard ----
-
-
-class Silent:
-    """A group without the consistency check: the messages before buckets are not sent."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_gather_meanwhile":  # no message to wait for
-            raise AttributeError(name)
-        return getattr(self._group, name)
-
-    def gather_bytes(self, data: bytes, **_: Any) -> list[bytes]:
-        return [data] * WORLD
-
-
-class Messages(Way):
-    """Only the messages of the consistency check of one step, and their comparison."""
-
-    inner = 20
-
-    def __init__(self, rank: Rank, group: Any) -> None:
-        super().__init__(rank)
-        self.group = group
-        fsdp = FSDP(group)
-        units = [FSDPShardingUnit(n, s, rank.dtype, rank.rank) for n, s in rank.shapes.items()]
-        bind_units({unit.parameter_name: unit for unit in units}, rank.rank, WORLD)
-        buckets = list(fsdp._reducer.divide(reversed(units)))
-        self.first = [unit.fact for unit in buckets[0]]
-        self.all = [unit.fact for unit in units]
-        self.ready = len(buckets)
-        self.settings = {
-            "op": "sum",
-            "gradient_divide_factor": 1.0,
-            "reduce_dtype": None,
-            "bucket_bytes": BUCKET_BYTES,
-            "nonfinite": "error",
-            "allow_unused": False,
-            "compression": None,
-            "accumulate": False,
-        }
-
-    def call(self) -> None:
-        for _ in range(self.inner):
-            check = ConsistencyCheck(self.group, None, self.settings)
-            plan = digest_of(self.all, {})
-            _, count = check.exchange_buckets(self.first, {}, 0, 0, ready=self.ready, plan=plan)
-            if count == 0 or not check.exchange_end(0, has_unused=False)[1]:
-                raise RuntimeError("ranks do not agree")
 
 
 # ---- torch.distributed ----
@@ -533,26 +467,4 @@ def mlstate_ways(rank: Rank, group: Any) -> dict[str, Callable[[], Way]]:
         "ours": partial(Ours, rank, group),
         "ours each": partial(OursEach, rank, group),
         "ours hook": partial(OursHook, rank, group),
-        "ours one by one": partial(OursOneByOne, rank, group),
-        "ours silent": partial(Ours, rank, Silent(group)),
-        "ours hook silent": partial(OursHook, rank, Silent(group)),
-        "messages": partial(Messages, rank, group),
     }
-
-
-# ---- memory ----
-
-
-def status_mib(field: str) -> float:
-    """Read a figure of this process's memory; NaN if the system does not report it."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return float("nan")
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), 0.0)
-
-
-def reset_peak() -> None:
-    """Reset the peak of memory, if the system allows it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -224,7 +224,7 @@ def wait_for_others(folder: Path, run: int) -> None:
 
 
 def one_run(
-    peer: Any, fault: str, run: int, folder: Path, say: Callable[[dict[str, Any]], None]
+    peer: Any, fault: str, run: int, folder: Path, log: Callable[[dict[str, Any]], None]
 ) -> bool:
     """Make the fault once and report; returns whether another run makes sense."""
     odd = peer.rank == ODD
@@ -232,17 +232,17 @@ def one_run(
     if odd and fault in ("skipped step", "no call"):
         if fault == "no call":
             wait_for_others(folder, run)
-        say({**report, "outcome": LEFT_OUT, "parts": {}, "usable": usable(peer, run + LATER)})
+        log({**report, "outcome": LEFT_OUT, "parts": {}, "usable": usable(peer, run + LATER)})
         return False
     if fault == "killed rank":
         if odd:
-            say({**report, "outcome": LEFT_OUT, "parts": {}, "usable": False})
+            log({**report, "outcome": LEFT_OUT, "parts": {}, "usable": False})
             kill_soon()
         try:
             peer.be_killed()
         except BaseException as error:
             report |= {"outcome": error_class(error), "said": str(error)[:400], "parts": {}}
-        say({**report, "usable": usable(peer, run)})
+        log({**report, "usable": usable(peer, run)})
         return False
     gradients = gradients_of(peer.rank, run)
     passed = spoilt(gradients, fault) if odd else gradients
@@ -254,11 +254,11 @@ def one_run(
         parts = peer.kept()
     report["parts"] = judge(parts, peer.rank, run)
     # report early, in case the rest does not return
-    say({**report, "usable": None})
+    log({**report, "usable": None})
     if fault == "contents" and hasattr(peer, "sees") and report["outcome"] == "no error":
         report["seen"] = peer.sees(run, passed)
     report["usable"] = usable(peer, run + LATER)
-    say(report)
+    log(report)
     return bool(report["usable"])
 
 

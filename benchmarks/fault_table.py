@@ -58,7 +58,7 @@ LIMIT = 12.0  # seconds without news, after which ranks hang
 
 MOST_FAILURES = 3  # jobs whose ranks do not join
 
-Told = dict[int, dict[str, Any]]  # by rank
+Reports = dict[int, dict[str, Any]]  # by rank
 
 
 # ---- jobs ----
@@ -143,7 +143,7 @@ def end(processes: list[Any]) -> None:
         process.wait()
 
 
-def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[Told]:
+def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[Reports]:
     """Start ranks, and return their reports of each run, as far as they got.
 
     Returns nothing if they did not join: a busy machine is not the fault under test.
@@ -159,7 +159,7 @@ def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[To
             end(processes)
     if len(list(folder.glob("here-*"))) < WORLD:
         return []
-    runs: dict[int, Told] = {}
+    runs: dict[int, Reports] = {}
     for line in read(folder):
         runs.setdefault(line["run"], {})[line["rank"]] = line  # the last report of a run counts
     reports = [runs[run] for run in sorted(runs)] or [{}]
@@ -185,7 +185,7 @@ def ended(done: bool, code: int | None, mpi: bool) -> str:
 # ---- the table ----
 
 
-def verdict(reports: Told) -> str:
+def verdict(reports: Reports) -> str:
     """Summarize the reports of a run, except a killed rank's."""
     counts: Counter[str] = Counter()
     for line in reports.values():
@@ -221,14 +221,14 @@ FAULTY = {
 }
 
 
-def makes_sense(engine: str, fault: str) -> bool:
+def is_applicable(engine: str, fault: str) -> bool:
     """Whether a fault applies: other packages take no dicts, and threads are not killed."""
     if engine.startswith("raw"):
         return fault not in ("order", "missing gradient")
     return not (engine == "threads" and fault == "killed rank")
 
 
-def others_right(engine: str, reports: Told, fault: str) -> bool | None:
+def others_right(engine: str, reports: Reports, fault: str) -> bool | None:
     """Whether all unaffected gradients are right; None if there are none."""
     if fault in REFUSED and not engine.startswith("raw"):
         return None
@@ -240,7 +240,7 @@ def others_right(engine: str, reports: Told, fault: str) -> bool | None:
 
 def row(engine: str, fault: str, runs: int, most: int, folder: Path) -> dict[str, Any]:
     """Run a fault `most` times, with as many jobs as that needs."""
-    run_reports: list[Told] = []
+    run_reports: list[Reports] = []
     jobs = failures = 0
     while len(run_reports) < runs and jobs - failures < most:
         jobs += 1
@@ -292,7 +292,7 @@ def cells_of(result_row: dict[str, Any]) -> list[tuple[str, ...]]:
 def names_of(engines: list[str], fault: str) -> str:
     """Name engines; if all engines of mlstate are meant, name them together."""
     mlstate_engines = [
-        name for name in ENGINES if not name.startswith("raw") and makes_sense(name, fault)
+        name for name in ENGINES if not name.startswith("raw") and is_applicable(name, fault)
     ]
     if set(mlstate_engines) <= set(engines):
         rest = [ENGINES[name] for name in engines if name not in mlstate_engines]
@@ -360,7 +360,7 @@ def main() -> None:
                 left_out.append(f"{ENGINES[engine]} is left out: {reason}")
                 continue
             for fault in options.faults:
-                if not makes_sense(engine, fault):
+                if not is_applicable(engine, fault):
                     continue
                 result_row = row(engine, fault, options.runs, options.jobs, Path(name))
                 print(f"{engine}, {fault}: {result_row['outcomes']}", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoint_states import sync
 from guard_rows import GIB, MIB, SIZES, Arrays, Operation, state_of, touched_state
 from paired import Case
 
@@ -28,15 +29,6 @@ except ImportError:
 
 FILE_SIZES = tuple(size for size in SIZES if size < GIB)
 PARTS = 4  # arrays of a checkpoint, unless it has 1,000
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_from_disk(folder: Path) -> None:

@@ -118,12 +118,6 @@ def random_cache(shape: tuple[int, ...], dtype: Any) -> Any:
 # ---- KV caches ----
 
 
-def numpy_into(source: Any, position: int, out: Any) -> None:
-    """Copy the tokens into a target and clear the other positions."""
-    out[:, :, :position] = source[:, :, :position]
-    out[:, :, position:] = 0
-
-
 def expanding(dtype: Any, how: str, nbytes: int, tensors: int) -> Case:
     """Double the length; the result is float16."""
     layers, heads, length, dim = cache_shape(nbytes)
@@ -133,7 +127,7 @@ def expanding(dtype: Any, how: str, nbytes: int, tensors: int) -> Case:
         simple_out = touched(np.empty((layers, heads, length, dim), HALF))
         out = touched(simple_out)
         return Case(
-            partial(numpy_into, source, used, simple_out),
+            partial(peers.numpy_into, source, used, simple_out),
             partial(transition_kv_state, source, length, used, out=out),
         )
     if how == "low_memory":
@@ -157,7 +151,7 @@ def compacting(how: str, nbytes: int, tensors: int) -> Case:
         simple_out = touched(np.empty((layers, heads, length, dim), HALF))
         out = touched(simple_out)
         return Case(
-            partial(numpy_into, source, used, simple_out),
+            partial(peers.numpy_into, source, used, simple_out),
             partial(compact_kv_state, source, length, used, out=out),
         )
     return Case(
@@ -200,7 +194,7 @@ def torch_expanding(dtype: str, nbytes: int, tensors: int) -> Case:
     source = float_cache.to(getattr(torch, dtype))
     outs = [torch.ones((layers, heads, length, dim), dtype=torch.float16) for _ in range(2)]
     return Case(
-        partial(numpy_into, source, used, outs[0]),
+        partial(peers.numpy_into, source, used, outs[0]),
         partial(transition_kv_state, source, length, used, out=outs[1]),
         rest=True,
         use_threads=torch.set_num_threads,
@@ -416,11 +410,11 @@ def adding(dtype: Any, nbytes: int, tensors: int) -> Case:
             nonfinite += int(np.count_nonzero(~np.isfinite(wide)))
         return math.sqrt(squares), nonfinite
 
-    def ours() -> tuple[float, dict[str, int]]:
+    def call_mlstate() -> tuple[float, dict[str, int]]:
         accumulator.add_gradients(gradients)
         return accumulator.norm, accumulator.nonfinite
 
-    return Case(simple, ours, tensors)
+    return Case(simple, call_mlstate, tensors)
 
 
 def starting(nbytes: int, tensors: int) -> Case:

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 import numpy as np
-import resident
 import stored
 
 Action = Callable[[], object]
@@ -45,8 +44,18 @@ def option_parser(
     return parser
 
 
-def nothing() -> None:
+def no_op() -> None:
     """Prepare nothing."""
+
+
+def met(good: bool) -> str:
+    """Return the last word of a verdict."""
+    return "met" if good else "NOT MET"
+
+
+def count_threads(count: int) -> str:
+    """Name a number of threads."""
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def settle() -> None:
@@ -66,7 +75,7 @@ class Candidate:
 
     name: str
     call: Action
-    before: Action = nothing
+    before: Action = no_op
     baseline: bool = False
     limit: bool = False
     at_least: float | None = None  # aim: times faster than the baseline
@@ -152,18 +161,6 @@ def rows_of(candidates: list[Candidate], samples: dict[str, list[float]]) -> lis
     return rows
 
 
-def note_memory(rows: list[Row], candidates: list[Candidate]) -> None:
-    """Call every candidate once more, and note how far its resident memory grows."""
-    for row, candidate in zip(rows, candidates, strict=True):
-        candidate.before()
-        gc.collect()
-        resident.trim()
-        before = resident.forget_peak()
-        result = candidate.call()
-        row.extra["extra MiB"] = f"{resident.peak() - before:.1f}"
-        del result
-
-
 class MemoryLimit:
     """The machine's time for a result's bytes with the C library alone, in one thread.
 
@@ -195,12 +192,12 @@ class Report:
         self.document["command"] = shlex.join(["python", *map(relative, sys.argv)])
         self.document["load"] = load()
         self.tables: list[dict[str, object]] = []
-        self.say(f"{title}\n")
+        self.log(f"{title}\n")
         for name, value in machine().items():
-            self.say(f"{name:<8} {value}")
-        self.say(f"{'busy':<8} {load()}")
+            self.log(f"{name:<8} {value}")
+        self.log(f"{'busy':<8} {load()}")
 
-    def say(self, text: str = "") -> None:
+    def log(self, text: str = "") -> None:
         """Print a line unless the output is JSON."""
         if not self.as_json:
             print(text, flush=True)
@@ -214,8 +211,8 @@ class Report:
         head += f"{'x base':>8}" if compared else ""
         head += f"{'/limit':>8}" if limited else ""
         head += "".join(f"{name:>14}" for name in extras) + "  to reach"
-        self.say(f"\n{title}" + (f"\n({note})" if note else ""))
-        self.say(head)
+        self.log(f"\n{title}" + (f"\n({note})" if note else ""))
+        self.log(head)
         for row in rows:
             low, high = row.quartiles()
             line = f"{row.name:<{self.WIDTH}}{show(row.median):>9}"
@@ -223,7 +220,7 @@ class Report:
             line += f"{row.ratio:>8.1f}" if row.ratio is not None else ""
             line += f"{row.limit_ratio:>8.2f}" if row.limit_ratio is not None else ""
             line += "".join(f"{row.extra.get(name, '')!s:>14}" for name in extras)
-            self.say(f"{line}  {row.target()}".rstrip())
+            self.log(f"{line}  {row.target()}".rstrip())
         self.tables.append(
             {"title": title, "unit": unit, "note": note, "rows": [as_dict(r) for r in rows]}
         )
@@ -231,17 +228,17 @@ class Report:
     def judge(self, verdicts: list[str]) -> None:
         """Print the verdicts, after the last table."""
         for verdict in verdicts:
-            self.say(f"  {verdict}")
+            self.log(f"  {verdict}")
         self.tables[-1]["aims"] = verdicts
 
     def close(self) -> None:
         """Print the machine's load at the end; print the JSON; store the results."""
-        self.say(f"\n{'busy':<8} {load()}")
+        self.log(f"\n{'busy':<8} {load()}")
         self.document["load"] = [self.document["load"], load()]
         document = self.document | {"tables": self.tables}
         if self.store_as is not None:
             path = stored.store(self.store_as, document, time.strftime("%Y-%m-%d"), self.where)
-            self.say(f"{'stored':<8} {relative(str(path))}")
+            self.log(f"{'stored':<8} {relative(str(path))}")
         if self.as_json:
             print(json.dumps(document, indent=2))
 

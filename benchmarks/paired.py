@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from harness import Action, nothing, settle
+from harness import Action, no_op, settle
 
 CONFIDENCE = 0.95
 LEAST_RATIO = 0.95  # bound for the upper limit of the ratio
@@ -44,11 +44,11 @@ class Case:
     simple: Action
     ours: Action
     tensors: int = 1
-    before_simple: Action = nothing
-    before_ours: Action = nothing
-    after_simple: Action = nothing
-    after_ours: Action = nothing
-    close: Action = nothing
+    before_simple: Action = no_op
+    before_ours: Action = no_op
+    after_simple: Action = no_op
+    after_ours: Action = no_op
+    close: Action = no_op
     rest: bool = False  # wait before each sample until the simple way's threads sleep
     use_threads: Callable[[int], None] = lambda threads: None  # sets the threads of the simple code
     simple_per_thread: bool = False  # the simple way uses as many threads as ours
@@ -58,7 +58,7 @@ class Case:
     def batches(self) -> bool:
         """Whether calls can be repeated without a hook between them."""
         hooks = (self.before_simple, self.before_ours, self.after_simple, self.after_ours)
-        return all(hook is nothing for hook in hooks)
+        return all(hook is no_op for hook in hooks)
 
 
 @dataclass

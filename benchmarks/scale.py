@@ -18,16 +18,9 @@ from datetime import date
 from pathlib import Path
 
 from from_tests import import_from_tests
+from resident import forget_peak, peak
 
 moe_model = import_from_tests("moe_model")
-
-
-def kibibytes(name):
-    """Resident memory of this process, current (VmRSS) or peak (VmHWM); Linux only."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1])
-    raise KeyError(name)
 
 
 def one(operation, folder, world, across, layers, stacked, rank):
@@ -43,13 +36,12 @@ def one(operation, folder, world, across, layers, stacked, rank):
             return plan_save(*states, rank=rank, world_size=world)
         return simulated.plan_load(moe, rank)
 
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before, seconds = kibibytes("VmRSS"), []
+    before, seconds = forget_peak(), []
     for _ in range(9):
         start = time.perf_counter()
         plan()
         seconds.append(time.perf_counter() - start)
-    return {"seconds": min(seconds), "kib": kibibytes("VmHWM") - before}
+    return {"seconds": min(seconds), "kib": (peak() - before) * 1024}
 
 
 def measure(*arguments):

@@ -1,4 +1,4 @@
-"""The time for which a save blocks training, and its memory, for `bench_training.py`.
+"""The time for which a save blocks training, for `bench_training.py`.
 
 Two ranks save the two halves of a state. They are blocked until the slower one may change its
 state.
@@ -13,14 +13,13 @@ from pathlib import Path
 
 import training_rank
 from checkpoint_states import clear, clear_and_wait
-from harness import Candidate, Report, Row, nothing, rows_of
+from harness import Candidate, Report, no_op, rows_of
 from spawned import Spawned
 from training_rank import DCP, DCP_KEPT, SHARES
 from turns import Aim
 
 LETTER = "A"  # of checkpoint_states: Adam's m and v of 124 million parameters
 WORLD = 2
-MOST_MIB = 16  # limit for a save that stages nothing, as for a synchronous one
 
 MEMCPY = "memcpy, touched memory"
 SAVE = "mlstate.save"
@@ -35,13 +34,13 @@ NAMES = {
 
 
 class Ranks(Spawned):
-    """Both ranks; `warm`: with memory that was used before."""
+    """Both ranks."""
 
-    def __init__(self, *, warm: bool) -> None:
+    def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
         meeting = f"file://{self.folder.name}/ranks"
         ranks = range(WORLD)
-        arguments = [(LETTER, warm, rank, WORLD, meeting) for rank in ranks]
+        arguments = [(LETTER, rank, WORLD, meeting) for rank in ranks]
         super().__init__(training_rank.serve, arguments)
 
     def close(self) -> None:
@@ -49,19 +48,16 @@ class Ranks(Spawned):
         self.folder.cleanup()
 
 
-# ---- time ----
-
-
 def blocking(report: Report, folder: Path, repeats: int, quick: bool) -> None:
     """Time until ranks may continue, and until their checkpoint is complete."""
-    ranks = Ranks(warm=True)
+    ranks = Ranks()
     try:
         size = sum(ranks.ask("load", quick))
         staged, done = take_turns(ranks, folder, repeats, quick)
     finally:
         ranks.close()
     candidates = [
-        Candidate(name, nothing, limit=name == MEMCPY, baseline=way == DCP)
+        Candidate(name, no_op, limit=name == MEMCPY, baseline=way == DCP)
         for name, way in NAMES.items()
     ]
     rows = rows_of(candidates, staged)
@@ -90,46 +86,3 @@ def take_turns(
                 done[name].append(max(seconds for _, seconds in answers))
     clear(folder)
     return staged, done
-
-
-# ---- memory ----
-
-
-def memory(report: Report, folder: Path, quick: bool) -> None:
-    """Peaks of a rank's resident memory in excess of its state: staging and buffers."""
-    ranks = Ranks(warm=False)
-    ways = {name: way for name, way in NAMES.items() if name != MEMCPY}
-    try:
-        ranks.ask("load", True)  # the first call imports modules and starts thread pools
-        for way in ways.values():
-            peaks(ranks, way, folder)
-        ranks.ask("load", quick)
-        rows = [row_of(name, peaks(ranks, way, folder)) for name, way in ways.items()]
-    finally:
-        ranks.close()
-    note = f"of the rank that takes more; to reach: the budget, or {MOST_MIB} MiB where it is 0"
-    report.table("peak of memory beyond the state, a rank", rows, unit="MiB", note=note)
-    if not quick:
-        limited_rows = [(row.median, row.at_most) for row in rows if row.at_most is not None]
-        most = max(peak / at_most for peak, at_most in limited_rows)
-        met = "met" if most <= 1 else "NOT MET"
-        report.judge([f"mlstate, of what may be taken <= 100 %: {100 * most:.1f} % at most, {met}"])
-
-
-def peaks(ranks: Ranks, way: str, folder: Path) -> list[tuple[float, int]]:
-    clear(folder)
-    answers = ranks.ask("memory", way, folder / "x")
-    clear(folder)
-    return answers
-
-
-def row_of(name: str, peaks_of_ranks: list[tuple[float, int]]) -> Row:
-    """A line for the rank whose peak is closer to its budget."""
-    beyond, budget = max(
-        ((most, nbytes / (1 << 20)) for most, nbytes in peaks_of_ranks),
-        key=lambda pair: pair[0] - pair[1],
-    )
-    if not name.startswith("mlstate"):
-        return Row(name, [beyond])
-    at_most = round(budget, 1) if budget > 0 else MOST_MIB
-    return Row(name, [beyond], at_most=at_most, extra={"budget": f"{budget:.1f}"})

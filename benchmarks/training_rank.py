@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from checkpoint_peers import join, rows_of_rank
 from checkpoint_states import STATES, keep_memory
-from harness import nothing, settle
-from resident import forget_peak, peak, trim
+from harness import no_op, settle
+from resident import trim
 from spawned import answer
 
 import mlstate
@@ -80,7 +80,7 @@ class Rank:
                     MEMCPY: self.memcpy,
                     SAVE: lambda: self.save,
                     DCP: self.dcp,
-                    DCP_KEPT: partial(self.dcp, kept=True),
+                    DCP_KEPT: partial(self.dcp, keeps_memory=True),
                 }
                 self.ways[name] = makers[name]()
         return self.ways[name]
@@ -92,13 +92,13 @@ class Rank:
         def begin(path: Path) -> Wait:
             for target, array in zip(targets, self.arrays, strict=True):
                 np.copyto(target, array)
-            return nothing
+            return no_op
 
         return begin
 
     def save(self, path: Path) -> Wait:
         mlstate.save(path, optimizer=self.shards, group=self.group)
-        return nothing
+        return no_op
 
     def staged(self, share: int) -> Begin:
         """Save during training, with memory for a share of the state."""
@@ -114,7 +114,7 @@ class Rank:
         return begin
 
     def dcp(self, *, keeps_memory: bool = False) -> Begin:
-        """Save with torch DCP; `kept` keeps its stager, and so its memory."""
+        """Save with torch DCP; `keeps_memory` keeps its stager, and so its memory."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -149,28 +149,14 @@ class Rank:
         gc.enable()
         return (staged - start) * 1e-6, (done - start) * 1e-6
 
-    def memory(self, name: str, path: Path) -> tuple[float, int]:
-        """Save once; return the peak of MiB in excess of the state, and the bytes of the budget.
 
-        It includes the memory for staging, which the save allocates.
-        """
-        self.ways, self.staging = {}, None
-        gc.collect()
-        trim()
-        before = forget_peak()
-        self.way(name)(path)()
-        most = peak() - before
-        return most, self.nbytes * int(name) // 100 if name.isdecimal() else 0
-
-
-def serve(pipe: Connection, letter: str, warm: bool, rank: int, world: int, meeting: str) -> None:
-    """Run one rank; `warm`: freed memory stays with the process."""
+def serve(pipe: Connection, letter: str, rank: int, world: int, meeting: str) -> None:
+    """Run one rank; freed memory stays with the process."""
     import torch
 
-    if warm:
-        keep_memory()
+    keep_memory()
     join(rank, world, meeting)
     rank_object = Rank(letter, rank, world)
-    answer(pipe, {"load": rank_object.load, "time": rank_object.time, "memory": rank_object.memory})
+    answer(pipe, {"load": rank_object.load, "time": rank_object.time})
     rank_object.ways, rank_object.staging = {}, None
     torch.distributed.destroy_process_group()

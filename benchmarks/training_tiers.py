@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from checkpoint_states import Raw, read, read_all, read_through, takes_direct, written
-from harness import Candidate, Report, Row
+from harness import Candidate, Report, Row, met
 from turns import Aim, take_turns
 
 from mlstate import TieredState
@@ -52,7 +52,7 @@ def devices() -> list[str]:
 
 
 class Moves:
-    """A tiered state in which one unit moves, and that unit's bytes for raw moves."""
+    """A tiered state in which one unit moves, and the bytes of this unit for raw moves."""
 
     def __init__(self, folder: Path, rows: int, **options: Any) -> None:
         random = np.random.default_rng(5)
@@ -202,7 +202,7 @@ def others(moves_object: Moves) -> list[str]:
             f"{call.__name__}: bytes of other units touched, 0 wanted: "
             f"files and memory {'as before' if same else 'CHANGED'}, "
             f"{count.__name__} beyond the unit's file: {max(beyond, 0):,} bytes, "
-            + ("met" if same and beyond <= FEW else "NOT MET")
+            + met(same and beyond <= FEW)
         )
     return verdicts
 

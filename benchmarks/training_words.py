@@ -21,17 +21,16 @@ WORD = re.compile(rb"\w+|[^\w\s]")
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 FEWEST = 30_000  # words, as in a realistic vocabulary
 WIDTH, LENGTH, BATCH = 128, 48, 12
-STEPS, QUICK_STEPS, MORE_STEPS = 300, 20, 10
+STEPS, QUICK_STEPS = 300, 20
 SEED = 20
 
 
 class Trained(NamedTuple):
-    """Adam's moments of the embedding after the steps, and after `MORE_STEPS`."""
+    """Adam's moments of the embedding after the steps."""
 
     words: int
     steps: int
-    before: Arrays
-    after: Arrays
+    moments: Arrays
     losses: list[float]  # of all steps
 
 
@@ -90,23 +89,19 @@ def _train(quick: bool) -> Trained:
     model = Model(words, 16 if quick else WIDTH)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     random = np.random.default_rng(SEED)
-    losses: list[float] = []
-
-    def go_on(steps: int) -> Arrays:
-        for _ in range(steps):
-            places = random.integers(0, tokens.size - LENGTH, BATCH)
-            batch = np.stack([tokens[at : at + LENGTH + 1] for at in places])
-            optimizer.zero_grad(set_to_none=True)
-            loss = model(torch.from_numpy(batch))
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        state = optimizer.state[model.embedding.weight]
-        return {
-            f"embedding.weight.{name}": state[key].numpy().copy()
-            for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq"))
-        }
-
     steps = QUICK_STEPS if quick else STEPS
-    before = go_on(steps)
-    return Trained(words, steps, before, go_on(MORE_STEPS), losses)
+    losses: list[float] = []
+    for _ in range(steps):
+        places = random.integers(0, tokens.size - LENGTH, BATCH)
+        batch = np.stack([tokens[at : at + LENGTH + 1] for at in places])
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(torch.from_numpy(batch))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    state = optimizer.state[model.embedding.weight]
+    moments = {
+        f"embedding.weight.{name}": state[key].numpy()
+        for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq"))
+    }
+    return Trained(words, steps, moments, losses)

@@ -7,7 +7,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from harness import Candidate, Row, rows_of, settle
+from harness import Candidate, Row, met, rows_of, settle
 
 SLOW = 3.0  # seconds; slower candidates are not warmed up and have two rounds
 VERY_SLOW = 6.0  # one round
@@ -34,8 +34,8 @@ class Aim:
             return f"{aim_text}: not measured"
         ratio = medians[self.name] / medians[self.reference]
         ratio = 1 / ratio if self.faster else ratio
-        met = ratio >= self.bound if self.faster else ratio <= self.bound
-        return f"{aim_text}: {ratio:.2f}, {'met' if met else 'NOT MET'}"
+        is_reached = ratio >= self.bound if self.faster else ratio <= self.bound
+        return f"{aim_text}: {ratio:.2f}, {met(is_reached)}"
 
 
 def join_freed_memory() -> None:

@@ -1,5 +1,5 @@
 /* libFuzzer target: any bytes as an index, with a corrected checksum so that the reader
- * goes on. An accepted index must fit its files, its tensors and the address space, and
+ * continues. An accepted index must fit its files, its tensors and the address space, and
  * must be the same after writing and reading it again.
  *
  * tools/fuzz.sh builds it with clang -fsanitize=fuzzer,address,undefined and all of

@@ -54,7 +54,8 @@ slice() {
         echo "ok  ${target%:*}: compiles"
     done
     CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar EXTRA="-Werror -static -DWITHOUT_FORK -DMLS_FEWER_TRIES" \
-        arm "$(emulator)" diff reduce plan_dp_slots copy crc32c kv_transition kv_rolling kv_quantize rotate_keys attention_mask
+        arm "$(emulator)" $(grep -rlE 'EACH_(VECTOR_)?CPU|mls_cpu_offers' tests/core --include='test_*.c' |
+            sed 's/.*test_//; s/\.c$//') # the tests that compare instruction sets
 }
 
 case ${2:-all} in

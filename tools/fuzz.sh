@@ -19,7 +19,6 @@ make --no-print-directory -s -j2 -f tools/core.mk BUILD="$library" CC="$clang" O
 # seed NAME: copy files that this target can read into its seeds.
 seed() {
     case $1 in
-    mlpackage) find mlstate/demo/data -name '*.mlmodel' ;;
     safetensors | json) find mlstate/demo/data tests/hostile -name "*.$1" ;;
     esac | while read -r file; do
         cp "$file" "build/fuzz/seeds/$1/$(echo "$file" | tr / -)"

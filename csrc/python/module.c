@@ -101,9 +101,9 @@ static int note_loaded(void)
 /* A function of the table, called by Python. */
 #define DEFINE_CALL(name, count, parameters)                                             \
     static PyObject *call_##name(PyObject *module, PyObject *const *args,                \
-                                 Py_ssize_t given)                                       \
+                                 Py_ssize_t argument_count)                              \
     {                                                                                    \
-        return mlspy_take_count(#name, count, given) < 0                                 \
+        return mlspy_take_count(#name, count, argument_count) < 0                        \
                    ? NULL                                                                \
                    : core_##name(mlspy_state_of(module), args);                          \
     }
@@ -124,8 +124,7 @@ static int core_exec(PyObject *module)
         mlspy_state_init(module) < 0 || mlspy_errors_add(module) < 0 ||
         mlspy_kv_memory_add(module) < 0 || mlspy_statedict_add(module) < 0 ||
         mlspy_merged_index_add(module) < 0 || mlspy_local_add(module) < 0 ||
-        mlspy_strategy_add(module) < 0 || mlspy_tiers_add(module) < 0 ||
-        mlspy_descriptor_add(module) < 0 ||
+        mlspy_strategy_add(module) < 0 || mlspy_descriptor_add(module) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }

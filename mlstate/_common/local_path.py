@@ -30,9 +30,9 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
     URL, an empty path, a null character and an unknown user, and StoreNotFoundError for a relative
     path whose base, the working folder, was deleted.
     """
-    plain = os.fspath(path)
+    raw_path = os.fspath(path)
     pattern = _URL if isinstance(path, str | bytes) else _URL_OF_PATHLIB
-    text = os.fsdecode(plain)
+    text = os.fsdecode(raw_path)
     if not text or "\0" in text:
         problem = "has a null character (NUL)" if text else "is empty"
         raise ValueError(f"{text!r}: the path {problem}; pass the name of a file or folder")
@@ -46,8 +46,8 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
             f"stores, as str; use a local or mounted folder here{hint}"
         )
     if text.startswith("~"):
-        plain = os.path.expanduser(plain)
-        if plain == os.fspath(path):
+        raw_path = os.path.expanduser(raw_path)
+        if raw_path == os.fspath(path):
             name = text.partition("/")[0]
             raise ValueError(
                 f"{text}: {name!r} is not the home folder of a user; for a file of this name, pass "
@@ -55,7 +55,7 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
             )
     elif not os.path.isabs(text):
         _check_working_folder(text)
-    return plain
+    return raw_path
 
 
 def _check_working_folder(path: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from .. import _core
 from .._common.backend import backend_named
 from .._common.budget import Budget, parse_budget
-from .._common.text import bytes_text, table_html, table_text
+from .._common.text import bytes_text, count_text, table_html, table_text
 from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
@@ -393,7 +393,7 @@ class Chain:
         return Chain._from_dict, (self._as_dict(),)
 
     def _title(self) -> str:
-        blocks = f"{self.blocks:,} block{'' if self.blocks == 1 else 's'}"
+        blocks = count_text(self.blocks, "block")
         peak = bytes_text(self.plain_peak_bytes)
         title = f"{blocks}, {self.plain_seconds:.4g} s, {peak} at most without a plan"
         if self._spread is None:

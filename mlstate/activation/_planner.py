@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.text import bytes_text, table_html, table_text
+from .._common.text import bytes_text, count_text, table_html, table_text
 from ._plan import Plan
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class Pareto:
 
     def _title(self) -> str:
         low, high = self[0][0], self[-1][0]
-        points = f"{len(self):,} point{'' if len(self) == 1 else 's'}"
+        points = count_text(len(self), "point")
         return (
             f"{self.chain.blocks:,} blocks: {points} from {bytes_text(low)} to "
             f"{bytes_text(high)}, found {self.method}"

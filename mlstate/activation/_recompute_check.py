@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.backend import backend_named
-from .._common.text import table_html
+from .._common.text import count_text, table_html
 from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RecomputeReport:
         finding_count = len(self.findings)
         if not finding_count:
             return f"{blocks} run again: all gave the same bits"
-        return f"{blocks} run again: {finding_count:,} finding{'' if finding_count == 1 else 's'}"
+        return f"{blocks} run again: {count_text(finding_count, 'finding')}"
 
     def _rows(self) -> list[list[str]]:
         return [[f.block, f.where, f.kind, f.text] for f in self.findings]

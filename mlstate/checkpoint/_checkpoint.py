@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.text import bytes_text, table_text
+from .._common.text import bytes_text, count_text, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._folder.names import ROOTS, SECTIONS
 from ._load import LoadedState, load
-from ._store.checkpoint_files import RootPath, open_root_path
+from ._options import LOAD_DEFAULTS, show_options
 from ._store.manifest import build, parse
+from ._store.open_path import RootPath, open_files, open_root_path
 from ._verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Unpack
 
     from .. import _core
+    from ._options import LoadOptions
     from ._store.manifest import Manifest
 
 _ROWS = 20
@@ -238,7 +241,9 @@ class Checkpoint:
         manifest = state["manifest"]
         if isinstance(manifest, bytes):
             manifest = parse(manifest, state["root"])
-        Checkpoint.__init__(self, RootPath(state["path"], state["root"], manifest))
+        Checkpoint.__init__(
+            self, RootPath(open_files(state["path"], reads=True), state["root"], manifest)
+        )
         self.written = state["written"]
 
     @property
@@ -362,7 +367,8 @@ class Checkpoint:
         """
         return dict(self._merged_index.files())
 
-    def load(self, **keywords: Any) -> LoadedState:
+    @show_options(LOAD_DEFAULTS)
+    def load(self, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load this checkpoint; takes the keywords of `mlstate.load`.
 
         Examples
@@ -372,7 +378,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).load().model["w"]
         array([1., 1.])
         """
-        return load(RootPath(self.path, self._root), **keywords)
+        return load(RootPath(self._files, self._root), **options)
 
     def verify(self, **keywords: Any) -> VerifyReport:
         """Read and verify all of it; takes the keywords of `mlstate.verify`.
@@ -384,7 +390,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).verify().problems
         []
         """
-        return verify(RootPath(self.path, self._root), **keywords)
+        return verify(RootPath(self._files, self._root), **keywords)
 
     def _title(self) -> str:
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
@@ -392,9 +398,9 @@ class Checkpoint:
         if self._manifest.weights is not None:
             label = "Hugging Face folder" if self._root in ROOTS else self._root
         parts = [
-            f"{label}: {tensors:,} tensor{'' if tensors == 1 else 's'}",
+            f"{label}: {count_text(tensors, 'tensor')}",
             stored_text(self.nbytes, self.stored_nbytes),
-            f"{len(self.files()):,} file{'' if len(self.files()) == 1 else 's'}",
+            count_text(len(self.files()), "file"),
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
         ]
         parts += [] if self.step is None else [f"step {self.step}"]
@@ -461,11 +467,11 @@ def inspect(
     root, read_manifest = files.open_root(root)
 
     def read(manifest: Manifest) -> Checkpoint:
-        checkpoint = Checkpoint(RootPath(files.path, root, manifest))
+        checkpoint = Checkpoint(RootPath(files, root, manifest))
         _ = checkpoint._merged_index  # now: a writer may delete the indexes before their first use
         return checkpoint
 
     try:
         return files.read_root(root, read, read_manifest)
     except (FormatError, StoreError):  # of an index; the manifest may be readable
-        return Checkpoint(RootPath(files.path, root))
+        return Checkpoint(RootPath(files, root))

@@ -32,7 +32,7 @@ rank 0 holds the claim and replaces the manifest, and an error of one rank is ra
             commit.abort()           delete the new files, unless the manifest may name them
             raise
         finally:
-            commit.close()           remove the note from the lock if no file is left; release it
+            commit.close()           remove the note from the lock if no file is left
 
 A writer that is killed before the commit leaves files that no root names, and its generation in the
 lock: the next `begin` deletes them. One that is killed after it leaves files of the old checkpoint:
@@ -46,34 +46,26 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._common.log import log
 from .._common.store_error import store_error
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
-from ._folder.names import FOLDERS, MANIFEST
+from ._folder.names import FOLDERS, MANIFEST, Root
 from ._rank_messages import broadcast_text, error_text, gather_bytes, pack_message, unpack_message
 from ._replica_assignment import check_copies
 from ._store.checkpoint_files import Generation, generations_to_delete, root_path
 from ._store.index_patterns import pattern_of, with_patterns
-from ._store.manifest import IndexRecord, Manifest, build, parse
+from ._store.manifest import IndexRecord, Manifest, build_checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from ._checkpoint import Checkpoint
     from ._folder.protocol import Claim
     from ._save import GatheredShards, SaveTarget
-
-
-class Start(NamedTuple):
-    """A started save; only rank 0 knows more than the generation."""
-
-    generation: str  # identifier of the save; part of its files' names
-    sequence: int = 0
-    before: Manifest | None = None  # checkpoint to replace; None if none, or if it is damaged
 
 
 def creation_time() -> str:
@@ -84,9 +76,10 @@ def creation_time() -> str:
     return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def refuse_manager_folder(target: SaveTarget) -> None:
-    """Raise StoreError (EEXIST) if the folder holds a manager's steps, unless that is wanted."""
-    if not (target.keep_root or target.replace_steps) and target.files.holds_steps():
+def refuse_manager_folder(target: SaveTarget, roots: Sequence[Root]) -> None:
+    """Raise StoreError (EEXIST) if the roots are a manager's steps, unless that is wanted."""
+    is_allowed = not roots or target.keep_root or target.replace_steps
+    if not is_allowed and target.files.holds_steps(roots):
         raise store_error(
             FileExistsError(
                 errno.EEXIST,
@@ -124,9 +117,13 @@ class Commit:
         self.holder: AbstractContextManager[object] = (
             nullcontext() if self._claim is None else self._claim.holder
         )
-        self._start: Start | None = None
+        self._generation = ""  # identifier of the save, part of its files' names; "" before `begin`
+        # of rank 0: of the new manifest; the replaced checkpoint, None if none or damaged
+        self._sequence = 0
+        self._before: Manifest | None = None
         self._error: BaseException | None = None  # of this rank, to be raised by `commit`
         self._reports: list[dict[str, Any]] = []  # of written ranks: index record and pattern
+        self._written: dict[str, Any] | None = None  # what this rank wrote, for its caller
         self._is_replacing = False  # whether the manifest may have been replaced
         self._is_decided = False  # whether the save is committed, or is known not to be
         self._is_clean = False  # whether no file is left that a root does not need
@@ -142,15 +139,15 @@ class Commit:
         `states` tells whether the save has named states, which need their own subfolder.
         """
         if self._group is None and self._claim is not None:
-            self._start = self._take(self._claim, states=states)
+            self._take(self._claim, states=states)
             return
         error: BaseException | None = None
         message = b""
         try:
             if self._claim is not None:
                 try:
-                    self._start = self._take(self._claim, states=states)
-                    message = pack_message({"generation": self._start.generation})
+                    self._take(self._claim, states=states)
+                    message = pack_message({"generation": self._generation})
                 except BaseException as caught:
                     error = caught
                     message = pack_message({"error": error_text(caught)})
@@ -161,26 +158,27 @@ class Commit:
                 refused = StoreError(f"rank 0 cannot begin to save: {answer['error']}")
                 refused.rank = 0
                 raise refused
-            self._start = self._start or Start(answer["generation"])
+            self._generation = answer["generation"]
         finally:
             del error  # its traceback refers to this frame
 
-    def _take(self, claim: Claim, *, states: bool) -> Start:
+    def _take(self, claim: Claim, *, states: bool) -> None:
         """Take the claim and choose a generation; record the generation in the lock's file."""
         files = self._files
         self._folder.create(FOLDERS if states else [part for part in FOLDERS if part != "states"])
         claim.acquire()
         if self._target.content is not None:
             files.refuse_change(self._target.content)
-        refuse_manager_folder(self._target)
-        before = self._read_replaced()
+        roots = files.list_roots()
+        refuse_manager_folder(self._target, roots)
+        self._before = self._read_replaced()
         # roots/ may hold a newer root that did not become the manifest
-        sequence = files.next_sequence(before)
+        self._sequence = files.next_sequence(self._before, roots)
         if claim.unfinished is not None:
-            files.delete_unfinished(claim.unfinished, before)
-        start = Start(os.urandom(8).hex(), sequence, before)
-        claim.note(start.generation)
-        return start
+            files.delete_unfinished(claim.unfinished, self._before)
+        generation = os.urandom(8).hex()
+        claim.note(generation)
+        self._generation = generation
 
     def _read_replaced(self) -> Manifest | None:
         """Return the checkpoint that a save replaces; None if there is none or it is damaged.
@@ -189,9 +187,7 @@ class Commit:
         FormatError.
         """
         try:
-            return self._files.read_manifest()
-        except FileNotFoundError:
-            return None
+            return self._files.find_manifest()
         except FormatError as error:
             path, data = self._files.path, self._folder.read(MANIFEST)
             try:
@@ -215,17 +211,16 @@ class Commit:
 
         With a group, errors are kept for `commit`, because the other ranks wait.
         """
-        assert self._start is not None
         self._error, gathered.error = gathered.error, None
         if self._error is not None:
             return
         try:
-            before = self._previous_index(self._start) if self._keeps_shards else None
+            before = self._previous_index() if self._keeps_shards else None
             shards, gathered.shards = gathered.shards, None
             with self._folder.new_files(MANIFEST, progress) as new:
                 report: dict[str, Any] = _core.shards_write(
                     new.path,
-                    self._start.generation,
+                    self._generation,
                     shards,
                     before,
                     self._target.how,
@@ -234,6 +229,8 @@ class Commit:
                     new.mode,
                     new.is_temporary,
                 )
+            if self._keeps_shards:
+                self._written = report
             if self._world_size > 1:
                 pattern = pattern_of(self._files.load_index(_record_of(report)))
                 report = {**report, **pattern}
@@ -246,7 +243,7 @@ class Commit:
         else:
             self._reports.append(report)
 
-    def _previous_index(self, start: Start) -> Any:
+    def _previous_index(self) -> Any:
         """Return this rank's committed index, whose unchanged shards are kept; None if unreadable.
 
         In an object store nothing is kept: comparing bytes would mean to read all of them.
@@ -255,7 +252,7 @@ class Commit:
             return None
         rank = self._target.rank
         try:
-            before = self._files.read_manifest() if rank > 0 else start.before
+            before = self._files.read_manifest() if rank > 0 else self._before
             if before is None or rank >= before.world_size:
                 return None
             record = before.indexes[rank]
@@ -322,11 +319,10 @@ class Commit:
         Its text and, with a single rank, its index are read back before; each of several ranks
         has read back its own.
         """
-        assert self._start is not None
         assert self._claim is not None
         manifest = Manifest(
-            generation=self._start.generation,
-            sequence=self._start.sequence,
+            generation=self._generation,
+            sequence=self._sequence,
             created=creation_time(),
             indexes=tuple(map(_record_of, reports)),
             **header,
@@ -334,8 +330,7 @@ class Commit:
         if len(reports) > 1:
             manifest, merged = with_patterns(self._files, manifest, reports)
             check_copies(merged, copies)
-        data = build(manifest)
-        parsed = parse(data, self._files.join(MANIFEST))
+        data, parsed = build_checked(manifest, self._files.path)
         if len(reports) == 1:
             self._merged_indexes[manifest.generation] = self._files.load_merged_index(parsed)
         self._is_replacing = True
@@ -349,33 +344,26 @@ class Commit:
 
         Does nothing if the ranks have decided about the save, or must do so together.
         """
-        if self._start is not None and self._group is None and not self._is_decided:
+        if self._generation and self._group is None and not self._is_decided:
             self._take_back(is_unsure=self._is_unsure())
 
     def _is_unsure(self) -> bool:
         """Return whether a root may name this save's files."""
-        assert self._start is not None
         assert self._claim is not None
         return self._is_replacing and (
-            self._claim.is_unsure or self._files.is_committed(self._start.generation)
+            self._claim.is_unsure or self._files.is_committed(self._generation)
         )
 
     def _take_back(self, *, is_unsure: bool) -> None:
         """Delete this rank's files of a failed save."""
-        assert self._start is not None
         rank = None if self._group is None else self._target.rank
         if not is_unsure:
             with suppress(MLStateError):  # the next save tries again; the first error is raised
-                self._files.discard(self._start.generation, rank)
+                self._files.discard(self._generation, rank)
                 # another rank may have left files, so the next save must look for them
                 self._is_clean = self._group is None
 
     # ---- after the commit: files that no root needs ----
-
-    @property
-    def _before(self) -> Manifest | None:
-        """The replaced checkpoint; None if there is none, or it is damaged."""
-        return None if self._start is None else self._start.before
 
     def delete_replaced(self) -> None:
         """Delete the files that no root needs, each rank its own; `warning` has the first error.
@@ -454,31 +442,21 @@ class Commit:
         return warning
 
     def close(self) -> None:
-        """Release the claim; if files are left, the lock's file keeps naming the generation."""
+        """Remove the note from the lock, unless files are left; `holder` then ends the claim."""
         self._error = None
-        if self._claim is None:
-            return
-        try:
-            if self._is_clean:
-                self._claim.note(None)
-        finally:
-            self._claim.release()
+        if self._claim is not None and self._is_clean:
+            self._claim.note(None)
 
     def checkpoint(self) -> Checkpoint:
         """Return the saved checkpoint; warn if old files were not deleted."""
         from ._checkpoint import Checkpoint
-        from ._store.checkpoint_files import RootPath
+        from ._store.open_path import RootPath
 
         if self.warning is not None:
             self._target.caller.warn(self.warning)
         checkpoint = Checkpoint(RootPath(self._files, manifest=self.manifest))
-        if self._keeps_shards:
-            report = self._reports[-1]
-            checkpoint.written = {name: report[name] for name in report if name not in _PATTERN}
+        checkpoint.written = self._written
         return checkpoint
-
-
-_PATTERN = ("pattern", "parts")  # fields of a report that the manifest gets
 
 
 def write_and_commit(

@@ -15,8 +15,9 @@ from ._options import PACK_BELOW
 from ._replica_assignment import by_section, whole_names
 from ._save import refuse_empty_save, states_of
 from ._sections import STATES
-from ._store.checkpoint_files import open_files, patterns_of
+from ._store.checkpoint_files import patterns_of
 from ._store.name_globs import listed_names
+from ._store.open_path import open_files
 from ._store.rank_indexes import Indexes
 
 if TYPE_CHECKING:

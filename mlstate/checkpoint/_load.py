@@ -24,21 +24,25 @@ from ..errors import MLStateError, StoreError, TensorNotFoundError
 from ..state._load_into import load_into
 from ._folder.names import SECTIONS
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
+from ._options import LOAD_DEFAULTS, complete_options, show_options
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
-from ._store.checkpoint_files import TRIES, CheckpointFiles, open_root_path
+from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import Names, listed_names
+from ._store.open_path import open_root_path
 from ._store.rank_indexes import Indexes
 from ._store.weight_files import check_total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
+    from typing import Unpack
 
     from .. import _core
     from ..collectives import ProcessGroup
     from ..state import ModelStateDict, OptimizerStateDict
     from ._load_targets import Prepared
+    from ._options import LoadOptions
     from ._sections import Section
     from ._store.manifest import Manifest
 
@@ -147,25 +151,18 @@ def chosen_names(
 
 
 class LoadRequest(NamedTuple):
-    """The arguments of a load, checked; those without a comment are as for `load`."""
+    """The arguments of a load, checked; the fields before `options` replace options."""
 
     files: CheckpointFiles
     root: str  # path in the folder
     names: list[str] | None
     rank: int | None  # its index is preferred if several list the same tensors
-    cutting: tuple[Steps | None, int, int]  # as `ranks_of` returns it
-    into: Any
-    own: bool  # torch objects determine which part of a tensor they receive
-    mmap: bool
-    verify: bool | str
-    missing: str
-    progress: Callable[[int], object] | None
     world_size: int | None  # if `rank` is given
-    strict: bool
+    cutting: tuple[Steps | None, int, int]  # as `ranks_of` returns it
+    own: bool  # torch objects determine which part of a tensor they receive
     cast: bool  # to the dtypes of `into`
     dtype: str  # of the floats of a new state; "" for the stored ones
-    device: Any
-    rename: Mapping[str, str] | None
+    options: LoadOptions
 
 
 class Loader:
@@ -173,16 +170,17 @@ class Loader:
 
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
         self.request = request
+        self.options = request.options
         self.manifest = manifest
         self.folder = request.files.path
-        self.verify = bool(request.verify)
+        self.verify = bool(request.options["verify"])
         self.indexes = Indexes(request.files, manifest, request.rank)
         self.sections = sections_of(self.merged_index, manifest)
-        if request.rename is not None:
-            rename_sections(self.sections, request.rename)
+        if request.options["rename"] is not None:
+            rename_sections(self.sections, request.options["rename"])
         if self.verify:
             check_total(request.files.folder, manifest, self.merged_index)
-        if request.verify == "first":
+        if request.options["verify"] == "first":
             self.indexes.read_all()
             _verify_all(request.files, manifest, self.merged_index)
             self.verify = False
@@ -218,7 +216,7 @@ class Loader:
         return self._load(section, keys, cutting, mmap=False)
 
     def _load(self, section: int, keys: list[str], cutting: Any, *, mmap: bool) -> dict[str, Any]:
-        progress, verify = self.request.progress, self.verify and not mmap
+        progress, verify = self.options["progress"], self.verify and not mmap
         arrays: dict[str, Any] = {}
 
         def read(folder: str, some: list[str], cuts: Any) -> None:
@@ -246,14 +244,16 @@ class Loader:
         keys = section.keys(names)
         arrays_loaded: dict[str, Any] = {}
         for some, dtype in self._batches(section, keys):
-            loaded = self._load(section.number, some, self.request.cutting, mmap=self.request.mmap)
+            loaded = self._load(
+                section.number, some, self.request.cutting, mmap=self.options["mmap"]
+            )
             while loaded:
                 key, array = loaded.popitem()
                 arrays_loaded[key] = _cast(array, dtype) if dtype else array
         arrays = {name: arrays_loaded[key] for name, key in zip(names, keys, strict=True)} | extra
-        if self.request.device is not None:
+        if (device := self.options["device"]) is not None:
             tensors = torch_backend("tensors on a device=", TensorBackend).tensors_of(arrays)
-            arrays = {name: each.to(self.request.device) for name, each in tensors.items()}
+            arrays = {name: each.to(device) for name, each in tensors.items()}
         return section.restore(arrays, self.folder)
 
     def _batches(self, section: Section, keys: list[str]) -> list[tuple[list[str], str]]:
@@ -313,7 +313,7 @@ class Loader:
 
     def refuse_lacking(self, names: list[list[str]]) -> None:
         """With ``missing="error"``, raise if the checkpoint lacks optimizer states."""
-        lacking = list(self.lacking(names)) if self.request.missing == "error" else []
+        lacking = list(self.lacking(names)) if self.options["missing"] == "error" else []
         if lacking:
             raise names_error(lacking, [], [], self.folder)
 
@@ -375,9 +375,10 @@ def _load_new_state(loader: Loader) -> LoadedState:
         (each, names, request.cutting) for each, names in selections if each.kind is not None
     )
     results: list[Any] = []
+    has_zeros = loader.options["missing"] == "zeros"
     for section, names in selections:
         extra: dict[str, Any] = {}
-        if section.number == OPTIMIZER and request.missing == "zeros" and results[0] is not None:
+        if section.number == OPTIMIZER and has_zeros and results[0] is not None:
             extra = loader.zeros(chosen, results[0])
         state = loader.load_state(section, names, extra) if section.kind is not None else None
         results.append(state)
@@ -520,25 +521,8 @@ def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: _core.Merged
         raise problems[0].as_error(files.path)
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    names: str | Iterable[str] | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    layout: Layout | str | None = None,
-    group: ProcessGroup | None = None,
-    into: Any = None,
-    mmap: bool = False,
-    verify: bool | str = True,
-    missing: str = "skip",
-    strict: bool = True,
-    cast: Any = False,
-    device: Any = None,
-    rename: Mapping[str, str] | None = None,
-    progress: Callable[[int], object] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> LoadedState:
+@show_options(LOAD_DEFAULTS)
+def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadedState:
     """
     Load a checkpoint, or any part of it.
 
@@ -659,19 +643,23 @@ def load(
     array([[4., 5.],
            [6., 7.]])
     """
-    check_flags(mmap=mmap, strict=strict)
-    group = optional_group(group)
-    cast, dtype = _checked_cast(cast, into, mmap=mmap)
-    files, root, manifest = open_root_path(path, storage_options)
+    options = complete_options(load, options, LOAD_DEFAULTS)
+    into, mmap = options["into"], options["mmap"]
+    verify, missing = options["verify"], options["missing"]
+    rank, world_size, layout = options["rank"], options["world_size"], options["layout"]
+    check_flags(mmap=mmap, strict=options["strict"])
+    group = optional_group(options["group"])
+    cast, dtype = _checked_cast(options["cast"], into, mmap=mmap)
+    files, root, manifest = open_root_path(path, options["storage_options"])
     if mmap:
         files.folder.require_local("mmap=True", "load without it")
     cutting = ranks_of(rank, world_size, layout, group)
-    listed = None if names is None else listed_names(names)
+    names = None if options["names"] is None else listed_names(options["names"])
     if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
     if not isinstance(missing, str) or missing not in MISSING:
         raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
-    device = _checked_device(device, mmap=mmap)
+    options["device"] = _checked_device(options["device"], mmap=mmap)
     if into is not None:
         check_into(into)
         if mmap:
@@ -680,25 +668,10 @@ def load(
             )
     if manifest is None:
         root, manifest = files.open_root(root)
-    request = LoadRequest(
-        files,
-        root,
-        listed,
-        rank if group is None else group.rank,
-        cutting,
-        into,
-        layout is None and rank is None and world_size is None,
-        mmap,
-        verify,
-        missing,
-        progress,
-        world_size if group is None else group.world_size,
-        strict,
-        cast,
-        dtype,
-        device,
-        rename,
-    )
+    own = layout is None and rank is None and world_size is None
+    if group is not None:
+        rank, world_size = group.rank, group.world_size
+    request = LoadRequest(files, root, names, rank, world_size, cutting, own, cast, dtype, options)
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets

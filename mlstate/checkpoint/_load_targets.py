@@ -18,7 +18,7 @@ from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._sharding.layout import Layout, Steps
 from ..errors import CompatibilityError
-from ..state._compatibility import SHOWN, join, rename_hint
+from ..state._compatibility import LISTED, join, rename_hint
 from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._backend import CheckpointBackend, OptimizerRecord
@@ -118,8 +118,8 @@ def names_error(
     lines = [f"Error(s) in loading {path}:"]
     for words, names in (("Missing", missing), ("Unexpected", unexpected)):
         if names:
-            quoted = join([f'"{name}"' for name in names[:SHOWN]])
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            quoted = join([f'"{name}"' for name in names[:LISTED]])
+            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
             lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
     hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(unfilled), unexpected, unfilled)[1]
     lines += [f"{hint}."] if hint else []
@@ -146,10 +146,10 @@ def _fit_names(
     missing = _without_tied(loader, unfilled, selected, filling)
     lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
     unexpected = [name for name in selected if name not in target_names]
-    lenient = section.is_optimizer and request.missing != "error"
-    if request.strict and (unexpected or (lacking and not lenient)):
+    lenient = section.is_optimizer and request.options["missing"] != "error"
+    if request.options["strict"] and (unexpected or (lacking and not lenient)):
         raise names_error([] if lenient else lacking, unexpected, unfilled, loader.folder)
-    if request.missing == "zeros" and section.is_optimizer:
+    if request.options["missing"] == "zeros" and section.is_optimizer:
         for name in lacking:
             filling.zero(name)
     return [name for name in selected if name in filling.arrays]
@@ -231,7 +231,7 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
         section.keys(ready_target.names),
         section.by_key(filling.arrays, ready_target.names),
     )
-    verify, progress = loader.verify, loader.request.progress
+    verify, progress = loader.verify, loader.options["progress"]
 
     def read(folder: str, some: list[str], cuts: Any) -> None:
         merged.load_into(folder, section.number, some, cuts, arrays, verify, progress)
@@ -313,7 +313,7 @@ def _optimizer_target(
         names,
         meant,
         shapes=shapes,
-        strict=request.strict,
+        strict=request.options["strict"],
         complete=request.names is None,
         cast=request.cast,
     )
@@ -329,7 +329,7 @@ def _choose_entries(
     stored = stored_entries(loader, section)
     chosen = names.select(list(stored.entries), section.number)[0]
     clash = [name for name in chosen if not is_module(target) and name in target]
-    if clash or (chosen and not is_module(target) and loader.request.strict):
+    if clash or (chosen and not is_module(target) and loader.options["strict"]):
         raise names_error([], clash or chosen, [], loader.folder)
     return stored, chosen
 
@@ -384,7 +384,7 @@ def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
 
 def _targets(loader: Loader) -> Prepared:
     """Return the targets; raise if the state of a target was not saved."""
-    into, folder = loader.request.into, loader.folder
+    into, folder = loader.options["into"], loader.folder
     states = _target(into, "states")
     if states is not None and not hasattr(states, "keys"):
         raise TypeError(
@@ -399,7 +399,7 @@ def _targets(loader: Loader) -> Prepared:
         if target is not None and section.kind is None
     ]
     absent = [name for name in prepared.states if name not in loader.states]
-    if loader.request.strict and absent:
+    if loader.options["strict"] and absent:
         have = ", ".join(map(repr, loader.states)) or "none"
         lacking.append(f"state {absent[0]!r} (named states: {have})")
     if lacking:

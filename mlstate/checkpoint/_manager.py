@@ -17,14 +17,19 @@ from ..collectives._arguments import optional_group
 from ..errors import ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._folder.names import MANIFEST, Root
-from ._folder.writer_lock import check_timeout
 from ._load import LoadedState, load
-from ._options import complete_options, show_options
+from ._options import (
+    LOAD_DEFAULTS,
+    SAVE_DEFAULTS,
+    check_timeout,
+    complete_options,
+    show_options,
+)
 from ._rank_messages import gather_bytes
 from ._retention import NO_RULES, Retention, SaveTimer, SignalWatch, check_retention
 from ._save import SaveFolder, save
 from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
-from ._store.checkpoint_files import CheckpointFiles, RootPath, open_files
+from ._store.open_path import RootPath, open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,9 +39,10 @@ if TYPE_CHECKING:
 
     from .._common.budget import MemorySize
     from ..collectives import ProcessGroup
-    from ._options import SaveOptions
+    from ._options import LoadOptions, SaveOptions
     from ._save_async import SaveHandle
     from ._staging import Staging
+    from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
     _Roots: TypeAlias = list[tuple[Root, Manifest]]
@@ -329,7 +335,7 @@ class CheckpointManager:
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:
-                return Checkpoint(RootPath(self.directory, root.path, manifest))
+                return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
         have = steps_text(self.steps())
         have += f"; {OTHER}" if holds_no_steps(self._checkpoints) else ""
         raise store_error(
@@ -340,7 +346,7 @@ class CheckpointManager:
 
     # -- saving
 
-    @show_options
+    @show_options(SAVE_DEFAULTS)
     def save(
         self,
         step: int,
@@ -382,7 +388,7 @@ class CheckpointManager:
         >>> manager.save(1, model={"w": np.ones(2)}).step
         1
         """
-        options = complete_options(CheckpointManager.save, options)
+        options = complete_options(CheckpointManager.save, options, SAVE_DEFAULTS)
         group = options["group"] = optional_group(options["group"])
         with self._turn(group):
             self._settle()
@@ -400,7 +406,7 @@ class CheckpointManager:
             self._warn_if_unchanged(saved, 0 if group is None else group.rank)
         return saved
 
-    @show_options
+    @show_options(SAVE_DEFAULTS)
     def save_async(
         self,
         step: int,
@@ -451,7 +457,7 @@ class CheckpointManager:
         from ._save_async import save_async
         from ._staging import OwnStaging
 
-        options = complete_options(CheckpointManager.save_async, options)
+        options = complete_options(CheckpointManager.save_async, options, SAVE_DEFAULTS)
         group = options["group"] = optional_group(options["group"])
         with self._turn(group):
             self._settle()
@@ -459,7 +465,7 @@ class CheckpointManager:
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
             if self._staging is None:
-                self._staging = OwnStaging(kept=True)
+                self._staging = OwnStaging(keeps_memory=True)
 
             def started(handle: SaveHandle) -> None:
                 # before the save starts, so that an interrupt cannot lose a running save
@@ -730,12 +736,9 @@ class CheckpointManager:
             self._settle()
             timeout = check_timeout(lock_timeout)
             files, checkpoint = self._checkpoints, self.checkpoint(step)
-            claim = None
-            if files.folder.excludes_writers:
-                claim = files.folder.claim(MANIFEST, timeout)
-            with nullcontext() if claim is None else claim.holder:
-                if claim is not None:
-                    claim.acquire()
+            exclusion = files.folder.exclusive(timeout)
+            with exclusion.holder:
+                exclusion.acquire()
                 if files.read_manifest().generation == checkpoint.generation:
                     raise ValueError(
                         f"step {step} is the newest checkpoint: save another one first"
@@ -744,21 +747,22 @@ class CheckpointManager:
                     root for root in files.list_roots() if root.generation == checkpoint.generation
                 ]
                 files.delete_roots(roots)
-                if claim is None:  # new files of a running writer stay
-                    files.delete_generations([checkpoint._manifest])
-                else:
+                if files.folder.excludes_writers:
                     files.prune()
+                else:  # new files of a running writer stay
+                    files.delete_generations([checkpoint._manifest])
 
     # -- restoring
 
-    def restore(self, step: int, **keywords: Any) -> LoadedState:
+    @show_options(LOAD_DEFAULTS)
+    def restore(self, step: int, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load a step.
 
         Parameters
         ----------
         step : int
             One of `steps`.
-        **keywords
+        **options
             Keywords of `mlstate.load`.
 
         Returns
@@ -782,13 +786,14 @@ class CheckpointManager:
         """
         checkpoint = self.checkpoint(step)
         try:
-            path = RootPath(self.directory, checkpoint._root, checkpoint._manifest)
-            return load(path, **keywords)
+            path = RootPath(self._checkpoints, checkpoint._root, checkpoint._manifest)
+            return load(path, **options)
         except FormatError as error:
             self._note_damage(checkpoint.generation, checkpoint._root, error)
             raise
 
-    def restore_latest(self, **keywords: Any) -> LoadedState:
+    @show_options(LOAD_DEFAULTS)
+    def restore_latest(self, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load the newest step that is not damaged.
 
         A damaged step is skipped with a warning. Damage is detected by checksums, unless
@@ -796,7 +801,7 @@ class CheckpointManager:
 
         Parameters
         ----------
-        **keywords
+        **options
             Keywords of `mlstate.load`. With a group every rank loads the same step.
 
         Returns
@@ -820,14 +825,14 @@ class CheckpointManager:
         >>> manager.restore_latest().step
         7
         """
-        keywords["group"] = group = optional_group(keywords.get("group"))
+        options["group"] = group = optional_group(options.get("group"))
         first: MLStateError | None = None
         tried: list[str] | None = None
         # a writer may have deleted all of these roots and committed newer ones
         while (roots := agreed_roots(self._checkpoints, group)) != tried:
             tried, first = roots, None
             for root in reversed(roots):
-                state, error = try_root(self.directory, root, keywords)
+                state, error = try_root(self._checkpoints, root, options)
                 if state is not None:
                     return state
                 self._note_damage(root.split(".")[-2], root, error)

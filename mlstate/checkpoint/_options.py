@@ -1,19 +1,22 @@
-"""The keywords that `save`, `save_async` and the methods of `CheckpointManager` share."""
+"""The keywords that all functions that save share, and those that all functions that load share."""
 
 from __future__ import annotations
 
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ForwardRef, TypedDict, TypeVar, cast
 
+from .._common.arguments import check_flags, check_int
 from .._common.text import names_hint
+from ._store import codecs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from .._sharding.layout import Layout
     from ..collectives import ProcessGroup
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
+OptionsT = TypeVar("OptionsT", "SaveOptions", "LoadOptions")
 
 
 class SaveOptions(TypedDict, total=False):
@@ -31,33 +34,86 @@ class SaveOptions(TypedDict, total=False):
     lock_timeout: float
 
 
+class LoadOptions(TypedDict, total=False):
+    """Keywords of every function that loads; `load` documents them."""
+
+    names: str | Iterable[str] | None
+    rank: int | None
+    world_size: int | None
+    layout: Layout | str | None
+    group: ProcessGroup | None
+    into: Any
+    mmap: bool
+    verify: bool | str
+    missing: str
+    strict: bool
+    cast: Any
+    device: Any
+    rename: Mapping[str, str] | None
+    progress: Callable[[int], object] | None
+    storage_options: Mapping[str, Any] | None
+
+
 PACK_BELOW = 262144
-_HINTS = SaveOptions.__annotations__
-DEFAULTS = cast(
+_HINTS: dict[str, ForwardRef] = {**SaveOptions.__annotations__, **LoadOptions.__annotations__}
+SAVE_DEFAULTS = cast(
     "SaveOptions",
-    dict.fromkeys(_HINTS)
+    dict.fromkeys(SaveOptions.__annotations__)
     | {"pack_below_bytes": PACK_BELOW, "sparse": False, "incremental": False, "lock_timeout": 0},
+)
+LOAD_DEFAULTS = cast(
+    "LoadOptions",
+    dict.fromkeys(LoadOptions.__annotations__)
+    | {"mmap": False, "verify": True, "missing": "skip", "strict": True, "cast": False},
 )
 
 
-def show_options(function: Function) -> Function:
-    """Decorate a function with ``**options``: its signature shows each keyword and default."""
-    signature_of_function = signature(function)
+def check_timeout(seconds: float) -> float:
+    """Return the seconds to wait for the lock; raise unless they are a number of at least 0."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"lock_timeout must be a number of seconds, got {type(seconds).__name__}")
+    if not seconds >= 0:
+        raise ValueError(f"lock_timeout must be 0 or more seconds, got {seconds}")
+    return float(seconds)
+
+
+def check_save_options(options: SaveOptions) -> SaveOptions:
+    """Return the options of a save, checked as far as this needs neither states nor a group."""
+    check_flags(sparse=options["sparse"], incremental=options["incremental"])
+    if options["compress"] is not None:
+        codecs.check(options["compress"])
+    return options | {
+        "pack_below_bytes": check_int("pack_below_bytes", options["pack_below_bytes"], 0),
+        "lock_timeout": check_timeout(options["lock_timeout"]),
+    }
+
+
+def show_options(defaults: SaveOptions | LoadOptions) -> Callable[[Function], Function]:
+    """Return a decorator of functions with ``**options``: signatures show keywords and defaults."""
     options = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=hint.__forward_arg__)
-        for (name, value), hint in zip(DEFAULTS.items(), _HINTS.values(), strict=True)
+        Parameter(
+            name, Parameter.KEYWORD_ONLY, default=value, annotation=_HINTS[name].__forward_arg__
+        )
+        for name, value in defaults.items()
     ]
-    parameters = [*signature_of_function.parameters.values()]
-    function.__signature__ = signature_of_function.replace(parameters=parameters[:-1] + options)  # type: ignore[attr-defined]
-    return function
+
+    def decorate(function: Function) -> Function:
+        shown = signature(function)
+        parameters = [*shown.parameters.values()][:-1] + options
+        function.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
-def complete_options(function: Callable[..., Any], options: SaveOptions) -> SaveOptions:
+def complete_options(
+    function: Callable[..., Any], options: OptionsT, defaults: OptionsT
+) -> OptionsT:
     """Return the options of a call with defaults; raise TypeError for an unknown keyword."""
     for name in options:
-        if name not in DEFAULTS:
+        if name not in defaults:
             hint = names_hint(name, signature(function).parameters, listed=False)
             raise TypeError(
                 f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}"
             )
-    return {**DEFAULTS, **options}
+    return {**defaults, **options}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_flags, check_int
-from .._common.text import bytes_text
+from .._common.text import bytes_text, count_text
 from ..errors import FormatError, MLStateError
-from ._folder.names import MANIFEST, Root
-from ._folder.writer_lock import check_timeout
+from ._folder.protocol import NoExclusion
 from ._manager import CheckpointManager
-from ._store.checkpoint_files import CheckpointFiles, open_files
+from ._options import check_timeout
+from ._store.open_path import open_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ._folder.names import Root
+    from ._store.checkpoint_files import CheckpointFiles
 
 
 class PruneReport(NamedTuple):
@@ -58,7 +61,7 @@ class PruneReport(NamedTuple):
     def _title(self) -> str:
         done = "would delete" if self.dry_run else "deleted"
         count = len(self.files)
-        amount = f"{count:,} file{'' if count == 1 else 's'}, {bytes_text(self.nbytes)}"
+        amount = f"{count_text(count, 'file')}, {bytes_text(self.nbytes)}"
         return f"{done} {amount if count else 'nothing'}"
 
     def __str__(self) -> str:
@@ -165,12 +168,9 @@ def prune(
             "storage_options={'orphan_seconds': N} to delete those older than the longest save, "
             "or keep= to delete old steps"
         )
-    claim = None
-    if folder.excludes_writers and not dry_run:
-        claim = folder.claim(MANIFEST, timeout)
-    with nullcontext() if claim is None else claim.holder:
-        if claim is not None:
-            claim.acquire()
+    exclusion = NoExclusion() if dry_run else folder.exclusive(timeout)
+    with exclusion.holder:
+        exclusion.acquire()
         old, steps, kept_steps = _sort_out(files, keep)
         temporary = files.temporary_files()
         unneeded = {*files.known_files()} - files.needed_files(old)
@@ -185,8 +185,7 @@ def prune(
         if not dry_run:
             files.delete_roots(old)
             files.remove(dead)
-        if claim is not None:
-            claim.note(None)  # the unfinished files of a killed writer are deleted
+        exclusion.note(None)  # the unfinished files of a killed writer are deleted
     sizes = {
         name: infos[name].nbytes
         for name in sorted({*dead, *(root.path for root in old)})

@@ -12,21 +12,16 @@ from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
 from ._folder.names import SECTIONS
 from ._manager import find_root
-from ._options import DEFAULTS, PACK_BELOW
-from ._remote.options import split_url
+from ._options import PACK_BELOW, SAVE_DEFAULTS
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
-from ._store.checkpoint_files import (
-    CheckpointFiles,
-    open_files,
-    refuse_existing,
-    refuse_file_name,
-)
+from ._store.open_path import is_url, open_files, refuse_existing, refuse_file_name
 from ._verify import verify_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
 _KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's manifest
@@ -92,8 +87,8 @@ def _folders(
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[CheckpointFiles, CheckpointFiles]:
     """Return the files of two paths; `storage_options` apply to the URLs."""
-    is_url = [isinstance(path, str) and split_url(path) is not None for path in (source, target)]
-    options = [storage_options if url or not any(is_url) else None for url in is_url]
+    urls = [is_url(path) for path in (source, target)]
+    options = [storage_options if url or not any(urls) else None for url in urls]
     files = (open_files(source, options[0], reads=True), open_files(target, options[1]))
     if files[0].folder.is_same(files[1].folder):
         raise ValueError("the target must be another folder than the source")
@@ -251,7 +246,7 @@ def reshard(
         saved = check_target(
             SaveFolder(new.path, replace_steps=overwrite, content=content),
             {
-                **DEFAULTS,
+                **SAVE_DEFAULTS,
                 "pack_below_bytes": pack_below_bytes,
                 "sparse": sparse,
                 "compress": compress,

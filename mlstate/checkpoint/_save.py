@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
-from .._common.arguments import check_flags, check_int
+from .._common.arguments import check_int
 from .._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.caller import Caller, find_caller
@@ -32,18 +32,11 @@ from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
 from ._commit import refuse_manager_folder, write_and_commit
-from ._folder.writer_lock import check_timeout
-from ._options import complete_options, show_options
+from ._options import SAVE_DEFAULTS, check_save_options, complete_options, show_options
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
-from ._store import codecs as _codecs
-from ._store.checkpoint_files import (
-    CheckpointFiles,
-    FolderContent,
-    open_files,
-    refuse_file_name,
-)
+from ._store.open_path import open_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -53,6 +46,7 @@ if TYPE_CHECKING:
     from ._checkpoint import Checkpoint
     from ._options import SaveOptions
     from ._save_async import SaveHandle
+    from ._store.checkpoint_files import CheckpointFiles, FolderContent
     from ._store.manifest import Manifest
 
     _Dict: TypeAlias = dict[str, Any] | None
@@ -122,20 +116,11 @@ def check_target(
             f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
         )
     save_folder = path if isinstance(path, SaveFolder) else SaveFolder(path)
-    files = open_files(save_folder.folder, storage_options)
-    folder = files.folder
-    if not isinstance(files.path, str):
-        raise TypeError("the path of a checkpoint must be a str")
-    if not save_folder.any_suffix:
-        refuse_file_name(folder)
+    files = open_target(save_folder.folder, storage_options, any_suffix=save_folder.any_suffix)
+    options = check_save_options(options)
     sparse, incremental, compress = options["sparse"], options["incremental"], options["compress"]
-    check_flags(sparse=sparse, incremental=incremental)
-    pack_below = check_int("pack_below_bytes", options["pack_below_bytes"], 0)
     if incremental:
-        folder.require_local("incremental=True", "save whole shards")
-    folder.open()
-    if compress is not None:
-        _codecs.check(compress)
+        files.folder.require_local("incremental=True", "save whole shards")
     rank, world_size = 0, 1
     group = optional_group(options["group"])
     if group is not None:
@@ -146,13 +131,13 @@ def check_target(
         rank,
         world_size,
         options["layout"],
-        (pack_below, bool(sparse), bool(incremental), compress),
+        (options["pack_below_bytes"], bool(sparse), bool(incremental), compress),
         save_folder.retain is not None,
         save_folder.replace_steps,
         save_folder.content,
         partial(delete_all_roots, files) if save_folder.replace_steps else save_folder.retain,
         save_folder.started,
-        check_timeout(options["lock_timeout"]),
+        options["lock_timeout"],
         find_caller(),
     )
 
@@ -312,7 +297,7 @@ class SaveContent:
 def _refuse_manager_folder_early(target: SaveTarget) -> None:
     """Refuse a manager's folder before the thread starts; the commit raises other errors."""
     try:
-        refuse_manager_folder(target)
+        refuse_manager_folder(target, target.files.list_roots())
     except StoreError as error:
         if error.errno == errno.EEXIST:
             raise
@@ -338,10 +323,11 @@ def take_content(
         if in_thread and target.rank == 0 and target.files.folder.is_local:
             _refuse_manager_folder_early(target)
         refuse_empty_save(model, optimizer, states)
-        named = take_states(states, model, target.world_size)
+        named = NO_STATES if states is None else take_states(states, model, target.world_size)
         *pair, others = states_of(model, optimizer, target.world_size)
         refuse_empty_save(*pair, states)
-        named = add_entries(named, None, others)
+        if any(others):
+            named = add_entries(named, None, others)
         params = _as_dict(pair[0], "params", model)
         dicts = (params, _as_dict(pair[1], "optim_state", optimizer), named.arrays)
         header = {
@@ -403,7 +389,8 @@ def gather_shards(
         gathered.copies, gathered.error = assigned.copies, assigned.error
         if gathered.error is None:
             dicts, own_names = content.dicts, assigned.mine
-            content.named.add_trees(target.group, assigned.digests)
+            if content.named.trees:
+                content.named.add_trees(target.group, assigned.digests)
             ranks = (target.rank, target.world_size)
             with named_refusals(*dicts):
                 _copy_to_host(dicts, own_names or (None, None, None), copy)
@@ -467,7 +454,7 @@ def _copy_to_host(
 # ---- the whole save ----
 
 
-@show_options
+@show_options(SAVE_DEFAULTS)
 def save(
     path: str | os.PathLike[str],
     model: Any = None,
@@ -607,7 +594,7 @@ def save(
     >>> [t.version for t in mlstate.save(path, state).tensors()]
     [2, 1]
     """
-    options = complete_options(save, options)
+    options = complete_options(save, options, SAVE_DEFAULTS)
     target = check_target(path, options, storage_options)
     content = take_content(target, model, optimizer, step, options)
     return write_and_commit(target, gather_shards(target, content), options["progress"])

@@ -27,7 +27,7 @@ from .._common.store_error import store_error
 from .._sharding.layout import Shard
 from ..errors import StoreError
 from ._commit import write_and_commit
-from ._options import complete_options, show_options
+from ._options import SAVE_DEFAULTS, complete_options, show_options
 from ._save import check_target, gather_shards, is_on_device, take_content
 from ._staging import OwnStaging, Staging
 
@@ -706,7 +706,7 @@ def _event(device: Any) -> Any:
 def staging_of(staging: object) -> Staging:
     """Return the argument `staging`; if it is None, memory for one save."""
     if staging is None:
-        return OwnStaging(kept=False)
+        return OwnStaging(keeps_memory=False)
     if not isinstance(staging, Staging):
         raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
     return staging
@@ -738,7 +738,7 @@ def start_job(job: SaveJob, devices: list[Any], *, until_staged: bool = False) -
         raise
 
 
-@show_options
+@show_options(SAVE_DEFAULTS)
 def save_async(
     path: str | os.PathLike[str],
     model: Any = None,
@@ -823,7 +823,7 @@ def save_async(
     """
     began = time.perf_counter()
     memory = staging_of(staging)
-    options = complete_options(save_async, options)
+    options = complete_options(save_async, options, SAVE_DEFAULTS)
     progress = options["progress"]
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable, got {type(progress).__name__}")

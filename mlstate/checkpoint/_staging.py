@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _core
 
-_NOTHING = np.empty(0, np.uint8)  # created here, because freeing memory must not allocate
+_NO_MEMORY = np.empty(0, np.uint8)  # created here, because freeing memory must not allocate
 
 
 class Staging:
@@ -88,16 +88,16 @@ class Staging:
 class OwnStaging(Staging):
     """Memory of the size that a save needs; `kept` for the next save, or freed."""
 
-    def __init__(self, *, kept: bool) -> None:
+    def __init__(self, *, keeps_memory: bool) -> None:
         super().__init__(0)
-        self._kept = kept
+        self._keeps_memory = keeps_memory
 
     def _free(self) -> None:
-        if not self._kept:
-            self._memory = _NOTHING
+        if not self._keeps_memory:
+            self._memory = _NO_MEMORY
 
     def _take(self, nbytes: int) -> Any:
         if self.nbytes != nbytes:  # kept memory must also respect the budget
-            self._memory = _NOTHING  # free first, so that both never exist together
+            self._memory = _NO_MEMORY  # free first, so that both never exist together
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory

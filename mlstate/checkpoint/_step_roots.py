@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
 from ._folder.names import MANIFEST
 from ._load import LoadedState, load
 from ._rank_messages import gather_bytes
-from ._store.checkpoint_files import RootPath
+from ._store.open_path import RootPath
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ..collectives import ProcessGroup
+    from ._options import LoadOptions
     from ._store.checkpoint_files import CheckpointFiles
 
 OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
@@ -52,14 +53,14 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
 
 
 def try_root(
-    folder: str, root: str, keywords: dict[str, Any]
+    files: CheckpointFiles, root: str, options: LoadOptions
 ) -> tuple[LoadedState | None, MLStateError | None]:
     """Load a root on all ranks; if one rank cannot read it, every rank skips it."""
-    group = keywords.get("group")
+    group = options.get("group")
     state: LoadedState | None = None
     error: MLStateError | None = None
     try:
-        state = load(RootPath(folder, root), **keywords)
+        state = load(RootPath(files, root), **options)
     except (FormatError, StoreError) as caught:
         error = caught
     except BaseException:

@@ -11,14 +11,10 @@ from .._common.arguments import check_flags
 from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
-from ..errors import ChecksumError, FormatError, MLStateError, StoreError
-from ._folder.local import LocalFolder, hub_hint
+from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
 from ._folder.names import MANIFEST, Root
-from ._store.checkpoint_files import (
-    TRIES,
-    CheckpointFiles,
-    open_root_path,
-)
+from ._store.checkpoint_files import TRIES, CheckpointFiles
+from ._store.open_path import open_root_path
 from ._store.weight_files import check_total, is_weights_root, unlisted_files
 
 if TYPE_CHECKING:
@@ -176,9 +172,7 @@ def _verify_weight_files(
         try:
             with files.folder.file_to_verify(name, has_checksums) as path:
                 report = verify_file(path, progress)[0]
-        except StoreError as error:
-            if files.folder.is_local or files.folder.is_outage(error):
-                raise
+        except StoreNotFoundError as error:
             problems.append(_root_problem("unreadable", name, 0, error))
             continue
         count += report.bytes
@@ -373,7 +367,7 @@ def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
         for path in sorted(left):
             header = merged.header(path)
             if header is not None:
-                LocalFolder(files.path).overwrite_start(path, header)
+                files.folder.overwrite_start(path, header)
                 log("WARNING", "%s: repaired: the header of %s", files.path, path)
                 left.remove(path)
     return left != paths
@@ -489,13 +483,12 @@ def verify(
     """
     check_flags(repair=repair)
     files, root, _ = open_root_path(path, storage_options)
-    root = files.current_root(root)
     if repair:
         remedy = "copy the checkpoint to a local folder to repair it"
         files.folder.require_local("repair=True", remedy)
     files = CheckpointFiles(files.folder.without_cache())
     report = VerifyReport(files.path)
-    root = _existing_root(files, root)
+    root = _root_to_verify(files, root)
     indexes: dict[str, Any] = {}
     if is_weights_root(root) and repair:
         raise ValueError(
@@ -520,24 +513,12 @@ def verify(
     return report
 
 
-def _existing_root(files: CheckpointFiles, root: str) -> str:
+def _root_to_verify(files: CheckpointFiles, root: str) -> str:
     """Return the root to verify; raise StoreError if there is nothing that a root describes."""
     folder = files.folder
-    if folder.is_local:
-        if not folder.has_checkpoint():
-            reason: OSError = FileNotFoundError(
-                errno.ENOENT, f"no such folder{hub_hint(files.path)}"
-            )
-            if os.path.isfile(files.path):
-                text = "it is a file, and a checkpoint is a folder; load_file compares what it "
-                text += "reads, mlstate verify reads files too"
-                reason = NotADirectoryError(errno.ENOTDIR, text)
-            raise store_error(reason, "cannot verify the checkpoint", files.path)
-        return root
-    is_lost = not folder.exists(root)
-    if is_lost and root == MANIFEST:
-        root = folder.find_weights() or root
-        is_lost = root == MANIFEST
-    if is_lost and (is_weights_root(root) or not files.list_roots()):
+    folder.require_folder()
+    root = files.current_root(root)
+    is_there = folder.has_checkpoint() if root == MANIFEST else folder.exists(root)
+    if not is_there and (is_weights_root(root) or not files.list_roots()):
         files.read_manifest(root)  # raises the error of a missing checkpoint
     return root

@@ -6,28 +6,24 @@ import argparse
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .._common.local_path import local_path
 from .._common.regular_file import open_regular
 from .._common.store_error import store_error
 from .._common.text import table_text
-from ..checkpoint import inspect
 from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
-from ..checkpoint._folder.local import LocalFolder, hub_hint
+from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._folder.names import FOLDERS, MANIFEST, ROOTS
-from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
-from ..checkpoint._remote.options import split_url
-from ..checkpoint._store.checkpoint_files import CheckpointFiles, RootPath, open_files
+from ..checkpoint._store.open_path import RootPath, is_url, open_files
 from ..checkpoint._store.weight_files import is_weights_root
 from ..errors import MLStateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ..checkpoint import Checkpoint
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
@@ -66,21 +62,6 @@ def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
 # ---- finding the checkpoint ----
 
 
-class Folder(NamedTuple):
-    """One checkpoint in a folder."""
-
-    path: str
-    root: str
-
-    def checkpoint(self) -> Checkpoint:
-        """Open the checkpoint and read its indexes."""
-        return inspect(RootPath(self.path, self.root))
-
-    def load(self, **keywords: Any) -> LoadedState:
-        """Load the checkpoint."""
-        return load(RootPath(self.path, self.root), **keywords)
-
-
 def kind_of(root: str) -> str:
     """Return what a root describes: ``checkpoint``, ``huggingface``, or one file in a store."""
     if root in ROOTS:
@@ -97,36 +78,35 @@ def stat_path(path: str) -> None:
         raise FileNotFoundError(error.errno, text, path) from None
 
 
-def find(path: str, step: int | None) -> Folder | None:
+def find(path: str, step: int | None) -> RootPath | None:
     """Return the checkpoint for a path and step; None if `path` is a plain file."""
-    if split_url(path) is not None:
+    if is_url(path):
         store = open_files(path, reads=True)
         root = MANIFEST
         with suppress(MLStateError):  # reading the checkpoint reports the reason
             root = store.open_root()[0]
         if step is None:
-            return Folder(store.path, root)
+            return RootPath(store, root)
         if root != MANIFEST:
             raise ValueError(f"{path} holds weights of another program: it has no steps")
-        return Folder(store.path, find_root(store, step))
+        return RootPath(store, find_root(store, step))
     place = Path(local_path(path))
     if not place.is_dir():
         stat_path(path)
         if step is not None:
             raise ValueError(f"{path} is one file: it has no steps; leave the step out")
         return None
-    folder = str(place.absolute())
-    files = CheckpointFiles(LocalFolder(folder))
+    files = open_files(path)
     root = files.current_root()
     if root != MANIFEST:
         if step is not None:
             raise ValueError(f"{path} is a Hugging Face folder: it has no steps")
-        return Folder(folder, root)
+        return RootPath(files, root)
     if not any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
         hint = _reader_hint(place)
         text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")
         raise store_error(FileNotFoundError(2, text), "cannot read", path)
-    return Folder(folder, MANIFEST if step is None else find_root(files, step))
+    return RootPath(files, MANIFEST if step is None else find_root(files, step))
 
 
 # ---- files and folders of other programs ----
@@ -183,20 +163,20 @@ class _Line:
     """A line on the terminal with the progress in per cent, rewritten on each change."""
 
     def __init__(self, label: str, total: int) -> None:
-        self._what, self._total, self._done = label, total, 0
-        self._shown = ""
+        self._label, self._total, self._done = label, total, 0
+        self._printed_text = ""
 
     def add(self, count: int) -> None:
         self._done += count
         percent = min(100, 100 * self._done // self._total)
-        text = f"{self._what} {percent:3d} %"
-        if text != self._shown:
-            self._shown = text
+        text = f"{self._label} {percent:3d} %"
+        if text != self._printed_text:
+            self._printed_text = text
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._shown:
-            print("\r" + " " * len(self._shown), end="\r", file=sys.stderr, flush=True)
+        if self._printed_text:
+            print("\r" + " " * len(self._printed_text), end="\r", file=sys.stderr, flush=True)
 
 
 @contextmanager

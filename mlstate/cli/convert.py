@@ -22,7 +22,7 @@ from ..checkpoint._files.convert import (
     write_any,
 )
 from ..checkpoint._huggingface.export import export, take_export
-from ..checkpoint._store.checkpoint_files import open_folder
+from ..checkpoint._load import load
 from ._common import FORCE_HELP, add_command, find, stat_path
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ def _export(
     where = find(arguments.source, arguments.step) if read in ("mlstate", "huggingface") else None
     if where is None:
         model = _read(arguments.source, read, arguments.step)[0]
-    elif open_folder(where.path, reads=True).is_local:
-        model = where.load(mmap=True, verify="first").model
+    elif where.files.folder.is_local:
+        model = load(where, mmap=True, verify="first").model
     else:
-        model = where.load().model
+        model = load(where).model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
     files_from = options.pop("files_from", None)
@@ -87,7 +87,7 @@ def _read(path: str, name: str, step: int | None) -> Any:
     where = find(path, step) if name == "mlstate" else None
     if where is None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
-    return parts_of(where.load())
+    return parts_of(load(where))
 
 
 def _load_folder(arguments: argparse.Namespace) -> Any:
@@ -95,7 +95,7 @@ def _load_folder(arguments: argparse.Namespace) -> Any:
     where = find(arguments.source, arguments.step)
     if where is None:
         raise ValueError(f"{arguments.source} is not an mlstate checkpoint")
-    return where.load(device="cpu")
+    return load(where, device="cpu")
 
 
 def _part_data(state: StateDict | None) -> dict[str, int] | None:

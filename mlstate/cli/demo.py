@@ -8,7 +8,7 @@ from typing import Any
 
 from .._common.local_path import local_path
 from ..checkpoint._folder.local import LocalFolder
-from ..checkpoint._store.checkpoint_files import refuse_existing
+from ..checkpoint._store.open_path import refuse_existing
 
 __all__ = ["add"]
 

@@ -13,7 +13,7 @@ from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
 from ..checkpoint._folder.names import SECTIONS
-from ..checkpoint._store.checkpoint_files import TRIES, open_files
+from ..checkpoint._store.checkpoint_files import TRIES
 from ..state import diff
 from ..state._diff import StateDiff, table_of
 from ._common import PATH_HELP, add_command, check_is_safetensors, find, print_table, progress_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from .._types import NDArray
-    from ._common import Folder
+    from ..checkpoint._store.open_path import RootPath
 
 __all__ = ["add"]
 
@@ -48,9 +48,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
-    def __init__(self, where: Folder) -> None:
-        self.path, self._root = where
-        self._files = files = open_files(where.path, reads=True)
+    def __init__(self, where: RootPath) -> None:
+        self._files, self._root, _ = where
+        self.path, files = where.files.path, where.files
         manifest, self._merged_index = files.read_root(
             where.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable, shorten, steps_text
-from ..checkpoint import CheckpointManager, load_metadata
+from ..checkpoint import CheckpointManager, inspect, load_metadata
 from ..checkpoint._checkpoint import stored_text
 from ..checkpoint._files.safetensors_verify import read_header
 from ._common import (
@@ -190,7 +190,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         check_is_safetensors(arguments.path)
         _inspect_file(arguments.path, arguments.json)
         return 0
-    checkpoint = folder.checkpoint()
+    checkpoint = inspect(folder)
     if arguments.json:
         print(json.dumps(_checkpoint_data(checkpoint, arguments.shards), indent=2))
     else:

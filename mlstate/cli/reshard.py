@@ -9,7 +9,7 @@ from typing import Any
 from .. import _core
 from .._common.text import bytes_text, count_text, names_hint, printable
 from .._sharding.layout import LAYOUT_NAMES
-from ..checkpoint import Layout, reshard
+from ..checkpoint import Layout, inspect, reshard
 from ._common import (
     FORCE_HELP,
     add_command,
@@ -73,9 +73,9 @@ def run_reshard(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{arguments.source} is a file: use mlstate convert to create a checkpoint from it"
         )
-    with progress_of("reshard", lambda: where.checkpoint().nbytes) as progress:
+    with progress_of("reshard", lambda: inspect(where).nbytes) as progress:
         resharded = reshard(
-            where.path,
+            where.files.path,
             arguments.target,
             layout=layout,
             world_size=arguments.world_size or layout.parts,
@@ -87,7 +87,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     files = resharded.files()
     if arguments.json:
         data = {
-            "source": where.path,
+            "source": where.files.path,
             "target": resharded.path,
             "step": resharded.step,
             "layout": layout.steps,

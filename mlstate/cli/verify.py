@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_path
 from .._common.text import bytes_text, count_text, printable, shorten
+from ..checkpoint._checkpoint import inspect
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST
-from ..checkpoint._store.checkpoint_files import CheckpointFiles, RootPath, open_files
+from ..checkpoint._store.checkpoint_files import CheckpointFiles
 from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
 from ._common import (
     PATH_HELP,
-    Folder,
     add_command,
     check_is_safetensors,
     find,
@@ -27,6 +27,7 @@ from ._common import (
 
 if TYPE_CHECKING:
     from ..checkpoint import Problem
+    from ..checkpoint._store.open_path import RootPath
 
 __all__ = ["add"]
 
@@ -103,17 +104,16 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
     return verified, rest
 
 
-def _verify_one(where: Folder, repair: bool) -> tuple[list[_Verified], VerifyReport]:
-    files = open_files(where.path, reads=True)
-    with progress_of("verify", lambda: _size(files, [where.root])) as progress:
-        report = verify(RootPath(where.path, where.root), repair=repair, progress=progress)
+def _verify_one(where: RootPath, repair: bool) -> tuple[list[_Verified], VerifyReport]:
+    with progress_of("verify", lambda: _size(where.files, [where.root])) as progress:
+        report = verify(where, repair=repair, progress=progress)
     return [_Verified(where.root, report)], report
 
 
-def _has_checksums(where: Folder) -> bool:
+def _has_checksums(where: RootPath) -> bool:
     """Return whether all weights of a Hugging Face folder have checksums of mlstate."""
     with suppress(MLStateError):  # verification reports the reason
-        shards = where.checkpoint().shards()
+        shards = inspect(where).shards()
         return all(shard.crc32c is not None for shard in shards)
     return False
 
@@ -234,7 +234,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         checksums = _has_checksums(where)
         items, rest = _verify_one(where, arguments.repair)
     elif arguments.all_steps:
-        items, rest = _verify_all(open_files(where.path, reads=True))
+        items, rest = _verify_all(where.files)
     else:
         items, rest = _verify_one(where, arguments.repair)
     good = all(verified.report for verified in items) or rest.repaired is not None

@@ -174,10 +174,10 @@ def check_array(operation: str, array: Any) -> Any:
     return converted
 
 
-def check_plain(operation: str, array: Any) -> None:
+def check_supported_tensor(operation: str, array: Any) -> None:
     """Raise TypeError for a tensor that is not plain memory."""
     if is_torch(array):
-        reason = backend_of(array, TensorBackend).why_not_plain(array)
+        reason = backend_of(array, TensorBackend).explain_unsupported_tensor(array)
         if reason:
             raise TypeError(f"{operation}: the tensor is {reason}")
 

@@ -164,12 +164,12 @@ class ExchangeLink(ABC):
         if any(rest):
             ends = range(world) if root is None else [root]
             own_head = self.from_bytes(data if rest[self.rank] else b"")
-            wanted = [n if self.rank in ends and r != self.rank else 0 for r, n in enumerate(rest)]
-            long = split(new_like(own_head, sum(wanted)), wanted)
+            counts = [n if self.rank in ends and r != self.rank else 0 for r, n in enumerate(rest)]
+            long = split(new_like(own_head, sum(counts)), counts)
             self.exchange(
                 [own_head if rank in ends else own_head[:0] for rank in range(world)], long
             )
-            for rank in (r for r, n in enumerate(wanted) if n):
+            for rank in (r for r, n in enumerate(counts) if n):
                 texts[rank] = self.to_bytes(long[rank])
             texts[self.rank] = data
         return texts if root in (None, self.rank) else None

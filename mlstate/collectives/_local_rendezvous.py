@@ -31,7 +31,7 @@ RETRY_SECONDS = 0.01
 GRACE_SECONDS = 1.0  # late ranks still get the error during this time
 
 
-class _GoneError(Exception):
+class _PeerLostError(Exception):
     """The other process closed its socket."""
 
 
@@ -137,7 +137,7 @@ def _receive_line(peer: socket.socket, deadline: float) -> tuple[dict[str, Any],
                 more, received = b"", []
             descriptors += received
             if not more or len(data) > LINE_BYTES:
-                raise _GoneError
+                raise _PeerLostError
             data += more
         return _parse_line(data), descriptors.pop()
     finally:
@@ -158,9 +158,9 @@ def _parse_line(data: bytes) -> dict[str, Any]:
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
-        raise _GoneError from None
+        raise _PeerLostError from None
     if not isinstance(message, dict):
-        raise _GoneError
+        raise _PeerLostError
     return message
 
 
@@ -258,7 +258,7 @@ class _Host:
                     self._register_rank(
                         peer, _receive_hello(peer, min(deadline, time.monotonic() + 1))
                     )
-                except (_GoneError, TimeoutError):
+                except (_PeerLostError, TimeoutError):
                     peer.close()
             else:  # known ranks send nothing more: this one is gone, and may reconnect
                 rank = next(rank for rank, joined in self.ranks.items() if joined is peer)
@@ -281,14 +281,14 @@ class _Host:
         """
         rank, world_size, version = map(hello.get, ("rank", "world_size", "version"))
         if type(version) is not int or type(world_size) is not int:
-            raise _GoneError
+            raise _PeerLostError
         if type(rank) is not int or not 0 <= rank < world_size:
             reason = (
                 f"rank {json.dumps(rank)[:40]} is not a rank of a group with world_size="
                 f"{world_size}; pass an int from 0 to {world_size - 1}"
             )
             _send_line(peer, {"error": reason})
-            raise _GoneError
+            raise _PeerLostError
         self._unidentified.append(peer)  # so that `send_error` reaches it
         if version != VERSION:
             raise self.send_error(
@@ -329,7 +329,7 @@ def _host_group(
         for rank, peer in host.ranks.items():
             try:
                 answer, _ = _receive_line(peer, deadline)
-            except (_GoneError, TimeoutError):
+            except (_PeerLostError, TimeoutError):
                 answer = {"error": f"rank {rank} went away while the group was made; start anew"}
             if "error" in answer:
                 for other in host.ranks.values():
@@ -383,7 +383,7 @@ def _join_group(name: str, rank: int, world_size: int, address: str, deadline: f
         _send_line(host, {"version": VERSION, "rank": rank, "world_size": world_size})
         try:
             answer, descriptor = _receive_line(host, deadline)
-        except _GoneError:
+        except _PeerLostError:
             return None  # that rendezvous was over, or rank 0 was killed: try again
         if "error" in answer or descriptor < 0:
             raise _join_error(rank, str(answer.get("error", "rank 0 sent no memory")))
@@ -395,7 +395,7 @@ def _join_group(name: str, rank: int, world_size: int, address: str, deadline: f
         _send_line(host, {"joined": True})
         try:
             answer, _ = _receive_line(host, deadline)
-        except _GoneError:
+        except _PeerLostError:
             answer = {"error": "rank 0 went away while the group was made; start anew"}
         if "error" in answer:
             link.close()

@@ -14,7 +14,7 @@ from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import FLOAT8S, as_numbers
-from ._arguments import check_plain, dtype_name
+from ._arguments import check_supported_tensor, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
 
     With `native`, the result is in native byte order, as arithmetic requires.
     """
-    check_plain(operation, array)
+    check_supported_tensor(operation, array)
     if is_torch(array):
         return array.contiguous().reshape(-1).cpu()
     if not (array.flags.c_contiguous and array.flags.aligned):
@@ -39,7 +39,7 @@ def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
 
 def target_for(operation: str, place: Any, *, native: bool = False) -> Any:
     """Return flat memory for a result: the memory of `place` if it is flat, else new memory."""
-    check_plain(operation, place)
+    check_supported_tensor(operation, place)
     if is_torch(place):
         if place.device.type == "cpu" and place.is_contiguous():
             return place.reshape(-1)

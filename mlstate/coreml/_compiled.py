@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..kv._model_states import format_error, read_metadata
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    _State: TypeAlias = tuple[str, str, tuple[int, ...]]
+    from ._package import State
 
 _FILE = "metadata.json"
 _SHAPE = re.compile(r"\[\s*\d{1,18}(\s*,\s*\d{1,18}){0,15}\s*\]", re.ASCII)
@@ -34,7 +32,7 @@ def metadata_path(source: Any) -> str | None:
     return file if os.path.isfile(file) and not is_package else None
 
 
-def read_compiled(file: str) -> list[_State]:
+def read_compiled(file: str) -> list[State]:
     """Read the states of a compiled model with a single function."""
     document = read_metadata(file)
     if not isinstance(document, list) or len(document) != 1 or not isinstance(document[0], dict):
@@ -54,7 +52,7 @@ def read_compiled(file: str) -> list[_State]:
     return states
 
 
-def _state(file: str, entry: dict[str, Any]) -> _State:
+def _state(file: str, entry: dict[str, Any]) -> State:
     name = _text(file, entry, "name")
     dtype = _DTYPES.get(_text(file, entry, "dataType"))
     if dtype is None:

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .. import _core
 from .._common.local_path import local_path
 from .._common.text import shorten
 from ..kv._model_states import FunctionStates, choose_function
 from ..kv._moved_positions import AXES, SEQUENCE
 from ._compiled import metadata_path, read_compiled
+from ._package import Functions, parse_description, parse_specification, read_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .._types import NumpyDType
 
-    _Read: TypeAlias = tuple[int | None, list[tuple[str, list[tuple[str, str, tuple[int, ...]]]]]]
     Source: TypeAlias = "str | os.PathLike[str] | bytes | StateSpecs | Any"
 
 # On the Neural Engine, Core ML needs multiples of this for the two innermost dimensions of a
@@ -95,16 +94,6 @@ def as_spec(name: str, value: Any) -> StateSpec:
 # ---- reading ----
 
 
-def _varint(number: int) -> bytes:
-    """Encode a length as a protobuf varint."""
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
 def _serialized(source: Any) -> bytes | None:
     """Return the serialized description of a coremltools model or spec, without its program."""
     spec = getattr(source, "_spec", None)  # get_spec() would copy the whole program
@@ -114,26 +103,26 @@ def _serialized(source: Any) -> bytes | None:
     serialize = getattr(description, "SerializeToString", None)
     if serialize is None:
         return None
-    body: bytes = serialize()
-    return b"\x12" + _varint(len(body)) + body  # field 2 of a model
+    description_bytes: bytes = serialize()
+    return description_bytes
 
 
-def _read(source: Source) -> _Read:
+def _read(source: Source) -> tuple[Functions, str | None]:
     if isinstance(source, (str, os.PathLike)):
         path = local_path(source)
         compiled = metadata_path(path)
         if compiled is not None:
-            return 0, [("main", read_compiled(compiled))]
-        return _core.read_mlpackage(path)
+            return {"main": read_compiled(compiled)}, "main"
+        return read_package(path)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _core.parse_mlspec(source)
-    serialized = _serialized(source)
-    if serialized is None:
+        return parse_specification(source)
+    description = _serialized(source)
+    if description is None:
         raise TypeError(
             "source must be a path to a .mlpackage, .mlmodel or .mlmodelc, a coremltools MLModel, "
             f"a model specification, or a mapping of names to shapes, got {type(source).__name__}"
         )
-    return _core.parse_mlspec(serialized)
+    return parse_description(description)
 
 
 def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str | None]:
@@ -146,14 +135,14 @@ def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str
     if isinstance(source, Mapping):
         states = {name: as_spec(name, value) for name, value in source.items()}
         return {"main": states}, "main"
-    default, read = _read(source)
+    read, default = _read(source)
     functions = {
         name: {
             state: StateSpec(state, shape, np.dtype(dtype)) for state, dtype, shape in states_read
         }
-        for name, states_read in read
+        for name, states_read in read.items()
     }
-    return functions, None if default is None else read[default][0]
+    return functions, default
 
 
 def choose(source: Source, function: str | None) -> StateSpecs:

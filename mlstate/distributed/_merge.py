@@ -9,7 +9,7 @@ from .._common.arrays import new_packed
 from .._common.text import ranks_text, shorten
 from .._sharding.layout import Layout, Shard
 from ..errors import CompatibilityError
-from ..state._compatibility import LONGEST, SHOWN
+from ..state._compatibility import LISTED, LONGEST
 from ..state._diff import TensorChange
 from ..state._state_dict import StateDict
 from ._byte_ranges import Part, array_of, copy_part, digest, dtype_of, place_key
@@ -227,9 +227,9 @@ def differences_error(
 ) -> CompatibilityError:
     """Return one error for all differences."""
     lines = [f"{label}: the states of the ranks do not match:"]
-    lines += [difference.text for difference in differences[:SHOWN]]
-    if len(differences) > SHOWN:
-        lines.append(f"... and {len(differences) - SHOWN:,} more.")
+    lines += [difference.text for difference in differences[:LISTED]]
+    if len(differences) > LISTED:
+        lines.append(f"... and {len(differences) - LISTED:,} more.")
     lines += [hint] if hint else []
     error = CompatibilityError("\n    ".join(lines))
     error.name = differences[0].name

@@ -18,7 +18,7 @@ from .._common.dtypes import FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_o
 from ..collectives._arguments import dtype_name
 from ..errors import CompatibilityError
 from ._backend import GradientBackend
-from ._gradient_ops import place
+from ._gradient_ops import location_of
 
 if TYPE_CHECKING:
     from .._types import Array, DType
@@ -146,7 +146,7 @@ def _check_gradient(name: object, gradient: Any) -> Any:
 def _check_same(name: str, total: _Sum, gradient: Any) -> None:
     """Raise CompatibilityError if a gradient differs from its sum in kind, shape or dtype."""
     for label, got, expected in (
-        ("kind", place(gradient), place(total.array)),
+        ("kind", location_of(gradient), location_of(total.array)),
         ("shape", tuple(gradient.shape), tuple(total.array.shape)),
         ("dtype", dtype_name(gradient), total.given),
     ):

@@ -17,7 +17,7 @@ from ..collectives._engine import OperationQueue
 from ..errors import CompatibilityError
 from ._backend import GradientBackend
 from ._config import FSDP
-from ._gradient_ops import LocalSums, add, clear, copied
+from ._gradient_ops import LocalSums, add, clear, copy_gradient
 from ._hook_registry import ModelHooks, check_gradients
 from ._pass import BackwardPass, BucketPlan
 from ._report import BackwardReport
@@ -581,7 +581,7 @@ class FSDPBackwardHook:
         add({name: sum_ for name, sum_ in sums.items() if sum_ is not None}, new_gradients)
         for name in names:
             if sharding_units[name].local_gradient is None:
-                sharding_units[name].local_gradient = copied(new_gradients[name])
+                sharding_units[name].local_gradient = copy_gradient(new_gradients[name])
 
     def clear_gradients(self, sharding_units: Mapping[str, FSDPShardingUnit]) -> None:
         """Fill the existing local gradients with zeros.

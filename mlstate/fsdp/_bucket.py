@@ -12,7 +12,7 @@ from .._common.arrays import is_torch
 from .._common.backend import backend_of
 from ..collectives._arguments import dtype_name
 from ._backend import GradientBackend
-from ._gradient_ops import add, memory_of, on_host, packed, place, plain
+from ._gradient_ops import add, detached, location_of, memory_of, on_host, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,8 +42,8 @@ class Entry:
     """
 
     __slots__ = (
+        "fits",
         "gradient",
-        "is_plain",
         "is_unused",
         "nonfinite",
         "on_failure",
@@ -77,12 +77,12 @@ class Entry:
         self.out: Any = None
         self.nonfinite = 0  # non-finite elements in this rank's part of the sum
         # Fast path: the core checks a common gradient faster than Python.
-        self.is_plain = not problem and _core.bucket_fits(gradient, unit.dtype, unit.shape, False)
-        if self.is_plain:
+        self.fits = not problem and _core.bucket_fits(gradient, unit.dtype, unit.shape, False)
+        if self.fits:
             self.gradient = self.source = gradient
             self.problem = ""
         else:
-            self.gradient = plain(gradient)
+            self.gradient = detached(gradient)
             self.source = None
             self.problem = problem or _find_problem(unit, self.gradient)
 
@@ -96,7 +96,7 @@ class Entry:
         if self.problem:
             return
         try:
-            if not self.is_plain:
+            if not self.fits:
                 self.source = packed(self.gradient)
             self.out = _output_memory(self.unit, self.gradient, terms)
             if terms.accumulate:
@@ -110,7 +110,7 @@ class Entry:
 
     def segment(self) -> Segment:
         """Return the gradient, its element counts and its output, as the core expects them."""
-        if self.is_plain:
+        if self.fits:
             return self.source, self.unit.counts, self.out
         return memory_of(self.source), self.unit.counts, memory_of(self.out)
 
@@ -207,7 +207,7 @@ def _check_sum(local: Any, out: Any) -> None:
     if local is None:
         return
     for label, got, expected in (
-        ("place", place(local), place(out)),
+        ("place", location_of(local), location_of(out)),
         ("shape", str(tuple(local.shape)), str(tuple(out.shape))),
         ("dtype", dtype_name(local), dtype_name(out)),
     ):

@@ -21,12 +21,12 @@ def on_host(gradient: Any) -> bool:
     return bool(gradient.is_cpu) if is_torch(gradient) else True
 
 
-def place(gradient: Any) -> str:
+def location_of(gradient: Any) -> str:
     """Return the kind and device of a gradient, for error messages."""
     return f"torch, {gradient.device}" if is_torch(gradient) else "NumPy"
 
 
-def plain(gradient: Any) -> Any:
+def detached(gradient: Any) -> Any:
     """Return a detached tensor; a NumPy scalar becomes an array."""
     if is_torch(gradient):
         return gradient.detach()
@@ -69,15 +69,15 @@ def _bfloat16() -> Any:
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def copied(gradient: Any) -> Any:
+def copy_gradient(gradient: Any) -> Any:
     """Return a copy that shares no memory."""
     return gradient.detach().clone() if is_torch(gradient) else np.array(gradient)
 
 
 def _divide(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the gradients in main memory, and the others."""
-    near = {name: plain(array) for name, array in gradients.items() if on_host(array)}
-    far = {name: plain(array) for name, array in gradients.items() if name not in near}
+    near = {name: detached(array) for name, array in gradients.items() if on_host(array)}
+    far = {name: detached(array) for name, array in gradients.items() if name not in near}
     return near, far
 
 
@@ -85,9 +85,8 @@ def add(targets: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
     """Add gradients to targets of the same names, shapes and dtypes."""
     near, far = _divide(targets)
     if near:
-        _core.accumulate(
-            list(near), list(near.values()), [plain(gradients[name]) for name in near], 1.0, False
-        )
+        sources = [detached(gradients[name]) for name in near]
+        _core.accumulate(list(near), list(near.values()), sources, 1.0, False)
     for name, target in far.items():
         target += gradients[name]
 
@@ -106,7 +105,7 @@ class LocalSums:
         if gradient is not None and name in self._sums:
             add({name: self._sums[name]}, {name: gradient})
         elif gradient is not None:
-            self._sums[name] = copied(gradient)
+            self._sums[name] = copy_gradient(gradient)
 
     def take(self, name: str, gradient: Any) -> tuple[Any, str]:
         """Remove a sum; return it plus the last gradient, and an error text or ""."""

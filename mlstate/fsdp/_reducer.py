@@ -35,7 +35,7 @@ from ._sharding_unit import FSDPShardingUnit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-_SHOWN = 5  # failures that an error lists
+_LISTED = 5  # failures that an error lists
 _MAGIC = b"mlsg"
 _HEADER = struct.Struct("<4sHQ16sQdH16s")  # 64 bytes
 _MAX_READY = 0xFFFF  # limit of a 16-bit field
@@ -139,7 +139,7 @@ class ConsistencyCheck:
     def _exchange(self, header: Header, pack: Callable[[], Any] | None) -> list[Header]:
         began = perf_counter()
         packing = 0.0
-        gather = getattr(self._group, "_gather_meanwhile", None)
+        gather = getattr(self._group, "_gather_overlapped", None)
         if pack is None or gather is None:
             texts = self._group.gather_bytes(header.pack(), timeout=self._timeout)
         else:
@@ -508,7 +508,7 @@ class Reducer:
 
     def drop_buffers(self) -> None:
         """Free the message buffers; the next bucket allocates new ones."""
-        self._send = self._receive = self._own = np.empty(0, np.uint8)
+        self._send = self._receive = self._own_message = np.empty(0, np.uint8)
         self._packed = None
 
     def prepare(self, buckets: Sequence[FullBucket]) -> list[Any]:
@@ -524,7 +524,7 @@ class Reducer:
             if prepared and handle is None:
                 break
             prepared.append(handle)
-            if handle is None or not all(entry.is_plain for entry in bucket.entries):
+            if handle is None or not all(entry.fits for entry in bucket.entries):
                 break
         return prepared
 
@@ -536,7 +536,7 @@ class Reducer:
                 return handle
         for entry in entries:
             entry.find_memory(terms)
-        near = [e for e in entries if not e.problem and (e.is_plain or on_host(e.source))]
+        near = [e for e in entries if not e.problem and (e.fits or on_host(e.source))]
         segments = [entry.segment() for entry in near]
         try:
             handle = self._handle(segments, terms)
@@ -560,7 +560,7 @@ class Reducer:
         segments = []
         for entry in entries:
             unit = entry.unit
-            if not entry.is_plain or unit.local_gradient is None:
+            if not entry.fits or unit.local_gradient is None:
                 return None
             dtype, out = terms.reduce_dtype or unit.dtype, unit.local_gradient
             segments.append((entry.source, unit._counts, out, dtype, unit._local_shape))
@@ -614,13 +614,13 @@ class Reducer:
         """Reduce gradients that are sent compressed."""
         sizes, own_bytes = _core.bucket_sizes(handle, compression)
         self._send = _ensure_size(self._send, sum(sizes))
-        self._own = _ensure_size(self._own, own_bytes)
+        self._own_message = _ensure_size(self._own_message, own_bytes)
         residuals = tuple(entry.unit.residual() for entry in entries)
         for entry, residual in zip(entries, residuals, strict=True):
             entry.residual = residual.copy() if entry.is_unused else None
-        _core.bucket_pack(handle, compression, residuals, self._send, self._own)
+        _core.bucket_pack(handle, compression, residuals, self._send, self._own_message)
         self._exchange_parts(sizes, own_bytes)
-        return _core.bucket_reduce(handle, compression, self._own, self._receive)
+        return _core.bucket_reduce(handle, compression, self._own_message, self._receive)
 
     def _exchange_parts(self, sizes: list[int], own_bytes: int) -> None:
         """Send each rank its packed part, and receive this rank's part from each of them."""
@@ -663,8 +663,8 @@ def _failed_gradients(
 ) -> CollectiveError:
     """Return the error of all ranks; only its class and the rank in its text differ."""
     lines = [f"{name!r}: {reason}" for name, (_, reason) in failures.items()]
-    more = f"\n  … {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    listed = "\n  ".join(lines[:_SHOWN]) if len(lines) > 1 else lines[0]
+    more = f"\n  … {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
+    listed = "\n  ".join(lines[:_LISTED]) if len(lines) > 1 else lines[0]
     gap = "\n  " if len(lines) > 1 else " "
     count = f"{len(lines)} gradients were" if len(lines) > 1 else "a gradient was"
     error = cls(f"{operation} on rank {rank}: {count} {result}:{gap}{listed}{more}")

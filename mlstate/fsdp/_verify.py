@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._sharding_unit import FSDPShardingUnit
 
 _BLOCK = 1 << 20  # elements per comparison step
-_SHOWN = 20
+_LISTED = 20
 # Relative rounding error of an element.
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
@@ -95,7 +95,7 @@ class GradientReport:
 
     def __repr__(self) -> str:
         headers, rows = self._rows()
-        return f"{self._title()}\n{table_text(headers, rows, _SHOWN)}" if rows else self._title()
+        return f"{self._title()}\n{table_text(headers, rows, _LISTED)}" if rows else self._title()
 
     def _repr_html_(self) -> str:
         return table_html(self._title(), *self._rows())

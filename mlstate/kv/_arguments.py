@@ -26,6 +26,13 @@ def capacity_error(
     return error
 
 
+def tokens_error(tokens: int, size: int, remedy: str, name: str | None = None) -> CapacityError:
+    """Return the exception for more tokens than a cache, or its entry `name`, has positions."""
+    entry = "" if name is None else f"{name}: "
+    text = f"{entry}{tokens} tokens do not fit into {size} positions: {remedy}"
+    return capacity_error(text, f"0..{size}", tokens, name)
+
+
 def as_integer(name: str, value: Any) -> int:
     """Return an argument as an int; a bool is not accepted."""
     if not isinstance(value, bool | np.bool_):  # NumPy before 2.3 has an index of a bool

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 from .. import _core
 from .._common.dtypes import DTYPES, dtype_name
 from .._common.set_module import set_module
-from .._common.text import bytes_text, names_hint, shorten, table_html
+from .._common.text import bytes_text, count_text, names_hint, shorten, table_html
 from ..errors import TensorNotFoundError
 from ._arguments import as_count, as_counts, capacity_error, incompatible
 from ._axis import sequence_axis, with_length
@@ -405,7 +405,7 @@ class CacheSpec(CopiedByValue):
         counts = [(kind, sum(e.kind == kind for e in self.entries)) for kind in KINDS]
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts if count)
         count = f"{len(self):,} {'entry' if len(self) == 1 else 'entries'}"
-        layers = f"{self.layer_count:,} layer{'' if self.layer_count == 1 else 's'}"
+        layers = count_text(self.layer_count, "layer")
         room = "" if self.capacity is None else f", {self.capacity:,} positions"
         return f"{count}: {kinds}; {layers}{room}"
 

@@ -14,8 +14,8 @@ from .. import _core
 from .._common.arrays import is_torch, overwrite
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._common.set_module import set_module
-from .._common.text import bytes_text, shorten, table_html
-from ._arguments import as_count, as_integer, capacity_error, incompatible
+from .._common.text import bytes_text, count_text, shorten, table_html
+from ._arguments import as_count, as_integer, capacity_error, incompatible, tokens_error
 from ._axis import along
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
 from ._copies import (
@@ -706,7 +706,7 @@ class CacheState(CopiedByValue):
 
 def _tokens_text(spec: CacheSpec, length: int) -> str:
     if spec.capacity is None:
-        return f"{length:,} token{'' if length == 1 else 's'}"
+        return count_text(length, "token")
     return f"{length:,} of {spec.capacity:,} positions"
 
 
@@ -765,13 +765,7 @@ def _check_length(spec: CacheSpec, length: int) -> None:
         size = entry.seq_length
         if size is None or length <= size or (entry.window is not None and entry.window <= size):
             continue
-        raise capacity_error(
-            f"{entry.name}: {length} tokens do not fit into {size} positions: resize the cache to "
-            f"at least {length}",
-            f"0..{size}",
-            length,
-            entry.name,
-        )
+        raise tokens_error(length, size, f"resize the cache to at least {length}", entry.name)
 
 
 def _check_resize(spec: CacheSpec, resized: CacheSpec, length: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from ..errors import CapacityError
-from ._arguments import as_count, as_counts, capacity_error
+from ._arguments import as_count, as_counts, capacity_error, tokens_error
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 
 if TYPE_CHECKING:
@@ -470,12 +470,7 @@ class ContextLadder:
         if refill:
             return self.refill(position, size)
         larger = f"pass size={fits[0]}, or " if fits else ""
-        raise capacity_error(
-            f"{position} tokens do not fit into {size} positions: {larger}refill=True to drop "
-            "tokens",
-            f"0..{size}",
-            position,
-        )
+        raise tokens_error(position, size, f"{larger}refill=True to drop tokens")
 
     def prefill_batches(self, stop: int, start: int = 0) -> tuple[tuple[int, int], ...]:
         """Divide positions into whole batches.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._common.regular_file import open_regular
 from .._common.store_error import store_error
-from .._common.text import bytes_text, names_hint, shorten, table_html
+from .._common.text import bytes_text, count_text, names_hint, shorten, table_html
 from ..errors import FormatError
 from ._arguments import incompatible
 
@@ -38,7 +38,7 @@ class FunctionStates(dict[str, Spec]):
         self.default_function = default_function
 
     def _repr_html_(self) -> str:
-        count = f"{len(self):,} state{'' if len(self) == 1 else 's'}"
+        count = count_text(len(self), "state")
         title = f"{type(self).__name__}: {count} of function {shorten(self.function, 100)!r}"
         others = [name for name in self.functions if name != self.function]
         if others:

@@ -1,6 +1,6 @@
 """The slots of an array along its sequence: their tokens, and the slot of the next token.
 
-The core copies them in order (``csrc/core/kv/kv_rolling.c``).
+The core copies them in order (``csrc/core/kv/kv_ring.c``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from .._common.arguments import check_flags
 from .._common.text import shorten
 from ._rename_guess import guess_rules
 
-SHOWN = 20  # names that a message lists
+LISTED = 20  # names that a message lists
 LONGEST = 200  # characters of one of them
 
 
@@ -321,8 +321,8 @@ def shapes_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
 
 def join(names: list[str]) -> str:
     """Join names for a message, cut after `SHOWN`."""
-    listed = ", ".join(shorten(name, LONGEST) for name in names[:SHOWN])
-    more = len(names) - SHOWN
+    listed = ", ".join(shorten(name, LONGEST) for name in names[:LISTED])
+    more = len(names) - LISTED
     return f"{listed} and {more:,} more" if more > 0 else listed
 
 

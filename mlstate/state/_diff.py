@@ -10,7 +10,7 @@ from ._compatibility import as_dict
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SHOWN = 20  # rows that a table shows
+LISTED = 20  # rows that a table shows
 
 
 class TensorChange(NamedTuple):
@@ -116,7 +116,7 @@ class StateDiff(NamedTuple):
 
         if self.identical:
             return self._title()
-        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), SHOWN)}"
+        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), LISTED)}"
 
     def _repr_html_(self) -> str:
         from .._common.text import table_html

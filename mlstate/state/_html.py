@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import _core
 from .._common.dtypes import label_of
-from .._common.text import bytes_text, shorten
+from .._common.text import bytes_text, count_text, shorten
 from ._preview import Leaf, Node, Row, preview
 
 if TYPE_CHECKING:
@@ -38,16 +38,14 @@ _STYLE = """
 """
 
 
-def _count(count: int) -> str:
-    return f"{count:,} tensor{'' if count == 1 else 's'}"
-
-
 def _title(state: StateDict) -> str:
     try:
         size = bytes_text(state.nbytes)
     except UNREADABLE:
         size = "unknown size"
-    return ", ".join([f"{type(state).__name__}: {_count(len(state))}", size, *state._about()])
+    return ", ".join(
+        [f"{type(state).__name__}: {count_text(len(state), 'tensor')}", size, *state._about()]
+    )
 
 
 def _facts(array: Any) -> tuple[str, str]:
@@ -79,7 +77,7 @@ def state_repr(state: StateDict) -> str:
 def _line(row: Row) -> str:
     """Return the HTML of one row: name, dtype, shape, size."""
     leaves = row.leaves
-    sums = f"{_count(len(leaves))}, {bytes_text(sum(leaf.nbytes for leaf in leaves))}"
+    sums = f"{count_text(len(leaves), 'tensor')}, {bytes_text(sum(leaf.nbytes for leaf in leaves))}"
     if len(row.nodes) > 1:
         return f"… {len(row.nodes):,} more<i>{sums}</i>"
     [node] = row.nodes
@@ -145,7 +143,7 @@ class _Opener:
             ends = [f"{end}.{name}" for end in ends]
         facts, children = kind
         label = " … ".join(escape(shorten(end, 64)) or "&nbsp;" for end in ends)
-        about = facts or _count(_tensors(kind))
+        about = facts or count_text(_tensors(kind), "tensor")
         if len(names) > 1:
             about = f"{len(names):,} alike, {about} each"
         row = f"<b>{label}</b><i>{about}</i>"

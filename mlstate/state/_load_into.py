@@ -12,7 +12,7 @@ from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import FLOATS
 from .._common.text import shorten
 from ..errors import CompatibilityError
-from ._compatibility import LONGEST, SHOWN, as_dict, differences_of, join, rename_hint
+from ._compatibility import LISTED, LONGEST, as_dict, differences_of, join, rename_hint
 from ._state_dict import StateDict
 
 State = TypeVar("State", bound=StateDict)
@@ -38,22 +38,22 @@ def _refusal(
         lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
     if strict and unexpected:
         lines.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
-    for name, have, want in shapes[:SHOWN]:
+    for name, have, want in shapes[:LISTED]:
         lines.append(
             f"size mismatch for {shorten(name, LONGEST)}: copying a tensor with shape {have} "
             f"from the source, the shape in the target is {want}."
         )
-    if len(shapes) > SHOWN:
-        lines.append(f"... and {len(shapes) - SHOWN:,} more of another size.")
+    if len(shapes) > LISTED:
+        lines.append(f"... and {len(shapes) - LISTED:,} more of another size.")
     dtypes = [] if cast else dtypes
-    for name, have, want in dtypes[:SHOWN]:
+    for name, have, want in dtypes[:LISTED]:
         floats = have in FLOATS and want in FLOATS
         lines.append(
             f"dtype mismatch for {shorten(name, LONGEST)}: {have} in the source, {want} in the "
             f"target; {'cast=True converts floats' if floats else 'convert the source first'}."
         )
-    if len(dtypes) > SHOWN:
-        lines.append(f"... and {len(dtypes) - SHOWN:,} more of another dtype.")
+    if len(dtypes) > LISTED:
+        lines.append(f"... and {len(dtypes) - LISTED:,} more of another dtype.")
     _, hint = rename_hint(source, target, unexpected, missing)
     if hint:
         lines.append(f"{hint}.")

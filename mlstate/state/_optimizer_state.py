@@ -133,8 +133,8 @@ class OptimizerStateDict(StateDict):
         try:
             self._optimizer_type = OptimizerType(value)
         except ValueError:
-            known = ", ".join(OptimizerType)
-            raise ValueError(f"optimizer_type {value!r} is not one of {known}") from None
+            choices = ", ".join(OptimizerType)
+            raise ValueError(f"optimizer_type {value!r} is not one of {choices}") from None
 
     @property
     def step(self) -> int:

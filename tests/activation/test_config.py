@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 import textwrap
 from importlib import metadata
 
+import child
 import pytest
 
 from mlstate import activation
@@ -239,7 +238,5 @@ def test_a_package_that_is_installed_is_found(tmp_path):
         assert not late, "metadata only for names that are not known"
         print(create_strategy(CheckpointConfig(strategy="every")).name)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
-    )
+    done = child.attempt(textwrap.dedent(code))
     assert (done.stdout, done.stderr) == ("Interval(1)\n", "")

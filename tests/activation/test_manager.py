@@ -88,7 +88,7 @@ def test_only_strategies_are_taken():
         ActivationManager(SmartStrategy)
 
 
-def test_a_strategy_of_ones_own():
+def test_custom_strategy_is_accepted():
     class Odd:
         def should_checkpoint(self, layer_id, activation, layer_index):
             return np.bool_(layer_index % 2)

@@ -162,7 +162,7 @@ def test_large_budget_needs_no_recomputation(slots):
         assert schedule.kept == list(range(40)) and schedule.recomputed == []
 
 
-def test_budget_below_plain_peak_forces_recomputation():
+def test_budget_below_unplanned_peak_forces_recomputation():
     chain = random_chain(10)
     schedule = plan(chain, chain.plain_peak_bytes - 1)
     assert schedule.recomputed and schedule.predicted_seconds > chain.plain_seconds

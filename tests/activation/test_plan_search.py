@@ -120,7 +120,7 @@ def test_long_chains_get_the_persistent_plan(offload):
             assert schedule.schedules == "any" and not schedule.exact
 
 
-def test_a_long_chain_that_no_persistent_schedule_fits_is_refused():
+def test_long_chain_beyond_the_budget_is_refused():
     chain = chain_of(random_chain(np.random.default_rng(0), 40))
     least = _core.plan_least(chain._arrays, False)
     with pytest.raises(CapacityError, match=f"a persistent one fits is {least}$"):

@@ -562,7 +562,7 @@ def test_subclasses_of_torch_tensors_are_measured_by_shape_and_dtype():
             assert measured(torch.zeros(3).as_subclass(cls)) == nbytes
 
 
-def test_a_torch_function_mode_sees_that_a_tensor_is_measured():
+def test_torch_function_mode_sees_measured_tensors():
     torch = pytest.importorskip("torch", reason="measures torch tensors")
     from torch.overrides import TorchFunctionMode
 

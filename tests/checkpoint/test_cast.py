@@ -1,9 +1,8 @@
 """A dtype as the cast= of a load."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
+from traced_memory import traced
 from weight_folder import write_folder
 
 import mlstate
@@ -88,12 +87,10 @@ def test_a_cast_needs_memory_for_one_tensor(tmp_path):
     mlstate.save(tmp_path / "c", state)
     result = sum(array.nbytes for array in state.values()) // 2
     del state
-    tracemalloc.start()
-    model = mlstate.load(tmp_path / "c", cast="float16").model
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    with traced() as trace:
+        model = mlstate.load(tmp_path / "c", cast="float16").model
     assert model["w7"][5] == 7
-    assert peak < result + (100 << 20)
+    assert trace.peak < result + (100 << 20)
 
 
 @pytest.mark.torch

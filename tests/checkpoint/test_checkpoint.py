@@ -689,8 +689,8 @@ def test_damage_is_located_by_the_mebibyte(at, tmp_path):
         mlstate.load_file(path)
     assert caught.value.name == "w"
     assert caught.value.offset == start + at // 2**20 * 2**20
-    array = mlstate.load_file(path, verify=False)["w"]
-    assert np.flatnonzero(array != data).tolist() == [at]
+    damaged = mlstate.load_file(path, verify=False)["w"]
+    assert np.flatnonzero(damaged != data).tolist() == [at]
 
 
 def test_strided_blocks_have_the_checksums_of_packed_ones(tmp_path):

@@ -7,7 +7,8 @@ from rank_threads import run_ranks
 
 import mlstate
 from mlstate.checkpoint import Layout, Shard, inspect, plan_load, plan_save
-from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles, open_files
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
+from mlstate.checkpoint._store.open_path import open_files
 from mlstate.errors import TensorNotFoundError
 
 WORLDS = (64, 256, 1024, 4096)

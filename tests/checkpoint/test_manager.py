@@ -17,7 +17,7 @@ from thread_team import run_in_threads
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Staging, prune, save_async
-from mlstate.checkpoint._store.checkpoint_files import RootPath
+from mlstate.checkpoint._store.open_path import RootPath, open_files
 
 
 def state(step, large=False):
@@ -221,7 +221,7 @@ def test_steps_that_were_found_damaged_do_not_count_to_keep(tmp_path, how):
     assert manager.steps() == [3, 4]
 
 
-def test_a_warning_names_no_step_that_stays_since_a_newer_one_is_damaged(tmp_path):
+def test_warning_omits_steps_kept_because_of_damage(tmp_path):
     first = CheckpointManager(tmp_path)
     save_all(first, 1, 2, 3)
     cut(first, 3)
@@ -251,7 +251,7 @@ def test_a_root_in_the_place_of_another_is_damaged(tmp_path):
     roots[2].write_bytes(roots[0].read_bytes())
     text = f"{roots[2].name}: the content .* step 1, whose name would be roots/{roots[0].name}"
     with pytest.raises(mlstate.FormatError, match=text) as caught:
-        mlstate.checkpoint.Checkpoint(RootPath(str(tmp_path), f"roots/{roots[2].name}"))
+        mlstate.checkpoint.Checkpoint(RootPath(open_files(tmp_path), f"roots/{roots[2].name}"))
     assert caught.value.path == str(roots[2])
     with pytest.warns(UserWarning, match=text):
         assert manager.restore_latest().step == 1
@@ -339,13 +339,15 @@ def test_save_into_a_managers_folder_is_refused(manager, save):
         save(manager.directory, {"other": np.ones(3)})
 
 
-def test_a_save_that_finds_steps_once_it_has_the_lock_is_refused(manager, tmp_path):
+def test_steps_found_under_the_lock_refuse_the_save(manager, tmp_path):
     from mlstate.checkpoint._commit import write_and_commit
-    from mlstate.checkpoint._options import DEFAULTS
+    from mlstate.checkpoint._options import SAVE_DEFAULTS
     from mlstate.checkpoint._save import check_target, gather_shards, take_content
 
-    target = check_target(manager.directory, DEFAULTS)
-    late = gather_shards(target, take_content(target, {"other": np.ones(3)}, None, None, DEFAULTS))
+    target = check_target(manager.directory, SAVE_DEFAULTS)
+    late = gather_shards(
+        target, take_content(target, {"other": np.ones(3)}, None, None, SAVE_DEFAULTS)
+    )
     manager.save(1, state(1))
     with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager"):
         write_and_commit(target, late, None)
@@ -363,7 +365,7 @@ def test_stray_file_under_roots_is_ignored(tmp_path, name):
     assert same({"w": np.zeros(3)}, mlstate.load(tmp_path).model)
 
 
-def test_manager_does_not_replace_a_plain_checkpoint(manager):
+def test_manager_does_not_replace_a_checkpoint_without_steps(manager):
     mlstate.save(manager.directory, state(4), step=4)
     words = "holds a checkpoint of mlstate.save, which is not a step"
     for save in (manager.save, manager.save_async):
@@ -377,7 +379,7 @@ def test_manager_does_not_replace_a_plain_checkpoint(manager):
     assert same(state(4), mlstate.load(manager.directory).model)
 
 
-def test_an_index_that_cannot_be_read_stops_deleting_but_not_saving(manager, tmp_path):
+def test_unreadable_index_stops_deletion_but_not_saves(manager, tmp_path):
     save_all(manager, 1, 2)
     index = tmp_path / "run" / "index" / f"{manager.checkpoint(1).generation}.0.json"
     index.write_bytes(b"{")

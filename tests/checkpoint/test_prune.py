@@ -9,7 +9,7 @@ from checkpoint_model import files_of
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune
-from mlstate.checkpoint._folder.writer_lock import WriterLock
+from mlstate.checkpoint._folder.local import LocalFolder
 from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 
 GENERATION = "0123456789abcdef"
@@ -156,7 +156,10 @@ def test_folder_without_checkpoint_is_refused(tmp_path):
 
 def test_prune_refuses_a_locked_folder(manager):
     names = litter(manager.directory)
-    with WriterLock(manager.directory), pytest.raises(mlstate.StoreError) as caught:
+    with (
+        LocalFolder(manager.directory).claim("manifest.json"),
+        pytest.raises(mlstate.StoreError) as caught,
+    ):
         prune(manager.directory)
     assert caught.value.errno == errno.EBUSY
     assert prune(manager.directory, dry_run=True).files == names

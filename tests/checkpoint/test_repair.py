@@ -11,7 +11,8 @@ from checkpoint_model import flip, same
 import mlstate
 from mlstate import _core
 from mlstate.checkpoint import CheckpointManager, Layout, Shard
-from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles, open_files
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
+from mlstate.checkpoint._store.open_path import open_files
 from mlstate.cli import main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
@@ -104,7 +105,7 @@ def test_header_is_rebuilt_from_the_writing_step(manager):
     assert manager.steps() == [1, 2]
 
 
-def test_a_step_that_loads_stays_if_a_header_cannot_be_mended(manager, capsys):
+def test_loadable_step_stays_if_its_header_cannot_be_repaired(manager, capsys):
     segment = shared_segment(manager)
     manager.delete(1)
     data = segment.read_bytes()

@@ -348,7 +348,7 @@ def test_a_state_that_did_not_change_is_not_written_again(tmp_path):
     assert mlstate.save(tmp_path / "c", states=states).written["new_shards"] == 1
 
 
-def test_a_checkpoint_without_states_has_neither_folder_nor_entry(tmp_path):
+def test_checkpoint_without_states_has_no_states_folder(tmp_path):
     mlstate.save(tmp_path / "c", {"w": np.ones(1)})
     assert not (tmp_path / "c" / "states").exists()
     assert "states" not in json.loads((tmp_path / "c" / "manifest.json").read_text())
@@ -451,7 +451,7 @@ def test_ranks_with_other_states_are_refused_on_all_ranks(tmp_path):
     assert isinstance(second, TypeError)
 
 
-def test_an_object_that_refuses_on_one_rank_is_undone_on_all(tmp_path):
+def test_refusal_of_one_rank_rolls_back_all_ranks(tmp_path):
     def save(group):
         mlstate.save(tmp_path / "c", states={"l": Loader(5), "w": {"w": np.ones(2)}}, group=group)
 

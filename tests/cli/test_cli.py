@@ -1,9 +1,11 @@
 """The command line: output and exit status."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+from command_table import COMMANDS
 from mlpackage_writer import KV, spec_bytes, state, write_package
 
 import mlstate
@@ -131,21 +133,9 @@ def test_unreadable_input_is_one_line_and_status_2(tmp_path, capsys, fault, comm
     [
         [],
         ["nonsense"],
-        ["coreml"],
-        ["coreml", "plan"],
-        ["coreml", "plan", "a", "b"],
-        ["coreml", "plan", "a", "b", "--at", "many"],
-        ["coreml", "states"],
-        ["inspect"],
-        ["inspect", "a", "b"],
-        ["inspect", "a", "--step", "last"],
-        ["verify", "a", "--step", "1", "--all-steps"],
-        ["verify", "a", "--repair", "--all-steps"],
-        ["diff", "a"],
-        ["reshard", "a", "b"],
-        ["convert", "a"],
-        ["prune", "a", "--keep"],
+        *([name, *call.split()] for name, row in COMMANDS.items() for call in row.wrong),
     ],
+    ids=" ".join,
 )
 def test_wrong_usage_is_one_line_and_status_2(capsys, arguments):
     assert main(arguments) == 2
@@ -154,6 +144,13 @@ def test_wrong_usage_is_one_line_and_status_2(capsys, arguments):
     assert err.startswith("mlstate: ")
     assert err.count("\n") == 1
     assert "--help" in err
+
+
+def test_the_table_of_commands_is_complete(capsys):
+    assert main(["--help"]) == 0
+    names = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert names == list(COMMANDS)
+    assert all(row.wrong for row in COMMANDS.values())
 
 
 @pytest.fixture
@@ -186,7 +183,7 @@ def test_a_misspelled_word_is_answered_with_the_one_meant(folder, capsys, argume
     assert [path.name for path in folder.iterdir()] == ["ckpt"]
 
 
-def test_an_unknown_word_unlike_any_other_is_answered_with_no_guess(folder, capsys):
+def test_dissimilar_word_gets_no_suggestion(folder, capsys):
     for arguments in (["xyzzy"], ["inspect", "ckpt", "--xyzzy"], ["inspect", "ckpt", "other"]):
         assert main(arguments) == 2
         err = capsys.readouterr().err

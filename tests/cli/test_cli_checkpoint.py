@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_model import flip
+from command_table import CHECKPOINT_COMMANDS, call_of
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager
-from mlstate.checkpoint._folder.writer_lock import WriterLock
+from mlstate.checkpoint._folder.local import LocalFolder
 from mlstate.cli import diff as checkpoint_diff
 from mlstate.cli import main
 
@@ -720,7 +721,7 @@ def test_prune_refuses(place, run):
         ["mlstate: --keep must be 1 or more, got 0"],
     )
     assert "nothing to prune" in run("prune", "w.safetensors")[2][0]
-    with WriterLock("ckpt"):
+    with LocalFolder("ckpt").claim("manifest.json"):
         status, out, err = run("prune", "ckpt")
         assert (status, out, len(err)) == (2, [], 1)
         assert "is writing it" in err[0]
@@ -744,16 +745,15 @@ def test_a_path_that_cannot_be_printed_takes_one_line(place, run):
     assert status == 0
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "prune", "diff", "reshard"])
+@pytest.mark.parametrize("command", CHECKPOINT_COMMANDS)
 @pytest.mark.parametrize("place_kind", ["missing", "empty folder"])
 def test_missing_checkpoint_is_one_line_and_status_2(place, run, command, place_kind):
     path = "nothing"
     if place_kind == "empty folder":
         Path(path).mkdir()
-    extra = {"diff": ["ckpt"], "reshard": ["cut", "--layout", "rows=2"]}.get(command, [])
-    status, out, err = run(command, path, *extra)
+    status, out, err = run(*call_of(command, source=path, other="ckpt", target="cut"))
     assert (status, out, len(err)) == (2, [], 1)
-    assert err[0].startswith("mlstate: nothing: ")
+    assert err[0].replace(f"{place}/", "").startswith("mlstate: nothing: ")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
@@ -765,7 +765,7 @@ def test_a_file_has_no_steps_and_a_run_not_any(place, run, command):
         assert text in err[0]
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "reshard", "convert", "prune"])
+@pytest.mark.parametrize("command", CHECKPOINT_COMMANDS)
 def test_help_lists_exit_statuses(run, command):
     status, out, _ = run(command, "--help")
     assert status == 0

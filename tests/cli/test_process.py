@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_table import COMMANDS, call_of
 
 import mlstate
 from mlstate.checkpoint._files.convert import read_any
@@ -108,7 +109,7 @@ def test_an_interrupt_while_modules_are_imported(place, slow, command, module):
         assert interrupt(process) == (130, "")
 
 
-def test_an_interrupt_that_an_import_swallows_ends_the_process(place, slow):
+def test_interrupt_swallowed_by_an_import_ends_the_process(place, slow):
     lines = SLOW.replace("\n", "\n    ")
     code = f"try:\n    pass{lines}\nexcept BaseException: pass"
     with start([*COMMAND, "inspect", "ckpt"], place, slow("argparse", code)) as process:
@@ -214,25 +215,24 @@ def test_names_that_standard_output_cannot_show_are_escaped(place):
     assert done.stdout.startswith("\\xfc.npz (npz): ")
 
 
-def test_a_library_that_cannot_be_loaded_is_one_line_and_status_2(place):
+def test_unloadable_library_prints_one_line_with_status_2(place):
     done = shell("mlstate inspect ckpt", place, MLSTATE_CPU="sse9")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("mlstate: MLSTATE_CPU: instruction set 'sse9'")
 
 
-COMMANDS = [
-    ["--help"],
-    ["inspect", "ckpt"],
-    ["verify", "run", "--all-steps"],
-    ["verify", "nothing"],
-    ["unknown"],
-    ["diff", "ckpt", "run"],
-    ["prune", "run", "--dry-run"],
-    ["info"],
-]
+CALLS = {
+    name: call_of(name, source="ckpt", other="ckpt", target="out")
+    for name, row in COMMANDS.items()
+    if row.reads_checkpoints or name == "info"
+}
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [*CALLS.values(), ["--help"], ["unknown"], ["verify", "nothing"], ["diff", "ckpt", "run"]],
+    ids=" ".join,
+)
 def test_pipes_and_no_color_disable_colours(place, command):
     done = shell(f"mlstate {' '.join(command)}", place)
     assert "\x1b" not in done.stdout + done.stderr
@@ -251,19 +251,7 @@ def test_pipes_and_no_color_disable_colours(place, command):
     assert output and b"\x1b[3" not in output and b"\x1b[1" not in output
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["inspect", "ckpt"],
-        ["verify", "ckpt"],
-        ["diff", "ckpt", "ckpt"],
-        ["reshard", "ckpt", "out", "--layout", "whole"],
-        ["convert", "ckpt", "out"],
-        ["prune", "ckpt"],
-        ["info"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", CALLS.values(), ids=" ".join)
 def test_json_is_all_that_is_printed(place, command):
     done = shell(f"mlstate {' '.join(command)} --json", place)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,10 +1,9 @@
 """Groups of one process, checks that every group makes, and asynchronous operations."""
 
 import pickle
-import subprocess
-import sys
 import threading
 
+import child
 import numpy as np
 import pytest
 from group_model import OPERATIONS
@@ -314,7 +313,7 @@ def test_importing_loads_no_threads():
         "import sys, numpy; had = set(sys.modules); import mlstate.collectives;"
         "print('threading' in sys.modules.keys() - had)"  # NumPy may have imported it already
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = child.attempt(code)
     assert (done.stdout.strip(), done.stderr) == ("False", "")
 
 

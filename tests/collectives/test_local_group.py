@@ -3,7 +3,6 @@
 import gc
 import threading
 import time
-import tracemalloc
 import weakref
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_local, run_ranks
 from thread_team import num_threads, without_errors
+from traced_memory import traced
 from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
@@ -283,12 +283,9 @@ def test_packed_arrays_are_not_copied():
         group.broadcast(outs[group.rank])
         group.all_reduce(outs[group.rank], op="max", out=outs[group.rank])
 
-    tracemalloc.start()
-    try:
+    with traced() as trace:
         ranks(work, 2)
-        assert tracemalloc.get_traced_memory()[1] < size // 2
-    finally:
-        tracemalloc.stop()
+    assert trace.peak < size // 2
 
 
 # ---- new arrays ----
@@ -482,7 +479,7 @@ def test_failed_call_keeps_input_and_output():
 # ---- groups that end ----
 
 
-def test_a_rank_that_does_not_come_is_a_timeout_that_names_it():
+def test_missing_rank_is_named_by_the_timeout():
     ready = threading.Event()
 
     def work(group):

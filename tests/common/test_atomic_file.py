@@ -151,15 +151,15 @@ def without_exchange(monkeypatch):
     monkeypatch.setattr(_core, "path_rename", refuse)
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("lacks_exchange", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_concurrently_changed_folder_is_not_replaced(tmp_path, monkeypatch, change, is_plain):
+def test_concurrently_changed_folder_is_not_replaced(tmp_path, monkeypatch, change, lacks_exchange):
     target = tmp_path / "m"
     (target / "sub").mkdir(parents=True)
     (target / "a").write_bytes(b"old")
     (target / "sub" / "b").write_bytes(b"old")
     start = Target.of(target)
-    if is_plain:
+    if lacks_exchange:
         without_exchange(monkeypatch)
     with pytest.raises(mlstate.StoreError, match="was changed while"), new_path(start) as new:
         Path(new).mkdir()
@@ -173,11 +173,11 @@ def test_concurrently_changed_folder_is_not_replaced(tmp_path, monkeypatch, chan
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_concurrently_changed_file_is_not_replaced(tmp_path, monkeypatch, is_plain):
+@pytest.mark.parametrize("lacks_exchange", [False, True])
+def test_concurrently_changed_file_is_not_replaced(tmp_path, monkeypatch, lacks_exchange):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    if is_plain:
+    if lacks_exchange:
         without_exchange(monkeypatch)
     for text in (b"new", b"longer"):
         start = Target.of(path)
@@ -199,10 +199,10 @@ def test_concurrently_changed_file_is_not_replaced(tmp_path, monkeypatch, is_pla
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_file_system_without_exchange_keeps_the_new_target(tmp_path, monkeypatch, is_plain):
+@pytest.mark.parametrize("lacks_exchange", [False, True])
+def test_file_system_without_exchange_keeps_the_new_target(tmp_path, monkeypatch, lacks_exchange):
     without_exchange(monkeypatch)
-    if is_plain:  # without hard links too
+    if lacks_exchange:  # without hard links too
 
         def refuse(*args):
             raise OSError(errno.EPERM, "Operation not permitted")
@@ -220,15 +220,15 @@ def test_file_system_without_exchange_keeps_the_new_target(tmp_path, monkeypatch
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("lacks_exchange", [False, True])
 @pytest.mark.parametrize("step", range(3))
-def test_an_interrupt_between_the_renames_restores_the_old_folder(
-    tmp_path, monkeypatch, step, is_plain
+def test_interrupt_between_renames_restores_the_old_folder(
+    tmp_path, monkeypatch, step, lacks_exchange
 ):
     target = tmp_path / "m"
     make_folder(target)
     start = Target.of(target)
-    if is_plain:
+    if lacks_exchange:
         without_exchange(monkeypatch)
     steps = []
 

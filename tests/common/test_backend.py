@@ -3,11 +3,10 @@
 import inspect
 import math
 import re
-import subprocess
-import sys
 from importlib import import_module
 from types import SimpleNamespace
 
+import child
 import house
 import numpy as np
 import pytest
@@ -40,11 +39,6 @@ def operations(protocol):
     for name, function in inspect.getmembers(protocol, inspect.isfunction):
         if name[0] != "_":
             yield name, list(inspect.signature(function).parameters.values())[1:]
-
-
-def run(code):
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
 @pytest.mark.torch
@@ -113,4 +107,4 @@ print(is_module({}), name in sys.modules)
 backend_of(torch.ones(1), TensorBackend)
 print(name in sys.modules, name + "._checkpoint" in sys.modules)
 """
-    assert run(code) == ["False", "False", "False", "True", "False"]
+    assert child.run(code).split() == ["False", "False", "False", "True", "False"]

@@ -92,7 +92,7 @@ def test_plans_take_every_form():
 @pytest.mark.parametrize("schedules", ["persistent", "any"])
 @pytest.mark.parametrize("size", [1, 1 << 20, 12_345_677])
 @pytest.mark.parametrize("unit", ["KiB", "MB", "GiB", "of the peak without a plan"])
-def test_an_error_names_the_least_budget_in_the_unit_of_the_caller(size, unit, schedules):
+def test_error_names_the_least_budget_in_the_caller_unit(size, unit, schedules):
     model_chain = chain(size)
     small = 0.0211 if " " in unit else f"0.00400 {unit}"
     if size == 1 and unit in ("MB", "GiB"):

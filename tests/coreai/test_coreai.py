@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 
+import child
 import numpy as np
 import pytest
 
@@ -132,8 +132,7 @@ def test_damage_is_found_before_core_ai_is_imported(asset):
         "try:\n    coreai.state_specs(sys.argv[1])\n"
         "except errors.ChecksumError:\n    print('coreai' in sys.modules)"
     )
-    command = [sys.executable, "-c", code, str(asset)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "False\n"
+    assert child.run(code, asset) == "False\n"
 
 
 def test_import_error_names_the_extra(asset, monkeypatch):

@@ -173,7 +173,7 @@ def test_refill_awaits_every_batch():
 
 
 @pytest.mark.parametrize("awaits", [False, True])
-def test_a_prompt_that_takes_all_kept_tokens_is_followed_by_the_newest(awaits):
+def test_refill_with_a_full_prompt_appends_the_newest_token(awaits):
     manager = StateManager(Function(DYNAMIC), (16,), batch_size=4, prompt_tokens=11)
     written = []
 

@@ -1,6 +1,5 @@
 """The growing client of the examples gives the same tokens as the algorithm in `peers.py`."""
 
-import importlib.util
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from killed_jobs import module_of
 from tries import tries
 
 from mlstate.coreml import StateManager
@@ -19,21 +19,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def example():
-    return load(ROOT / "examples/growing_inference.py")
+    return module_of(ROOT / "examples/growing_inference.py")
 
 
 @pytest.fixture(scope="module")
 def peers():
-    return load(ROOT / "benchmarks/peers.py")
+    return module_of(ROOT / "benchmarks/peers.py")
 
 
 def chunks(example, size):
@@ -161,7 +154,7 @@ def test_any_settings_give_the_peers_tokens(
     )
 
 
-def test_a_prompt_that_takes_all_kept_tokens_is_followed_by_the_newest(example):
+def test_refill_with_a_full_prompt_appends_the_newest_token(example):
     """The peer would keep the prompt alone, and write the next token where the newest was."""
     prompt = list(range(1, 25))
     options = {"overflow": "shift_refill", "batch_size": 4, "reserve_batches": 4}

@@ -276,7 +276,7 @@ def test_the_command_agrees_with_the_functions(seed, tmp_path, capsys):
 # ---- single kinds ----
 
 
-def test_a_full_window_is_copied_whole_while_the_global_cache_grows():
+def test_growth_copies_full_windows_unchanged():
     def shapes(context):
         return {"local": (10, 1, 512, 256), "global": (2, 1, context, 256)}
 
@@ -288,7 +288,7 @@ def test_a_full_window_is_copied_whole_while_the_global_cache_grows():
         assert (cache.direction, cache.copied_bytes) == ("expand", 2 * 700 * 256 * 2)
 
 
-def test_a_window_that_has_wrapped_and_changes_its_length_is_refused_with_the_reason():
+def test_wrapped_window_refuses_a_new_length():
     def shapes(context):
         return {"local": (1, 1, min(512, context), 32), "global": (1, 1, context, 32)}
 
@@ -302,7 +302,7 @@ def test_a_window_that_has_wrapped_and_changes_its_length_is_refused_with_the_re
     ("lengths", "is_window"),
     [((8, 16), False), ((512, 1024), False), ((128, 64), False), ((256, 300), True)],
 )
-def test_a_length_that_does_not_follow_from_the_context_is_refused(lengths, is_window):
+def test_length_unrelated_to_the_context_is_refused(lengths, is_window):
     """Scales of blocks, two positions for a token, a window that shrinks while the cache grows."""
     source, target = ({"kv": (2, 1, n, 32), "s": (2, 1, m, 32)} for n, m in
                       zip((256, 512), lengths, strict=True))  # fmt: skip
@@ -397,7 +397,7 @@ def test_a_whole_state_of_another_dtype_is_converted(fake_arrays):
     assert manager.state is source and manager.size == 8
 
 
-def test_a_state_object_of_another_shape_than_its_model_is_refused(fake_arrays):
+def test_state_of_another_shape_is_refused_by_the_model(fake_arrays):
     def shapes(size):
         return {"kv": (1, 1, size, 4), "s": (2, 3)}
 
@@ -432,7 +432,7 @@ def test_two_models_that_name_other_sequence_axes_are_refused():
     assert coreai.plan_transition(models[0], models[0], 5).fits
 
 
-def test_a_roll_that_begins_below_the_largest_size_moves_the_state():
+def test_roll_below_the_largest_size_moves_the_state():
     def model(size):
         shapes = {"kv": (1, 1, size, 4)}
         return SimpleNamespace(get_spec=lambda: shapes, make_state=lambda: FakeMLState(shapes))
@@ -447,7 +447,7 @@ def test_a_roll_that_begins_below_the_largest_size_moves_the_state():
 
 
 @pytest.mark.parametrize("window_size", [3, 4, 6, 8, 11, 40])
-def test_a_decoder_with_windows_and_a_recurrent_state_does_not_notice_growth(window_size):
+def test_growth_keeps_states_of_all_kinds(window_size):
     """After each token, it holds the states of a model with the largest context from the start."""
 
     def shapes(context):

@@ -2,12 +2,12 @@
 
 import random
 import sys
-import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from mlpackage_writer import spec_bytes, state, write_package
+from traced_memory import traced
 
 from mlstate.coreml import FakeMLState, StateManager, StateSpec, state_specs
 from mlstate.errors import CapacityError, CompatibilityError, MLStateError
@@ -83,7 +83,7 @@ def test_every_state_is_read_and_written_once():
     assert np.array_equal(target.read_state("v")[:, :, :8], values)
 
 
-def test_a_state_shrinks_to_the_smallest_size_that_holds_its_tokens():
+def test_state_shrinks_to_the_smallest_fitting_size():
     manager = managed(8, 16, 32)
     manager.grow_if_needed(0, new_tokens=32)
     source = manager.state
@@ -155,11 +155,9 @@ def test_move_needs_memory_for_one_state_at_a_time():
     for i in range(6):
         fill(manager.state, f"kv_{i}")
     small, large = 4 * 2 * 128 * 64, 4 * 2 * 256 * 64  # elements of a state
-    tracemalloc.start()
-    manager.grow_if_needed(128)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 6 * 2 * large + 4 * small + 4 * large + 100_000
+    with traced() as trace:
+        manager.grow_if_needed(128)
+    assert trace.peak < 6 * 2 * large + 4 * small + 4 * large + 100_000
 
 
 # ---- models ----
@@ -206,7 +204,7 @@ def test_chunk_models_share_one_state(load):
     assert np.array_equal(manager.state.read_state("none")[:, :, :8], before)
 
 
-def test_the_first_chunk_model_with_states_creates_the_shared_one():
+def test_first_stateful_chunk_creates_the_shared_state():
     def chunks(size):
         stateless = Model(size)
         stateless.shapes = {}

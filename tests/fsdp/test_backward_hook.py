@@ -156,7 +156,7 @@ def test_an_object_has_one_set_of_hooks():
             again()
 
 
-def test_two_objects_have_no_hooks_on_one_name_of_a_model():
+def test_second_hook_on_a_parameter_name_is_refused():
     model = Model()
     first, second = (FSDPBackwardHook(FSDP(SingleGroup())) for _ in range(2))
     first.register_hooks(model, units_of(0, {"a": (2,), "b": (2,)}))
@@ -225,7 +225,7 @@ def test_fsdp_requires_a_group():
 # ---- one backward pass ----
 
 
-def test_a_loop_that_names_no_parameter_or_one_twice_is_refused():
+def test_loop_with_missing_or_repeated_parameters_is_refused():
     units = units_of(0, {"w": (2,), "x": (2,)})
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
     with pytest.raises(ValueError, match="'w' has no sharding unit here"):
@@ -377,7 +377,7 @@ def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(slow):
     assert run(work) == [(10, 9)] * 2
 
 
-def test_a_broken_group_leaves_no_gradient_of_the_step_before():
+def test_broken_group_clears_gradients_of_the_previous_step():
     """Also gradients in buckets that no message has named yet."""
 
     class Breakable(SingleGroup):
@@ -444,7 +444,7 @@ def test_another_reduction_inside_a_backward_pass_is_refused_and_does_it_no_harm
     hook.scatter_multiple(other, {"v": np.ones(2, np.float32)})
 
 
-def test_a_pass_that_was_given_up_is_over_when_the_hooks_are_closed():
+def test_closing_hooks_ends_an_abandoned_pass():
     """On all ranks: the next pass starts from scratch, and nothing of the old one remains."""
 
     def work(group):
@@ -465,7 +465,7 @@ def test_a_pass_that_was_given_up_is_over_when_the_hooks_are_closed():
     run(work)
 
 
-def test_gradients_of_a_pass_that_was_given_up_are_let_go():
+def test_gradients_of_an_abandoned_pass_are_freed():
     """Also gradients whose bucket never became full."""
     units = units_of(0, {"a": (4,), "b": (4,), "c": (4,)})
     gradient = np.ones(4, np.float32)
@@ -478,7 +478,7 @@ def test_gradients_of_a_pass_that_was_given_up_are_let_go():
     assert gradient_ref() is None
 
 
-def test_a_pass_that_one_rank_gave_up_is_an_error_on_the_others():
+def test_abandoned_pass_of_one_rank_fails_on_the_others():
     def work(group):
         fsdp = FSDP(group, bucket_bytes=0)
         units = units_of(group.rank, {"w": (2,), "x": (2,)})
@@ -633,7 +633,7 @@ def test_closed_group_raises():
         hook.finish()
 
 
-def test_a_rank_that_closed_its_group_is_an_error_on_the_others():
+def test_closed_group_of_one_rank_fails_on_the_others():
     first, second = LocalGroup.threads(2)
     second.close()
     unit = FSDPShardingUnit("w", (2,), "float32", 0)

@@ -200,7 +200,7 @@ def test_non_finite_gradients_are_named_and_not_stored(compression, spoiled):
     run(work)
 
 
-def test_a_gradient_too_large_for_16_bits_arrives_in_the_steps_that_follow():
+def test_gradient_beyond_16_bits_arrives_in_later_steps():
     def work(group):
         unit = FSDPShardingUnit("w", (4,), "float32", group.rank)
         hook = FSDPBackwardHook(FSDP(group, compression="float16"))

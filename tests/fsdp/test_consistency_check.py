@@ -197,7 +197,7 @@ def test_one_gradient_alone_is_refused_in_the_same_way():
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
 @pytest.mark.parametrize("sent", [None, 0, 1, 4])
-def test_a_refused_call_ends_the_backward_pass_or_the_wait_of_another_rank(sent, bucket_bytes):
+def test_refused_call_fails_the_pass_of_other_ranks(sent, bucket_bytes):
     """All ranks leave at the same header, so the next call works; without units (None), too."""
 
     def work(group):
@@ -450,7 +450,7 @@ def test_dtypes_that_differ_do_not_make_other_gradients_fail():
 
 @modes
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
-def test_a_rank_that_never_comes_ends_the_wait_of_the_others(mode, bucket_bytes):
+def test_missing_rank_ends_the_wait_of_the_others(mode, bucket_bytes):
     """At once, also if there are many buckets."""
 
     def work(group):
@@ -612,7 +612,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(path, compression):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
-def test_an_accumulated_gradient_stays_if_no_rank_used_its_parameter(op):
+def test_accumulated_gradient_of_unused_parameter_stays(op):
     def work(group):
         units = units_of(group)
         hook = FSDPBackwardHook(FSDP(group, allow_unused=True, op=op))
@@ -630,7 +630,7 @@ def test_an_accumulated_gradient_stays_if_no_rank_used_its_parameter(op):
     assert run_ranks(work) == [True] * 2
 
 
-def test_a_failure_of_one_gradient_leaves_unused_ones_absent():
+def test_failed_gradient_leaves_unused_gradients_absent():
     def work(group):
         units = units_of(group)
         gradients = {**gradients_of(group, units), "a": None}

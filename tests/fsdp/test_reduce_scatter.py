@@ -94,7 +94,7 @@ def test_invalid_operations_are_refused(arguments, error, text):
         (np.array([1, np.nan, 1, 1], np.float32), r"NaN or infinite elements \(rank 1: 1\)"),
     ],
 )
-def test_a_gradient_that_does_not_fit_is_an_error_on_all_ranks(bad, text):
+def test_misshapen_gradient_fails_on_all_ranks(bad, text):
     def work(group):
         operation = ReduceScatterOperation(group, (4,), "float32", group.rank)
         good = np.ones(4, np.float32)

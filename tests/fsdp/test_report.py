@@ -47,7 +47,7 @@ def test_times_are_seconds_since_the_first_gradient():
     assert second[2:6] == pytest.approx((4.0, 4.0, 5.5, 6.0))
 
 
-def test_the_overlap_is_the_share_of_reducing_inside_the_backward_pass():
+def test_overlap_is_the_reduction_share_inside_backward():
     assert two_buckets().overlap == pytest.approx((2.0 + 1.0) / (2.0 + 2.0))
     late = BackwardReport(
         [("a", 100.0)], 101.0, [event(("a",), 8, (1, 2, 2, 3), (0,)), event((), 0, [4] * 4, (0,))]
@@ -59,7 +59,7 @@ def test_the_overlap_is_the_share_of_reducing_inside_the_backward_pass():
     assert early.overlap == 1.0
 
 
-def test_a_pass_that_ended_by_an_error_keeps_its_last_bucket():
+def test_failed_pass_keeps_its_last_bucket_in_the_report():
     report = BackwardReport(
         [("a", 100.0)], 101.0, [event(("a",), 16, (0.0, 0.0, 0.5, 2.0), (0.0, 0.0))]
     )
@@ -127,7 +127,7 @@ def test_record_true_records_a_pass():
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_a_report_has_all_gradients_and_buckets_in_their_order(world):
+def test_report_lists_gradients_and_buckets_in_order(world):
     shapes = {"a": (4,), "b": (100,), "c": (3,), "d": (5,)}
 
     def work(group):
@@ -236,7 +236,7 @@ def bars_of(container):
     return [(bar.get_x(), bar.get_width()) for bar in container]
 
 
-def test_the_timeline_shows_gradients_buckets_and_who_waited():
+def test_timeline_shows_gradients_buckets_and_waiting_ranks():
     pytest.importorskip("matplotlib", reason="matplotlib draws")
     figure = plot_backward(two_buckets())
     upper, lower = figure.axes

@@ -367,7 +367,7 @@ def test_local_gradients_are_never_the_full_gradients_memory():
     assert not np.shares_memory(unit.local_gradient, full)
 
 
-def test_of_copies_there_is_one_bucket_at_a_time_and_the_one_before(monkeypatch):
+def test_copies_need_at_most_two_buckets(monkeypatch):
     """However many buckets one message names; contiguous gradients are not copied."""
     copies, most = [], []
     pack = _bucket.packed

@@ -105,7 +105,7 @@ def test_imaginary_parts_are_compared_too():
     assert report.mismatches == [Mismatch("w", 0, 0, 1 + 3j, 1 + 2j)]
 
 
-def test_a_part_that_is_missing_or_of_another_shape_is_not_well():
+def test_missing_or_misshapen_part_fails_verification():
     assert verified(None, np.ones(3)).mismatches == [Mismatch("w", 0, None, "a gradient", "none")]
     assert verified(np.ones(2), np.ones(3)).mismatches == [Mismatch("w", 0, None, "(3,)", "(2,)")]
     unit = FSDPShardingUnit("w", (3,), "float64", 0)
@@ -114,7 +114,7 @@ def test_a_part_that_is_missing_or_of_another_shape_is_not_well():
     assert report.mismatches == [Mismatch("w", 0, None, "(3,)", "full gradient of (4,)")]
 
 
-def test_the_place_is_found_behind_the_first_million_elements():
+def test_mismatch_beyond_a_million_elements_is_located():
     expected = np.zeros(1_500_000, np.float32)
     actual = expected.copy()
     actual[1_234_567] = 1

@@ -69,7 +69,7 @@ def test_compressed():
     assert shards["sparse"].stored_nbytes < 512 * 64 and shards["plain"].layers is None
 
 
-def test_one_part():
+def test_other_layouts_load_one_part():
     checkpoint = inspect(FOLDER / "shard-3")
     [tensor], [shard] = checkpoint.tensors(), checkpoint.shards()
     layout = Layout.axis(1, 2) * Layout.flat(3)
@@ -86,33 +86,35 @@ def test_all_bytes_are_good(name, tmp_path):
     assert report, report.problems
 
 
-def texts_of(folder):
+def contents_of(folder):
     """All indexes and shard files, with generations renumbered in the order of their files."""
     manifest = (folder / "manifest.json").read_text()
     newest = re.search(r'"generation": ?"([0-9a-f]{16})"', manifest)[1]
-    texts = {}
+    contents = {}
     for path in sorted(folder.rglob("*")):
         if path.parent.name in ("index", "params", "optim_state"):
             name = path.relative_to(folder).as_posix()
             data = path.read_bytes()
             if path.parent.name == "index":
                 data = data[:13] + b"0" * 8 + data[21:]
-            texts[name] = data
-    generations = sorted({re.search(r"[0-9a-f]{16}", name)[0] for name in texts} - {newest})
+            contents[name] = data
+    generations = sorted({re.search(r"[0-9a-f]{16}", name)[0] for name in contents} - {newest})
     for number, generation in enumerate([newest, *generations]):
-        stands = f"generation-{number:05}"
-        texts = {
-            name.replace(generation, stands): data.replace(generation.encode(), stands.encode())
-            for name, data in texts.items()
+        neutral_name = f"generation-{number:05}"
+        contents = {
+            name.replace(generation, neutral_name): data.replace(
+                generation.encode(), neutral_name.encode()
+            )
+            for name, data in contents.items()
         }
-    return texts
+    return contents
 
 
 # Not "compressed": its bytes depend on the version of zlib.
 @pytest.mark.parametrize("name", ["dense", "ranks", "layers", "shard"])
 def test_the_same_input_is_written_in_the_same_bytes(name, tmp_path):
     golden.SAVES[name](tmp_path / "again")
-    assert texts_of(tmp_path / "again") == texts_of(FOLDER / f"{name}-3")
+    assert contents_of(tmp_path / "again") == contents_of(FOLDER / f"{name}-3")
 
 
 @pytest.mark.parametrize("version", [1, 2, 4])

@@ -601,7 +601,7 @@ def test_the_good_checkpoints_are_good(one_rank, two_ranks):
             assert mlstate.load(str(victim)).model["w"].sum() == 276
 
 
-def test_there_are_enough_of_them():
+def test_hostile_files_are_numerous():
     cases = [*WRONG_VALUES.values(), *SHARD_LIES.values(), INDEX_PATHS, FILE_PATHS]
     cases += [
         INDEX_LIES,

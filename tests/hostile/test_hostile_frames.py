@@ -7,13 +7,13 @@ frames allow, and never crash.
 import gzip
 import json
 import time
-import tracemalloc
 import zlib
 
 import numpy as np
 import pytest
 from checkpoint_victim import Victim
 from sparse_checkpoint import checksums, store
+from traced_memory import traced
 
 import mlstate
 from mlstate.checkpoint import inspect, reshard
@@ -168,18 +168,15 @@ def test_damaged_frames_are_refused(lie, codec, which, victim):
     index, _, offset = put_overlay(victim, frames, codec)
     put(victim, index)
     start = time.monotonic()
-    tracemalloc.start()
     for read in reading_calls(victim):
-        with pytest.raises(FormatError) as caught:
+        with traced() as trace, pytest.raises(FormatError) as caught:
             read()
+        assert trace.peak < 20 * MIB  # the arrays themselves, and a few frames
         assert caught.value.name == "w"
         assert caught.value.path == str(victim.folder / PATH)
         assert caught.value.offset == offset + which * len(frames[0])
         assert "tensor 'w', file 'params/lie.safetensors'" in str(caught.value)
         assert codec in str(caught.value)
-    # the arrays themselves, and a few frames
-    assert tracemalloc.get_traced_memory()[1] < 20 * MIB
-    tracemalloc.stop()
     assert time.monotonic() - start < 20
     assert mlstate.verify(str(victim))  # the checksums match the invalid frames
     assert mlstate.load(str(victim), names="b").model["b"].tolist() == [1, 1, 1]
@@ -230,14 +227,12 @@ def test_false_frame_records_are_refused(name, victim):
     if ... in changes.values():
         shard["layers"][0]["codec"] = None
     put(victim, index)
-    tracemalloc.start()
     for read in (*reading_calls(victim), lambda: inspect(str(victim)).tensors()):
-        with pytest.raises(FormatError) as caught:
+        with traced() as trace, pytest.raises(FormatError) as caught:
             read()
+        assert trace.peak < 60 * MIB
         assert caught.value.name == "w"
         assert caught.value.path == str(victim.folder / victim.index_path())
-    assert tracemalloc.get_traced_memory()[1] < 60 * MIB
-    tracemalloc.stop()
 
 
 def test_two_full_layers_are_refused(victim):

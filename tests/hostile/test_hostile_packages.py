@@ -240,7 +240,7 @@ PATHS = [
 @pytest.mark.parametrize("path", PATHS)
 def test_a_manifest_may_not_lead_out_of_the_package(tmp_path, path):
     (tmp_path / "secret").write_bytes(spec_bytes(state("secret", KV)))
-    error = refused(with_manifest(tmp_path / "m", manifest_of(path)), "Manifest.json: byte ")
+    error = refused(with_manifest(tmp_path / "m", manifest_of(path)), "Manifest.json: ")
     assert "not inside the package" in str(error)
     assert error.expected == "a relative path without . or .."
 
@@ -343,3 +343,17 @@ def test_a_data_type_of_the_wrong_type():
     array = field(1, 32) + field(2, b"float16")
     feature = field(1, "kv") + field(3, field(8, field(1, array)))
     refused(field(2, field(13, feature)), "data type 0")
+
+
+@pytest.mark.parametrize("wrong", [13, 20, 21])
+def test_a_number_in_place_of_a_message(wrong):
+    refused(field(2, field(wrong, 1)), "is not of its type")
+
+
+def test_a_state_without_an_array_type():
+    refused(field(2, field(13, field(1, "kv"))), "state kv has no array type")
+
+
+def test_a_state_limit_of_all_functions():
+    functions = [(f"f{i}", [state(f"s{k}", (1, 32)) for k in range(2048)]) for i in range(9)]
+    refused(spec_bytes(functions=functions), "more than 16384 states")

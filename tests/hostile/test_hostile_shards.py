@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import time
-import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from checkpoint_model import flipped
 from checkpoint_victim import Victim, refused, saved, ways
 from index_tables import tables_of
 from json_checksums import renew_checksum, text_with_checksum
+from traced_memory import traced
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, inspect, reshard
@@ -287,17 +287,14 @@ def test_huge_tensors_of_small_files_take_no_memory(name, one_rank):
     manifest["indexes"]["data_bytes"] = [index["shards"][0]["bytes"]]
     one_rank.put_manifest(manifest)
     inspect(str(one_rank)).tensors()  # the metadata are valid, but the memory cannot be allocated
-    tracemalloc.start()
-    try:
+    with traced() as trace:
         for mmap in (False, True):
             with pytest.raises(FormatError):
                 mlstate.load(str(one_rank), mmap=mmap)
         assert not mlstate.verify(str(one_rank)) or "bytes" not in HUGE[name]
         with pytest.raises(FormatError):
             reshard(str(one_rank), str(one_rank) + "-other", layout="rows", world_size=2)
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
-    finally:
-        tracemalloc.stop()
+    assert trace.peak < 4 << 20
 
 
 # The costliest documents for their length: bytes of the text -> peak memory, in a new process.

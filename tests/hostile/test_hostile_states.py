@@ -89,7 +89,7 @@ def test_invalid_nbytes_are_recomputed(stated):
     assert StateDict(w=Says(np.ones(3, F32), nbytes=stated)).nbytes == 12
 
 
-def test_bytes_that_add_up_to_more_than_there_can_be():
+def test_byte_sum_beyond_64_bits_is_refused():
     state = StateDict.fromkeys("ab", Says(np.ones(1), nbytes=2**63))
     with pytest.raises(CompatibilityError, match="do not fit into 64 bits"):
         _ = state.nbytes
@@ -105,7 +105,7 @@ def test_unreadable_elements_are_reported_by_name():
         _ = state == other
 
 
-def test_an_array_whose_shape_is_assigned_by_the_next_ones_code():
+def test_array_reshaped_during_conversion_is_handled():
     array = np.ones((6, 4, 1, 1, 1))
 
     class Meddler:
@@ -371,7 +371,7 @@ def test_updates_match_dict_for_any_names():
     assert list(state) == list(old | more)
 
 
-def test_a_pickled_state_of_attributes_that_is_nonsense():
+def test_invalid_pickled_attributes_are_ignored_or_refused():
     for attributes in (5, "x", (1, 2, 3), ({}, 5), (None, None), []):
         state = StateDict(w=np.ones(1))
         state.__setstate__(attributes)

@@ -83,7 +83,7 @@ def test_state_continues_like_mlx():
         assert state.positions("k")[slot] == token
 
 
-def test_the_end_of_the_array_means_the_first_slot_after_the_sinks():
+def test_next_slot_at_the_end_wraps_to_the_first_slot_after_sinks():
     cache = run(8, 2, [8])
     assert cache.idx == 8
     assert state_of_mlx(cache).next_slot("k") == 2
@@ -143,7 +143,7 @@ def test_a_view_of_tokens_between_empty_slots_is_refused():
 
 
 @pytest.mark.parametrize(("length", "slot"), [(9, 0), (9, 1), (1, 0), (0, 1)])
-def test_a_next_slot_among_the_sinks_is_refused_unless_it_is_the_length(length, slot):
+def test_next_slot_among_sinks_must_be_the_length(length, slot):
     with pytest.raises(CapacityError, match=f"k: next_slot {slot} is a slot of the 2 sinks") as got:
         ring_state(tokens_array(range(6)), length, slot, sinks=2)
     assert got.value.name == "k"
@@ -174,7 +174,7 @@ def test_slot_is_ignored_by_equality_and_current_in_the_spec():
 # ---- windows and arrays of other lengths ----
 
 
-def test_an_array_longer_than_its_window_shrinks_to_the_newest_tokens():
+def test_array_beyond_its_window_keeps_the_newest_tokens():
     full = CacheEntry("f", "full", (1, 1, 64, 1), "float32")
     cache = run(32, 4, [40])
     state = ring_state(cache.keys, 40, cache.idx, full, window=32, sinks=4)

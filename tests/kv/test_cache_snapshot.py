@@ -213,7 +213,7 @@ def test_the_lowest_length_since_each_snapshot_is_known(events):
 # ---- what a snapshot holds ----
 
 
-def test_a_rolled_back_hybrid_equals_one_that_never_went_ahead():
+def test_rollback_of_a_hybrid_cache_restores_its_state():
     """Caches of hybrids elsewhere kept the keys and lost the recurrent state."""
     entries = [FULL, RING, ROTATED, RECURRENT, CONV, BLOB]
     model, straight = Model(entries, 12), Model(entries, 12)
@@ -281,7 +281,7 @@ def test_going_back_to_an_earlier_snapshot_ends_a_later_one():
     state.restore(early)
 
 
-def test_a_window_without_full_entries_is_restored_after_any_trim():
+def test_window_without_full_entries_survives_any_trim():
     model = Model([YOUNG, RING], 5)
     before = model.state.snapshot()
     model.state.trim(4)
@@ -318,7 +318,7 @@ def test_a_snapshot_of_another_state_is_refused():
     assert_refused(state, TypeError, "must be a Snapshot, got CacheState", "restore", other)
 
 
-def test_a_read_only_array_is_refused_before_another_one_is_written():
+def test_read_only_array_is_refused_before_any_write():
     model = Model([RING, RECURRENT], 5)
     before = model.state.snapshot()
     model.run([70])

@@ -52,7 +52,7 @@ def test_arrays_are_used_without_copying(name):
     assert_same_bits(state.view("0.keys"), array[:, :, :7])
 
 
-def test_the_mapping_of_arrays_is_in_the_order_of_the_spec_and_read_only():
+def test_array_mapping_is_read_only_in_spec_order():
     spec = CacheSpec([FULL, CODES])
     arrays = arrays_of(spec)
     state = CacheState(spec, dict(reversed(arrays.items())), np.int64(3))

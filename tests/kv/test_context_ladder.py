@@ -345,7 +345,7 @@ def check_any_refill(ladder, position, size):
         assert step.action == "refill" or step.indices == list(range(position))
 
 
-def test_the_newest_token_is_never_lost_in_3000_random_ladders():
+def test_random_ladders_never_lose_the_newest_token():
     rng, refills = random.Random(6), 0
     for _ in range(3000):
         ladder = random_ladder(rng)
@@ -529,7 +529,7 @@ def test_positions_that_are_refused(call, error, text):
     assert type(caught.value) is error
 
 
-def test_a_rolled_position_is_only_allowed_at_the_largest_size():
+def test_rolled_position_requires_the_largest_size():
     ladder = ContextLadder([256, 512], overflow="roll")
     assert ladder.next_step(600, 512).dropped == range(88, 89)
     with pytest.raises(CapacityError, match="position 600 is beyond the 256 positions"):

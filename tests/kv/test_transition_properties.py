@@ -1,11 +1,10 @@
 """Every instruction set gives the same bytes, and memory use is as documented."""
 
-import tracemalloc
-
 import child
 import numpy as np
 import pytest
 from kv_model import assert_same_bits, expand
+from traced_memory import traced
 
 from mlstate import _core
 from mlstate.kv import compact_kv_state, transition_kv_state
@@ -169,39 +168,30 @@ def test_the_best_set_is_chosen_by_default():
 # ---- memory ----
 
 
-def traced_peak(call):
-    """The peak of bytes allocated by NumPy and Python, and the result."""
-    tracemalloc.start()
-    try:
-        base = tracemalloc.get_traced_memory()[0]
-        result = call()
-        return tracemalloc.get_traced_memory()[1] - base, result
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("to", [np.float16, np.float32])
 def test_move_into_out_allocates_no_memory(to):
     source = np.ones((4, 2, 1024, 64), np.float16)
     out = np.zeros((4, 2, 2048, 64), to)
-    peak, _ = traced_peak(lambda: transition_kv_state(source, 2048, out=out))
-    assert peak < 4096
+    with traced() as trace:
+        transition_kv_state(source, 2048, out=out)
+    assert trace.peak < 4096
     odd = source[:, ::-1, ::2].transpose(0, 1, 3, 2).transpose(0, 1, 3, 2)
-    peak, _ = traced_peak(lambda: transition_kv_state(odd, 2048, out=out))
-    assert peak < 4096
+    with traced() as trace:
+        transition_kv_state(odd, 2048, out=out)
+    assert trace.peak < 4096
 
 
 @pytest.mark.parametrize("to", [None, np.float64])
 @pytest.mark.parametrize("low_memory", [False, True])
 def test_only_the_result_is_allocated(to, low_memory):
     source = np.ones((4, 2, 1024, 64), np.float16)
-    peak, moved = traced_peak(
-        lambda: transition_kv_state(source, 40_000, 1000, dtype=to, low_memory=low_memory)
-    )
-    assert moved.nbytes <= peak < moved.nbytes + 4096
+    with traced() as trace:
+        moved = transition_kv_state(source, 40_000, 1000, dtype=to, low_memory=low_memory)
+    assert moved.nbytes <= trace.peak < moved.nbytes + 4096
     assert moved.flags.owndata
-    peak, moved = traced_peak(lambda: compact_kv_state(source, 512, 500))
-    assert moved.nbytes <= peak < moved.nbytes + 4096
+    with traced() as trace:
+        moved = compact_kv_state(source, 512, 500)
+    assert moved.nbytes <= trace.peak < moved.nbytes + 4096
 
 
 @pytest.mark.parametrize("low_memory", [True, 1, np.True_, False, 0])

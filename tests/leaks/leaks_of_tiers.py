@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from leak_cases import case, each, raises, with_members
+from leak_cases import case, raises, with_members
 
 from mlstate import _core, checkpoint, errors
 
@@ -52,33 +52,11 @@ def demote_in_use(tiers):
 
 
 @case()
-def tier_tables(_):
+def file_names(_):
     names = itertools.cycle(("layer.0", "A/b" * 100))
 
     def use():
-        table = _core.Tiers(100, None)
-        units = [table.add(30, tier) for tier in ("hot", "warm", "cold") * 8]
-        table.hold(units[1]), table.release(units[1])
-        table.remove(units[2]), table.resize(units[3], 7)
-        assert table.rebalance() and table.totals() and table.unit(0)
-        table.make_room(units[4], "hot"), table.fits(units[5], "warm")
-        table.begin(units[5], "warm"), table.end(units[5], "warm", True)
         assert _core.file_name(next(names), 3)
+        raises(TypeError, _core.file_name, "a")()
 
     return use, []
-
-
-@case()
-def refused_tier_tables(_):
-    table = _core.Tiers(5, 5)
-    unit = table.add(9, "cold")
-    return each(
-        raises(errors.CapacityError, table.fits, unit, "hot"),
-        raises(errors.CapacityError, table.make_room, unit, "warm"),
-        raises(ValueError, table.add, 1, "lukewarm"),
-        raises(ValueError, table.unit, 7),
-        raises(TypeError, table.begin, unit, None),
-        raises(ValueError, _core.Tiers, -1, 0),
-        raises(TypeError, _core.Tiers, 1),
-        raises(TypeError, _core.file_name, "a"),
-    ), [table]

@@ -1,10 +1,8 @@
 """`import mlstate` is nearly free; its modules cost little more than NumPy."""
 
-import os
 import statistics
-import subprocess
-import sys
 
+import child
 import pytest
 
 # The standard library's own costly ones, and all optional frameworks.
@@ -25,29 +23,21 @@ print((time.perf_counter() - start) * 1e3)
 """
 
 
-def run(code, **variables):
-    command = [sys.executable, "-c", code]
-    environment = {**os.environ, **variables}
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, env=environment
-    ).stdout
-
-
 def test_import_loads_no_slow_module():
-    names = run("import mlstate, sys; print(*sys.modules)").split()
+    names = child.run("import mlstate, sys; print(*sys.modules)").split()
     assert not {"numpy", "typing", "mlstate._core", "mlstate.state"} & set(names)
 
 
 def test_modules_load_only_numpy():
     loaded = "import sys, numpy; before = set(sys.modules); "
     loaded += "from mlstate import coreai, coreml, errors, kv, state, threads; "
-    names = run(loaded + "print(*(set(sys.modules) - before))").split()
+    names = child.run(loaded + "print(*(set(sys.modules) - before))").split()
     heavy = [n for n in names if any(n == f or n.startswith(f + ".") for f in FORBIDDEN)]
     assert not heavy, f"import these where they are used: {sorted(heavy)}"
 
 
 def test_demo_and_command_line_are_not_loaded():
-    names = run("import mlstate.state, sys; print(*sys.modules)").split()
+    names = child.run("import mlstate.state, sys; print(*sys.modules)").split()
     late = [
         n for n in names if n.startswith(("mlstate.cli", "mlstate.demo", "mlstate.integrations"))
     ]
@@ -58,8 +48,8 @@ def test_demo_and_command_line_are_not_loaded():
 def test_import_is_quick(record_property, tmp_path):
     # with bytecode, as users have it: an empty variable counts as unset
     compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    run(MEASURE, **compiled)
-    times = [float(run(MEASURE, **compiled)) for _ in range(7)]
+    child.run(MEASURE, **compiled)
+    times = [float(child.run(MEASURE, **compiled)) for _ in range(7)]
     record_property("import_milliseconds", round(min(times), 2))
     print(f"import mlstate over NumPy: {min(times):.1f} ms, median {statistics.median(times):.1f}")
     assert min(times) < 60, "the goal is 15 ms; four times that is no noise"

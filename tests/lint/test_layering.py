@@ -28,10 +28,10 @@ CORE_ORDER = (
     ("crc32c", "sharding", "planning"),
     ("array/copy",),
     ("io", "kv", "state", "state/diff", "gradients/reduce"),
-    ("safetensors", "coreml", "gradients"),
+    ("safetensors", "gradients"),
     ("collectives", "checkpoint/storage"),
     ("checkpoint/index",),
-    ("checkpoint/read", "checkpoint/tiers"),
+    ("checkpoint/read",),
     ("checkpoint/write", "checkpoint/ranks"),
 )
 BINDING_ORDER = (

@@ -1,10 +1,11 @@
-"""Documents name every dtype and layout of the core's tables, and nothing else lists them."""
+"""Documents name every dtype, layout and command of the tables, and nothing else lists them."""
 
 import json
 import re
 
 import house
 import pytest
+from command_table import COMMANDS
 
 from mlstate import _core
 from mlstate._common.dtypes import DTYPES
@@ -46,7 +47,6 @@ def test_a_layout_has_a_constructor_and_is_in_every_list(name):
     assert instance.steps == tuple((axis, 3) for axis, _ in layout) and not has_parts
     assert f'``"{name}"``' in (Layout.__doc__ or "")
     assert f'`"{name}"` |' in (house.ROOT / "docs" / "checkpoints.md").read_text()
-    assert f"`{name}`" in (house.ROOT / "docs" / "commands.md").read_text()
 
 
 # Sources may choose some dtypes by name, but only the table has all of them.
@@ -62,3 +62,8 @@ def test_only_the_table_lists_all_dtypes():
         and LISTED.search(path.read_text().replace("DLPACK_F8_E4M3FNUZ", ""))
     }
     assert not files
+
+
+def test_the_page_of_commands_has_every_command():
+    text = (house.ROOT / "docs" / "commands.md").read_text()
+    assert [name for name in COMMANDS if f"`mlstate {name}" not in text] == []

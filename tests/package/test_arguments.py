@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_table import CHECKPOINT_COMMANDS, call_of
 
 import mlstate
 from mlstate import checkpoint, fsdp, state
@@ -223,14 +224,14 @@ def test_readers_and_commands_know_the_home_folder(place, home, capsys):
     assert list(mlstate.load_file(Path("~/f.safetensors"))) == ["w"]
     assert checkpoint.inspect("~/x").path == str(home / "x")
     for words in (
-        ["inspect", "~/x"],
+        *(
+            call_of(name, source="~/x", other="~/f.safetensors", target=f"~/{name}")
+            for name in CHECKPOINT_COMMANDS
+        ),
         ["inspect", "~/f.safetensors"],
         ["verify", "~/f.safetensors"],
-        ["diff", "~/x", "~/f.safetensors"],
         ["convert", "~/f.safetensors", "~/g.npz"],
         ["convert", "~/x", "~/hf", "--to", "huggingface", "--files-from", "~"],
-        ["reshard", "~/x", "~/cut", "--layout", "rows=2"],
-        ["prune", "~/x"],
     ):
         assert main(words) == 0, capsys.readouterr().err
     assert (home / "g.npz").exists()
@@ -266,7 +267,7 @@ def test_a_folder_has_no_suffix_of_a_file(place, home, capsys, name, suffix):
     assert listing(place) == before
 
 
-def test_a_checkpoint_with_the_suffix_of_a_file_is_saved_again(place):
+def test_checkpoint_folder_with_a_file_suffix_is_resaved(place):
     Path("c").rename("c.pt")
     mlstate.save("c.pt", {"w": np.zeros(3)})
     assert mlstate.load("c.pt").model["w"].shape == (3,)
@@ -283,7 +284,7 @@ SAVES = {
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_an_unknown_keyword_of_a_save_is_named_with_the_nearest(place, name):
+def test_unknown_save_keyword_suggests_the_nearest(place, name):
     before = listing(place)
     with pytest.raises(TypeError, match=r"'incrementl'; did you mean 'incremental'\?"):
         SAVES[name](incrementl=True)
@@ -294,9 +295,31 @@ def test_an_unknown_keyword_of_a_save_is_named_with_the_nearest(place, name):
     "function",
     [mlstate.save, checkpoint.save_async, CheckpointManager.save, CheckpointManager.save_async],
 )
-def test_the_signature_of_a_save_shows_each_keyword_and_default(function):
+def test_save_signature_lists_keywords_and_defaults(function):
     parameters = inspect.signature(function).parameters
     assert {"states", "metadata", "group", "layout", "sparse", "progress"} <= parameters.keys()
     assert parameters["pack_below_bytes"].default == 262144
     assert parameters["compress"].annotation == "str | None"
     assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        mlstate.load,
+        checkpoint.Checkpoint.load,
+        CheckpointManager.restore,
+        CheckpointManager.restore_latest,
+    ],
+)
+def test_the_signature_of_a_load_shows_each_keyword_and_default(function):
+    parameters = inspect.signature(function).parameters
+    assert {"names", "rank", "into", "mmap", "rename", "storage_options"} <= parameters.keys()
+    assert parameters["verify"].default is True
+    assert parameters["missing"].default == "skip"
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def test_an_unknown_keyword_of_a_load_is_named_with_the_nearest(place):
+    with pytest.raises(TypeError, match=r"load\(\) .*'map'; did you mean 'mmap'\?"):
+        mlstate.load("c", map=True)

@@ -68,7 +68,7 @@ def test_benchmarks_find_the_helpers_of_the_tests(module, monkeypatch, name):
 
 
 @pytest.mark.parametrize(("count", "rank"), [(6, 1), (12, 3), (24, 7), (48, 17), (96, 38)])
-def test_the_interval_of_the_median_has_the_ranks_of_the_binomial(module, count, rank):
+def test_median_interval_uses_binomial_ranks(module, count, rank):
     interval = module("paired").median_interval([float(n) for n in range(count, 0, -1)])
     assert interval == (rank, count + 1 - rank)
 
@@ -99,7 +99,7 @@ def test_an_undecided_pair_ends_when_its_time_is_over(module):
     assert 6 <= len(pair.ours) < 30
 
 
-def test_a_long_call_that_is_clearly_faster_ends_after_two_rounds(module):
+def test_clearly_faster_long_call_ends_after_two_rounds(module):
     pair = measured(module, [1.0], [0.5])
     assert (pair.verdict(), len(pair.ours)) == ("ok", 2)
 
@@ -123,9 +123,7 @@ def test_small_operations_may_cost_microseconds(module, extra_us, tensors, verdi
         (250, 16 * MIB, "SLOW"),
     ],
 )
-def test_a_fixed_cost_is_allowed_up_to_4_mib_and_twice_as_much_fails(
-    module, extra_us, nbytes, verdict
-):
+def test_fixed_cost_is_allowed_up_to_4_mib(module, extra_us, nbytes, verdict):
     pair = measured(module, [1e-3], [1e-3 + extra_us * 1e-6], nbytes, fixed_us=250)
     assert pair.verdict() == verdict
 
@@ -264,7 +262,7 @@ def test_both_ways_of_each_operation_run_at_its_smallest_size(module, tmp_path):
 # ---- object stores ----
 
 
-def test_the_benchmark_of_object_stores_counts_bytes_and_requests():
+def test_store_benchmark_counts_bytes_and_requests():
     for package in ("moto.server", "obstore"):
         pytest.importorskip(package)
     command = [sys.executable, str(FOLDER / "bench_remote.py"), "--quick", "--json"]
@@ -280,7 +278,7 @@ def test_the_benchmark_of_object_stores_counts_bytes_and_requests():
     assert all(aim.endswith(", met") for aim in part["aims"])
 
 
-def test_a_way_to_an_object_store_without_its_package_is_left_out(module, monkeypatch, capsys):
+def test_store_client_without_its_package_is_skipped(module, monkeypatch, capsys):
     bench, ways, harness = module("bench_remote"), module("remote_ways"), module("harness")
     monkeypatch.setattr(ways.Obstore, "needs", ("json",))
     monkeypatch.setattr(ways.Mlstate, "needs", ())

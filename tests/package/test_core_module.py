@@ -292,7 +292,6 @@ for one in [
     _core.Descriptor("ckpt", 0),
     _core.KVBuffer((1, 2, 3, 4), 5, "f2", -2),
     _core.StateDict(w=np.zeros(3)),
-    _core.Tiers(None, None),
     _core.local_join(1, 0, make_memory(_core.local_measure(1))),
     _core.IntervalStrategy(2),
     _core.SelectiveStrategy(),

@@ -141,7 +141,7 @@ def test_a_change_that_must_not_be_fails_the_command(capsys, monkeypatch):
         assert main(["demo", "--picture", ""]) == (bad is not None)
 
 
-def test_a_renamed_checkpoint_is_loaded_and_a_damaged_one_is_not(demo_run):
+def test_demo_loads_renamed_and_refuses_damaged_checkpoints(demo_run):
     report, printed = demo_run
     assert report.untouched
     part = printed[printed.index("8. State dict") : printed.index("\n11. ")]
@@ -316,7 +316,7 @@ def test_other_bits_of_an_expert_would_be_noticed(monkeypatch, embedded, victim)
 # ---- reduced attention and rolling caches ----
 
 
-def test_the_combined_strategy_is_followed_with_reduced_attention(demo_run):
+def test_demo_follows_the_combined_strategy(demo_run):
     report, printed = demo_run
     assert report.rolled.actions == [(184, "shrink", 256), (256, "grow", 512)]
     assert report.rolled.agrees and len(report.rolled.reduced) == 300 - 184
@@ -324,7 +324,7 @@ def test_the_combined_strategy_is_followed_with_reduced_attention(demo_run):
     assert "at 184 tokens: shrink to 256" in part and "at 256 tokens: grow to 512" in part
 
 
-def test_the_rolling_cache_writes_beyond_the_context_in_constant_memory(demo_run):
+def test_rolling_cache_passes_the_context_in_constant_memory(demo_run):
     report, printed = demo_run
     assert report.rolled.ordered and len(report.rolled.rolled) == 640 - 184
     assert report.rolled.nbytes == 2 * 4 * 2 * 256 * 32 * 2
@@ -362,7 +362,7 @@ def test_partly_filled_ring_has_the_logits_of_a_linear_cache(embedded):
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4])
-def test_a_full_ring_gives_the_logits_of_its_tokens_next_to_each_other(embedded, sinks):
+def test_full_ring_gives_the_logits_of_contiguous_tokens(embedded, sinks):
     """The same entries in order, at positions from 0 on: keys depend on distances only."""
     model, capacity = embedded[0], 32
     layers = model.config["layers"]

@@ -5,10 +5,9 @@ import inspect
 import pickle
 import pkgutil
 import pydoc
-import subprocess
-import sys
 import typing
 
+import child
 import pytest
 from golden.pickled_objects import PUBLIC
 
@@ -93,7 +92,7 @@ def test_names_of_another_folder_report_it_before_it_is_imported(file, module):
         f"import mlstate.{module} as public\n"
         f"assert not homes.keys() & set(public.__all__), homes\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    child.run(script)
 
 
 def test_methods_can_be_pickled():

@@ -6,12 +6,11 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
 
+import child
 import numpy as np
 import pytest
 from checkpoint_model import same
@@ -21,7 +20,7 @@ import mlstate
 from mlstate import checkpoint
 from mlstate.checkpoint import CheckpointManager
 from mlstate.checkpoint._folder import object as object_folder
-from mlstate.checkpoint._store.checkpoint_files import open_folder
+from mlstate.checkpoint._store.open_path import open_folder
 from mlstate.cli import main
 from mlstate.errors import (
     ChecksumError,
@@ -439,7 +438,7 @@ def test_an_endpoint_that_ignores_conditions_is_refused(url, store, options):
 
 
 @pytest.mark.parametrize("kind", ["drop", "500", "503"])
-def test_a_store_that_stays_down_is_an_error_after_the_timeout(url, store, kind):
+def test_unavailable_store_raises_after_the_timeout(url, store, kind):
     mlstate.save(url, {"w": np.ones(3)}, storage_options=store.options())
     store.faults.reset(lambda number, method, path: kind)
     options = store.options(timeout=0.2)
@@ -545,8 +544,7 @@ save_async(sys.argv[1], state, storage_options=eval(sys.argv[2])).staged()
 
 
 def test_the_interpreter_waits_for_a_running_save_at_exit(url, options):
-    command = [sys.executable, "-c", UNFINISHED, url, repr(options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = child.attempt(UNFINISHED, url, repr(options))
     assert (done.returncode, done.stderr) == (0, "")
     assert (mlstate.load(url, storage_options=options).model["w"] == 7).all()
 

@@ -11,8 +11,8 @@ from thread_team import thread_outcomes
 import mlstate
 from mlstate import checkpoint
 from mlstate.checkpoint import CheckpointManager
-from mlstate.checkpoint._remote.engine_errors import engine_reason
-from mlstate.checkpoint._store.checkpoint_files import open_folder
+from mlstate.checkpoint._remote.object_store import engine_reason
+from mlstate.checkpoint._store.open_path import open_folder
 from mlstate.errors import StoreError, StoreNotFoundError, StorePermissionError
 
 pytest.importorskip("obstore", reason="needs obstore: mlstate[remote]")
@@ -79,7 +79,9 @@ def test_a_manager_keeps_and_prunes_steps(server, url):
 def test_of_two_racing_writers_one_wins(server, url):
     folders = [open_folder(url, server.options()) for _ in range(2)]
     for race in range(3):  # the first one creates the manifest
-        claims = [folder.claim("manifest.json").acquire() for folder in folders]
+        claims = [folder.claim("manifest.json") for folder in folders]
+        for claim in claims:
+            claim.acquire()
 
         def write(rank, claims=claims):
             claims[rank].commit(b'{"sequence": "%d"}' % rank)

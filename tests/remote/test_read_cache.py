@@ -60,7 +60,7 @@ def test_a_second_load_requests_only_the_root(url, store, options):
     assert same(into, STATE)
 
 
-def test_parts_that_were_read_separately_make_up_the_whole(url, store, options):
+def test_separately_read_parts_form_the_full_tensor(url, store, options):
     mlstate.save(url, {"w": STATE["w"]}, storage_options=options)
     for rank in (1, 0):
         load(url, options, rank=rank, world_size=2, layout="rows", verify=False)
@@ -69,7 +69,7 @@ def test_parts_that_were_read_separately_make_up_the_whole(url, store, options):
     assert same(loaded, {"w": STATE["w"]})
 
 
-def test_a_new_save_and_other_checkpoints_are_read_from_the_store(url, store, options):
+def test_new_saves_and_other_checkpoints_miss_the_cache(url, store, options):
     for number, names in ((1, "ab"), (2, "a")):
         for name in names:
             state = {"w": np.array([number, ord(name)])}

@@ -18,7 +18,7 @@ from thread_team import calling_in_background, thread_outcomes
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, reshard
-from mlstate.checkpoint._store.checkpoint_files import open_folder
+from mlstate.checkpoint._store.open_path import open_folder
 from mlstate.errors import FormatError, StoreError
 
 pytestmark = pytest.mark.filterwarnings("ignore:keep=2 deletes steps")

@@ -13,7 +13,7 @@ from slow_link import SlowLink
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, inspect, prune
-from mlstate.checkpoint._remote.object_store import upload_class
+from mlstate.checkpoint._remote.object_store import upload_class, upload_seconds
 from mlstate.checkpoint._remote.options import take_options
 from mlstate.errors import StoreError
 
@@ -204,7 +204,7 @@ def test_slow_link_does_not_time_out(store):
     np.testing.assert_array_equal(loaded.model["w"], state["w"])
 
 
-def test_a_server_that_falls_silent_during_a_load_is_an_error_in_time(store):
+def test_silent_server_fails_the_load_within_the_timeout(store):
     state = {"w": np.random.default_rng(0).normal(size=1 << 18)}
     mlstate.save("gs://bucket/run", state, storage_options=store.options())
     with linked(store) as link:
@@ -236,6 +236,6 @@ def test_64_mb_at_8_mbit_per_second_are_saved_with_the_defaults(store):
 def test_the_time_for_an_upload_grows_with_its_bytes(part_bytes):
     options = take_options({"part_bytes": part_bytes})
     together = part_bytes * options.max_concurrency
-    assert options.upload_seconds(part_bytes) > 120 + together / 1e6
+    assert upload_seconds(options, part_bytes) > 120 + together / 1e6
     assert upload_class(part_bytes) >= part_bytes
-    assert options.upload_seconds(0) == options.timeout_seconds
+    assert upload_seconds(options, 0) == options.timeout_seconds

@@ -111,7 +111,7 @@ def test_a_damaged_file_is_found_and_named(file, store, options):
 
 
 @pytest.mark.parametrize("number", range(1, 4))
-def test_a_file_that_is_replaced_while_it_is_read_is_never_mixed(file, store, options, number):
+def test_file_replaced_during_a_read_is_never_mixed(file, store, options, number):
     url, _ = file
     old, data = dict(MODEL), bytearray(store.get(url))
     other = {name: array + 1 for name, array in MODEL.items()}

@@ -316,7 +316,7 @@ def test_a_prefix_ends_at_a_dot_or_at_the_end_of_the_name():
     assert list(rename(source, {"": "m."})) == [f"m.{name}" for name in names]
 
 
-def test_a_rule_that_matches_no_name_raises_unless_that_is_allowed():
+def test_unmatched_rename_rule_raises_unless_allowed():
     source = {"layers.10.w": np.ones(1), "module.b": np.ones(1)}
     rules = {"module.": "", "layers.1": "layers.0", "*_orig_mod.": ""}
     with pytest.raises(ValueError, match=r"'layers\.1', '\*_orig_mod\.'; one name is 'layers\.10"):

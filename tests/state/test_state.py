@@ -6,7 +6,7 @@ import mlstate
 from mlstate import state
 
 
-def test_a_wrapped_checkpoint_is_checked_renamed_loaded_and_saved(tmp_path):
+def test_wrapped_checkpoint_is_renamed_loaded_and_saved(tmp_path):
     rng = np.random.default_rng(0)
     saved = state.ModelStateDict(
         {f"module.layers.{i}.w": rng.standard_normal((8, 8), np.float32) for i in range(3)},

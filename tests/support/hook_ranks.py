@@ -163,7 +163,7 @@ def a_wrong_gradient_is_named_on_every_rank(group):
     check_parts(units, group.world_size, SHAPES)
 
 
-def the_backward_pass_of_one_rank_is_missing(group, wait):
+def missing_backward_pass_of_one_rank_is_reported(group, wait):
     """The others learn which rank they waited for; `wait` synchronizes ranks outside the group."""
     last = group.world_size - 1
     model = model_of(None)

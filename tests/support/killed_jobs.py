@@ -17,7 +17,7 @@ FULL = os.environ.get("MLSTATE_FAULTS") == "all"
 
 
 def module_of(path):
-    """Import the file of a job, whose classes run in this process too."""
+    """Import a file by its path, such as a job whose classes run in this process too."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -182,7 +182,7 @@ typedef struct machine {
     unsigned char *alone; /* n + 1: activation k has its own memory */
     unsigned char *saved; /* n: NOWHERE, ON_DEVICE or ON_HOST */
     size_t left;          /* remaining backward passes; gradient `left` is held */
-    int64_t held;
+    int64_t live_bytes;
     double seconds;
 } machine;
 
@@ -193,9 +193,9 @@ typedef struct effect {
     double seconds;
 } effect;
 
-/* Why a step is invalid; `index` belongs to `what`. */
+/* Why a step is invalid; `index` belongs to `object`. */
 typedef struct refusal {
-    const char *what, *how;
+    const char *object, *reason;
     size_t index;
 } refusal;
 
@@ -264,8 +264,8 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
         return false;
     }
     if (m->saved[i] != ON_DEVICE) {
-        const char *how = m->saved[i] == ON_HOST ? "is on the host" : "does not exist";
-        *why = (refusal){"saved", how, i};
+        const char *reason = m->saved[i] == ON_HOST ? "is on the host" : "does not exist";
+        *why = (refusal){"saved", reason, i};
         return false;
     }
     if (!activation_is_stored(m, i)) {
@@ -362,14 +362,14 @@ static mls_code run_step(machine *m, size_t number, mls_step step,
     refusal why = {"", "", 0};
     if (!runners[step.kind](m, (size_t)step.index, &e, &why)) {
         return mls_fail(st, MLS_E_VALUE, "step %zu, %s %" PRId32 ": %s %zu %s", number,
-                        mls_step_name(step.kind), step.index, why.what, why.index,
-                        why.how);
+                        mls_step_name(step.kind), step.index, why.object, why.index,
+                        why.reason);
     }
-    record->before = m->held;
-    record->peak = m->held + e.makes + e.temporary;
-    m->held += e.makes - e.frees;
+    record->before = m->live_bytes;
+    record->peak = m->live_bytes + e.makes + e.temporary;
+    m->live_bytes += e.makes - e.frees;
     m->seconds += e.seconds;
-    record->after = m->held;
+    record->after = m->live_bytes;
     record->seconds = e.seconds;
     return MLS_OK;
 }
@@ -378,7 +378,7 @@ static mls_code run_step(machine *m, size_t number, mls_step step,
 static mls_code run_all(machine *m, const mls_step *steps, size_t count,
                         mls_step_record *records, mls_totals *out, mls_status *st)
 {
-    int64_t peak = m->held;
+    int64_t peak = m->live_bytes;
     for (size_t i = 0; i < count; i++) {
         mls_step_record record;
         const mls_code code = run_step(m, i, steps[i], &record, st);
@@ -412,7 +412,7 @@ mls_code mls_chain_simulate(const mls_chain *chain, const mls_step *steps, size_
                  .alone = flags,
                  .saved = flags + (n + 1),
                  .left = n,
-                 .held = chain->activation_bytes[0]};
+                 .live_bytes = chain->activation_bytes[0]};
     m.alone[0] = 1;
     const mls_code code = run_all(&m, steps, count, records, out, st);
     mls_free(flags);

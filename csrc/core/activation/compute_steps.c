@@ -48,7 +48,7 @@ enum { NOWHERE, ON_DEVICE, ON_HOST };
 /* What later steps need. A single backward pass finds the unused forwards and the last
  * use of each activation. */
 typedef struct demand {
-    unsigned char *wanted; /* n + 1: a later step needs activation k in its own memory */
+    unsigned char *needed; /* n + 1: a later step needs activation k in its own memory */
     unsigned char *saved;  /* n: location of saved i */
 } demand;
 
@@ -59,14 +59,14 @@ static bool consume_output(demand *d, mls_compute_step *run)
     const size_t i = (size_t)run->index;
     switch (run->kind) {
     case MLS_STEP_FORWARD:
-        if (!d->wanted[i + 1]) {
+        if (!d->needed[i + 1]) {
             return false;
         }
-        d->wanted[i + 1] = 0;
+        d->needed[i + 1] = 0;
         return true;
     case MLS_STEP_OFFLOAD:
-        run->drops = !d->wanted[i + 1];
-        d->wanted[i + 1] = 0;
+        run->drops = !d->needed[i + 1];
+        d->needed[i + 1] = 0;
         d->saved[i] = ON_DEVICE;
         return true;
     case MLS_STEP_LOAD:
@@ -89,8 +89,8 @@ static void require_input(demand *d, mls_compute_step *run)
         d->saved[i - 1] == ON_DEVICE) {
         return;
     }
-    run->drops = !d->wanted[i];
-    d->wanted[i] = 1;
+    run->drops = !d->needed[i];
+    d->needed[i] = 1;
 }
 
 /* An omitted forward needs no input, so a single pass removes chains of unused forwards.
@@ -99,7 +99,7 @@ bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size
                             unsigned char *scratch)
 {
     memset(scratch, 0, mls_compute_steps_scratch(chain));
-    demand d = {.wanted = scratch, .saved = scratch + chain->blocks + 1};
+    demand d = {.needed = scratch, .saved = scratch + chain->blocks + 1};
     size_t first = *count;
     for (size_t t = *count; t-- > 0;) {
         mls_compute_step run = runs[t];
@@ -111,7 +111,7 @@ bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size
     }
     memmove(runs, runs + first, (*count - first) * sizeof *runs);
     *count -= first;
-    return memchr(d.wanted, 1, chain->blocks + 1) == NULL;
+    return memchr(d.needed, 1, chain->blocks + 1) == NULL;
 }
 
 /* Drops follow directly after the step: memory held longer would count against the budget

@@ -27,7 +27,7 @@ static inline size_t mls_compute_steps_scratch(const mls_chain *chain)
 
 /* Returns the gradient bytes held while `left` backward passes remain. The last gradient
  * is made by its own backward pass. */
-static inline int64_t mls_held_gradient(const mls_chain *chain, size_t left)
+static inline int64_t mls_live_gradient(const mls_chain *chain, size_t left)
 {
     return left < chain->blocks ? chain->gradient_bytes[left] : 0;
 }

@@ -179,7 +179,7 @@ mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
     if (code != MLS_OK) {
         return code;
     }
-    if (layer->mark != MLS_LAYER_PLAIN && layer->mark != mark) {
+    if (layer->mark != MLS_LAYER_UNMARKED && layer->mark != mark) {
         mls_fail(st, MLS_E_VALUE, "layers cannot be both checkpointed and excluded: %.*s",
                  (int)(key->name.length > 200 ? 200 : key->name.length), key->name.data);
         return mls_status_name(st, key->name.data, key->name.length);

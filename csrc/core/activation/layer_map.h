@@ -19,7 +19,7 @@
 
 /* The user's setting for a layer. */
 typedef enum mls_layer_choice {
-    MLS_LAYER_PLAIN,      /* no setting */
+    MLS_LAYER_UNMARKED,   /* no setting */
     MLS_LAYER_CHECKPOINT, /* always checkpoint */
     MLS_LAYER_EXCLUDE     /* never checkpoint */
 } mls_layer_choice;
@@ -69,12 +69,12 @@ mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
 mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
                               mls_layer_choice mark, mls_status *st);
 
-/* Returns the mark of a layer; MLS_LAYER_PLAIN for an unknown layer. */
+/* Returns the mark of a layer; MLS_LAYER_UNMARKED for an unknown layer. */
 static inline mls_layer_choice mls_layer_choice_of(const mls_layer_map *table,
                                                    const mls_layer_key *key)
 {
     const mls_table_layer *layer = mls_layer_find(table, key);
-    return layer == NULL ? MLS_LAYER_PLAIN : layer->mark;
+    return layer == NULL ? MLS_LAYER_UNMARKED : layer->mark;
 }
 
 /* Returns the name of one of the table's layers. Valid until a layer is added. */

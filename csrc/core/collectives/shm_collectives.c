@@ -22,7 +22,7 @@ mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st)
 
 /* ---- all_gather and broadcast ---- */
 
-/* State of a gather. `sent` and `taken` are offsets that apply to the bytes of every
+/* State of a gather. `sent` and `read` are offsets that apply to the bytes of every
  * rank. A broadcast is a gather in which only the root has bytes; `data` and `out` are
  * the same there, so that nothing is written to the root's array. */
 typedef struct gather {
@@ -30,7 +30,7 @@ typedef struct gather {
     const unsigned char *data;
     unsigned char *out;
     const size_t *sizes;
-    size_t most, sent, taken;
+    size_t most, sent, read;
     size_t root; /* of a broadcast */
 } gather;
 
@@ -56,11 +56,11 @@ static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
     unsigned char *place = s->out;
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
         const unsigned char *from =
-            rank == s->g->rank ? s->data + s->taken : mls_shm_slot(s->g, rank, step);
-        mls_shm_copy(s->g, place + s->taken, from, bytes_in_slot(s, rank, s->taken));
+            rank == s->g->rank ? s->data + s->read : mls_shm_slot(s->g, rank, step);
+        mls_shm_copy(s->g, place + s->read, from, bytes_in_slot(s, rank, s->read));
         place += s->sizes[rank];
     }
-    s->taken += s->g->shape.slot_bytes;
+    s->read += s->g->shape.slot_bytes;
     return MLS_OK;
 }
 
@@ -195,7 +195,7 @@ typedef struct exchange_state {
     const unsigned char *data;
     unsigned char *out;
     const size_t *sizes[2]; /* sent, wanted */
-    size_t most, sent, taken;
+    size_t most, sent, read;
     bool began;
 } exchange_state;
 
@@ -275,14 +275,14 @@ static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
     }
     unsigned char *place = s->out;
     for (size_t rank = 0; rank < g->shape.world; rank++) {
-        if (rank != g->rank && s->taken < s->sizes[1][rank]) {
-            mls_shm_copy(g, place + s->taken,
+        if (rank != g->rank && s->read < s->sizes[1][rank]) {
+            mls_shm_copy(g, place + s->read,
                          mls_shm_slot(g, rank, step) + mls_shm_piece_of(g, rank, g->rank),
-                         mls_size_least(s->sizes[1][rank] - s->taken, g->piece_bytes));
+                         mls_size_least(s->sizes[1][rank] - s->read, g->piece_bytes));
         }
         place += s->sizes[1][rank];
     }
-    s->taken += g->piece_bytes;
+    s->read += g->piece_bytes;
     return MLS_OK;
 }
 
@@ -376,16 +376,16 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
         return code;
     }
     for (size_t rank = 0; s->takes && rank < t->g->shape.world; rank++) {
-        if (t->taken >= s->sizes[rank]) {
+        if (t->read >= s->sizes[rank]) {
             continue;
         }
         const unsigned char *slot =
             mls_shm_slot(t->g, rank, step) + (first ? sizeof(uint64_t) : 0);
-        mls_shm_copy(t->g, s->places[rank] + t->taken,
-                     rank == t->g->rank ? t->data + t->taken : slot,
-                     mls_size_least(s->sizes[rank] - t->taken, room));
+        mls_shm_copy(t->g, s->places[rank] + t->read,
+                     rank == t->g->rank ? t->data + t->read : slot,
+                     mls_size_least(s->sizes[rank] - t->read, room));
     }
-    t->taken += room;
+    t->read += room;
     return MLS_OK;
 }
 

@@ -79,21 +79,21 @@ static int find_unconsumed(const mls_shm *g, size_t most)
 /* Returns the rank that blocks every condition of `w`, or -1 if one of them holds. */
 static int find_blocking_rank(const mls_shm *g, wait_condition w)
 {
-    int who = MLS_SHM_NO_RANK;
+    int peer = MLS_SHM_NO_RANK;
     if (w.all_consumed) {
         return find_unconsumed(g, 1);
     }
     if (w.reads) {
-        who = find_unpublished(g, w.source);
-        if (who == MLS_SHM_NO_RANK) {
+        peer = find_unpublished(g, w.source);
+        if (peer == MLS_SHM_NO_RANK) {
             return MLS_SHM_NO_RANK;
         }
     }
     if (w.writes) {
         const int slow = find_unconsumed(g, g->shape.depth);
-        return slow == MLS_SHM_NO_RANK || who == MLS_SHM_NO_RANK ? slow : who;
+        return slow == MLS_SHM_NO_RANK || peer == MLS_SHM_NO_RANK ? slow : peer;
     }
-    return who;
+    return peer;
 }
 
 /* ---- sleeping ---- */
@@ -147,36 +147,36 @@ static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
     }
 }
 
-static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t who,
+static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t peer,
                             const char *more, mls_status *st)
 {
     mls_shm_mark_broken(
         g,
-        (mls_shm_blame){.why = why, .reporter = g->rank, .culprit = who, .kind = kind});
+        (mls_shm_blame){.why = why, .reporter = g->rank, .culprit = peer, .kind = kind});
     return mls_shm_failed_rank(g, kind, more, st);
 }
 
-/* The deadline passed while this rank waited for `who`. */
+/* The deadline passed while this rank waited for `peer`. */
 static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
-                                size_t who, mls_status *st)
+                                size_t peer, mls_status *st)
 {
     char text[MLS_TEXT_BYTES / 2], more[MLS_TEXT_BYTES];
-    describe_progress(g, kind, who, text, sizeof text);
+    describe_progress(g, kind, peer, text, sizeof text);
     snprintf(more, sizeof more, "not done after %g s: %s", clock->call->timeout, text);
-    return break_group(g, kind, MLS_SHM_TIMEOUT, who, more, st);
+    return break_group(g, kind, MLS_SHM_TIMEOUT, peer, more, st);
 }
 
 /* Checks now and then, while waiting or working: is the group broken, has the deadline
  * passed, does the caller want to stop? */
 static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
-                               int who, mls_status *st)
+                               int peer, mls_status *st)
 {
     if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
         return mls_shm_failed_rank(g, kind, "", st);
     }
     const int64_t time = read_clock();
-    if (time >= clock->deadline && who != MLS_SHM_NO_RANK) {
-        return fail_on_timeout(g, clock, kind, (size_t)who, st);
+    if (time >= clock->deadline && peer != MLS_SHM_NO_RANK) {
+        return fail_on_timeout(g, clock, kind, (size_t)peer, st);
     }
     if (clock->call->poll == NULL || time - clock->polled < nap) {
         return MLS_OK;
@@ -193,18 +193,18 @@ static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind ki
 /* Checks whether the rank that this one waits for has left or died. Tests the lock before
  * the state, because a leaving rank changes them in the other order. Steps that it
  * published before still count, so the condition is checked once more. */
-static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int who,
+static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int peer,
                             mls_status *st)
 {
-    const mls_shm_area *area = mls_shm_area_of(g, (size_t)who);
-    const bool dead = is_dead(g, (size_t)who);
+    const mls_shm_area *area = mls_shm_area_of(g, (size_t)peer);
+    const bool dead = is_dead(g, (size_t)peer);
     const uint32_t state = atomic_load(&area->state);
     if (state == MLS_SHM_ABSENT || (state == MLS_SHM_JOINED && !dead) ||
-        find_blocking_rank(g, w) != who) {
+        find_blocking_rank(g, w) != peer) {
         return MLS_OK;
     }
     const bool left = state == MLS_SHM_CLOSED;
-    return break_group(g, kind, left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)who, "", st);
+    return break_group(g, kind, left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)peer, "", st);
 }
 
 /* ---- waiting ---- */
@@ -236,13 +236,13 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
     for (;;) {
         const uint32_t value = atomic_load(&own_area->bell);
         atomic_store(&own_area->sleeping, 1);
-        const int who = find_blocking_rank(g, w);
-        if (who == MLS_SHM_NO_RANK) {
+        const int peer = find_blocking_rank(g, w);
+        if (peer == MLS_SHM_NO_RANK) {
             break;
         }
-        mls_code code = check_progress(g, clock, kind, who, st);
+        mls_code code = check_progress(g, clock, kind, peer, st);
         if (code == MLS_OK) {
-            code = check_alive(g, kind, w, who, st);
+            code = check_alive(g, kind, w, peer, st);
         }
         if (code != MLS_OK) {
             atomic_store(&own_area->sleeping, 0);

@@ -87,7 +87,7 @@ static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t byt
 
 const mls_crc_kernels mls_crc_scalar = {.update = update_scalar,
                                         .copy = copy_scalar,
-                                        .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN)};
+                                        .copy_variants = MLS_STORE_BIT(MLS_STORE_CACHED)};
 
 /* A machine with AVX2 has SSE4.2 and PCLMULQDQ (see cpu_features.c) but not always
  * VPCLMULQDQ. An early ARMv8 may lack the CRC extension and then uses the scalar table.

@@ -71,6 +71,6 @@ TARGET_INLINE crc_word shift_checksum(crc_word crc, uint32_t power)
 
 const mls_crc_kernels mls_crc_arm = {.update = update_run,
                                      .copy = copy_run,
-                                     .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN)};
+                                     .copy_variants = MLS_STORE_BIT(MLS_STORE_CACHED)};
 
 #endif

@@ -65,7 +65,7 @@ TARGET_INLINE vector fold_vector(vector remainder, vector power, vector data)
 
 const mls_crc_kernels mls_crc_avx2 = {.update = update_run,
                                       .copy = copy_run,
-                                      .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN) |
+                                      .copy_variants = MLS_STORE_BIT(MLS_STORE_CACHED) |
                                                        MLS_STORE_BIT(MLS_STORE_STREAM)};
 
 #endif

@@ -55,7 +55,7 @@ TARGET_INLINE vector fold_vector(vector remainder, vector power, vector data)
 
 const mls_crc_kernels mls_crc_avx512 = {.update = update_run,
                                         .copy = copy_run,
-                                        .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN) |
+                                        .copy_variants = MLS_STORE_BIT(MLS_STORE_CACHED) |
                                                          MLS_STORE_BIT(MLS_STORE_STREAM)};
 
 #endif

@@ -140,7 +140,7 @@ TARGET_INLINE uint32_t checksum_bytes(uint32_t crc, mls_crc_run *r, size_t bytes
     r->at += bytes;
     return why == READ
                ? mls_crc_x86.update(crc, r->from + at, bytes)
-               : mls_crc_x86.copy(crc, r->to + at, r->from + at, bytes, MLS_STORE_PLAIN);
+               : mls_crc_x86.copy(crc, r->to + at, r->from + at, bytes, MLS_STORE_CACHED);
 }
 
 /* For short ranges the reduction costs more than folding saves. */

@@ -138,6 +138,6 @@ TARGET static uint32_t update_blocks(uint32_t start, const void *data, size_t by
 
 const mls_crc_kernels mls_crc_x86 = {.update = update_blocks,
                                      .copy = copy_run,
-                                     .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN)};
+                                     .copy_variants = MLS_STORE_BIT(MLS_STORE_CACHED)};
 
 #endif

@@ -137,7 +137,7 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
 {
     if (compression != MLS_GRADIENT_COMPRESSION_INT8) {
         kernels->convert[dtype_of_format(compression)][MLS_F32](dst, src + 2 * start,
-                                                                count, MLS_STORE_PLAIN);
+                                                                count, MLS_STORE_CACHED);
         return;
     }
     const signed char *codes = (const signed char *)src + blocks_of(n) * sizeof(float);
@@ -177,7 +177,7 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
                          compression == MLS_GRADIENT_COMPRESSION_F16 ? F16_MAX
                                                                      : BF16_MAX);
             kernels->convert[MLS_F32][dtype_of_format(compression)](
-                dst + 2 * start, saturated, left, MLS_STORE_PLAIN);
+                dst + 2 * start, saturated, left, MLS_STORE_CACHED);
         }
         if (residual != NULL) {
             mls_gradient_compression_decode(kernels, compression, dst, n, start, left,

@@ -183,48 +183,6 @@ int mls_folder_sync(int fd)
     return reason == EINVAL || reason == ENOTSUP ? 0 : reason;
 }
 
-/* The length serves as a bound only. A file that grows or shrinks is being written by
- * another process, and the content read may mix two versions. One more byte is read to
- * detect growth. */
-mls_code mls_file_read(const char *path, size_t limit, unsigned char **data,
-                       size_t *length, mls_status *st)
-{
-    int fd = -1;
-    uint64_t bytes;
-    unsigned char *content = NULL;
-    unsigned char beyond;
-    mls_code code = mls_file_open(path, &fd, &bytes, st);
-    if (code != MLS_OK) {
-        goto done;
-    }
-    if (bytes > limit) {
-        code = mls_fail_at(st, limit, "the file is %llu bytes long: at most %zu are read",
-                           (unsigned long long)bytes, limit);
-        goto done;
-    }
-    content = mls_alloc((size_t)bytes, 1);
-    if (content == NULL) {
-        code = mls_fail(st, MLS_E_MEMORY, "no memory for a file of %zu bytes",
-                        (size_t)bytes);
-        goto done;
-    }
-    code = mls_file_read_at(fd, content, (size_t)bytes, 0, st);
-    if (code == MLS_OK && pread(fd, &beyond, 1, (off_t)bytes) > 0) {
-        code = mls_fail_at(st, bytes, "the file became longer while it was read");
-    }
-done:
-    if (fd >= 0) {
-        (void)close(fd);
-    }
-    if (code != MLS_OK) {
-        mls_free(content);
-        return code;
-    }
-    *data = content;
-    *length = (size_t)bytes;
-    return MLS_OK;
-}
-
 /* ---- renaming without replacing ---- */
 
 /* By number: the C libraries of older systems have no function for it. The flags are

@@ -64,14 +64,6 @@ typedef enum mls_rename_mode {
  * system has no such operation. */
 int mls_path_rename(const char *from, const char *to, mls_rename_mode mode);
 
-/* Read a whole regular file. The caller frees `*data` with mls_free. Outputs are
- * untouched on failure.
- * MLS_E_IO: cannot be opened or read (os_error gives the reason; EISDIR for a folder).
- * MLS_E_FORMAT: not a regular file (FIFO, device), longer than `limit` bytes, or its
- * length changed during the read. MLS_E_MEMORY. */
-mls_code mls_file_read(const char *path, size_t limit, unsigned char **data,
-                       size_t *length, mls_status *st);
-
 /* Whole pages of a file, shared with the system's page cache. If another process
  * truncates the file, reading past its new end raises SIGBUS, as with every mapping. The
  * pages are for reading. An accidental write changes a private copy of the page, if the

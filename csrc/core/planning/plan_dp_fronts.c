@@ -34,14 +34,14 @@ typedef struct points {
 } points;
 
 typedef struct scratch {
-    atomic_bool taken;
+    atomic_bool in_use;
     option *options;
     size_t option_count;
     uint16_t *lists; /* for each interval, the options that matter in it */
     size_t counts[GRID];
     double upper[GRID]; /* value of `best` at the interval's beginning */
     size_t best[GRID];
-    points front, found, added, merged;
+    points front, segment, added, merged;
 } scratch;
 
 typedef struct solver {
@@ -300,18 +300,18 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
         const int64_t from = (int64_t)g * v->out->step;
         const int64_t end = from + v->out->step;
         const int64_t to = end > limit ? limit + 1 : end;
-        w->found.count = 0;
+        w->segment.count = 0;
         for (size_t i = 0; i < w->counts[g]; i++) {
             const option *o = &w->options[w->lists[g * stride + i]];
             if (!unroll_option(o, from, to, &w->added) ||
-                !merge_points(&w->found, &w->added, &w->merged)) {
+                !merge_points(&w->segment, &w->added, &w->merged)) {
                 return false;
             }
-            const points swapped = w->found;
-            w->found = w->merged;
+            const points swapped = w->segment;
+            w->segment = w->merged;
             w->merged = swapped;
         }
-        if (!append_points(v, &w->front, &w->found)) {
+        if (!append_points(v, &w->front, &w->segment)) {
             return false;
         }
     }
@@ -372,7 +372,7 @@ static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
 static scratch *take_scratch(solver *v)
 {
     for (size_t i = 0;; i = (i + 1) % v->tasks) {
-        if (!atomic_exchange(&v->scratches[i].taken, true)) {
+        if (!atomic_exchange(&v->scratches[i].in_use, true)) {
             return &v->scratches[i];
         }
     }
@@ -392,7 +392,7 @@ static void solve_task(void *context, size_t s)
     }
     scratch *w = take_scratch(v);
     const mls_code code = solve_segment(v, w, s, s + v->length);
-    atomic_store(&w->taken, false);
+    atomic_store(&w->in_use, false);
     if (code != MLS_OK) {
         atomic_store(&v->failed, (int)code);
     }
@@ -419,7 +419,7 @@ static void free_scratches(scratch *all, size_t count)
         mls_free(all[i].options);
         mls_free(all[i].lists);
         mls_free(all[i].front.items);
-        mls_free(all[i].found.items);
+        mls_free(all[i].segment.items);
         mls_free(all[i].added.items);
         mls_free(all[i].merged.items);
     }

@@ -62,8 +62,8 @@ typedef struct state {
 
 typedef struct moment {
     state state;
-    uint64_t there; /* activations that can be read */
-    int64_t held;
+    uint64_t readable; /* activations that can be read */
+    int64_t live_bytes;
     uint32_t node;
     double cost;
     int64_t peak;
@@ -305,11 +305,11 @@ static mls_code try_forward(search *s, const moment *m, size_t i)
     const mls_chain *c = s->chain;
     const uint64_t output = one_bit << (i + 1);
     /* the block whose backward pass is next is saved, never only run */
-    if (i + 1 >= m->state.left || (m->there & output) != 0) {
+    if (i + 1 >= m->state.left || (m->readable & output) != 0) {
         return MLS_OK;
     }
     outcome o = {.state = m->state, .kind = MLS_STEP_FORWARD, .block = i};
-    o.peak = m->held + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
+    o.peak = m->live_bytes + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
     o.state.alone |= output;
     return add_outcome_both(s, m, &o, one_bit << i);
 }
@@ -318,7 +318,7 @@ static mls_code try_forward(search *s, const moment *m, size_t i)
 static int64_t bytes_without_output(const search *s, const moment *m, size_t i)
 {
     const bool alone = (m->state.alone >> (i + 1) & 1) != 0;
-    return alone ? m->held - s->chain->activation_bytes[i + 1] : m->held;
+    return alone ? m->live_bytes - s->chain->activation_bytes[i + 1] : m->live_bytes;
 }
 
 /* Offloads right after a save or load: waiting gains nothing, because the output may
@@ -386,15 +386,15 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
     const size_t i = m->state.left - 1;
     const uint64_t bit = one_bit << i;
     *done = false;
-    if ((m->there & bit) == 0) {
+    if ((m->readable & bit) == 0) {
         return MLS_OK;
     }
     const bool saved = (m->state.saved & bit) != 0, away = (m->state.host & bit) != 0;
-    const int64_t held_bytes = m->held + (saved ? 0 : c->saved_bytes[i]);
+    const int64_t held_bytes = m->live_bytes + (saved ? 0 : c->saved_bytes[i]);
     const int64_t saving =
         held_bytes + (saved || away ? 0 : c->saving_temporary_bytes[i]);
     const int64_t freed = (saved ? c->saved_bytes[i] : 0) +
-                          mls_held_gradient(c, m->state.left) +
+                          mls_live_gradient(c, m->state.left) +
                           ((m->state.alone & bit) != 0 ? c->activation_bytes[i] : 0);
     const int64_t limit = s->by_peak ? m->peak : s->limits->budget_bytes;
     outcome o = {.state = m->state, .kind = MLS_STEP_BACKWARD, .block = i};
@@ -426,10 +426,10 @@ static moment moment_of(const search *s, uint32_t number)
     moment m = {.state = unpack_state(at->key), .node = number};
     m.cost = at->cost;
     m.peak = at->peak;
-    m.there = m.state.alone | m.state.saved << 1 | 1;
-    m.held = c->activation_bytes[0] + mls_held_gradient(c, m.state.left) +
-             bytes_of(c->activation_bytes, m.state.alone) +
-             bytes_of(c->saved_bytes, m.state.saved);
+    m.readable = m.state.alone | m.state.saved << 1 | 1;
+    m.live_bytes = c->activation_bytes[0] + mls_live_gradient(c, m.state.left) +
+                   bytes_of(c->activation_bytes, m.state.alone) +
+                   bytes_of(c->saved_bytes, m.state.saved);
     return m;
 }
 
@@ -443,7 +443,7 @@ static mls_code expand_node(search *s, uint32_t number)
     bool done;
     mls_code code = try_backward(s, &m, &done);
     for (size_t i = 0; i < s->chain->blocks && code == MLS_OK && !done; i++) {
-        if ((m.there >> i & 1) != 0) {
+        if ((m.readable >> i & 1) != 0) {
             code = try_forward(s, &m, i);
             if (code == MLS_OK) {
                 code = try_save(s, &m, i);
@@ -464,7 +464,7 @@ static int64_t bound_least_peak(const mls_chain *c)
     int64_t least = base;
     for (size_t i = 0; i < c->blocks; i++) {
         const int64_t block_bytes = base + (i == 0 ? 0 : c->activation_bytes[i]) +
-                                    c->saved_bytes[i] + mls_held_gradient(c, i + 1) +
+                                    c->saved_bytes[i] + mls_live_gradient(c, i + 1) +
                                     mls_backward_makes(c, i);
         least = block_bytes > least ? block_bytes : least;
     }
@@ -526,14 +526,14 @@ static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
     return MLS_OK;
 }
 
-static mls_code find_best(search *s, mls_found *out)
+static mls_code find_best(search *s, mls_search_result *out)
 {
     uint32_t end;
-    mls_found best = {0};
+    mls_search_result best = {0};
     mls_code code = run_search(s, &end);
     if (code == MLS_OK && end != NONE) {
         code = write_path(s, end, &best.runs);
-        best.found = true;
+        best.has_schedule = true;
         best.extra = s->nodes[end].cost;
         best.least = s->nodes[end].peak;
     }
@@ -564,7 +564,7 @@ static search search_of(const mls_chain *chain, const mls_search_limits *limits,
 
 /* Costs are seconds; the peak must only stay within the budget. */
 mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
-                    mls_found *out, mls_status *st)
+                    mls_search_result *out, mls_status *st)
 {
     search s = search_of(chain, limits, false, st);
     return find_best(&s, out);
@@ -572,7 +572,7 @@ mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
 
 /* Costs are peaks: the peak of a path is the largest peak of its steps. */
 mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limits,
-                          mls_found *out, mls_status *st)
+                          mls_search_result *out, mls_status *st)
 {
     search s = search_of(chain, limits, true, st);
     return find_best(&s, out);
@@ -605,9 +605,10 @@ static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t
 
 /* Returns the steps with their drops; sets `optimal` and `states` from the search. */
 static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_t count,
-                            const mls_found *search_result, mls_best *out, mls_status *st)
+                            const mls_search_result *result, mls_best *out,
+                            mls_status *st)
 {
-    mls_best best = {.optimal = !search_result->ran_out, .states = search_result->states};
+    mls_best best = {.optimal = !result->ran_out, .states = result->states};
     const mls_code code = write_best(chain, steps, count, &best, st);
     if (code == MLS_OK) {
         *out = best;
@@ -644,14 +645,14 @@ static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *
 static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
                               const mls_best_options *o, mls_status *st)
 {
-    mls_found search_result;
-    const mls_code code = mls_search_least(chain, limits, &search_result, st);
+    mls_search_result result;
+    const mls_code code = mls_search_least(chain, limits, &result, st);
     if (code != MLS_OK) {
         return code;
     }
-    mls_schedule_fini(&search_result.runs);
-    return search_result.found
-               ? fail_budget(chain, o->budget_bytes, "any one", search_result.least, st)
+    mls_schedule_fini(&result.runs);
+    return result.has_schedule
+               ? fail_budget(chain, o->budget_bytes, "any one", result.least, st)
                : fail_incomplete(chain, o, st);
 }
 
@@ -694,24 +695,23 @@ mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *o,
                                 .budget_bytes = o->budget_bytes,
                                 .states = o->states,
                                 .poll = o->poll};
-    mls_found search_result = {.ran_out = true};
+    mls_search_result result = {.ran_out = true};
     mls_code code = extra_of_start(chain, o, &limits.below, st);
     if (code == MLS_OK && chain->blocks <= MLS_SEARCH_BLOCKS) {
-        code = mls_search(chain, &limits, &search_result, st);
+        code = mls_search(chain, &limits, &result, st);
     }
     if (code != MLS_OK) {
         return code;
     }
-    if (search_result.found) {
-        code = write_steps(chain, search_result.runs.steps, search_result.runs.count,
-                           &search_result, out, st);
+    if (result.has_schedule) {
+        code = write_steps(chain, result.runs.steps, result.runs.count, &result, out, st);
     } else if (o->start != NULL) {
-        code = write_steps(chain, o->start, o->start_count, &search_result, out, st);
-    } else if (search_result.ran_out) {
+        code = write_steps(chain, o->start, o->start_count, &result, out, st);
+    } else if (result.ran_out) {
         code = fail_incomplete(chain, o, st);
     } else {
         code = fail_complete(chain, &limits, o, st);
     }
-    mls_schedule_fini(&search_result.runs);
+    mls_schedule_fini(&result.runs);
     return code;
 }

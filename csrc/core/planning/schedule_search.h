@@ -41,26 +41,26 @@ typedef struct mls_search_limits {
     mls_poll poll; /* its function may be NULL */
 } mls_search_limits;
 
-typedef struct mls_found {
-    bool found;        /* a best schedule was found */
+typedef struct mls_search_result {
+    bool has_schedule; /* a best schedule was found */
     bool ran_out;      /* of states, before the search was complete */
     double extra;      /* its avoidable seconds, see mls_run_extra */
     int64_t least;     /* for mls_search_least: the least peak */
     size_t states;     /* visited */
     mls_schedule runs; /* steps without drops; owned: free with mls_schedule_fini */
-} mls_found;
+} mls_search_result;
 
 /* Finds the schedule with the fewest extra seconds within the budget; deterministic
  * across machines. The chain was checked and has at most MLS_SEARCH_BLOCKS blocks.
  * Returns MLS_OK also if nothing was found. MLS_E_MEMORY, MLS_E_STOPPED: `*out` is
  * unchanged. */
 mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
-                    mls_found *out, mls_status *st);
+                    mls_search_result *out, mls_status *st);
 
 /* Finds the least peak of all schedules, regardless of time. Ignores `budget_bytes` and
  * `below`; `runs` is one of the schedules with that peak. Errors as for mls_search. */
 mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limits,
-                          mls_found *out, mls_status *st);
+                          mls_search_result *out, mls_status *st);
 
 typedef struct mls_best_options {
     int64_t budget_bytes;

@@ -151,7 +151,7 @@ mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
             return (mls_store)store;
         }
     }
-    return MLS_STORE_PLAIN;
+    return MLS_STORE_CACHED;
 }
 
 mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts)
@@ -186,7 +186,7 @@ static unsigned faster_store(mls_store_choice *choice, unsigned simple, unsigned
 static int fastest_store(mls_store_choice *choice)
 {
     const uint64_t parts = choice->size != MLS_STORING_PAST ? 4 : 16;
-    const unsigned cached = faster_store(choice, MLS_STORE_PLAIN, MLS_STORE_LOOP, 16);
+    const unsigned cached = faster_store(choice, MLS_STORE_CACHED, MLS_STORE_LOOP, 16);
     return (int)faster_store(choice, cached, MLS_STORE_STREAM, parts);
 }
 
@@ -200,7 +200,7 @@ static void decide_store(mls_store_choice *choice)
     const int fastest = fastest_store(choice);
     const int before = atomic_exchange(&choice->fastest, fastest);
     const bool is_sure = !within || fastest == before || fastest != MLS_STORE_STREAM;
-    const unsigned cached = faster_store(choice, MLS_STORE_PLAIN, MLS_STORE_LOOP, 16);
+    const unsigned cached = faster_store(choice, MLS_STORE_CACHED, MLS_STORE_LOOP, 16);
     atomic_store(&choice->chosen, is_sure ? fastest : (int)cached);
     const uint64_t later = within ? MLS_STORE_LASTS_WITHIN : MLS_STORE_LASTS;
     const uint64_t lasts = first ? MLS_STORE_FIRST_LASTS : later;
@@ -267,7 +267,7 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
                                 size_t bytes)
 {
     mls_store_trial trial = {
-        .store = has_store(variants, MLS_STORE_LOOP) ? MLS_STORE_LOOP : MLS_STORE_PLAIN,
+        .store = has_store(variants, MLS_STORE_LOOP) ? MLS_STORE_LOOP : MLS_STORE_CACHED,
         .left = SIZE_MAX,
         .fixed = UNDECIDED,
         .counts = true};

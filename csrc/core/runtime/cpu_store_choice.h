@@ -44,7 +44,7 @@
 
 /* Ordered from the simplest: a tie is decided in favour of the smaller number. */
 typedef enum mls_store {
-    MLS_STORE_PLAIN,  /* through the cache; copies call memcpy */
+    MLS_STORE_CACHED, /* through the cache; copies call memcpy */
     MLS_STORE_LOOP,   /* through the cache by a loop of vectors; copies only */
     MLS_STORE_STREAM, /* non-temporal */
     MLS_STORES

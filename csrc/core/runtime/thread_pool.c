@@ -24,8 +24,8 @@ typedef struct worker_threads {
     pthread_cond_t finished; /* the last helper left the round */
     uint64_t round;          /* counts runs; a helper joins each round once */
     bool closing;
-    size_t inside; /* helpers that joined the round and have not left it */
-    size_t wanted; /* helpers that may still join the round */
+    size_t inside;      /* helpers that joined the round and have not left it */
+    size_t open_places; /* helpers that may still join the round */
     mls_task task;
     void *context;
     size_t count;
@@ -65,12 +65,12 @@ static void *helper_main(void *argument)
     uint64_t seen = 0;
     pthread_mutex_lock(&c->lock);
     while (!c->closing) {
-        if (c->round == seen || c->wanted == 0) {
+        if (c->round == seen || c->open_places == 0) {
             pthread_cond_wait(&c->wake, &c->lock);
             continue;
         }
         seen = c->round;
-        c->wanted--;
+        c->open_places--;
         c->inside++;
         pthread_mutex_unlock(&c->lock);
         take_indices(c);
@@ -116,7 +116,7 @@ static void workers_free(worker_threads *c)
     mls_free(c);
 }
 
-/* Start helpers until there are `wanted`, or fewer if the system refuses. */
+/* Start helpers until there are `open_places`, or fewer if the system refuses. */
 static void start_workers(worker_threads *c, size_t worker_count)
 {
     while (c->started < worker_count &&
@@ -126,7 +126,7 @@ static void start_workers(worker_threads *c, size_t worker_count)
 }
 
 typedef struct work {
-    void (*own)(void *context); /* called first by the calling thread, or NULL */
+    void (*caller_task)(void *context); /* called first by the calling thread, or NULL */
     mls_task task;
     void *context;
     size_t count;
@@ -134,8 +134,8 @@ typedef struct work {
 
 static void run_caller_task(const work *w)
 {
-    if (w->own != NULL) {
-        w->own(w->context);
+    if (w->caller_task != NULL) {
+        w->caller_task(w->context);
     }
 }
 
@@ -148,7 +148,7 @@ static void run_with_workers(worker_threads *c, const work *w, size_t helpers)
     c->context = w->context;
     c->count = w->count;
     atomic_store_explicit(&c->next, 0, memory_order_relaxed);
-    c->wanted = helpers;
+    c->open_places = helpers;
     c->round++;
     pthread_cond_broadcast(&c->wake);
     pthread_mutex_unlock(&c->lock);
@@ -157,7 +157,7 @@ static void run_with_workers(worker_threads *c, const work *w, size_t helpers)
     take_indices(c);
 
     pthread_mutex_lock(&c->lock);
-    c->wanted = 0; /* a helper that joined now would find no work */
+    c->open_places = 0; /* a helper that joined now would find no work */
     while (c->inside > 0) {
         pthread_cond_wait(&c->finished, &c->lock);
     }
@@ -267,7 +267,7 @@ static bool run_with_helpers(mls_pool *pool, const work *w)
 }
 
 /* Does not wait for a busy pool: the caller then does all its work itself. */
-void mls_pool_run_beside(mls_pool *pool, void (*caller_task)(void *context),
+void mls_pool_run_helped(mls_pool *pool, void (*caller_task)(void *context),
                          mls_task task, void *context, size_t count)
 {
     const work w = {caller_task, task, context, count};
@@ -289,5 +289,5 @@ void mls_pool_run_beside(mls_pool *pool, void (*caller_task)(void *context),
 
 void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count)
 {
-    mls_pool_run_beside(pool, NULL, task, context, count);
+    mls_pool_run_helped(pool, NULL, task, context, count);
 }

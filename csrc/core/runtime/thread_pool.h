@@ -45,7 +45,7 @@ void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count);
 
 /* The same, but the calling thread first calls `own(context)`, while other threads, if
  * any, already run tasks. */
-void mls_pool_run_beside(mls_pool *pool, void (*caller_task)(void *context),
+void mls_pool_run_helped(mls_pool *pool, void (*caller_task)(void *context),
                          mls_task task, void *context, size_t count);
 
 #endif

@@ -137,7 +137,7 @@ static mls_code write_contiguous(writer *w, placed *p)
         size_t step = left < room ? left : room;
         step = step < block ? step : block;
         *crc = w->crc->copy(*crc, w->buffer + w->buffered, p->tensor->data + p->done,
-                            step, MLS_STORE_PLAIN);
+                            step, MLS_STORE_CACHED);
         w->buffered += step;
         p->done += step;
         code = step_room(w) == STEP_BYTES ? flush_buffer(w) : MLS_OK;

@@ -333,7 +333,7 @@ static PyObject *strategy__decide_or_none(strategy_object *self, PyObject *const
         return NULL;
     }
     const mls_layer_choice mark = mls_layer_choice_of(&self->s.named, &key);
-    return Py_NewRef(mark == MLS_LAYER_PLAIN        ? Py_None
+    return Py_NewRef(mark == MLS_LAYER_UNMARKED     ? Py_None
                      : mark == MLS_LAYER_CHECKPOINT ? Py_True
                                                     : Py_False);
 }

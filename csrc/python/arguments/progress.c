@@ -39,13 +39,13 @@ static bool add_progress(void *context, uint64_t bytes)
     mlspy_progress *p = context;
     __atomic_add_fetch(&p->pending, bytes, __ATOMIC_RELAXED);
     if (p->thread != (unsigned long)pthread_self() ||
-        read_nanoseconds() - p->told < INTERVAL) {
+        read_nanoseconds() - p->reported_at < INTERVAL) {
         return true;
     }
     PyEval_RestoreThread(p->saved);
     const bool good = PyErr_CheckSignals() == 0 && mlspy_progress_finish(p) == 0;
     p->saved = PyEval_SaveThread();
-    p->told = read_nanoseconds();
+    p->reported_at = read_nanoseconds();
     return good;
 }
 
@@ -65,7 +65,7 @@ int mlspy_progress_init(mlspy_progress *progress, PyObject *callback)
 void mlspy_progress_begin(mlspy_progress *progress)
 {
     progress->thread = (unsigned long)pthread_self();
-    progress->told = read_nanoseconds();
+    progress->reported_at = read_nanoseconds();
     progress->saved = PyEval_SaveThread();
 }
 

@@ -15,7 +15,7 @@ typedef struct mlspy_progress {
     PyThreadState *saved;
     unsigned long long pending; /* bytes not yet reported; atomic */
     unsigned long thread;       /* the thread that began the work */
-    int64_t told;               /* time of the last report, in nanoseconds */
+    int64_t reported_at;        /* time of the last report, in nanoseconds */
 } mlspy_progress;
 
 /* Initialise; `callback` is a callable or None. Returns -1 with TypeError set. */

@@ -34,7 +34,7 @@ PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const
                                        Py_ssize_t count);
 PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count);
-PyObject *mlspy_merged_index_wanted_parts(mlspy_merged_index *self, PyObject *const *args,
+PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *const *args,
                                           Py_ssize_t count);
 PyObject *mlspy_merged_index_reads(mlspy_merged_index *self, PyObject *const *args,
                                    Py_ssize_t count);

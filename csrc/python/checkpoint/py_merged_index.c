@@ -480,7 +480,7 @@ static PyMethodDef merged_index_methods[] = {
                  "folder, section, keys, cutting, targets, /"),
     MLSPY_METHOD(mlspy_merged_index, patterns, METH_NOARGS, "/"),
     MLSPY_METHOD(mlspy_merged_index, places, METH_NOARGS, "/"),
-    MLSPY_METHOD(mlspy_merged_index, wanted_parts, METH_FASTCALL,
+    MLSPY_METHOD(mlspy_merged_index, select_parts, METH_FASTCALL,
                  "folder, section, keys, cutting, most, /"),
     MLSPY_METHOD(mlspy_merged_index, reads, METH_FASTCALL,
                  "folder, section, keys, cutting, verify, /"),

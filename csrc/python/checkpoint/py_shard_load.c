@@ -39,7 +39,7 @@ typedef struct load_job {
     PyObject *path; /* borrowed */
     int folder;     /* owned; -1: none */
     mls_load_plan plan;
-    load_result *wanted;      /* one for each part of the plan */
+    load_result *results;     /* one for each part of the plan */
     mls_load_target *targets; /* one for each part, when loading into existing arrays;
                                  NULL: new arrays */
 } load_job;
@@ -48,8 +48,8 @@ typedef struct load_job {
 static void load_fini(load_job *job)
 {
     for (size_t i = 0; i < job->plan.count; i++) {
-        Py_XDECREF(job->wanted[i].key);
-        Py_XDECREF(job->wanted[i].array);
+        Py_XDECREF(job->results[i].key);
+        Py_XDECREF(job->results[i].array);
         if (job->targets != NULL) {
             mls_load_target_fini(&job->targets[i]);
         }
@@ -57,7 +57,7 @@ static void load_fini(load_job *job)
     if (job->folder >= 0) {
         (void)close(job->folder);
     }
-    mls_free(job->wanted);
+    mls_free(job->results);
     mls_free(job->targets);
     mls_load_plan_fini(&job->plan);
 }
@@ -141,8 +141,8 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
             &st) < 0) {
         return -1;
     }
-    job->wanted = mls_realloc(NULL, (size_t)count, sizeof *job->wanted);
-    if (job->wanted == NULL) {
+    job->results = mls_realloc(NULL, (size_t)count, sizeof *job->results);
+    if (job->results == NULL) {
         return mlspy_no_memory();
     }
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -157,7 +157,7 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
             return MLSPY_REFUSE(job->state->errors[MLSPY_ERROR_NOT_FOUND],
                                 "Tensor '%.200U' not found in checkpoint", key);
         }
-        job->wanted[i] = (load_result){.key = Py_NewRef(key)};
+        job->results[i] = (load_result){.key = Py_NewRef(key)};
         if ((places != NULL
                  ? take_place(job, PyList_GET_ITEM(places, i), w)
                  : check_core(job, mls_load_item_select(w, how, &st), &st)) < 0) {
@@ -188,7 +188,7 @@ static int find_pieces(load_job *job)
 /* Size of a new array in the shared block; 0 if the array gets its own zeroed memory. */
 static size_t new_bytes(const void *context, size_t index)
 {
-    const mls_load_item *w = &((const load_job *)context)->plan.wanted[index];
+    const mls_load_item *w = &((const load_job *)context)->plan.items[index];
     return w->long_zeros ? 0 : mls_load_item_bytes(w);
 }
 
@@ -196,7 +196,7 @@ static size_t new_bytes(const void *context, size_t index)
 static PyObject *new_array(const load_job *job, size_t index, mlspy_room *room,
                            bool alone)
 {
-    const mls_load_item *w = &job->plan.wanted[index];
+    const mls_load_item *w = &job->plan.items[index];
     const mls_dtype dtype = w->tensor->facts->dtype;
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mls_part_dims(&w->part, dims);
@@ -258,8 +258,8 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *w, PyObject *c
  *
  * Each array is added to the dict at once, while both are in the cache. The job holds the
  * arrays too: their memory must stay valid during the read, even if other code gets the
- * dict or a later array fails. `made` receives the number of pieces with destinations;
- * NULL: no thread waits. */
+ * dict or a later array fails. `ready_count` receives the number of pieces with
+ * destinations; NULL: no thread waits. */
 static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
 {
     size_t used = 0;
@@ -268,8 +268,8 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* arrays for each update of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
-        load_result *w = &job->wanted[i];
-        PyObject *array = maps ? mapped_array(job, &job->plan.wanted[i], capsules, &room)
+        load_result *w = &job->results[i];
+        PyObject *array = maps ? mapped_array(job, &job->plan.items[i], capsules, &room)
                                : Py_NewRef(Py_None);
         const bool read = array == Py_None;
         if (read) {
@@ -437,11 +437,11 @@ PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *arg
 static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
-    if (mls_load_item_check_target(&job->plan.wanted[i], &view->tensor, &st) != MLS_OK ||
+    if (mls_load_item_check_target(&job->plan.items[i], &view->tensor, &st) != MLS_OK ||
         mls_load_target_init(&job->targets[i], &view->tensor, &st) != MLS_OK) {
         return check_core(job, st.code, &st);
     }
-    job->wanted[i].array = view->owner;
+    job->results[i].array = view->owner;
     view->owner = NULL;
     return 0;
 }
@@ -466,11 +466,11 @@ static int view_array(const load_job *job, const mls_load_item *w, PyObject *arr
 static int view_target(const load_job *job, size_t i, PyObject *targets)
 {
     mlspy_view view;
-    PyObject *array = NULL, *key = job->wanted[i].key;
+    PyObject *array = NULL, *key = job->results[i].key;
     if (mlspy_dict_need(targets, key, &array) < 0) {
         return -1;
     }
-    int failed = view_array(job, &job->plan.wanted[i], array, &view);
+    int failed = view_array(job, &job->plan.items[i], array, &view);
     Py_DECREF(array);
     if (failed == 0) {
         failed = keep_target(job, i, &view);
@@ -663,24 +663,24 @@ static int add_parts(const load_job *job, const mls_index_pattern *patterns,
     return failed;
 }
 
-/* wanted_parts(folder, section, keys, cutting, most) -> {places: {part, ...}, ...}
+/* select_parts(folder, section, keys, cutting, most) -> {places: {part, ...}, ...}
  *
  * The folder is only used in errors; no file is opened. */
-PyObject *mlspy_merged_index_wanted_parts(mlspy_merged_index *self, PyObject *const *args,
+PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *const *args,
                                           Py_ssize_t count)
 {
     load_job job = {.folder = -1};
     mls_index_pattern *patterns = NULL;
     PyObject *dict = NULL;
     const Py_ssize_t most = count == 5 ? PyLong_AsSsize_t(args[4]) : 0;
-    if (mlspy_take_count("wanted_parts", 5, count) == 0 &&
+    if (mlspy_take_count("select_parts", 5, count) == 0 &&
         (most != -1 || !PyErr_Occurred()) &&
         load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
         (patterns = find_patterns(job.merged, job.state)) != NULL) {
         dict = PyDict_New();
     }
     for (size_t i = 0; dict != NULL && i < job.plan.count; i++) {
-        if (add_parts(&job, patterns, &job.plan.wanted[i], most, dict) < 0) {
+        if (add_parts(&job, patterns, &job.plan.items[i], most, dict) < 0) {
             Py_CLEAR(dict);
         }
     }
@@ -741,7 +741,7 @@ PyObject *mlspy_merged_index_reads(mlspy_merged_index *self, PyObject *const *ar
         list = PyList_New(0);
     }
     for (size_t i = 0; list != NULL && i < job.plan.count; i++) {
-        add_reads(&job, &job.plan.wanted[i], verify, &list);
+        add_reads(&job, &job.plan.items[i], verify, &list);
     }
     load_fini(&job);
     return list;

@@ -17,6 +17,7 @@
 #include "checkpoint/write/write_plan.h"
 #include "io/file.h"
 #include "io/json_checksum.h"
+#include "io/safe_filename.h"
 
 #include <errno.h>
 #include <unistd.h>
@@ -83,7 +84,7 @@ static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_
     mls_shards_written written;
     mls_status st;
     mls_code code;
-    waiting_caller who = {.items = g, .progress = &progress, .call = freed};
+    waiting_caller caller = {.items = g, .progress = &progress, .call = freed};
     if (mlspy_progress_init(&progress, callback) < 0 ||
         mlspy_open_folder(g->state, path, &job->folder) < 0) {
         return NULL;
@@ -91,7 +92,7 @@ static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_
     job->progress = &progress.core;
     /* the callback runs in this thread, whose state `progress` stores */
     job->freed = freed == Py_None ? NULL : release_arrays;
-    job->freed_context = &who;
+    job->freed_context = &caller;
     mlspy_progress_begin(&progress);
     code = freed == Py_None ? mls_shards_write(job, &written, &st)
                             : write_in_background(job, &written, &st);
@@ -368,4 +369,19 @@ PyObject *core_path_rename(mlspy_state *state, PyObject *const *args)
         return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, args[1]);
     }
     return Py_NewRef(Py_None);
+}
+
+/* file_name(name, number) -> a valid file name on any system, without a suffix; only long
+ * names are truncated, and then contain the number */
+PyObject *core_file_name(mlspy_state *state, PyObject *const *args)
+{
+    mls_str text;
+    int64_t number;
+    char encoded[MLS_FILENAME_BYTES + 1];
+    if (mlspy_take_text(args[0], "name", &text) < 0 ||
+        mlspy_take_int64(state, args[1], "number", &number) < 0) {
+        return NULL;
+    }
+    (void)mls_filename_encode(text, (uint64_t)number, encoded);
+    return PyUnicode_FromString(encoded);
 }

@@ -20,6 +20,5 @@ int mlspy_local_add(PyObject *module);
 int mlspy_merged_index_add(PyObject *module);
 int mlspy_statedict_add(PyObject *module);
 int mlspy_strategy_add(PyObject *module);
-int mlspy_tiers_add(PyObject *module);
 
 #endif

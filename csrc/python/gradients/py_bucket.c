@@ -155,8 +155,8 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
     return same;
 }
 
-/* is_plain(array, writable) -> bool */
-PyObject *core_is_plain(mlspy_state *state, PyObject *const *args)
+/* can_view(array, writable) -> bool */
+PyObject *core_can_view(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view view;
     const bool is_packed = (!PyArray_Check(args[0]) || PyArray_CheckExact(args[0])) &&
@@ -321,7 +321,7 @@ PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
 /* How the messages of a bucket are encoded. */
 typedef struct message_format {
     bool compressed;
-    mls_gradient_compression wire; /* if compressed */
+    mls_gradient_compression compression; /* if compressed */
 } message_format;
 
 /* Parses the first two arguments: a bucket, and None or the name of a format for
@@ -340,7 +340,7 @@ static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
     if (mlspy_take_text(args[1], "compression", &text) < 0) {
         return NULL;
     }
-    if (!mls_gradient_compression_from_name(text, &m->wire)) {
+    if (!mls_gradient_compression_from_name(text, &m->compression)) {
         PyErr_Format(PyExc_ValueError,
                      "compression must be 'float16', 'bfloat16' or 'int8', not %R",
                      args[1]);
@@ -355,7 +355,7 @@ static int part_bytes(const mlspy_state *state, const mls_bucket *b,
 {
     mls_status st;
     if (m->compressed) {
-        *out = mls_gradient_compression_bucket_bytes(b, m->wire, rank);
+        *out = mls_gradient_compression_bucket_bytes(b, m->compression, rank);
         return 0;
     }
     return mlspy_check(state, mls_bucket_bytes(b, rank, out, &st), &st);
@@ -406,7 +406,7 @@ static int view_messages(const mlspy_state *state, PyObject *array, size_t byte_
 
 /* Views that are held while the GIL is released. */
 typedef struct pack_job {
-    mlspy_view send, own;
+    mlspy_view send, keep;
     mlspy_view *views; /* of the residuals; NULL for none */
     float **residuals; /* data of `views`; NULL for none */
     size_t count;
@@ -417,7 +417,7 @@ static void pack_fini(pack_job *job)
 {
     mlspy_views_release(job->views, job->count);
     mlspy_view_release(&job->send);
-    mlspy_view_release(&job->own);
+    mlspy_view_release(&job->keep);
     mls_free(job->views);
     mls_free(job->residuals);
 }
@@ -462,11 +462,11 @@ static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObjec
     return 0;
 }
 
-/* bucket_pack(bucket, compression, residuals, send, own)
+/* bucket_pack(bucket, compression, residuals, send, keep)
  *
- * Without compression, residuals and `own` are None. With it, updates the residuals, so a
- * bucket must be packed once in each step; everything is checked before the first
- * residual changes.
+ * Without compression, residuals and `keep` are None. With it, updates the
+ * residuals, so a bucket must be packed once in each step; everything is checked before
+ * the first residual changes.
  */
 PyObject *core_bucket_pack(mlspy_state *state, PyObject *const *args)
 {
@@ -480,19 +480,19 @@ PyObject *core_bucket_pack(mlspy_state *state, PyObject *const *args)
         return NULL;
     }
     if (m.compressed) {
-        sent = mls_gradient_compression_sent_bytes(b, m.wire);
+        sent = mls_gradient_compression_sent_bytes(b, m.compression);
     } else if (mlspy_check(state, mls_bucket_sent_bytes(b, &sent, &st), &st) < 0) {
         return NULL;
     }
     if (take_residuals(state, b, args[2], &job) < 0 ||
         view_messages(state, args[3], sent, true, &job.send) < 0 ||
-        (m.compressed && view_messages(state, args[4], part_size, true, &job.own) < 0)) {
+        (m.compressed && view_messages(state, args[4], part_size, true, &job.keep) < 0)) {
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
         if (m.compressed) {
-            mls_gradient_compression_pack(b, state->kernels, m.wire, job.residuals,
-                                          job.send.tensor.data, job.own.tensor.data);
+            mls_gradient_compression_pack(b, state->kernels, m.compression, job.residuals,
+                                          job.send.tensor.data, job.keep.tensor.data);
         } else {
             mls_bucket_pack(b, job.send.tensor.data);
         }
@@ -519,11 +519,11 @@ PyObject *mlspy_bucket_norm_partials(const mls_bucket *b)
     return list;
 }
 
-/* bucket_reduce(bucket, compression, own, received) -> [(squares, nonfinite), ...]
+/* bucket_reduce(bucket, compression, keep, received) -> [(squares, nonfinite), ...]
  *
- * `own` was filled by bucket_pack; None without compression. The norm partials are those
- * of the divided outputs. The bucket stores them, so only one thread at a time may reduce
- * it.
+ * `keep` was filled by bucket_pack; None without compression. The norm partials
+ * belong to the divided outputs. The bucket stores them, so only one thread at a time
+ * may reduce it.
  */
 PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
 {
@@ -554,8 +554,8 @@ PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
     }
     Py_BEGIN_ALLOW_THREADS
         if (m.compressed) {
-            mls_gradient_compression_reduce(b, state->kernels, m.wire, local.tensor.data,
-                                            received.tensor.data);
+            mls_gradient_compression_reduce(b, state->kernels, m.compression,
+                                            local.tensor.data, received.tensor.data);
         } else {
             mls_bucket_reduce(b, state->kernels, received.tensor.data, sources);
         }

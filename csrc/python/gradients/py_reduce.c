@@ -286,7 +286,7 @@ typedef struct reduction {
     const mls_tensor **tensors; /* of the sources */
     const void **data;          /* of the tensors */
     size_t count;               /* number of views */
-    mls_reduction what;
+    mls_reduction operation;
     size_t n;
 } reduction;
 
@@ -337,7 +337,7 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
     r->count++;
     return mlspy_check(state,
                        mls_reduce_check_arrays(r->tensors, count, &r->views[count].tensor,
-                                               &r->what, &r->n, &st),
+                                               &r->operation, &r->n, &st),
                        &st);
 }
 
@@ -351,15 +351,15 @@ PyObject *core_reduce(mlspy_state *state, PyObject *const *args)
     reduction r = {0};
     mls_norm_partial figures = {0};
     PyObject *result = NULL;
-    if (mlspy_take_op(args[2], &r.what.op) < 0 ||
-        mlspy_take_double(args[3], "divisor", &r.what.divisor) < 0) {
+    if (mlspy_take_op(args[2], &r.operation.op) < 0 ||
+        mlspy_take_double(args[3], "divisor", &r.operation.divisor) < 0) {
         return NULL;
     }
     if (reduction_init(state, args[0], args[1], &r) == 0) {
         PyThreadState *saved = mlspy_leave_python(r.n * r.count);
         const mls_tensor *out = &r.views[r.count - 1].tensor;
         const mls_destination destination = {.bytes = r.n * mls_tensor_item_bytes(out)};
-        mls_reduce_run(state->kernels, &r.what, r.data, r.count - 1, out->data, r.n,
+        mls_reduce_run(state->kernels, &r.operation, r.data, r.count - 1, out->data, r.n,
                        destination, &figures);
         mlspy_resume_python(saved);
         result = mlspy_norm_pair(&figures);

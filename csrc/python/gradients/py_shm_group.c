@@ -69,7 +69,7 @@ static bool look_for_signals(void *context)
 }
 
 /* Marks the link as busy. Returns -1 with RuntimeError set. Called with the GIL held; no
- * thread waits for the GIL while it holds the lock, so there is no deadlock. */
+ * thread waits for the GIL while it holds the lock, which excludes deadlocks. */
 static int occupy_link(link_object *self)
 {
     const char *trouble = NULL;

@@ -6,7 +6,7 @@
 
 #include "common/module_state.h"
 
-#include "kv/kv_rolling.h"
+#include "kv/kv_ring.h"
 
 /* Read the dimensions of a cache from a sequence of non-negative integers, and its
  * sequence axis, converted to 0 .. rank-1. `what` names the sequence in messages. `shape`

@@ -9,7 +9,7 @@
 #include "kv/kv_args.h"
 
 #include "kv/kv_quantize.h"
-#include "kv/kv_rolling.h"
+#include "kv/kv_ring.h"
 #include "kv/rotate_keys.h"
 
 /* ---- quantized caches ---- */

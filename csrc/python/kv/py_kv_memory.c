@@ -19,7 +19,7 @@
 #include "kv/kv_args.h"
 
 #include "kv/kv_buffer.h"
-#include "kv/kv_rolling.h"
+#include "kv/kv_ring.h"
 
 #include <pthread.h>
 #include <structmember.h>

@@ -279,7 +279,7 @@ typedef struct view_batch {
     uint64_t bytes;      /* of one side */
     size_t where[BATCH]; /* position of each pair in the mlspy_pairs */
     mls_diff_pair pairs[BATCH];
-    mls_diff_result found[BATCH];
+    mls_diff_result results[BATCH];
     mlspy_view views[2 * BATCH];
 } view_batch;
 
@@ -348,7 +348,7 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p,
 static void append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject **list)
 {
     for (size_t i = 0; *list != NULL && i < batch->count; i++) {
-        const mls_diff_result *d = &batch->found[i];
+        const mls_diff_result *d = &batch->results[i];
         size_t size = 0;
         if (d->changed > 0) {
             (void)mls_tensor_count(batch->pairs[i].a, &size);
@@ -367,7 +367,7 @@ static int measure_batch(const mlspy_state *state, view_batch *batch)
     mls_status st;
     PyThreadState *saved = mlspy_leave_python(batch->bytes);
     const mls_code code = mls_diff(mls_diff_of(state->kernels->cpu), state->pool,
-                                   batch->pairs, batch->count, batch->found, &st);
+                                   batch->pairs, batch->count, batch->results, &st);
     mlspy_resume_python(saved);
     return mlspy_check(state, code, &st);
 }

@@ -45,14 +45,8 @@ from ...state._state_dict import StateDict
 from .._folder.local import LocalFolder
 from .._folder.names import INDEX
 from .._folder.object import StoreURL
-from .._remote.options import split_url
-from .._store.checkpoint_files import (
-    CheckpointFiles,
-    FolderContent,
-    open_folder,
-    refuse_existing,
-    refuse_file_name,
-)
+from .._store.checkpoint_files import CheckpointFiles, FolderContent
+from .._store.open_path import is_url, open_folder, refuse_existing, refuse_file_name
 from .backend import FileBackend
 from .lightning import (
     SUFFIX,
@@ -118,8 +112,7 @@ def place_of(
     reads: bool = False,
 ) -> Place:
     """Return a local path, or the URL of a folder in an object store; see `open_folder`."""
-    is_url = isinstance(path, str) and split_url(path) is not None
-    if is_url or storage_options is not None:
+    if is_url(path) or storage_options is not None:
         url = open_folder(path, storage_options, reads=reads).path
         assert isinstance(url, StoreURL)  # options of a local path are refused
         return url

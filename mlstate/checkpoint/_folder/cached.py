@@ -37,13 +37,13 @@ class CachedFolder(ObjectFolder):
         folder._store = self._store
         return folder
 
-    def _get(self, path: str) -> bytes:
-        """Read a whole object: an index from the cache, if it has it."""
+    def read(self, path: str, *, follow_links: bool = False) -> bytes:
+        """Return a manifest or an index; an index from the cache, if it has it."""
         if not self._cache.accepts(path):
-            return super()._get(path)
+            return super().read(path)
         data = self._cache.get_whole(path)
         if data is None:
-            data = super()._get(path)
+            data = super().read(path)
             with suppress(FormatError):
                 _core.json_checksum_check(data, path)
                 self._cache.put(path, 0, data, len(data))

@@ -15,12 +15,12 @@ from ..._common.regular_file import check_regular, open_descriptor
 from ..._common.store_error import format_error, store_error
 from .names import MANIFEST, ROOTS, group_by_part
 from .protocol import FileInfo, NewFiles
+from .writer_lock import WriterLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from .protocol import Folder
-    from .writer_lock import WriterLock
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 _HUB_NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)\Z", re.ASCII)
@@ -123,7 +123,7 @@ class LocalFolder:
 
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
         """Return the content of a small regular file; raise FormatError if it is another."""
-        name = self._join(path)
+        name = os.path.join(self.path, path)
         try:
             with open_descriptor(name, 0 if follow_links else os.O_NOFOLLOW) as descriptor:
                 size = os.fstat(descriptor.fileno()).st_size
@@ -214,6 +214,17 @@ class LocalFolder:
         """Return whether the folder exists."""
         return os.path.isdir(self.path)
 
+    def require_folder(self) -> None:
+        """Raise StoreError if there is no such folder."""
+        if self.has_checkpoint():
+            return
+        reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(self.path)}")
+        if os.path.isfile(self.path):
+            text = "it is a file, and a checkpoint is a folder; load_file compares what it "
+            text += "reads, mlstate verify reads files too"
+            reason = NotADirectoryError(errno.ENOTDIR, text)
+        raise store_error(reason, "cannot verify the checkpoint", self.path)
+
     def is_empty(self) -> bool:
         """Return whether nothing has this path, except an empty folder."""
         if not os.path.lexists(self.path):
@@ -259,9 +270,11 @@ class LocalFolder:
 
     def claim(self, root: str, timeout: float | None = None) -> WriterLock:
         """Return the writers' lock; `timeout` is None if the caller has no such parameter."""
-        from .writer_lock import WriterLock
+        return WriterLock(self, timeout=timeout)
 
-        return WriterLock(self.path, timeout=timeout)
+    def exclusive(self, timeout: float) -> WriterLock:
+        """Return the writers' lock."""
+        return WriterLock(self, timeout=timeout)
 
     def create(self, parts: Iterable[str]) -> None:
         """Create the folder and subfolders durably; subfolders have the folder's mode."""
@@ -286,7 +299,7 @@ class LocalFolder:
     def new_file_mode(self) -> int:
         """Return the mode of new files: no more access than the folder and its manifest allow."""
         mode = 0o666
-        for path in (self.path, self._join(MANIFEST)):
+        for path in (self.path, os.path.join(self.path, MANIFEST)):
             try:
                 mode &= os.stat(path).st_mode | 0o600
             except FileNotFoundError:

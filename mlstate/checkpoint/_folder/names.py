@@ -41,11 +41,6 @@ def root_of(name: str) -> Root | None:
     return Root(int(match[1]), match[2], f"roots/{name}")
 
 
-def roots_of(names: Iterable[str]) -> list[Root]:
-    """Return the roots among the names under ``roots/``, oldest first."""
-    return sorted(filter(None, map(root_of, names)))
-
-
 def mark_path(root: str) -> str:
     """Return the path of the mark for a damaged step, next to its root."""
     return root.removesuffix(".json") + _MARK

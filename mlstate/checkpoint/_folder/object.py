@@ -18,8 +18,8 @@ from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._remote.resumption import INDEX_FOLDER, find_uploaded
-from .names import MANIFEST, ROOTS, SECTIONS, group_by_part, roots_of
-from .protocol import FileInfo, NewFiles
+from .names import MANIFEST, ROOTS, SECTIONS, group_by_part, root_of
+from .protocol import FileInfo, NewFiles, NoExclusion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -121,21 +121,18 @@ class ObjectFolder:
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
         """Return a manifest or an index; roots of steps are kept in memory."""
         data = self._roots.get(path)
-        if data is None:
-            data = self._get(path)
-            if path.startswith("roots/"):
-                with suppress(FormatError):
-                    _core.json_checksum_check(data, path)
-                    self._roots[path] = data
-        return data
-
-    def _get(self, path: str) -> bytes:
-        """Read a whole object; raise FormatError if it is too long."""
+        if data is not None:
+            return data
         try:
-            return self.store.get(path, _MOST_BYTES)[0]
+            data = self.store.get(path, _MOST_BYTES)[0]
         except ValueError as error:
             name = os.path.join(self.path, path)
             raise format_error(f"{name}: {error}", name) from None
+        if path.startswith("roots/"):
+            with suppress(FormatError):
+                _core.json_checksum_check(data, path)
+                self._roots[path] = data
+        return data
 
     def prefetch(self, paths: Iterable[str]) -> None:
         """Read roots at the same time; errors are left to the later `read` of each."""
@@ -183,7 +180,10 @@ class ObjectFolder:
 
     def is_empty(self) -> bool:
         """Return whether there is neither a manifest nor a step; other objects stay."""
-        return not self.exists(MANIFEST) and not roots_of(self.names("roots"))
+        return not self.exists(MANIFEST) and not any(map(root_of, self.names("roots")))
+
+    def require_folder(self) -> None:
+        """Do nothing: the names of objects need no folders."""
 
     def is_outage(self, error: Exception) -> bool:
         """Return whether the store does not answer; the checkpoint may be undamaged then."""
@@ -224,12 +224,20 @@ class ObjectFolder:
 
         return RootClaim(self.store, root)
 
+    def exclusive(self, timeout: float) -> NoExclusion:
+        """Exclude no writer: stores have no locks."""
+        return NoExclusion()
+
     def create(self, parts: Iterable[str]) -> None:
         """Do nothing: the names of objects need no folders."""
 
     def add_empty(self, path: str) -> None:
         """Write an empty object."""
         self.store.put(path, b"")
+
+    def overwrite_start(self, path: str, data: bytes) -> None:
+        """Raise ValueError: an object is written as a whole."""
+        self.require_local("rewriting a header", "copy the checkpoint to a local folder")
 
     def remove(self, paths: Iterable[str]) -> list[str]:
         """Delete objects; return all paths, whether they existed or not."""

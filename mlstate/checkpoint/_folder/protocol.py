@@ -6,10 +6,13 @@ file is a `FileNotFoundError` too.
     LocalFolder     descriptors, permissions, links, ``flock``
     ObjectFolder    objects below a URL, through obstore
     CachedFolder    an `ObjectFolder` whose loads read through a local cache
+
+`open_folder` (open_path.py) chooses the class for a path.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -35,34 +38,47 @@ class NewFiles(NamedTuple):
     is_temporary: bool  # the files are copied elsewhere: they need not be durable
 
 
-class Claim(Protocol):
-    """The right of one writer to replace the manifest.
+class Exclusion(Protocol):
+    """The exclusion of other writers by one that deletes or writes files, where it is possible.
 
-    `holder` ends the claim at the end of its `with` statement. No interrupt can prevent this, not
-    even a second one during the clean-up after the first::
+    `holder` ends it at the end of its `with` statement. No interrupt can prevent this, not even a
+    second one during the clean-up after the first::
 
-        with claim.holder:
-            claim.acquire()
+        with exclusion.holder:
+            exclusion.acquire()
     """
-
-    unfinished: str | None  # generation of a writer that died, if the claim can tell
-    is_unsure: bool  # after a failed `commit`: it may have, or may still, replace the manifest
 
     @property
     def holder(self) -> AbstractContextManager[object]:
-        """The context that ends the claim."""
+        """The context that ends the exclusion."""
 
-    def acquire(self) -> object:
-        """Take the claim; raise StoreError (EBUSY) if another writer holds it."""
+    def acquire(self) -> None:
+        """Begin; raise StoreError (EBUSY) if another writer excludes this one."""
 
     def note(self, generation: str | None) -> None:
         """Record the generation before its first file is written; None if nothing is written."""
 
+
+class NoExclusion:
+    """Does nothing: a store has no locks, and a dry run needs none."""
+
+    holder: AbstractContextManager[object] = nullcontext()
+
+    def acquire(self) -> None:
+        """Do nothing."""
+
+    def note(self, generation: str | None) -> None:
+        """Do nothing."""
+
+
+class Claim(Exclusion, Protocol):
+    """The right of one writer to replace the manifest."""
+
+    unfinished: str | None  # generation of a writer that died, if the claim can tell
+    is_unsure: bool  # after a failed `commit`: it may have, or may still, replace the manifest
+
     def commit(self, data: bytes, root: str | None = None) -> None:
         """Replace the manifest durably; write the second copy `root`, a path, before it."""
-
-    def release(self) -> None:
-        """End the claim."""
 
 
 class Folder(Protocol):
@@ -129,6 +145,9 @@ class Folder(Protocol):
     def is_empty(self) -> bool:
         """Return whether a new checkpoint would hide or replace nothing."""
 
+    def require_folder(self) -> None:
+        """Raise StoreError if there is no such folder, where folders exist."""
+
     def is_outage(self, error: Exception) -> bool:
         """Return whether an error tells nothing about the checkpoint: the store failed."""
 
@@ -164,6 +183,9 @@ class Folder(Protocol):
     def claim(self, root: str, timeout: float | None = None) -> Claim:
         """Return the claim of a writer to a root, not yet acquired."""
 
+    def exclusive(self, timeout: float) -> Exclusion:
+        """Return an exclusion of other writers, not yet acquired, for calls that only delete."""
+
     def create(self, parts: Iterable[str]) -> None:
         """Create the folder and subfolders durably."""
 
@@ -177,6 +199,9 @@ class Folder(Protocol):
 
     def add_empty(self, path: str) -> None:
         """Create an empty file durably, unless it exists; nothing is opened or changed."""
+
+    def overwrite_start(self, path: str, data: bytes) -> None:
+        """Rewrite the first bytes of a file durably, if `require_local` raises nothing."""
 
     def remove(self, paths: Iterable[str]) -> list[str]:
         """Delete files; return the paths of those that may have existed."""

@@ -17,15 +17,17 @@ import errno
 import os
 import re
 import stat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ..._common.atomic_file import Target, change_mode, replacing
 from ..._common.regular_file import NOT_REGULAR
 from ..._common.store_error import store_error
 from ...errors import StoreError
-from .local import LocalFolder
 from .names import MANIFEST
+
+if TYPE_CHECKING:
+    from .local import LocalFolder
 
 _NAME = "lock"
 _TRIES = 64
@@ -34,9 +36,10 @@ _UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 
 
-def _read(path: str) -> str:
+def _boot_id() -> str:
+    """Return the identifier of this boot of the machine; "" if unknown."""
     try:
-        with open(path, encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read(200).strip()
     except (OSError, ValueError):
         return ""
@@ -67,7 +70,7 @@ def _me() -> dict[str, Any]:
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
-        "boot": _read("/proc/sys/kernel/random/boot_id"),
+        "boot": _boot_id(),
         "pid_space": _pid_space(),
         "pid": pid,
         "start": _start_time(pid),
@@ -115,15 +118,6 @@ def _lock_folder(descriptor: _core.Descriptor) -> bool:
     return True
 
 
-def check_timeout(seconds: float) -> float:
-    """Return the seconds to wait for the lock; raise unless they are a number of at least 0."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(f"lock_timeout must be a number of seconds, got {type(seconds).__name__}")
-    if not seconds >= 0:
-        raise ValueError(f"lock_timeout must be 0 or more seconds, got {seconds}")
-    return float(seconds)
-
-
 class WriterLock:
     """The lock of a writing process.
 
@@ -139,47 +133,43 @@ class WriterLock:
     is_unsure = False  # whether a `commit` succeeded can always be read from the folder
 
     def __init__(
-        self, folder: str, subject: str = "checkpoint", timeout: float | None = None
+        self, folder: LocalFolder, subject: str = "checkpoint", timeout: float | None = None
     ) -> None:
         self._timeout = timeout
         self._subject = subject
         self._folder = folder
-        self._path = os.path.join(folder, _NAME)
+        self._path = os.path.join(folder.path, _NAME)
         self.holder = _core.Descriptor()  # dropping it closes and unlocks, too
         self._is_new = False
+        self._owner: dict[str, Any] = {}  # this process, as the lock's text names it
         self.unfinished: str | None = None  # generation of a writer that died
 
     def acquire(self) -> None:
         """Take the lock; after the timeout raise StoreError (EBUSY) that names the owner."""
         import time
 
+        self._owner = _me()
         end = time.monotonic() + (self._timeout or 0.0)
         while True:
             try:
-                return self._acquire_once()
-            except StoreError as error:
+                for _ in range(_TRIES):
+                    with _core.Descriptor(self._folder.path, os.O_RDONLY) as folder:
+                        is_alone = _lock_folder(folder)
+                        if is_alone and self._try():
+                            return
+                    if not is_alone:
+                        time.sleep(_PAUSE)
+                raise self._busy_error("other writers keep replacing it")
+            except BaseException as error:
+                self.release()  # we may hold it, with a text that could not be written
                 left = end - time.monotonic()
-                if error.errno != errno.EBUSY or left <= 0:
+                is_busy = isinstance(error, StoreError) and error.errno == errno.EBUSY
+                if isinstance(error, OSError) and not (is_busy and left > 0):
+                    action = f"cannot lock the {self._subject}"
+                    raise store_error(error, action, self._path) from None
+                if not is_busy:
                     raise
             time.sleep(min(_PAUSE, left))
-
-    def _acquire_once(self) -> None:
-        import time
-
-        try:
-            for _ in range(_TRIES):
-                is_locked = self._try_alone()
-                if is_locked:
-                    return
-                if is_locked is None:
-                    time.sleep(_PAUSE)
-        except OSError as error:
-            self.release()  # we may hold it, with a text that could not be written
-            raise store_error(error, f"cannot lock the {self._subject}", self._path) from None
-        except BaseException:
-            self.release()
-            raise
-        raise self._busy_error("other writers keep replacing it")
 
     def _busy_error(self, reason: str) -> StoreError:
         """Return the error for a lock that another writer holds, with a remedy."""
@@ -192,12 +182,8 @@ class WriterLock:
         error = OSError(errno.EBUSY, f"{reason}: {remedy}")
         return store_error(error, f"cannot lock the {self._subject}", self._path)
 
-    def _try_alone(self) -> bool | None:
-        """Try once with the folder locked; return None if another writer has locked the folder."""
-        with _core.Descriptor(os.path.dirname(self._path), os.O_RDONLY) as folder:
-            return self._try() if _lock_folder(folder) else None
-
     def _try(self) -> bool:
+        """Try once, while the folder is locked; False if another writer replaced the file."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = self.holder
         descriptor.open(self._path, flags)
@@ -226,7 +212,7 @@ class WriterLock:
 
         The bits for execution stay, because FAT has them on every file and refuses to change them.
         """
-        limited = mode & (LocalFolder(self._folder).new_file_mode() | 0o111)
+        limited = mode & (self._folder.new_file_mode() | 0o111)
         if limited != mode & 0o777:
             change_mode(number, limited)
 
@@ -271,7 +257,7 @@ class WriterLock:
     def _write(self, generation: str | None) -> None:
         import json
 
-        text = json.dumps({**_me(), "generation": generation}).encode()
+        text = json.dumps({**self._owner, "generation": generation}).encode()
         number = self.holder.fileno()
         os.pwrite(number, text + b"\n", 0)
         os.ftruncate(number, len(text) + 1)
@@ -290,10 +276,9 @@ class WriterLock:
 
     def commit(self, data: bytes, root: str | None = None) -> None:
         """Replace the manifest durably; write the second copy `root`, a path, before it."""
-        mode = LocalFolder(self._folder).new_file_mode()
-        if root is not None:
-            _core.file_replace(os.path.join(self._folder, root), data, mode)
-        _core.file_replace(os.path.join(self._folder, MANIFEST), data, mode)
+        mode = self._folder.new_file_mode()
+        for path in (MANIFEST,) if root is None else (root, MANIFEST):
+            _core.file_replace(os.path.join(self._folder.path, path), data, mode)
 
     def release(self) -> None:
         """Unlock and close the file; in a forked child the parent keeps its lock."""

@@ -32,7 +32,7 @@ from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
 from .._folder.names import INDEX
-from .._options import DEFAULTS
+from .._options import SAVE_DEFAULTS
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
@@ -117,7 +117,7 @@ def _take_state(
     target: SaveTarget, model: Any, rename: Mapping[str, str] | None
 ) -> tuple[SaveContent, StateTable]:
     """Return this rank's part of the state, and its table; with a group, errors are kept."""
-    content = take_content(target, model, None, None, DEFAULTS)
+    content = take_content(target, model, None, None, SAVE_DEFAULTS)
     table = StateTable({}, [])
     try:
         state = content.dicts[0]
@@ -360,7 +360,7 @@ def take_export(
     rename: Mapping[str, str] | None = None,
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
-    target = check_target(local_path(path), {**DEFAULTS, "group": group})
+    target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group})
     most = check_int("max_shard_bytes", max_shard_bytes, 1)
     return Export(target, most, *_take_state(target, model, rename))
 

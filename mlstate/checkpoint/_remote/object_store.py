@@ -1,5 +1,7 @@
 """One interface to the objects of a store: S3, Google Cloud Storage, Azure; through obstore.
 
+Only this file knows obstore, "the engine": how a store is opened, its requests, and its errors.
+
 Keys are relative to the checkpoint's URL. Requests that change nothing, or that may be repeated,
 are repeated until the total timeout. A silent server ends a request; an upload has the more time
 the more bytes it sends. Conditional writes are not repeated here: the caller settles
@@ -10,15 +12,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.store_error import store_error
 from ...errors import StoreError
-from .engine_errors import RETRIED, engine_reason, is_engine_error
-from .options import SMALL
+from .options import CLIENT_KEYS
 
 if TYPE_CHECKING:
     import pathlib
@@ -29,8 +30,20 @@ if TYPE_CHECKING:
 
     _Result = TypeVar("_Result")
 
+# of errors after which a later attempt may succeed
+RETRIED = {errno.EIO, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.EAGAIN}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts
+_ONCE = 0.0  # seconds: a request is not repeated
 _BROKEN = "the answer was not complete"
+# The engine repeats failed parts of large objects until the timeout; this package repeats
+# everything else.
+_ENGINE_RETRIES = 0
+_PART_RETRIES = 1 << 20
+_LEAST_SILENCE = 1.0  # seconds without a byte of an answer, after which a request is repeated
+_MOST_CONNECT = 5.0  # seconds to connect
+_NO_LIMIT = 86400.0  # seconds of a request that is limited by its silence
+_SMALL = 16 << 10  # bytes of a request that fit into the buffers of a connection
+_LEAST_RATE = 512 << 10  # bytes per second of all simultaneous uploads together
 
 
 class Tag(NamedTuple):
@@ -38,6 +51,9 @@ class Tag(NamedTuple):
 
     e_tag: str | None
     version: str | None
+
+
+_NO_TAG = Tag('"0x1"', "1")  # in the form of Azure and of Google; no object has it
 
 
 class ObjectInfo(NamedTuple):
@@ -55,69 +71,76 @@ def _info_of(answer: Any) -> ObjectInfo:
 
 def upload_class(nbytes: int) -> int:
     """Return the largest size of the uploads that have the same time limit as `nbytes`."""
-    size = SMALL
+    size = _SMALL
     while size < nbytes:
         size *= 8
     return size
 
 
-def repeat(
-    attempt: Callable[[], _Result], seconds: float, retried: Collection[int] = RETRIED
-) -> _Result:
-    """Call `attempt` until it succeeds, or fails by an errno that is not in `retried`.
+def upload_seconds(options: StoreOptions, nbytes: int) -> float:
+    """Return the time limit of a request that sends `nbytes` bytes, without repetitions.
 
-    The pauses between the attempts grow, with jitter. After `seconds` the last error is raised.
+    The engine does not count sent bytes as progress. So the limit grows with the bytes of all
+    requests that share the connection to the store.
     """
-    import random
+    return options.timeout_seconds + nbytes * options.max_concurrency / _LEAST_RATE
 
-    end, longest = time.monotonic() + seconds, _FIRST_PAUSE
-    while True:
-        pause = longest * random.uniform(0.5, 1.0)
-        try:
-            return attempt()
-        except OSError as error:
-            if error.errno not in retried or time.monotonic() + pause > end:
-                raise
+
+class Attempts:
+    """The repetitions of one request, for `seconds` in all; pauses grow, with jitter."""
+
+    def __init__(self, seconds: float, retried: Collection[int] = RETRIED) -> None:
+        self._end = time.monotonic() + seconds
+        self._retried = retried
+        self._longest = _FIRST_PAUSE
+
+    def wait(self, number: int | None) -> bool:
+        """Pause after an error with this errno; return False, at once, to give up."""
+        import random
+
+        pause = self._longest * random.uniform(0.5, 1.0)
+        if number not in self._retried or time.monotonic() + pause > self._end:
+            return False
         time.sleep(pause)
-        longest = min(2 * longest, _LONGEST_PAUSE)
+        self._longest = min(2 * self._longest, _LONGEST_PAUSE)
+        return True
 
 
 class ObjectStore:
     """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
 
-    has_conditions = False  # whether the endpoint is known to honour conditions of writes
-
     def __init__(self, url: str, options: StoreOptions) -> None:
         self.url = url
         self.timeout = options.timeout_seconds
         self._options = options
-        self._engine, self._store = options.open_engine(url)
+        self._engine, self._store = _open_engine(url, options)
         self._uploads: dict[tuple[int, bool], Any] = {(upload_class(0), False): self._store}
+        self._has_conditions = False  # whether the endpoint is known to honour them
         self._pid = os.getpid()
 
     # ---- requests ----
 
-    def _call(self, action: str, key: str, request: Callable[[], _Result]) -> _Result:
-        """Send one request; raise the engine's error as a StoreError without credentials."""
+    def _send(
+        self, action: str, key: str, request: Callable[[], _Result], seconds: float | None = None
+    ) -> _Result:
+        """Send a request until it succeeds; repeat it for `seconds`, or until the timeout.
+
+        The engine's error is raised as a StoreError without credentials.
+        """
         path = f"{self.url}/{key}" if key else self.url
         if self._pid != os.getpid():
             text = "this process is a fork, where the engine does not work: start it by spawn"
             raise store_error(OSError(errno.EINVAL, text), action, path)
-        failed = None
-        try:
-            return request()
-        except Exception as error:
-            if not is_engine_error(error):
-                raise
-            failed = store_error(engine_reason(error), action, path)
-        raise failed  # outside the handler, so that the engine's text is not its context
-
-    def _repeat(
-        self, action: str, key: str, request: Callable[[], _Result], seconds: float | None = None
-    ) -> _Result:
-        """Send a request that may be repeated, until it succeeds or the timeout is over."""
-        limit = self.timeout if seconds is None else seconds
-        return repeat(partial(self._call, action, key, request), limit)
+        attempts = Attempts(self.timeout if seconds is None else seconds)
+        while True:
+            try:
+                return request()
+            except Exception as error:
+                if not _is_engine_error(error):
+                    raise
+                failed = store_error(engine_reason(error), action, path)
+            if not attempts.wait(failed.errno):
+                raise failed  # outside the handler, so that the engine's text is not its context
 
     # ---- reading ----
 
@@ -129,18 +152,18 @@ class ObjectStore:
 
         def request() -> tuple[bytes, Tag] | None:
             answer = self._engine.get(self._store, key)
-            info = _info_of(answer.meta)
-            if info.nbytes > most:
+            nbytes = answer.meta["size"]
+            if nbytes > most:
                 return None
             data = bytes(answer.bytes())
-            if len(data) != info.nbytes:
+            if len(data) != nbytes:
                 raise OSError(errno.EIO, _BROKEN)
-            return data, info.tag
+            return data, Tag(answer.meta["e_tag"], answer.meta["version"])
 
-        got = self._repeat("cannot read the object", key, request)
-        if got is None:
+        content = self._send("cannot read the object", key, request)
+        if content is None:
             raise ValueError("too long")
-        return got
+        return content
 
     def get_range(
         self, key: str, begin: int, end: int, tag: Tag | None = None
@@ -160,7 +183,7 @@ class ObjectStore:
             return data, nbytes, answer.meta["e_tag"]
 
         try:
-            data, nbytes, e_tag = self._repeat("cannot read the object", key, request)
+            data, nbytes, e_tag = self._send("cannot read the object", key, request)
         except OSError as error:
             if error.errno != errno.ERANGE:
                 raise
@@ -173,7 +196,7 @@ class ObjectStore:
     def info(self, key: str) -> ObjectInfo | None:
         """Return size and tag of an object; None if it does not exist."""
         try:
-            return self._repeat(
+            return self._send(
                 "cannot find the object",
                 key,
                 lambda: _info_of(self._engine.head(self._store, key)),
@@ -187,7 +210,7 @@ class ObjectStore:
         def request() -> Any:
             return self._engine.list_with_delimiter(self._store, folder or None)["objects"]
 
-        listing = self._repeat("cannot list the objects", folder, request)
+        listing = self._send("cannot list the objects", folder, request)
         return {entry["path"].rpartition("/")[2]: _info_of(entry) for entry in listing}
 
     # ---- writing ----
@@ -196,11 +219,11 @@ class ObjectStore:
         """Write an object whose name no other content ever has, so that it may be repeated."""
         nbytes = len(data) if isinstance(data, bytes) else os.path.getsize(data)
         store = self._upload_store(nbytes)
-        self._repeat(
+        self._send(
             "cannot write the object",
             key,
             lambda: self._engine.put(store, key, data, use_multipart=False),
-            self._options.upload_seconds(nbytes),
+            upload_seconds(self._options, nbytes),
         )
 
     def put_file(self, key: str, path: str, concurrency: int) -> None:
@@ -223,10 +246,11 @@ class ObjectStore:
         the store copies in one request.
         """
         try:
-            self._call(
+            self._send(
                 "cannot copy the object",
                 source,
                 lambda: self._engine.copy(self._store, source, key),
+                _ONCE,
             )
         except OSError:
             return False
@@ -250,17 +274,17 @@ class ObjectStore:
                     max_concurrency=concurrency,
                 )
             except Exception as error:
-                if not is_engine_error(error) or not self._has_size(key, nbytes):
+                if not _is_engine_error(error) or not self._has_size(key, nbytes):
                     raise
 
-        self._repeat("cannot write the object", key, request)
+        self._send("cannot write the object", key, request)
 
     def _has_size(self, key: str, nbytes: int) -> bool:
         """Return whether an object is known to exist with this size."""
         try:
             return bool(self._engine.head(self._store, key)["size"] == nbytes)
         except Exception as error:
-            if not is_engine_error(error):
+            if not _is_engine_error(error):
                 raise
             return False
 
@@ -272,7 +296,7 @@ class ObjectStore:
         size = upload_class(nbytes)
         store = self._uploads.get((size, for_parts))
         if store is None:
-            store = self._options.open_engine(self.url, upload_bytes=size, for_parts=for_parts)[1]
+            store = _open_engine(self.url, self._options, size, for_parts=for_parts)[1]
             self._uploads[size, for_parts] = store
         return store
 
@@ -286,12 +310,33 @@ class ObjectStore:
         if tag is not None:
             mode = {name: value for name, value in tag._asdict().items() if value is not None}
         store = self._upload_store(len(data))
-        send = self._repeat if repeats else self._call
-        send(
+        self._send(
             "cannot write the object",
             key,
             lambda: self._engine.put(store, key, data, mode=mode, use_multipart=False),
+            None if repeats else _ONCE,
         )
+
+    def require_conditions(self) -> None:
+        """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes."""
+        if self._has_conditions:
+            return
+        with self.temporary_object() as name:
+            for tag in (None, _NO_TAG):  # neither condition holds
+                try:
+                    self.put_if(name, b"{}", tag, repeats=True)
+                except StoreError as error:
+                    if error.errno == errno.EEXIST:
+                        continue
+                    raise
+                header = "If-None-Match" if tag is None else "If-Match"
+                reason = OSError(
+                    errno.ENOTSUP,
+                    f"the endpoint ignores conditions of writes ({header}), so writers could "
+                    "overwrite each other's checkpoints: use a store that supports them",
+                )
+                raise store_error(reason, "cannot save", self.url)
+        self._has_conditions = True
 
     @contextmanager
     def temporary_object(self) -> Iterator[str]:
@@ -313,9 +358,204 @@ class ObjectStore:
             return
         action, named = "cannot delete objects", keys[0] if len(keys) == 1 else ""
         try:
-            self._repeat(action, named, lambda: self._engine.delete(self._store, keys))
+            self._send(action, named, lambda: self._engine.delete(self._store, keys))
         except FileNotFoundError:
             # Only S3 answers a deletion of a missing object by a success. Of the others, some may
             # not have been deleted.
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
+
+
+# ---- opening the engine ----
+
+_ENVIRONMENT = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+
+
+def _client_environment(url: str) -> dict[str, str]:
+    """Return the client's options in the environment, such as AWS_ALLOW_HTTP.
+
+    The engine ignores them if it is given `client_options`.
+    """
+    prefix = _ENVIRONMENT[url.partition("://")[0]]
+    settings = {name: os.environ.get(f"{prefix}{name.upper()}") for name in CLIENT_KEYS}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _refusal_text(error: Exception) -> str:
+    """Return why the engine refuses a configuration, without any of its values."""
+    key = re.search(r"Configuration key: '([A-Za-z_0-9]{1,60})' is not valid", str(error))
+    if key is not None:
+        return f"storage_options has an unknown key: {key[1]!r}"
+    if "MissingAccount" in str(error):
+        return (
+            "the account is missing: pass storage_options={'account_name': ...} or set "
+            "AZURE_STORAGE_ACCOUNT_NAME"
+        )
+    if "MissingRegion" in str(error):
+        return "the region is missing: pass storage_options={'region': ...} or set AWS_REGION"
+    if re.search(r"GCP credential error: |Azure error: Invalid Access Key", str(error)):
+        return (
+            "a credential cannot be read: check the key, token or file of the store in "
+            "storage_options and the environment"
+        )
+    return (
+        f"the store's engine refuses the URL or storage_options ({type(error).__name__}: "
+        f"{engine_reason(error).strerror if not isinstance(error, TypeError) else 'wrong type'})"
+    )
+
+
+def _time_limits(options: StoreOptions, nbytes: int) -> dict[str, str]:
+    """Return the time limits of an engine whose requests send at most `nbytes` bytes.
+
+    Of small requests, only a silent server is limited: after two silent attempts, or one
+    attempt and its stalled answer, `timeout_seconds` are over.
+    """
+    silence = max(options.timeout_seconds / 2, _LEAST_SILENCE)
+    limits = {"connect_timeout": min(silence, _MOST_CONNECT)}
+    if nbytes <= _SMALL:
+        limits |= {"read_timeout": silence, "timeout": _NO_LIMIT}
+    else:
+        limits |= {"timeout": upload_seconds(options, nbytes)}
+    return {name: f"{round(1000 * seconds)}ms" for name, seconds in limits.items()}
+
+
+def _open_engine(
+    url: str, options: StoreOptions, upload_bytes: int = 0, *, for_parts: bool = False
+) -> tuple[Any, Any]:
+    """Import the engine; return it and a store for a URL.
+
+    `upload_bytes` is the largest number of bytes that a request sends. With `for_parts`, the
+    store repeats failed requests until `timeout_seconds`. The text of an error has no values
+    of the configuration.
+    """
+    try:
+        import obstore
+        from obstore.store import from_url
+    except ImportError:
+        raise ImportError(
+            f"{url}: object stores need the package obstore: pip install 'mlstate[remote]'"
+        ) from None
+    from datetime import timedelta
+
+    keywords = dict(options.passed)
+    limits = _time_limits(options, upload_bytes)
+    client = keywords.get("client_options", _client_environment(url))
+    if hasattr(client, "keys"):  # otherwise the engine refuses it
+        keywords["client_options"] = {**limits, **client}
+    keywords["retry_config"] = {
+        "max_retries": _PART_RETRIES if for_parts else _ENGINE_RETRIES,
+        "retry_timeout": timedelta(seconds=options.timeout_seconds),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=50),
+            "max_backoff": timedelta(seconds=5),
+        },
+        **keywords.get("retry_config", {}),
+    }
+    failed = None
+    try:
+        open_store: Any = from_url
+        return obstore, open_store(url, config=options.config, **keywords)
+    except Exception as error:
+        if not _is_engine_error(error) and not isinstance(error, TypeError):
+            raise
+        failed = ValueError(f"{url}: {_refusal_text(error)}")
+    raise failed
+
+
+# ---- errors of the engine ----
+#
+# The texts of the engine contain answers of the server and URLs, which may repeat key ids and
+# signatures. Only the status and the error code of the answer are used, never the text.
+
+# of an answer, or of one deletion in a batch
+_STATUS = re.compile(r"non-2xx status code: (\d{3})|request failed for key .*\(code: (\d{3})\)")
+_CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>|\"code\": ?\"([A-Za-z]{1,60})\"")
+_THROTTLED = ("SlowDown", "ServerBusy", "TooManyRequests", "Throttling")
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
+_CONFLICTS = ("AlreadyExistsError", "PreconditionError")
+_UNSUPPORTED = ("NotSupportedError", "NotImplementedError")
+# Without credentials, the engine asks the metadata service of a virtual machine for a token.
+_ASKS_FOR_TOKEN = ("169.254.169.254", "/latest/api/token", "token request")
+_VARIABLES = {
+    "Generic GCS error": "GOOGLE_SERVICE_ACCOUNT",
+    "Generic MicrosoftAzure error": "AZURE_STORAGE_ACCOUNT_KEY",
+}
+_IN_PROGRESS = ("ConditionalRequestConflict", "OperationAborted")
+
+
+def _answer_text(text: str) -> tuple[str, str]:
+    """Return the error code of the server's answer, and a short text with status and code."""
+    status, code_match = _STATUS.search(text), _CODE.search(text)
+    code = "" if code_match is None else code_match[1] or code_match[2]
+    parts = ["HTTP", status[1] or status[2] if status else "", code]
+    return code, " ".join(filter(None, parts)) if status or code else ""
+
+
+def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
+    """Return errno and text for a failure without an own class in the engine."""
+    lowered = text.partition("Debug source")[0].lower()
+    if code in _THROTTLED or answer.startswith(("HTTP 429", "HTTP 503")):
+        return errno.EAGAIN, f"the store limits the rate of requests or is overloaded ({answer})"
+    if code in _IN_PROGRESS:
+        return errno.EAGAIN, f"another request for this object is in progress ({answer})"
+    if code == "InvalidRange" or answer.startswith("HTTP 416"):
+        return errno.ERANGE, f"the object ends before the requested range ({answer})"
+    if answer.startswith(("HTTP 5", "HTTP 408")) or code == "RequestTimeout":
+        return errno.EIO, f"the store failed ({answer})"
+    if answer:
+        return errno.EINVAL, f"the store refused the request ({answer})"
+    if "kind: Connect" in text:
+        return errno.ECONNREFUSED, "cannot connect to the store's endpoint"
+    if "timed out" in text or "TimedOut" in text or "kind: Timeout" in text:
+        return errno.ETIMEDOUT, "the store did not answer in time"
+    if "builder error" in lowered or "URL scheme is not allowed" in text:
+        return errno.EINVAL, (
+            "the endpoint cannot be used; an http:// endpoint needs "
+            "storage_options={'client_options': {'allow_http': True}}"
+        )
+    return errno.EIO, "the connection broke, or the answer was not complete"
+
+
+def _is_engine_error(error: Exception) -> bool:
+    """Return whether the engine raises such an exception; others are mistakes of the caller."""
+    is_obstore = type(error).__module__.partition(".")[0] == "obstore"
+    return is_obstore or isinstance(error, OSError | ValueError | NotImplementedError)
+
+
+def engine_reason(error: Exception) -> OSError:
+    """Return an engine's exception as an OSError with a safe text, of the class for its errno."""
+    kind, text = type(error).__name__, str(error)
+    code, answer = _answer_text(text)
+    note = f" ({answer})" if answer else ""
+    if code == "NoSuchUpload":  # its completion was repeated after a lost answer
+        return OSError(errno.EIO, f"the outcome of the upload is unknown{note}")
+    if code in _NO_BUCKET:
+        return FileNotFoundError(errno.ENOENT, f"the bucket does not exist{note}")
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, f"the object does not exist{note}")
+    if any(part in text.partition("Debug source")[0] for part in _ASKS_FOR_TOKEN):
+        names = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        for start, variable in _VARIABLES.items():
+            names = variable if text.startswith(start) else names
+        return PermissionError(
+            errno.EACCES,
+            f"no credentials found: set the store's environment variables, such as {names}, or "
+            "pass them in storage_options",
+        )
+    if kind in _DENIED or answer.startswith(("HTTP 401", "HTTP 403")):
+        return PermissionError(errno.EACCES, f"access denied{note}: check the credentials")
+    if kind in _CONFLICTS and code not in _IN_PROGRESS:
+        return FileExistsError(errno.EEXIST, f"the object was changed by another writer{note}")
+    if kind == "InvalidPathError" or isinstance(error, ValueError):
+        return OSError(errno.EINVAL, "the store does not accept this name")
+    if "required for conditional update" in text:
+        return OSError(
+            errno.EINVAL,
+            "the endpoint gives no version (ETag or generation) of an object, which conditional "
+            "writes need",
+        )
+    if kind in _UNSUPPORTED:
+        return OSError(errno.EINVAL, f"the endpoint does not support the request{note}")
+    number, reason = _failure_of(text, answer, code)
+    return OSError(number, reason)

@@ -31,15 +31,15 @@ def _older_indexes(
     since: float | None = None
     for path, nbytes in sizes.items():
         folder, name = os.path.split(path)
-        own = _INDEX_NAME.fullmatch(name)
-        if folder != INDEX_FOLDER or own is None:
+        index_match = _INDEX_NAME.fullmatch(name)
+        if folder != INDEX_FOLDER or index_match is None:
             continue
         older = {
             match[1]: listed[name].changed
             for name in listed
             if listed[name].nbytes == nbytes
             and (match := _INDEX_NAME.fullmatch(name))
-            and match[2] == own[2]
+            and match[2] == index_match[2]
         }
         if older and since is None:  # the index of a commit is older than its manifest
             commit = store.list_folder("").get(root)
@@ -47,7 +47,7 @@ def _older_indexes(
         newest = sorted(older, key=older.__getitem__, reverse=True)[:_MOST_ATTEMPTS]
         for generation in newest:
             if since is not None and older[generation] > since:
-                yield path, own[1], generation
+                yield path, index_match[1], generation
 
 
 def _content_of(text: bytes) -> bytes:

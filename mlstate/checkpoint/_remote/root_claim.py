@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 
 from ..._common.store_error import store_error
 from ...errors import StoreError
-from .engine_errors import RETRIED
-from .object_store import Tag, repeat
+from .object_store import RETRIED, Attempts
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from .object_store import ObjectStore
+    from .object_store import ObjectStore, Tag
 
-_NO_TAG = Tag('"0x1"', "1")  # in the form of Azure and of Google; no object has it
 _MOST_BYTES = 1 << 40
 
 
@@ -44,20 +42,14 @@ class RootClaim:
         self._tag: Tag | None = None
         self.is_unsure = False
 
-    def acquire(self) -> RootClaim:
+    def acquire(self) -> None:
         """Note the tag of the current root; refuse a store that ignores conditions (ENOTSUP)."""
-        if not self._store.has_conditions:
-            _check_conditions(self._store)
-            self._store.has_conditions = True
+        self._store.require_conditions()
         info = self._store.info(self._root)
         self._tag = None if info is None else info.tag
-        return self
 
     def note(self, generation: str | None) -> None:
         """Do nothing: no object names the generation before the commit."""
-
-    def release(self) -> None:
-        """Do nothing: a claim ends when another writer replaces the root."""
 
     def commit(self, data: bytes, root: str | None = None) -> None:
         """Replace the manifest unless another writer replaced it since `acquire` (EBUSY).
@@ -78,22 +70,21 @@ class RootClaim:
     def _replace(self, data: bytes) -> None:
         """Write the root; a conflict after a lost answer is settled by reading the root."""
         was_lost = False  # an earlier request may have replaced the root
-
-        def attempt() -> None:
-            nonlocal was_lost
+        attempts = Attempts(self._store.timeout, {*RETRIED, errno.EEXIST})
+        self.is_unsure = True
+        while True:
             try:
                 self._store.put_if(self._root, data, self._tag)
+                break
             except StoreError as error:
                 if error.errno == errno.EEXIST and self._is_own_root(data):
-                    return
+                    break
                 if error.errno in RETRIED:
                     was_lost = True
                 elif error.errno != errno.EEXIST:
                     self.is_unsure = was_lost
-                raise
-
-        self.is_unsure = True
-        repeat(attempt, self._store.timeout, {*RETRIED, errno.EEXIST})
+                if not attempts.wait(error.errno):
+                    raise
         self.is_unsure = False
 
     def _is_own_root(self, data: bytes) -> bool:
@@ -126,27 +117,3 @@ def _sequence_of(root: bytes) -> object:
         return json.loads(root)["sequence"]
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _check_conditions(store: ObjectStore) -> None:
-    """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes."""
-    with store.temporary_object() as name:
-        for tag in (None, _NO_TAG):
-            _expect_refusal(store, name, tag)
-
-
-def _expect_refusal(store: ObjectStore, name: str, tag: Tag | None) -> None:
-    """Write an object under a condition that does not hold; raise if that succeeds."""
-    try:
-        store.put_if(name, b"{}", tag, repeats=True)
-    except StoreError as error:
-        if error.errno == errno.EEXIST:
-            return
-        raise
-    header = "If-None-Match" if tag is None else "If-Match"
-    reason = OSError(
-        errno.ENOTSUP,
-        f"the endpoint ignores conditions of writes ({header}), so writers could overwrite each "
-        "other's checkpoints: use a store that supports them",
-    )
-    raise store_error(reason, "cannot save", store.url)

@@ -54,8 +54,7 @@ class NamedStates(NamedTuple):
         stored once. Other trees are packed, and each rank stores a row of one tensor, so that
         the tensors of a checkpoint do not grow with the ranks.
         """
-        if self.arrays is None:
-            return
+        assert self.arrays is not None
         rank, ranks = (0, 1) if group is None else (group.rank, group.world_size)
         for number, name in enumerate(sorted(self.trees)):
             tree = self.trees[name]
@@ -144,7 +143,7 @@ def _part(name: str, value: Any) -> Any:
 def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
     """Return the tensors of a model or an optimizer by name, or None for other values."""
     if is_optimizer(value):
-        if not backend_of(value, CheckpointBackend).is_plain_optimizer(value):
+        if not backend_of(value, CheckpointBackend).has_standard_state_dict(value):
             return None
         owner = owner_of(value, modules)
         states, keywords = backend_of(value, CheckpointBackend).saved_optimizer(value, owner, ranks)
@@ -167,12 +166,9 @@ def add_entries(named: NamedStates, state: str | None, others: tuple[Any, Any]) 
     `state` is the module's own name among the states, or None for the model.
     """
     where = "model" if state is None else f"states[{state!r}]"
-    tree = encode_entries(*others, where)
-    if tree is None:
-        return named
     if named.arrays is None:
         named = NamedStates({}, {}, {})
-    named.trees[entries_name(state)] = tree
+    named.trees[entries_name(state)] = encode_entries(*others, where)
     named.kinds[entries_name(state)] = {"kind": "tree"}
     return named
 
@@ -182,8 +178,6 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
 
     A torch optimizer among the states may belong to `model`. Errors have the name and the path.
     """
-    if states is None:
-        return NO_STATES
     states = check_names(states)
     modules = modules_of(model, states)
     named = NamedStates({}, {}, {})
@@ -211,5 +205,6 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
             kind = kind_of(flat)
             assert kind is not None
             named.kinds[name] = kind
-            add_entries(named, name, others)
+            if any(others):
+                add_entries(named, name, others)
     return named

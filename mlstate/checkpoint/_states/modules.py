@@ -35,12 +35,8 @@ def entries_name(state: str | None) -> str:
     return MODEL if state is None else _NAMED + state
 
 
-def encode_entries(
-    entries: Mapping[str, Any], metadata: Mapping[str, Any], where: str
-) -> Tree | None:
-    """Return what `saved_module` returns besides tensors as a nested value, if anything."""
-    if not entries and not metadata:
-        return None
+def encode_entries(entries: Mapping[str, Any], metadata: Mapping[str, Any], where: str) -> Tree:
+    """Return what `saved_module` returns besides tensors as a nested value."""
     return encode({"entries": dict(entries), "metadata": dict(metadata)}, where, exact=True)
 
 
@@ -90,7 +86,7 @@ def stored_entries(loader: Loader, section: Section) -> StoredEntries:
     ):
         raise malformed(f"states[{name!r}]", "it must have entries and metadata")
     entries, metadata = value["entries"], value["metadata"]
-    rules = loader.request.rename
+    rules = loader.options["rename"]
     if rules is not None:
         entries = _core.state_rename(entries, tuple(rules.items()))[0]
         metadata = section.renamed_layers(metadata)
@@ -213,6 +209,6 @@ def prepare_units(
         if name in stored.entries:
             entries[name] = _on_device_of(stored.entries[name], contract.entries.get(name))
     load = backend_of(target, CheckpointBackend).own_load(
-        filling, entries, stored.metadata, units, strict=loader.request.strict
+        filling, entries, stored.metadata, units, strict=loader.options["strict"]
     )
     return [Action(section.label, load.apply, load.undo)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .._load import Loader
 
-_WHOLE: Any = (None, 0, 0)
+_WHOLE_TENSOR: Any = (None, 0, 0)
 _MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -50,7 +50,7 @@ class _StoredTree(NamedTuple):
 def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
     """Return the rank whose value to load, or None for all ranks."""
     rank, world_size = loader.request.rank, loader.request.world_size
-    if rank is None and loader.request.into is None:
+    if rank is None and loader.options["into"] is None:
         return None
     if rank is None or world_size != ranks:
         got = "none" if rank is None else f"rank {rank} of {world_size}"
@@ -70,12 +70,12 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
     ranks = kind.get("ranks")
     if ranks is not None:
         rank = _own_rank(loader, label, ranks)
-        cut = _WHOLE if rank is None else (Layout.rows(ranks)._steps, rank, ranks)
+        cut = _WHOLE_TENSOR if rank is None else (Layout.rows(ranks)._steps, rank, ranks)
         key = f"{name}/{RANKS}"
         rows = loader.load_keys(STATES, [key], cut)[key]
         return [_StoredTree(*unpack(row, label)) for row in rows]
     text = f"{name}/{TEXT}"
-    node = parse(loader.load_keys(STATES, [text], _WHOLE)[text].tobytes(), label)
+    node = parse(loader.load_keys(STATES, [text], _WHOLE_TENSOR)[text].tobytes(), label)
     try:
         leaves = [leaf.key for leaf in leaves_of(node) if not leaf.is_sharded]
     except _MALFORMED as error:
@@ -84,7 +84,7 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
     absent = [key for key in leaves if f"{name}/{key}" not in stored_keys]
     if absent:
         raise malformed(label, f"it names the array {absent[0]!r}, which is not stored")
-    arrays = loader.load_keys(STATES, [f"{name}/{key}" for key in leaves], _WHOLE)
+    arrays = loader.load_keys(STATES, [f"{name}/{key}" for key in leaves], _WHOLE_TENSOR)
     return [_StoredTree(node, {key: arrays[f"{name}/{key}"] for key in leaves})]
 
 
@@ -120,7 +120,7 @@ def _shards(loader: Loader, name: str, node: Any, template: Any) -> dict[str, An
         key = f"{name}/{leaf.key}"
         like = _leaf(template, leaf.path)
         if not (is_torch(like) and hasattr(like, "device_mesh")):
-            cut = _WHOLE if template is not None else loader.request.cutting
+            cut = _WHOLE_TENSOR if template is not None else loader.request.cutting
             shards[leaf.key] = loader.load_keys(STATES, [key], cut)[key]
             continue
         shards[leaf.key] = load_like(loader, STATES, key, like)
@@ -133,7 +133,7 @@ def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
     part = backend_of(tensor, ShardBackend).part_of(key, tensor)
     if not isinstance(part, Shard):
         part = Shard(part)
-    cut = (part._steps, part.index, part.layout.parts) if part._steps else _WHOLE
+    cut = (part._steps, part.index, part.layout.parts) if part._steps else _WHOLE_TENSOR
     array = loader.load_keys(section, [key], cut)[key]
     part.array.copy_(_tensor_of(None)(array).reshape(part.array.shape))
     return tensor
@@ -143,7 +143,7 @@ def _decode(
     loader: Loader, name: str, stored: _StoredTree, node: Any, template: Any, *, tensors: bool
 ) -> Any:
     """Return the value of a JSON form that belongs to a stored tree."""
-    device = loader.request.device
+    device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
     arrays = {**stored.arrays, **_shards(loader, name, node, template)}
     try:
@@ -230,7 +230,7 @@ class _Restorer:
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
         pairs = dict(node["items"]) if "$" in node else node
-        strict = self.loader.request.strict
+        strict = self.loader.options["strict"]
         if strict and target.keys() != pairs.keys():
             key = min(target.keys() ^ pairs.keys(), key=str)
             missing = key in target

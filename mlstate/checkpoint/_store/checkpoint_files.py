@@ -8,11 +8,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.local_path import local_folder
 from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
-from .._folder.local import LocalFolder
 from .._folder.names import (
     FOLDERS,
     INDEX,
@@ -25,15 +23,12 @@ from .._folder.names import (
     mark_path,
     orphaned_marks,
     root_of,
-    roots_of,
 )
-from .._folder.object import ObjectFolder, StoreURL
-from .._remote.options import check_url, split_url, take_options
 from .manifest import IndexRecord, Manifest, parse
 from .weight_files import is_weights_root, read_merged_index, read_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import TypeVar
 
     from .._folder.protocol import Folder
@@ -43,138 +38,6 @@ if TYPE_CHECKING:
 _NONE: Mapping[str, Any] = {}
 TRIES = 20  # attempts to read a checkpoint that writers keep replacing
 _WRITER = "mlstate "  # prefix of `writer` if file names follow this scheme
-
-
-# ---- the path of a caller ----
-
-_FILES = (".safetensors", "/model.safetensors.index.json")
-_ONLY_READ = (
-    "this URL names one file, which load, plan_load, inspect, verify, diff, reshard and convert "
-    "read; a checkpoint in a store needs a URL without that suffix"
-)
-
-
-def open_folder(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    reads: bool = False,
-) -> Folder:
-    """Return the folder of a checkpoint, by a local path or a URL; no file is opened.
-
-    With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; its
-    folder has the attribute `file` then.
-    """
-    if isinstance(path, StoreURL):
-        folder = path.folder
-        path = f"{path}/{folder.file}" if folder.file else str(path)
-        if storage_options is None and (reads or not folder.file):
-            return folder
-    if isinstance(path, str) and split_url(path) is not None:
-        is_file = path.rstrip("/").endswith(_FILES)
-        if is_file and not reads:
-            check_url(path)
-            raise ValueError(f"{path}: {_ONLY_READ}")
-        url, file = check_url(path), ""
-        if is_file:
-            url, _, file = url.rpartition("/")
-        options = take_options(storage_options)
-        if options.cache_folder is None:
-            return ObjectFolder(url, options, file)
-        from .._folder.cached import CachedFolder
-
-        return CachedFolder(url, options, file)
-    place = local_folder(path)
-    if storage_options is not None:
-        raise ValueError(
-            f"{place}: storage_options are for URLs such as s3://bucket/run, and this is a "
-            "local folder"
-        )
-    return LocalFolder(place)
-
-
-def open_files(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    reads: bool = False,
-) -> CheckpointFiles:
-    """Return the files of the checkpoint at a path; see `open_folder`."""
-    return CheckpointFiles(open_folder(path, storage_options, reads=reads))
-
-
-class RootPath(NamedTuple):
-    """A root in a folder; also the path that internal callers pass to `load` and `verify`."""
-
-    folder: str | CheckpointFiles
-    root: str = MANIFEST
-    manifest: Manifest | None = None  # of the root, if already read
-
-    def __fspath__(self) -> str:
-        return self.folder if isinstance(self.folder, str) else self.folder.path
-
-
-def open_root_path(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-) -> tuple[CheckpointFiles, str, Manifest | None]:
-    """Return the files, the root and its manifest, if read, for the argument `path`."""
-    location = path if isinstance(path, RootPath) else RootPath(path)  # type: ignore[arg-type]
-    files = location.folder
-    if not isinstance(files, CheckpointFiles):
-        files = open_files(files, storage_options, reads=True)
-    return files, location.root, location.manifest
-
-
-# Suffixes of files that other programs, or `save_file`, read and write.
-_FILE_SUFFIXES = frozenset(
-    [
-        ".safetensors",
-        ".npz",
-        ".npy",
-        ".pt",
-        ".pth",
-        ".bin",
-        ".ckpt",
-        ".pkl",
-        ".pickle",
-        ".h5",
-        ".hdf5",
-        ".msgpack",
-        ".onnx",
-        ".gguf",
-        ".json",
-    ]
-)
-
-
-def refuse_file_name(folder: Folder) -> None:
-    """Raise ValueError for a new folder whose name has the suffix of another format's files."""
-    suffix = os.path.splitext(folder.path)[1].lower()
-    if suffix not in _FILE_SUFFIXES or folder.has_checkpoint():
-        return
-    remedy = "mlstate convert writes files of other formats"
-    if suffix == ".safetensors":
-        remedy = "save_file(state, path) writes one file"
-    elif suffix in (".npz", ".pt", ".pth", ".bin"):
-        remedy = f"save_file writes a .safetensors file, and mlstate convert a {suffix} file of it"
-    raise ValueError(
-        f"{folder.path}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
-        f"{remedy}; for a folder, pass a path without this suffix"
-    )
-
-
-def refuse_existing(folder: Folder, overwrite: bool) -> None:
-    """Raise StoreError (EEXIST) if a path exists, except an empty folder or with `overwrite`."""
-    if not overwrite and not folder.is_empty():
-        raise store_error(
-            FileExistsError(
-                errno.EEXIST,
-                "it exists already; overwrite=True (--force on the command line) replaces all of "
-                "it, the steps of a CheckpointManager included",
-            ),
-            "cannot write the target",
-            folder.path,
-        )
 
 
 # ---- facts of roots and indexes ----
@@ -253,23 +116,23 @@ class CheckpointFiles:
 
     def list_roots(self) -> list[Root]:
         """Return the roots under ``roots/``, oldest first."""
-        return roots_of(self.folder.names("roots"))
+        return sorted(filter(None, map(root_of, self.folder.names("roots"))))
 
     def current_root(self, root: str = MANIFEST) -> str:
-        """Return `root`, or the root of a local Hugging Face folder if it has no manifest.
+        """Return the root for `root`, without reading it.
 
-        Of a URL that names one file, it is this file.
+        Of a URL that names one file, it is this file. Of a Hugging Face folder without a manifest,
+        it is the file that describes the weights.
         """
         folder = self.folder
-        if root == MANIFEST and folder.is_local and not folder.exists(MANIFEST):
-            return folder.find_weights() or root
-        return folder.file if folder.file and root == MANIFEST else root
+        if root != MANIFEST or folder.file:
+            return root if root != MANIFEST else folder.file
+        return root if folder.exists(root) else folder.find_weights() or root
 
     def open_root(self, root: str = MANIFEST) -> tuple[str, Manifest | None]:
-        """Return what `current_root` does, and the manifest if that took reading it, in a store."""
-        root = self.current_root(root)
-        if root != MANIFEST or self.folder.is_local:
-            return root, None
+        """Return what `current_root` does, and the manifest if that took reading it."""
+        if root != MANIFEST or self.folder.file:
+            return self.current_root(root), None
         try:
             return root, self.read_manifest(root)
         except FileNotFoundError:
@@ -314,6 +177,14 @@ class CheckpointFiles:
         # OSError picks the subclass by errno
         return store_error(OSError(error.errno, text), "cannot read the checkpoint", self.path)
 
+    def find_manifest(self) -> Manifest | None:
+        """Read the manifest of the current checkpoint; None if there is none."""
+        try:
+            data = self.folder.read(MANIFEST)
+        except FileNotFoundError:
+            return None
+        return parse(data, self.join(MANIFEST))
+
     def is_replaced(self, root: str, generation: str) -> bool:
         """Return whether a writer replaced a root since it was read; its files may be deleted."""
         return self.read_manifest(root).generation != generation
@@ -339,13 +210,13 @@ class CheckpointFiles:
                     raise
         return read(self.read_manifest(root))
 
-    def next_sequence(self, newest: Manifest | None) -> int:
+    def next_sequence(self, newest: Manifest | None, roots: Sequence[Root]) -> int:
         """Return the sequence number of the next save: the newest valid root's, plus one.
 
         A file name alone is not trusted: a stray file would determine all later numbers.
         """
         sequence = 0 if newest is None else newest.sequence
-        for root in reversed(self.list_roots()):
+        for root in reversed(roots):
             if root.sequence <= sequence:
                 break
             with suppress(MLStateError):
@@ -355,24 +226,23 @@ class CheckpointFiles:
             raise format_error(text, self.path)
         return sequence + 1
 
-    def holds_steps(self) -> bool:
-        """Return whether the folder holds steps of a `CheckpointManager`.
+    def holds_steps(self, roots: Sequence[Root]) -> bool:
+        """Return whether the folder, with these roots, holds steps of a `CheckpointManager`.
 
         A file with the name of a root counts only if its content is a root.
         """
-        roots = self.list_roots()
         for root in reversed(roots):
             with suppress(FileNotFoundError, FormatError):
                 _core.json_checksum_check(self.folder.read(root.path), root.path)
                 return True
         with suppress(FileNotFoundError, FormatError):  # every root is damaged
-            generation = self.read_manifest().generation if roots else ""
+            generation = self.read_manifest().generation
             return any(root.generation == generation for root in roots)
         return False
 
     def content(self) -> FolderContent:
         """Return the current checkpoints; empty if the folder does not exist."""
-        if self.folder.is_local and not os.path.isdir(self.path):
+        if self.folder.is_local and not self.folder.has_checkpoint():
             return FolderContent(None, ())
         manifest = None
         with suppress(FileNotFoundError):
@@ -436,14 +306,13 @@ class CheckpointFiles:
         chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
         records = [manifest.indexes[rank] for rank in chosen]
         before = {} if texts is None else dict(texts)
-        data = tuple(
-            before[rank] if rank in before else self.load_index(record)
-            for rank, record in zip(chosen, records, strict=True)
-        )
+        data = []
+        for rank, record in zip(chosen, records, strict=True):
+            data.append(before[rank] if rank in before else self.load_index(record))
         if texts is not None:
             texts.clear()
             texts.update(zip(chosen, data, strict=True))
-        merged = _core.MergedIndex(data, tuple(self.join(record.path) for record in records))
+        merged = _core.MergedIndex(tuple(data), tuple(self.join(each.path) for each in records))
         for record, head in zip(records, merged.heads(), strict=True):
             generation, rank, world_size, *sums, _ = head
             if (generation, world_size, sums) != (

@@ -66,7 +66,7 @@ def check_complete(merged: _core.MergedIndex, patterns: Sequence[Pattern] | None
             continue
         # ask for one part more than there are owners: if all of those are owned, none is missing
         ask = (SECTIONS.index(section), [key], _WHOLE, len(owners) + 1)
-        [parts_needed] = merged.wanted_parts("", *ask).values()
+        [parts_needed] = merged.select_parts("", *ask).values()
         if missing := parts_needed - owners.keys():
             of = f"state '{state}': " if state is not None else ""
             text = f"{of}part {min(missing)} of {parts} is missing: no rank gives it as replica 0"

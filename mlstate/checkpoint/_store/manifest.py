@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from itertools import chain
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from ... import _core
 from ..._common.store_error import format_error
 from ...errors import FormatError
+from .._folder.names import MANIFEST
 from .weight_files import WeightFiles
 
 FORMAT = "mlstate.manifest"
@@ -228,3 +230,9 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
         raise
     except (_WrongError, ValueError) as reason:
         raise format_error(f"{path}: not a valid manifest: {reason}", path) from None
+
+
+def build_checked(manifest: Manifest, folder: str) -> tuple[bytes, Manifest]:
+    """Return the text of a folder's manifest, and the manifest as readers will parse it."""
+    data = build(manifest)
+    return data, parse(data, os.path.join(folder, MANIFEST))

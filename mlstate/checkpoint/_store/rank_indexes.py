@@ -29,7 +29,7 @@ class Indexes:
     def __init__(self, files: CheckpointFiles, manifest: Manifest, rank: int | None) -> None:
         self._files = files
         self._manifest = manifest
-        self._own = rank
+        self._rank = rank
         self._patterns = [pattern for pattern in manifest.patterns or () if pattern.ranks]
         self._needed: set[int] = set()
         self._owners: dict[bytes, dict[int, list[int]]] = {}  # by `places` of a tensor
@@ -45,7 +45,7 @@ class Indexes:
 
     def _choose(self, ranks: list[int]) -> int:
         """Return this rank if it is in `ranks`, else the lowest rank."""
-        return self._own if self._own is not None and self._own in ranks else min(ranks)
+        return self._rank if self._rank is not None and self._rank in ranks else min(ranks)
 
     def _read(self, ranks: list[int]) -> MergedIndex:
         return self._files.load_merged_index(self._manifest, ranks, self._texts)
@@ -71,7 +71,7 @@ class Indexes:
         # a tensor with more parts than this cannot be complete
         most = sum(len(pattern.ranks) * len(pattern.parts) for pattern in self._patterns) + 1
         for section, keys, cutting in requests:
-            parts_by_place = self._first_index.wanted_parts(
+            parts_by_place = self._first_index.select_parts(
                 self._files.path, section, keys, cutting, most
             )
             for places, parts in parts_by_place.items():

@@ -1,7 +1,7 @@
 """Add the units of a tiered state, move them, and keep tiers within their budgets.
 
 One lock guards the bookkeeping and is never held while bytes are copied. A moving unit is marked,
-and other threads that need it wait. The core decides the tier of each unit.
+and other threads that need it wait. `TierPolicy` decides the tier of each unit.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ... import _core
 from ..._common.arrays import refuse_given_away
 from ..._common.backend import backend_named, backend_of, is_module, is_optimizer
 from ..._common.budget import parse_budget
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
 from ..._common.text import names_hint
-from ..._sharding.layout import Shard, Tier
+from ..._sharding.layout import TIERS, Shard, Tier
 from ...distributed._byte_ranges import place_key
 from ...distributed._merge import like
 from ...errors import CapacityError, FormatError, TensorNotFoundError
@@ -32,6 +31,7 @@ from .._folder.local import LocalFolder, make_path
 from .._folder.writer_lock import WriterLock
 from .._store.checkpoint_files import CheckpointFiles
 from .backend import TierBackend
+from .policy import TierPolicy
 from .report import Traffic
 from .unit_file import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
 from .unit_handle import refuse_other_states, take_back
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 NEARER = {Tier.COLD: Tier.WARM, Tier.WARM: Tier.HOT, Tier.HOT: Tier.HOT}
 FARTHER = {Tier.HOT: Tier.WARM, Tier.WARM: Tier.COLD, Tier.COLD: Tier.COLD}
-_ORDER = tuple(Tier)
 _TRIES = 16  # attempts to free space that other threads keep taking
 
 
@@ -82,13 +81,12 @@ class TierMoves:
             if size is not None
         }
         most = {tier: budget.nbytes for tier, budget in self._budgets.items()}
-        self._table = _core.Tiers(most.get(Tier.HOT), most.get(Tier.WARM))
+        self._policy = TierPolicy(most.get(Tier.HOT), most.get(Tier.WARM))
         self._directory: str = local_folder(directory)
         self._folder = CheckpointFiles(LocalFolder(self._directory))
         self._changed = threading.Condition()  # guards the following; notified after a move
         self._making_room = threading.Lock()
         self._units: dict[str, Unit] = {}
-        self._by_number: dict[int, Unit] = {}
         self._traffic: dict[tuple[Tier, Tier], Traffic] = {}
         self._device: Any = None
         self._optimizer: Any = None  # torch optimizer; it may create states during training
@@ -164,7 +162,7 @@ class TierMoves:
         self._lock_directory()
 
     def _lock_directory(self) -> None:
-        lock = WriterLock(self._directory, "folder of tiers")
+        lock = WriterLock(LocalFolder(self._directory), "folder of tiers")
         self._close = weakref.finalize(self, lock.release)  # before acquire, for interrupts
         lock.acquire()
 
@@ -227,9 +225,8 @@ class TierMoves:
         self._close()
 
     def _insert(self, unit: Unit) -> None:
-        unit.number = self._table.add(unit.nbytes, unit.tier)
+        self._policy.add(unit.name, unit.nbytes, unit.tier)
         self._units[unit.name] = unit
-        self._by_number[unit.number] = unit
 
     def _add(self, units: list[Unit]) -> None:
         for unit in units:
@@ -254,7 +251,7 @@ class TierMoves:
     def _is_over(self, unit: Unit) -> bool:
         """Return whether the unit's tier exceeds its budget."""
         with self._changed:
-            used, budget = self._table.totals()[_ORDER.index(unit.tier)]
+            used, budget = self._policy.totals()[unit.tier]
             return budget is not None and used > budget
 
     def _enforce_budget(self, unit: Unit) -> None:
@@ -288,18 +285,18 @@ class TierMoves:
         return unit
 
     def _refuse_used(self, unit: Unit) -> None:
-        if self._table.unit(unit.number)[4]:
+        if self._policy[unit.name].pins:
             raise BufferError(f"unit {unit.name!r} is in use: move it after that use has ended")
 
     def _refusal(self, error: CapacityError, unit: Unit, to: Tier) -> CapacityError:
-        """Return an error of the core with the unit's name and the budget in the user's unit."""
+        """Return an error of the policy with the unit's name and the budget in the user's unit."""
         error_raised = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
         error_raised.name = unit.name
         return error_raised
 
     def _check_fits(self, unit: Unit, to: Tier) -> None:
         try:
-            self._table.fits(unit.number, to)
+            self._policy.check_fits(unit.name, to)
         except CapacityError as error:
             raise self._refusal(error, unit, to) from None
 
@@ -313,7 +310,7 @@ class TierMoves:
             self._refuse_used(unit)
             if checks:
                 self._check_fits(unit, to)
-            self._table.begin(unit.number, to)
+            self._policy.begin(unit.name, to)
             unit.is_moving = True
         moved = False
         began = time.perf_counter()
@@ -325,7 +322,7 @@ class TierMoves:
         finally:
             seconds = time.perf_counter() - began
             with self._changed:
-                self._table.end(unit.number, to, moved)
+                self._policy.end(unit.name, to, moved=moved)
                 unit.is_moving = False
                 if moved:
                     unit.tier = to
@@ -344,10 +341,10 @@ class TierMoves:
             for _ in range(_TRIES):
                 with self._changed:
                     try:
-                        moves = self._table.make_room(unit.number, to)
+                        moves = self._policy.make_room(unit.name, to)
                     except CapacityError as error:
                         raise self._refusal(error, unit, to) from None
-                    others = [(self._by_number[number], Tier(tier)) for number, tier in moves]
+                    others = [(self._units[name], tier) for name, tier in moves]
                 if not others:
                     return
                 with suppress(BufferError):  # another thread uses it now: choose again
@@ -360,7 +357,7 @@ class TierMoves:
         with self._changed:
             unit = self._unit_at_rest(name)
             target = steps[unit.tier] if to is None else Tier(to)
-            ahead = _ORDER.index(target) - _ORDER.index(unit.tier)
+            ahead = TIERS.index(target) - TIERS.index(unit.tier)
             if ahead and (ahead < 0) != (steps is NEARER):
                 raise ValueError(
                     f"unit {name!r} is {unit.tier}: {operation} cannot move it to {target}"
@@ -375,7 +372,7 @@ class TierMoves:
                 unit = self._unit_at_rest(name)
                 target = to or self._usable_tier(unit)
                 if unit.tier == target:
-                    self._table.hold(unit.number)
+                    self._policy.hold(unit.name)
                     return unit
                 self._refuse_used(unit)
             self._make_room(unit, target)
@@ -389,7 +386,7 @@ class TierMoves:
         """Return a usable tier for a unit: its own, or one that can hold it."""
         if unit.tier != Tier.COLD:
             return unit.tier
-        (_, hot), (_, warm), _ = self._table.totals()
+        (_, hot), (_, warm), _ = self._policy.totals().values()
         too_large = warm is not None and unit.nbytes > warm
         return Tier.HOT if too_large and (hot is None or unit.nbytes <= hot) else Tier.WARM
 
@@ -400,4 +397,4 @@ class TierMoves:
             if self._optimizer is not None and unit.parts[0].is_tensor:
                 states = self._optimizer.state.get(unit.parts[0].array, {})
             take_back(unit, used, states)
-            self._table.resize(unit.number, unit.nbytes)
+            self._policy.resize(unit.name, unit.nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._common.text import bytes_text, shorten, table_text
+from ..._common.text import bytes_text, count_text, shorten, table_text
 from ..._sharding.layout import Tier
 from .._html import fit_page
 
@@ -128,7 +128,7 @@ class TierReport:
         """One line with the number of units and bytes in each tier."""
         count = len(self.units)
         size = sum(unit.nbytes for unit in self.units)
-        head = f"TieredState: {count:,} unit{'' if count == 1 else 's'}, {bytes_text(size)}"
+        head = f"TieredState: {count_text(count, 'unit')}, {bytes_text(size)}"
         tiers = []
         for tier, (nbytes, budget) in self.totals.items():
             unit_count = sum(unit.tier == tier for unit in self.units)
@@ -156,7 +156,7 @@ def _cells(unit: TierRecord) -> tuple[str, ...]:
 
 
 def _traffic_text(traffic: Traffic) -> str:
-    count = f"{traffic.moves:,} move{'' if traffic.moves == 1 else 's'}"
+    count = count_text(traffic.moves, "move")
     return (
         f"{traffic.source} to {traffic.target}: {count}, {bytes_text(traffic.nbytes)} in "
         f"{traffic.seconds:.3f} s"

@@ -16,6 +16,7 @@ from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .backend import TierBackend
 from .moves import FARTHER, NEARER, TierMoves, given_states
+from .policy import USE
 from .report import TierRecord, TierReport, tiers_html
 from .unit_file import read_unit
 from .unit_handle import TieredUnit
@@ -287,8 +288,8 @@ class TieredState(TierMoves):
             self._refuse_used(unit)
             unit.is_durable = False
             self._folder.remove([unit.file])
-            self._table.remove(unit.number)
-            del self._units[name], self._by_number[unit.number]
+            self._policy.remove(name)
+            del self._units[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._units
@@ -488,7 +489,7 @@ class TieredState(TierMoves):
             self._take_back_arrays(unit, used)
         finally:
             with self._changed:
-                self._table.release(unit.number)
+                self._policy.release(unit.name)
                 self._changed.notify_all()
         with suppress(BufferError):  # another block uses it, and will check at its end
             self._enforce_budget(unit)
@@ -528,8 +529,7 @@ class TieredState(TierMoves):
             with self._changed:
                 if not self._close.alive:
                     raise ValueError("this TieredState is closed")
-                moves = self._table.rebalance()
-                planned = [(self._by_number[number], Tier(tier)) for number, tier in moves]
+                planned = [(self._units[name], tier) for name, tier in self._policy.rebalance()]
             moved = {}
             for unit, tier in planned:
                 with suppress(BufferError):
@@ -584,7 +584,7 @@ class TieredState(TierMoves):
         for name in self:
             with self._changed:
                 unit = self._unit_at_rest(name)
-                self._table.hold(unit.number)
+                self._policy.hold(name)
             try:
                 arrays = [part.elements for part in unit.parts]
                 if unit.tier == Tier.COLD:
@@ -593,7 +593,7 @@ class TieredState(TierMoves):
                     states[part.section][part.key] = part.shard(array, unit.tier)
             finally:
                 with self._changed:
-                    self._table.release(unit.number)
+                    self._policy.release(unit.name)
                     self._changed.notify_all()
         return states
 
@@ -618,11 +618,10 @@ class TieredState(TierMoves):
         with self._changed:
             records = []
             for name, unit in self._units.items():
-                _, _, uses, score, _ = self._table.unit(unit.number)
+                uses, lately = self._policy[name].uses, self._policy[name].score / USE
                 names = ["parameter" if part.section == 0 else part.state for part in unit.parts]
-                records.append(TierRecord(name, unit.tier, unit.nbytes, names, uses, score))
-            totals = dict(zip(Tier, self._table.totals(), strict=True))
-            return TierReport(records, totals, list(self._traffic.values()))
+                records.append(TierRecord(name, unit.tier, unit.nbytes, names, uses, lately))
+            return TierReport(records, self._policy.totals(), list(self._traffic.values()))
 
     def __repr__(self) -> str:
         return self.report().summary

@@ -132,13 +132,12 @@ class Part:
 class Unit:
     """Arrays that move together, and their tier."""
 
-    __slots__ = ("file", "is_durable", "is_moving", "name", "number", "parts", "tier")
+    __slots__ = ("file", "is_durable", "is_moving", "name", "parts", "tier")
 
     def __init__(self, name: str, tier: Tier) -> None:
         self.name: str = name
         self.tier: Tier = tier
         self.parts: list[Part] = []
-        self.number: int = -1
         self.file: str = file_of(name)
         self.is_moving: bool = False
         self.is_durable: bool = False  # whether the file is known to be complete and on disk

@@ -40,7 +40,7 @@ _OPERATIONS = (
     "barrier",
     "gather_bytes",
 )
-_GONE = 7  # replaces the operation: the rank gave up in the operation that the other bits encode
+_DEPARTED = 7  # replaces the operation, which the other bits encode: the rank gave up in it
 _ENDINGS = (*_OPERATIONS, "abort")
 _yield = getattr(os, "sched_yield", lambda: sleep(0))
 
@@ -56,7 +56,7 @@ class Channel:
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.aborted = False  # set by any thread: running operations fail
-        self.gone: dict[int, str] = {}  # ranks known to have given up, and the operation
+        self.departed: dict[int, str] = {}  # ranks known to have given up, and the operation
         self._calls = 0
         self._unfinished: list[Any] = []  # memory that MPI may still read or write
 
@@ -73,20 +73,20 @@ class Channel:
 
     def give_up(self, operation: str) -> None:
         """Notify all other ranks that this rank gives up; does not wait."""
-        tag = _ENDINGS.index(operation) << 3 | _GONE
+        tag = _ENDINGS.index(operation) << 3 | _DEPARTED
         others = [r for r in range(self.world_size) if r != self.rank]
         empty = bytearray()
         self.keep([self.comm.Isend([empty, self.mpi.BYTE], r, tag) for r in others], empty)
 
-    def look_for_gone(self) -> dict[int, str]:
+    def find_departed_ranks(self) -> dict[int, str]:
         """Return the ranks known to have given up, and the operation of each."""
         status = self.mpi.Status()
         for number, operation in enumerate(_ENDINGS):
-            tag = number << 3 | _GONE
+            tag = number << 3 | _DEPARTED
             while message := self.comm.Improbe(self.mpi.ANY_SOURCE, tag, status):
                 message.Recv([bytearray(), self.mpi.BYTE])
-                self.gone.setdefault(status.Get_source(), operation)
-        return self.gone
+                self.departed.setdefault(status.Get_source(), operation)
+        return self.departed
 
 
 def wait_for(request: Any, seconds: float) -> bool:
@@ -224,8 +224,8 @@ class Link(ExchangeLink):
 
     def _mismatch_error(self, source: int, tag: int) -> Exception:
         """Return the error for a message that this operation does not expect."""
-        if tag & 7 == _GONE:
-            self.channel.gone[source] = _ENDINGS[tag >> 3]
+        if tag & 7 == _DEPARTED:
+            self.channel.departed[source] = _ENDINGS[tag >> 3]
             return self._departure_error(source, _ENDINGS[tag >> 3])
         name = _OPERATIONS[tag & 7]
         if tag == self.tag:
@@ -245,7 +245,7 @@ class Link(ExchangeLink):
         if self.channel.aborted:
             raise self.error("this group was aborted meanwhile")
         sources, targets = messages.waiting_for()
-        for rank, operation in self.channel.look_for_gone().items():
+        for rank, operation in self.channel.find_departed_ranks().items():
             if operation != "abort" and rank not in (*sources, *targets):
                 continue  # that rank has finished its part of this operation
             if self._receive_messages(messages):

@@ -14,8 +14,8 @@ from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ...checkpoint import CheckpointManager
 from ...checkpoint._rank_messages import gather_bytes
-from ...checkpoint._remote.options import split_url
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
+from ...checkpoint._store.open_path import is_url
 from ...errors import CompatibilityError, FormatError, StoreNotFoundError
 from ._trainer_folders import (
     folder_of,
@@ -62,7 +62,7 @@ def _is_inside(directory: Any, output: str) -> bool:
     """Return whether the steps are in the Trainer's output folder; links are followed."""
     if directory is None:
         return True
-    if isinstance(directory, str) and split_url(directory) is not None:
+    if is_url(directory):
         return False
     folder = Path(os.path.realpath(local_path(directory)))
     return folder.is_relative_to(os.path.realpath(output))

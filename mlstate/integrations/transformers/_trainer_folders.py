@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.atomic_file import Target, new_path
 from ..._safetensors import load_file, save_file
-from ...checkpoint._folder.writer_lock import WriterLock
 from ...errors import CompatibilityError, MLStateError
 
 if TYPE_CHECKING:
@@ -198,9 +197,9 @@ def _restore_folder(output: Path, manager: CheckpointManager, step: int, positio
             f"{folder} is not complete, and steps in an object store cannot restore it: resume "
             f"from an older folder, or load step {step} with CheckpointManager.restore"
         )
-    lock = WriterLock(manager.directory, timeout=_LOCK_SECONDS)
-    with lock.holder:
-        lock.acquire()
+    exclusion = manager._checkpoints.folder.exclusive(_LOCK_SECONDS)
+    with exclusion.holder:
+        exclusion.acquire()
         if is_whole(folder, position):
             return folder  # another rank has restored it
         with new_path(Target.of(folder)) as name:

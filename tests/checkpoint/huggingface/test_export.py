@@ -258,9 +258,7 @@ module.export(taken, {source!r}, Target.of({target!r}) if {overwrite} else None)
 
 @pytest.mark.parametrize("step", range(len(STEPS)))
 @pytest.mark.parametrize("overwrite", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_kill_or_failure_at_any_step_leaves_the_target_as_it_was(
-    tmp_path, monkeypatch, step, overwrite
-):
+def test_interrupted_export_keeps_the_target(tmp_path, monkeypatch, step, overwrite):
     source = write_folder(tmp_path / "source", {"x": np.ones(2, np.float32)})
     target = tmp_path / "runs" / "m"
     if overwrite:

@@ -295,7 +295,7 @@ state = {f"w{i}": np.full(1 << 20, i, np.float32) for i in range(4)}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="checkpoints need POSIX")
-def test_the_interpreter_waits_for_the_export_and_shows_its_error(path):
+def test_interpreter_waits_for_the_export_and_prints_its_error(path):
     code = f"{BEGIN}handle = export_huggingface_async({str(path)!r}, state)"
     child.run(code)
     assert mlstate.load(path).model["w3"][-1] == 3

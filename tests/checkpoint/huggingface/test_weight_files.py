@@ -250,7 +250,7 @@ def test_a_missing_file_is_named(tmp_path):
     assert problem.kind == "missing"
 
 
-def test_a_file_of_the_set_that_the_index_leaves_out_is_named(tmp_path):
+def test_file_missing_in_the_index_is_named(tmp_path):
     folder, index = three_files(tmp_path)
     left_out = "model-00002-of-00003.safetensors"
     index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v != left_out}

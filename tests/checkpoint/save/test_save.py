@@ -263,7 +263,7 @@ def test_damaged_manifest_is_replaced_and_newer_is_refused(path):
         "exec('save(path, state)', {'save': mlstate.save, 'path': path, 'state': state})",
     ],
 )
-def test_a_warning_of_a_save_that_no_module_called_does_not_stop_it(path, call):
+def test_warning_without_a_calling_module_does_not_stop_a_save(path, call):
     mlstate.save(path, {"w": random(10)})
     manifest = path / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"world_size": 1', b'"world_size": 2'))
@@ -277,7 +277,7 @@ def test_a_warning_of_a_save_that_no_module_called_does_not_stop_it(path, call):
     assert same({"w": np.ones(3)}, mlstate.load(path).model)
 
 
-def test_a_save_without_a_warning_leaves_the_callers_names_as_they_are(path):
+def test_save_without_warning_keeps_caller_globals(path):
     names = {"save": mlstate.save, "path": path, "state": {"w": random(10)}, "__builtins__": {}}
     exec("save(path, state)", names)
     assert set(names) == {"save", "path", "state", "__builtins__"}
@@ -743,9 +743,10 @@ def test_lock_of_dead_owner_with_live_child_is_taken_over(path):
     reader, writer = os.pipe()
     owner = os.fork()
     if owner == 0:  # takes the lock, forks a child that keeps the descriptor, and exits
+        from mlstate.checkpoint._folder.local import LocalFolder
         from mlstate.checkpoint._folder.writer_lock import WriterLock
 
-        lock = WriterLock(str(path))
+        lock = WriterLock(LocalFolder(str(path)))
         lock.acquire()
         lock.note("0123456789abcdef")
         if os.fork() == 0:
@@ -763,10 +764,10 @@ def test_lock_of_dead_owner_with_live_child_is_taken_over(path):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_leaves_its_parents_lock_alone(path):
-    from mlstate.checkpoint._folder.writer_lock import WriterLock
+    from mlstate.checkpoint._folder.local import LocalFolder
 
     mlstate.save(path, {"w": np.ones(2)})
-    with WriterLock(str(path)) as lock:
+    with LocalFolder(str(path)).claim("manifest.json") as lock:
         child = os.fork()
         if child == 0:
             lock.release()
@@ -779,10 +780,11 @@ def test_a_forked_child_leaves_its_parents_lock_alone(path):
 
 
 def test_next_save_removes_files_of_a_dead_writer(path):
+    from mlstate.checkpoint._folder.local import LocalFolder
     from mlstate.checkpoint._folder.writer_lock import WriterLock
 
     mlstate.save(path, {"w": np.ones(2)})
-    lock = WriterLock(str(path))
+    lock = WriterLock(LocalFolder(str(path)))
     lock.acquire()
     lock.note("0123456789abcdef")
     lock.holder.close()  # as when the process dies

@@ -530,7 +530,7 @@ def test_a_fork_ends_without_waiting(path):
 # ---- steps ----
 
 
-def test_a_manager_has_one_save_under_way_and_keeps_its_memory(path):
+def test_manager_reuses_memory_with_one_save_at_a_time(path):
     state = {"w": np.zeros(50_000)}
     with CheckpointManager(path, keep=2, warn_unchanged=False) as manager:
         handles, places = [], set()

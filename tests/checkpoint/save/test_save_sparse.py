@@ -240,7 +240,7 @@ def test_resharding_leaves_zeros_out_again(path, tmp_path):
     )
 
 
-def test_a_model_of_words_is_smaller_sparse_and_quick_to_save_again(path):
+def test_sparse_word_model_is_smaller_and_resaves_little(path):
     words = WordModel("json")
     words.train(20)
     first = mlstate.save(path, words.model, words.states, sparse=True)

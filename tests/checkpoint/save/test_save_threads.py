@@ -15,7 +15,8 @@ from mlstate._common.store_error import store_error
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, _step_roots
 from mlstate.checkpoint._folder import writer_lock as _lock
 from mlstate.checkpoint._folder.names import MANIFEST
-from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles, open_files
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
+from mlstate.checkpoint._store.open_path import open_files
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
 

@@ -1,11 +1,11 @@
 """The codecs alone: round trips, and rejection of invalid input."""
 
-import tracemalloc
 import zlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traced_memory import traced
 from tries import tries
 
 from mlstate.checkpoint._store import codecs as _codecs
@@ -64,12 +64,9 @@ def test_any_bytes_are_decoded_or_refused(name, data, at, bits):
 
 
 def peak(call):
-    tracemalloc.start()
-    with pytest.raises(ValueError, match=r"zlib|zstd"):
+    with traced() as trace, pytest.raises(ValueError, match=r"zlib|zstd"):
         call()
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return most
+    return trace.peak
 
 
 def test_oversized_output_is_not_allocated():

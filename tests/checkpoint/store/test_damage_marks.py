@@ -12,7 +12,7 @@ from gcs_server import GcsServer
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune
 from mlstate.checkpoint._folder.names import mark_path
-from mlstate.checkpoint._store.checkpoint_files import open_files
+from mlstate.checkpoint._store.open_path import open_files
 
 SUFFIX = ".damaged"
 

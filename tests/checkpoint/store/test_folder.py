@@ -67,13 +67,14 @@ def test_save_never_commits_an_unreadable_checkpoint(tmp_path, monkeypatch, part
     from mlstate import _core
     from mlstate.checkpoint import _commit
     from mlstate.checkpoint._folder.names import MANIFEST
+    from mlstate.checkpoint._store import manifest as _manifest
 
     mlstate.save(tmp_path / "ckpt", {"w": np.zeros(3)})
     before = (tmp_path / "ckpt" / MANIFEST).read_bytes()
     if part == "manifest":
-        build = _commit.build
+        build = _manifest.build
         monkeypatch.setattr(
-            _commit, "build", lambda manifest: build(manifest._replace(sequence=2**63))
+            _manifest, "build", lambda manifest: build(manifest._replace(sequence=2**63))
         )
     else:
 
@@ -168,7 +169,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path):
     ],
 )
 def test_only_files_of_a_checkpoint_are_deleted(tmp_path, path):
-    from mlstate.checkpoint._store.checkpoint_files import open_files
+    from mlstate.checkpoint._store.open_path import open_files
 
     mlstate.save(tmp_path / "ckpt", {"w": np.arange(3)})
     before = files_of(tmp_path)

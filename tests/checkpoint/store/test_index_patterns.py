@@ -69,7 +69,7 @@ def test_selected_parts_intersect_the_request(job, world):
     layout = Layout.flat(world)
     for index in range(world):
         cutting = (layout.steps, index, 0)
-        selected = merged.wanted_parts("", 0, keys, cutting, 100)
+        selected = merged.select_parts("", 0, keys, cutting, 100)
         assert set(selected) == set(places.values())
         for key in keys:
             numbers = np.arange(np.prod(shapes[key])).reshape(shapes[key])
@@ -85,13 +85,13 @@ def test_selected_parts_intersect_the_request(job, world):
 def test_as_many_parts_as_asked_for_are_listed(job):
     merged = job[0]
     for most in (0, 1, 5, 24, 1000):
-        [parts] = merged.wanted_parts("", 0, ["dense"], WHOLE, most).values()
+        [parts] = merged.select_parts("", 0, ["dense"], WHOLE, most).values()
         assert parts == set(range(min(most, 24)))
     for wrong in ("1", None, 1 << 70):
         with pytest.raises((TypeError, OverflowError)):
-            merged.wanted_parts("", 0, ["dense"], WHOLE, wrong)
+            merged.select_parts("", 0, ["dense"], WHOLE, wrong)
     with pytest.raises(TypeError):
-        merged.wanted_parts("", 0, ["dense"], WHOLE)
+        merged.select_parts("", 0, ["dense"], WHOLE)
 
 
 def test_a_part_that_no_rank_stores_is_missed(job):

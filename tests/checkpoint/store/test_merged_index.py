@@ -10,7 +10,7 @@ from json_checksums import START, renew_checksum
 
 import mlstate
 from mlstate import _core
-from mlstate.checkpoint._store.checkpoint_files import open_files
+from mlstate.checkpoint._store.open_path import open_files
 
 WHOLE = (None, 0, 0)
 
@@ -56,7 +56,7 @@ def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
         assert same(state, load(other, folder, other.keys(0)))
 
 
-def test_an_index_with_one_wrong_value_is_reported_with_tensor_and_offset(saved):
+def test_wrong_index_value_is_reported_with_tensor_and_offset(saved):
     _, text = saved
     wrong = renew_checksum(text.replace(b'"shape":"10;13;', b'"shape":"10;14;', 1))
     with pytest.raises(mlstate.FormatError, match="bytes") as caught:

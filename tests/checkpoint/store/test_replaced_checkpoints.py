@@ -176,7 +176,7 @@ def test_missing_file_raises_like_load(tmp_path):
     assert caught.value.path == str(tmp_path / "ckpt" / path)
 
 
-def test_a_checkpoint_that_is_replaced_too_often_is_not_called_damaged(writer):
+def test_frequent_replacement_is_not_reported_as_damage(writer):
     writer.begin("indexes").times = 10**6
     with pytest.raises(mlstate.StoreError, match="replaced at each of 20 attempts to verify"):
         mlstate.verify(writer.folder)

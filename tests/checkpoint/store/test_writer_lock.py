@@ -21,6 +21,7 @@ from thread_team import thread_outcomes
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, reshard, save_async
 from mlstate.checkpoint._folder import writer_lock as _lock
+from mlstate.checkpoint._folder.local import LocalFolder
 from mlstate.checkpoint._folder.writer_lock import WriterLock
 from mlstate.cli import main
 
@@ -33,7 +34,7 @@ def _dead_text(folder, **changed):
     (folder / "lock").write_text(json.dumps(text))
 
 
-def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path, monkeypatch):
+def test_lock_being_acquired_is_not_taken_over(tmp_path, monkeypatch):
     _dead_text(tmp_path)
     locked, go_on = threading.Event(), threading.Event()
     write = WriterLock._write
@@ -45,7 +46,7 @@ def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path,
         write(self, generation)
 
     monkeypatch.setattr(WriterLock, "_write", slow)
-    first, second = WriterLock(str(tmp_path)), WriterLock(str(tmp_path))
+    first, second = WriterLock(LocalFolder(str(tmp_path))), WriterLock(LocalFolder(str(tmp_path)))
     taking = threading.Thread(target=first.acquire)
     taking.start()
     assert locked.wait(20)
@@ -63,7 +64,7 @@ def test_one_of_several_takes_over_a_dead_owners_lock(tmp_path):
     _dead_text(tmp_path)
     with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locks = [WriterLock(str(tmp_path)) for _ in range(8)]
+        locks = [WriterLock(LocalFolder(str(tmp_path))) for _ in range(8)]
         outcomes = thread_outcomes(lambda number: locks[number].acquire(), len(locks))
     refused = [error.errno for error in outcomes if isinstance(error, mlstate.StoreError)]
     assert refused == [errno.EBUSY] * 7
@@ -73,7 +74,7 @@ def test_one_of_several_takes_over_a_dead_owners_lock(tmp_path):
 
 def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "_lock_folder", lambda folder: True)  # as on NFS
-    replace, first = _lock.replacing, WriterLock(str(tmp_path))
+    replace, first = _lock.replacing, WriterLock(LocalFolder(str(tmp_path)))
 
     def late(path, target):
         monkeypatch.setattr(_lock, "replacing", replace)
@@ -85,30 +86,30 @@ def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatc
     with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with pytest.raises(mlstate.StoreError, match="is writing it") as caught:
-            WriterLock(str(tmp_path)).acquire()
+            WriterLock(LocalFolder(str(tmp_path))).acquire()
     assert caught.value.errno == errno.EBUSY
     first.release()
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_owner_in_another_container_counts_as_alive(tmp_path):
-    with WriterLock(str(tmp_path)):
+    with LocalFolder(str(tmp_path)).claim("manifest.json"):
         text = {**_lock._me(), "pid_space": "pid:[1]", "pid": 1 << 30, "generation": None}
         (tmp_path / "lock").write_text(json.dumps(text))
         with pytest.raises(mlstate.StoreError, match="is writing it"):
-            WriterLock(str(tmp_path)).acquire()
+            WriterLock(LocalFolder(str(tmp_path))).acquire()
 
 
 def test_lock_is_released_if_its_text_cannot_be_written(tmp_path, monkeypatch):
     def full(self, generation):
         raise OSError(errno.ENOSPC, "no space left")
 
-    lock = WriterLock(str(tmp_path))
+    lock = WriterLock(LocalFolder(str(tmp_path)))
     with monkeypatch.context() as patch:
         patch.setattr(WriterLock, "_write", full)
         with pytest.raises(mlstate.StoreError, match="cannot lock"):
             lock.acquire()
-    with WriterLock(str(tmp_path)):
+    with LocalFolder(str(tmp_path)).claim("manifest.json"):
         pass
 
 
@@ -122,9 +123,10 @@ def test_a_lock_timeout_is_a_number_of_seconds(tmp_path, wrong):
 def test_a_reshard_that_was_interrupted_keeps_no_lock(tmp_path, monkeypatch):
     mlstate.save(tmp_path / "a", {"w": np.ones(4)})
 
-    def interrupted(lock):
-        folder = _lock._core.Descriptor(tmp_path / "b", os.O_RDONLY)
-        assert _lock._lock_folder(folder)  # this frame holds the lock
+    lock_folder = _lock._lock_folder
+
+    def interrupted(folder):
+        assert lock_folder(folder)  # this frame holds the lock
         raise KeyboardInterrupt(folder)
 
     def cut():
@@ -133,7 +135,7 @@ def test_a_reshard_that_was_interrupted_keeps_no_lock(tmp_path, monkeypatch):
     gc.disable()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(_lock.WriterLock, "_try_alone", interrupted)
+            patch.setattr(_lock, "_lock_folder", interrupted)
             with contextlib.suppress(KeyboardInterrupt):
                 cut()
         cut()
@@ -149,7 +151,7 @@ def _take_over(folder):
     _dead_text(folder)
     with (folder / "lock").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with WriterLock(str(folder)):
+        with LocalFolder(str(folder)).claim("manifest.json"):
             assert json.loads((folder / "lock").read_text())["pid"] == os.getpid()
 
 
@@ -230,7 +232,7 @@ def test_interrupts_of_the_clean_up_leave_no_lock(tmp_path, monkeypatch):
                 locks.append(error)
     assert len(locks) >= 4
     for folder in ("ckpt", "run", "cut"):
-        with WriterLock(str(tmp_path / folder)):
+        with LocalFolder(str(tmp_path / folder)).claim("manifest.json"):
             pass
 
 
@@ -268,9 +270,10 @@ def test_a_lock_that_others_could_read_is_an_error(tmp_path, monkeypatch):
 
 HOLDER = """
 import sys
+from mlstate.checkpoint._folder.local import LocalFolder
 from mlstate.checkpoint._folder.writer_lock import WriterLock
 for line in sys.stdin:
-    locks = [WriterLock(folder) for folder in line.split()]
+    locks = [WriterLock(LocalFolder(folder)) for folder in line.split()]
     held = [lock.acquire() for lock in locks]
     print("held", flush=True)
     sys.stdin.readline()

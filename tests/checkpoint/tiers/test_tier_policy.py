@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tries import tries
 
-from mlstate import _core, errors
+from mlstate import errors
+from mlstate.checkpoint._tiers.policy import USE, TierPolicy
 
-TIERS = ("hot", "warm", "cold")
+HOT, WARM, COLD = TIERS = ("hot", "warm", "cold")
 
 
 @dataclass
 class Unit:
-    """The fields of csrc/core/checkpoint/tiers/tier_policy.h; one use counts 2**20."""
+    """The fields of `PlacedUnit`, and the order of addition."""
 
     number: int
     nbytes: int
@@ -41,7 +42,7 @@ class Model:
 
     def use(self, unit):
         self.clock += 1
-        unit.score, unit.used_at = unit.score + 2**20, self.clock
+        unit.score, unit.used_at = unit.score + USE, self.clock
 
     def worst_first(self, tier, besides):
         movable = [
@@ -126,63 +127,68 @@ steps = st.lists(
 )
 
 
-def follow(table, model, moves):
-    for number, tier in moves:
-        table.begin(number, tier)
-        table.end(number, tier, True)
-        model.units[number].tier = tier
+def follow(policy, moves):
+    for name, tier in moves:
+        policy.begin(name, tier)
+        policy.end(name, tier, moved=True)
+
+
+def follow_both(policy, model, moves):
+    follow(policy, moves)
+    for name, tier in moves:
+        model.units[name].tier = tier
 
 
 @settings(max_examples=tries(150), deadline=None)
 @given(budgets, budgets, steps)
 def test_decisions_match_a_reference_model(hot, warm, steps):
-    table, model = _core.Tiers(hot, warm), Model(hot, warm)
+    policy, model = TierPolicy(hot, warm), Model(hot, warm)
     for action, which, nbytes, tier in steps:
         if action == "add" or not model.units:
-            number = table.add(nbytes, tier)
-            model.units.append(Unit(number, nbytes, tier))
+            policy.add(len(model.units), nbytes, tier)
+            model.units.append(Unit(len(model.units), nbytes, tier))
             continue
         unit = model.units[which % len(model.units)]
         if action == "use":
-            table.hold(unit.number)
-            table.release(unit.number)
+            policy.hold(unit.number)
+            policy.release(unit.number)
             model.use(unit)
         elif action == "hold":
-            table.hold(unit.number)
+            policy.hold(unit.number)
             model.use(unit)
             unit.held += 1
         elif action == "release" and unit.held:
-            table.release(unit.number)
+            policy.release(unit.number)
             unit.held -= 1
         elif action == "room" and tier != "cold" and not unit.held:
             expected = model.make_room(unit, tier)
             if expected is None:
                 with pytest.raises(errors.CapacityError):
-                    table.make_room(unit.number, tier)
+                    policy.make_room(unit.number, tier)
                 continue
-            moves = table.make_room(unit.number, tier)
+            moves = policy.make_room(unit.number, tier)
             assert moves == expected
-            follow(table, model, moves)
+            follow_both(policy, model, moves)
             if unit.tier != tier:
-                table.fits(unit.number, tier)  # now it fits
+                policy.check_fits(unit.number, tier)  # now it fits
         elif action == "rebalance":
             expected = model.rebalance()
-            moves = table.rebalance()
-            follow(table, model, moves)
+            moves = policy.rebalance()
+            follow_both(policy, model, moves)
             assert {u.number: u.tier for u in model.units if u.number in expected} == expected
             pinned = [u for u in model.units if u.held]
             for name in ("hot", "warm"):
                 limit = model.budgets[name]
                 if limit is not None:
                     assert model.used(name) <= max(limit, model.used(name, pinned))
-            assert table.rebalance() == [] or any(u.score for u in model.units)
+            assert policy.rebalance() == [] or any(u.score for u in model.units)
             for u in model.units:
                 u.score //= 2
-        totals = [used for used, _ in table.totals()]
+        totals = [used for used, _ in policy.totals().values()]
         assert totals == [model.used(name) for name in TIERS]
         for u in model.units:
-            assert table.unit(u.number)[1] == u.tier
-            assert table.unit(u.number)[3] == u.score / 2**20
+            assert policy[u.number].tier == u.tier
+            assert policy[u.number].score == u.score
 
 
 @settings(max_examples=tries(100), deadline=None)
@@ -191,58 +197,134 @@ def test_decisions_match_a_reference_model(hot, warm, steps):
 )
 def test_rebalancing_exceeds_budgets_only_by_swapped_units(units):
     hot, warm = 12, 20
-    table = _core.Tiers(hot, warm)
+    policy = TierPolicy(hot, warm)
     where, size = {}, {}
-    for nbytes, tier, uses in units:
-        number = table.add(nbytes, tier)
+    for number, (nbytes, tier, uses) in enumerate(units):
+        policy.add(number, nbytes, tier)
         where[number], size[number] = tier, nbytes
         for _ in range(uses):
-            table.hold(number)
-            table.release(number)
+            policy.hold(number)
+            policy.release(number)
 
     def used(tier):
         return sum(size[n] for n in where if where[n] == tier)
 
     most = {"hot": max(hot, used("hot")), "warm": max(warm, used("warm"))}
-    for number, tier in table.rebalance():
+    for number, tier in policy.rebalance():
         where[number] = tier
         assert used("hot") <= most["hot"]
         assert used("warm") <= most["warm"] + used("hot") + hot
     assert used("hot") <= hot and used("warm") <= warm
 
 
-@pytest.mark.parametrize(
-    ("call", "arguments", "error"),
-    [
-        ("add", (1, "lukewarm"), ValueError),
-        ("add", (-1, "hot"), ValueError),
-        ("add", (1.5, "hot"), TypeError),
-        ("add", (1,), TypeError),
-        ("unit", (5,), ValueError),
-        ("unit", ("a",), TypeError),
-        ("remove", (5,), ValueError),
-        ("resize", (5, 1), ValueError),
-        ("hold", (5,), ValueError),
-        ("release", (5,), ValueError),
-        ("release", (0,), ValueError),
-        ("end", (0, "hot", True), ValueError),
-        ("begin", (0, 3), TypeError),
-        ("fits", (0, "cold", 1), TypeError),
-        ("make_room", (9, "hot"), ValueError),
-    ],
-)
-def test_wrong_arguments_are_refused(call, arguments, error):
-    table = _core.Tiers(None, 10)
-    assert table.add(3, "warm") == 0
-    with pytest.raises(error):
-        getattr(table, call)(*arguments)
-    assert table.unit(0) == (3, "warm", 0, 0.0, 0)
-    assert table.totals() == ((0, None), (3, 10), (0, None))
+def policy_of(hot, warm, *units):
+    """Return a policy with units "a", "b", ..., each (bytes, tier, number of uses)."""
+    policy = TierPolicy(hot, warm)
+    for name, (nbytes, tier, uses) in zip("abcdefgh", units, strict=False):
+        policy.add(name, nbytes, tier)
+        for _ in range(uses):
+            policy.hold(name)
+            policy.release(name)
+    return policy
 
 
-@pytest.mark.parametrize("budget", [-1, 1.5, "many"])
-def test_wrong_budgets_are_refused(budget):
-    with pytest.raises((TypeError, ValueError)):
-        _core.Tiers(budget, None)
-    with pytest.raises((TypeError, ValueError)):
-        _core.Tiers(None, budget)
+def bytes_in(policy):
+    return [nbytes for nbytes, _ in policy.totals().values()]
+
+
+def test_units_count_toward_their_tier():
+    policy = policy_of(100, None, (10, WARM, 0), (20, COLD, 0), (30, HOT, 0))
+    assert policy.totals() == {HOT: (30, 100), WARM: (10, None), COLD: (20, None)}
+    policy.resize("a", 15)
+    policy.remove("b")
+    assert bytes_in(policy) == [30, 15, 0]
+
+
+def test_a_move_counts_in_both_tiers_until_it_ends():
+    policy = policy_of(100, 100, (60, WARM, 0))
+    policy.begin("a", HOT)
+    assert bytes_in(policy) == [60, 60, 0] and policy["a"].pins == 1
+    policy.end("a", HOT, moved=False)
+    assert bytes_in(policy) == [0, 60, 0] and policy["a"].tier == WARM
+    policy.begin("a", HOT)
+    policy.end("a", HOT, moved=True)
+    assert bytes_in(policy) == [60, 0, 0] and policy["a"].tier == HOT and not policy["a"].pins
+
+
+def test_a_unit_that_does_not_fit_reports_the_reason():
+    policy = policy_of(10, 100, (70, WARM, 0), (40, COLD, 0), (30, COLD, 0))
+    policy.check_fits("c", WARM)
+    policy.check_fits("b", COLD)
+    with pytest.raises(errors.CapacityError, match="warm budget of 100 bytes 30 are left"):
+        policy.check_fits("b", WARM)
+    with pytest.raises(errors.CapacityError, match="more than the whole hot budget of 10 bytes"):
+        policy.check_fits("b", HOT)
+
+
+def test_eviction_takes_the_least_used_then_the_longest_unused():
+    policy = policy_of(None, 100, (40, WARM, 2), (30, WARM, 1), (30, WARM, 1), (50, COLD, 0))
+    assert policy.make_room("d", WARM) == [("b", COLD), ("c", COLD)]
+    follow(policy, [("b", COLD), ("c", COLD)])
+    assert policy.make_room("d", WARM) == []  # there is room
+
+
+def test_eviction_spares_units_covered_by_a_larger_one():
+    policy = policy_of(None, 100, (10, WARM, 0), (90, WARM, 1), (80, COLD, 0))
+    assert policy.make_room("c", WARM) == [("b", COLD)]
+
+
+def test_units_in_use_are_kept_and_reported():
+    policy = policy_of(5, 100, (60, WARM, 0), (40, WARM, 0), (50, COLD, 0))
+    policy.hold("a")
+    with pytest.raises(errors.CapacityError, match="units in use or moving occupy too much"):
+        policy.make_room("c", WARM)
+    with pytest.raises(errors.CapacityError, match="more than the whole hot budget"):
+        policy.make_room("c", HOT)
+    policy.release("a")
+    policy.hold("b")
+    assert policy.make_room("c", WARM) == [("a", COLD)]
+
+
+def test_hot_units_move_to_warm_and_warm_ones_to_cold():
+    policy = policy_of(50, 100, (50, HOT, 0), (50, WARM, 0), (50, WARM, 0), (50, COLD, 0))
+    assert policy.make_room("b", HOT) == [("a", WARM)]  # they are exchanged
+    assert policy.make_room("d", HOT) == [("c", COLD), ("a", WARM)]
+    policy.hold("b")
+    policy.hold("c")
+    assert policy.make_room("d", HOT) == [("a", COLD)]  # too large for warm
+
+
+def test_a_grown_unit_evicts_others_of_its_tier():
+    policy = policy_of(None, 100, (50, WARM, 0), (50, WARM, 0))
+    policy.resize("a", 70)
+    assert policy.make_room("a", WARM) == [("b", COLD)]
+
+
+def test_the_most_used_units_move_to_hot():
+    units = (10, HOT, 1), (10, WARM, 5), (10, WARM, 0), (10, COLD, 9), (10, COLD, 0)
+    policy = policy_of(10, 20, *units)
+    moves = policy.rebalance()
+    assert moves == [("c", COLD), ("a", WARM), ("d", HOT)]
+    assert policy["d"].score == 9 * USE / 2 and policy["d"].uses == 9
+    follow(policy, moves)
+    assert bytes_in(policy) == [10, 20, 20]
+    assert policy.rebalance() == []  # stable
+
+
+def test_equally_used_units_do_not_swap():
+    policy = policy_of(0, 10, (10, WARM, 8), (10, COLD, 10))
+    assert policy.rebalance() == []  # exactly a quarter more is not enough
+    policy = policy_of(0, 10, (10, WARM, 8), (10, COLD, 11))
+    assert policy.rebalance() == [("a", COLD), ("b", WARM)]
+
+
+def test_unused_units_move_only_out_of_a_tier_over_its_budget():
+    units = (10, WARM, 0), (10, WARM, 0), (10, WARM, 0), (10, COLD, 0)
+    assert policy_of(None, 25, *units).rebalance() == [("c", COLD)]
+
+
+def test_negative_budgets_are_refused():
+    with pytest.raises(ValueError, match="hot_budget_bytes must not be negative, got -1"):
+        TierPolicy(-1, None)
+    with pytest.raises(ValueError, match="warm_budget_bytes must not be negative, got -2"):
+        TierPolicy(0, -2)

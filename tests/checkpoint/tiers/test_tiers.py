@@ -218,7 +218,7 @@ def test_a_cold_unit_frees_its_memory(folder):
         assert array() is None
 
 
-def test_an_unchanged_unit_is_not_written_again_and_a_changed_one_is(folder):
+def test_only_changed_units_are_rewritten(folder):
     model, adam = states(1)
     (name,) = model
     with TieredState(model, adam, folder) as tiers:

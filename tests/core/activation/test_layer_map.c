@@ -19,7 +19,7 @@ TEST(empty_map_finds_no_layer)
 {
     const mls_layer_key key = named("a");
     CHECK(mls_layer_find(&t, &key) == NULL);
-    CHECK(mls_layer_choice_of(&t, &key) == MLS_LAYER_PLAIN);
+    CHECK(mls_layer_choice_of(&t, &key) == MLS_LAYER_UNMARKED);
     mls_layer_map_fini(&t);
 }
 
@@ -112,7 +112,7 @@ TEST(conflicting_choices_are_refused)
     CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
     CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
     CHECK(mls_layer_choice_of(&t, &a) == MLS_LAYER_EXCLUDE);
-    CHECK(mls_layer_choice_of(&t, &b) == MLS_LAYER_PLAIN);
+    CHECK(mls_layer_choice_of(&t, &b) == MLS_LAYER_UNMARKED);
     CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_CHECKPOINT, &status) == MLS_E_VALUE);
     CHECK_TEXT(status.name, "a");
     CHECK_TEXT(status.text, "layers cannot be both checkpointed and excluded: a");

@@ -2,6 +2,7 @@
 #include "base/memory.h"
 #include "io/file.h"
 #include "support/temporary_folder.h"
+#include "support/whole_file.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -35,11 +36,10 @@ static const char *in_folder(char *path, const char *name)
 
 static bool content_is(const char *path, const char *expected)
 {
-    unsigned char *data = NULL;
     size_t length = 0;
-    mls_status st;
-    const bool same = mls_file_read(path, 1000, &data, &length, &st) == MLS_OK &&
-                      length == strlen(expected) && memcmp(data, expected, length) == 0;
+    unsigned char *data = read_file(path, &length);
+    const bool same =
+        data != NULL && length == strlen(expected) && memcmp(data, expected, length) == 0;
     mls_free(data);
     return same;
 }
@@ -51,35 +51,18 @@ static mls_code replace(const char *path, const char *text, mls_status *st)
 
 static char path[PATH_ROOM];
 
-TEST(a_file_is_read_whole_and_bounded)
-{
-    unsigned char *data = NULL;
-    size_t length = 7;
-    write_text(in_folder(path, "a"), "hello");
-    CHECK(mls_file_read(path, 5, &data, &length, &status) == MLS_OK);
-    CHECK(length == 5 && memcmp(data, "hello", 5) == 0);
-    mls_free(data);
-    data = NULL;
-    length = 7;
-    CHECK(mls_file_read(path, 4, &data, &length, &status) == MLS_E_FORMAT);
-    CHECK(data == NULL && length == 7);
-    write_text(path, "");
-    CHECK(mls_file_read(path, 0, &data, &length, &status) == MLS_OK && length == 0);
-    mls_free(data);
-}
-
 TEST(only_regular_files_are_opened_without_blocking)
 {
-    unsigned char *data = NULL;
-    size_t length;
-    CHECK(mls_file_read(folder, 9, &data, &length, &status) == MLS_E_IO);
+    int fd = -1;
+    uint64_t bytes;
+    CHECK(mls_file_open(folder, &fd, &bytes, &status) == MLS_E_IO);
     CHECK(status.os_error == EISDIR);
-    CHECK(mls_file_read(in_folder(path, "none"), 9, &data, &length, &status) == MLS_E_IO);
+    CHECK(mls_file_open(in_folder(path, "none"), &fd, &bytes, &status) == MLS_E_IO);
     CHECK(status.os_error == ENOENT);
     CHECK(mkfifo(in_folder(path, "fifo"), 0600) == 0);
-    CHECK(mls_file_read(path, 9, &data, &length, &status) == MLS_E_FORMAT);
+    CHECK(mls_file_open(path, &fd, &bytes, &status) == MLS_E_FORMAT);
     CHECK(replace(path, "x", &status) == MLS_E_VALUE);
-    CHECK(mls_file_read("/dev/null", 9, &data, &length, &status) == MLS_E_FORMAT);
+    CHECK(mls_file_open("/dev/null", &fd, &bytes, &status) == MLS_E_FORMAT);
     CHECK(entries() == 1);
 }
 
@@ -230,7 +213,7 @@ TEST(mapping_is_readable_until_closed)
     CHECK(mls_mapping_init(&mapping, -1, 5, &status) == MLS_E_IO);
 }
 
-TEST(a_file_is_mapped_by_its_path_if_it_has_the_expected_length)
+TEST(mapping_requires_the_expected_length)
 {
     mls_mapping mapping = {0};
     write_text(in_folder(path, "a"), "hello");

@@ -251,7 +251,7 @@ TEST(row_kernels_copy_tokens_and_pad)
         for (size_t row = 16; row <= MOST_ROW; row += 16) {
             for (size_t used = 0; used <= row; used += EVERY(3)) {
                 for (size_t rows = 1; rows <= MOST_ROWS; rows += 2) {
-                    for (int i = MLS_STORE_PLAIN; i <= MLS_STORE_STREAM; i++) {
+                    for (int i = MLS_STORE_CACHED; i <= MLS_STORE_STREAM; i++) {
                         const mls_store how = (mls_store)i;
                         CHECK(rows_are_padded(kernels, used, row, rows, used, used % 16,
                                               how));

@@ -14,10 +14,10 @@ static void fill_nine(test_chain *r, bool rates)
 static int64_t least_peak(const mls_chain *c, bool offload)
 {
     const mls_search_limits limits = {.offload = offload};
-    mls_found search_result;
+    mls_search_result search_result;
     mls_status st;
     if (mls_search_least(c, &limits, &search_result, &st) != MLS_OK ||
-        !search_result.found) {
+        !search_result.has_schedule) {
         return -1;
     }
     mls_schedule_fini(&search_result.runs);
@@ -30,10 +30,10 @@ TEST(search_ends_at_its_limit_of_states)
     fill_nine(&r, false);
     const mls_search_limits limits = {
         .budget_bytes = least_peak(&r.chain, false), .below = INFINITY, .states = 50};
-    mls_found search_result;
+    mls_search_result search_result;
     REQUIRE(mls_search(&r.chain, &limits, &search_result, &status) == MLS_OK);
-    CHECK(!search_result.found && search_result.ran_out && search_result.states == 50 &&
-          search_result.runs.count == 0);
+    CHECK(!search_result.has_schedule && search_result.ran_out &&
+          search_result.states == 50 && search_result.runs.count == 0);
 }
 
 /* The search finds only schedules below the bound; the bound itself is excluded. */
@@ -43,14 +43,14 @@ TEST(search_excludes_its_bound)
     fill_nine(&r, false);
     mls_search_limits limits = {.budget_bytes = least_peak(&r.chain, false) + 20,
                                 .below = INFINITY};
-    mls_found search_result;
+    mls_search_result search_result;
     REQUIRE(mls_search(&r.chain, &limits, &search_result, &status) == MLS_OK);
-    REQUIRE(search_result.found);
+    REQUIRE(search_result.has_schedule);
     CHECK(search_result.extra > 0);
     mls_schedule_fini(&search_result.runs);
     limits.below = search_result.extra;
     REQUIRE(mls_search(&r.chain, &limits, &search_result, &status) == MLS_OK);
-    CHECK(!search_result.found && !search_result.ran_out);
+    CHECK(!search_result.has_schedule && !search_result.ran_out);
 }
 
 TEST(poll_stops_the_search)
@@ -61,7 +61,7 @@ TEST(poll_stops_the_search)
     int left = 2;
     const mls_search_limits limits = {
         .offload = true, .poll = {.go_on = stop_after_calls, .context = &left}};
-    mls_found search_result = {.states = 77};
+    mls_search_result search_result = {.states = 77};
     CHECK(mls_search_least(&r.chain, &limits, &search_result, &status) == MLS_E_STOPPED);
     CHECK(search_result.states == 77 && left == -1);
 }

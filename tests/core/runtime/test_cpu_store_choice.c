@@ -51,42 +51,38 @@ static unsigned decide(mls_store_choice *choice, const trial_times *times,
     return 0;
 }
 
-TEST(fastest_variant_is_chosen_after_four_trials)
+TEST(fastest_variant_is_chosen)
 {
-    static const trial_times fastest[MLS_STORES] = {
-        {50, 100, 100}, {100, 60, 100}, {100, 100, 60}};
-    for (int store = 0; store < MLS_STORES; store++) {
+    static const struct {
+        trial_times times;
+        uint64_t noise;
+        mls_store expected;
+    } cases[] = {
+        {{50, 100, 100}, 1, MLS_STORE_CACHED},
+        {{100, 60, 100}, 1, MLS_STORE_LOOP},
+        {{100, 100, 60}, 1, MLS_STORE_STREAM},
+        /* a tie selects the simpler variant */
+        {{100, 100, 100}, 1, MLS_STORE_CACHED},
+        {{100, 96, 96}, 1, MLS_STORE_CACHED},
+        {{100, 90, 88}, 1, MLS_STORE_LOOP},
+        /* every fourth trial is preempted: it takes a hundred times as long */
+        {{100, 110, 60}, 100, MLS_STORE_STREAM},
+        /* the clock stands still */
+        {{0, 0, 0}, 1, MLS_STORE_CACHED},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         mls_store_choice choice = undecided();
-        CHECK(decide(&choice, &fastest[store], ALL, 1) == MLS_STORES * MLS_STORE_TRIALS);
-        CHECK(atomic_load(&choice.chosen) == store);
+        CHECK(decide(&choice, &cases[i].times, ALL, cases[i].noise) > 0);
+        CHECK(atomic_load(&choice.chosen) == (int)cases[i].expected);
     }
 }
 
-TEST(tie_selects_the_simpler_variant)
-{
-    const trial_times same = {100, 100, 100}, nearly = {100, 96, 96},
-                      wins = {100, 90, 88};
-    mls_store_choice a = undecided(), b = undecided(), c = undecided();
-    CHECK(decide(&a, &same, ALL, 1) > 0 && atomic_load(&a.chosen) == MLS_STORE_PLAIN);
-    CHECK(decide(&b, &nearly, ALL, 1) > 0 && atomic_load(&b.chosen) == MLS_STORE_PLAIN);
-    CHECK(decide(&c, &wins, ALL, 1) > 0 && atomic_load(&c.chosen) == MLS_STORE_LOOP);
-}
-
-/* Every fourth trial is preempted: it takes a hundred times as long. */
-TEST(preempted_trials_do_not_affect_the_choice)
-{
-    const trial_times times = {100, 110, 60};
-    mls_store_choice choice = undecided();
-    CHECK(decide(&choice, &times, ALL, 100) > 0);
-    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
-}
-
-TEST(slow_variant_is_dropped_after_two_trials)
+TEST(slow_variant_is_dropped_before_the_others)
 {
     const trial_times times = {100, 500, 90};
     mls_store_choice choice = undecided();
-    CHECK(decide(&choice, &times, ALL, 1) == 2 * MLS_STORE_TRIALS + 2);
-    CHECK(atomic_load(&choice.counted[MLS_STORE_LOOP]) == 2);
+    CHECK(decide(&choice, &times, ALL, 1) > 0);
+    CHECK(atomic_load(&choice.counted[MLS_STORE_LOOP]) < MLS_STORE_TRIALS);
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
 }
 
@@ -100,7 +96,7 @@ TEST(choice_is_repeated_after_some_bytes)
     REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0];
     CHECK(decide(choice, &cleared, ALL, 1) > 0);
-    CHECK(atomic_load(&choice->chosen) == MLS_STORE_PLAIN);
+    CHECK(atomic_load(&choice->chosen) == MLS_STORE_CACHED);
     mls_store_trial trial;
     for (size_t stored = 0; stored <= MLS_STORE_FIRST_LASTS; stored += MIB) {
         trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, MIB);
@@ -108,7 +104,7 @@ TEST(choice_is_repeated_after_some_bytes)
     }
     /* a copy too short for a trial uses the previous decision */
     CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, 99).choice == NULL);
-    CHECK(decide(choice, &usual, ALL, 1) == MLS_STORES * MLS_STORE_TRIALS);
+    CHECK(decide(choice, &usual, ALL, 1) > 0);
     CHECK(atomic_load(&choice->chosen) == MLS_STORE_STREAM);
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, MLS_STORE_LASTS - 99);
     CHECK(trial.choice == NULL && trial.store == MLS_STORE_STREAM);
@@ -128,14 +124,6 @@ TEST(lost_trials_are_replaced)
     }
     CHECK(decide(&choice, &times, ALL, 1) > 0);
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
-}
-
-TEST(stopped_clock_selects_plain_stores)
-{
-    const trial_times times = {0, 0, 0};
-    mls_store_choice choice = undecided();
-    CHECK(decide(&choice, &times, ALL, 1) > 0);
-    CHECK(atomic_load(&choice.chosen) == MLS_STORE_PLAIN);
 }
 
 TEST(the_environment_forces_a_variant)
@@ -190,14 +178,14 @@ TEST(stream_needs_two_large_wins_for_cacheable_results)
     CHECK(decide(&some[MLS_STORING_WITHIN][1], &by_a_third, ALL, 1) > 0);
     CHECK(decide(&some[MLS_STORING_PAST][0], &by_a_fifth, ALL, 1) > 0);
     CHECK(atomic_load(&some[MLS_STORING_PAST][0].chosen) == MLS_STORE_STREAM);
-    CHECK(atomic_load(&some[MLS_STORING_WITHIN][0].chosen) == MLS_STORE_PLAIN);
-    CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_PLAIN);
+    CHECK(atomic_load(&some[MLS_STORING_WITHIN][0].chosen) == MLS_STORE_CACHED);
+    CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_CACHED);
     CHECK(decide_again(&some[MLS_STORING_WITHIN][0], &by_a_third, ALL) > 0);
     CHECK(decide_again(&some[MLS_STORING_WITHIN][1], &by_a_third, ALL) > 0);
-    CHECK(atomic_load(&some[MLS_STORING_WITHIN][0].chosen) == MLS_STORE_PLAIN);
+    CHECK(atomic_load(&some[MLS_STORING_WITHIN][0].chosen) == MLS_STORE_CACHED);
     CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_STREAM);
     CHECK(decide_again(&some[MLS_STORING_WITHIN][1], &by_a_fifth, ALL) > 0);
-    CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_PLAIN);
+    CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_CACHED);
 }
 
 /* Plain stores to lines evicted by streaming are no fair measure of plain stores. */
@@ -207,9 +195,9 @@ TEST(in_cache_trials_count_the_second_store)
     static const struct {
         mls_store store;
         bool counts;
-    } expected[] = {{MLS_STORE_PLAIN, false},  {MLS_STORE_PLAIN, true},
+    } expected[] = {{MLS_STORE_CACHED, false}, {MLS_STORE_CACHED, true},
                     {MLS_STORE_STREAM, false}, {MLS_STORE_STREAM, true},
-                    {MLS_STORE_PLAIN, false},  {MLS_STORE_PLAIN, true}};
+                    {MLS_STORE_CACHED, false}, {MLS_STORE_CACHED, true}};
     for (size_t i = 0; i < sizeof expected / sizeof *expected; i++) {
         bool counts[2];
         CHECK(mls_store_turn(i * MIB, MIB, PAIR, &counts[0]) == expected[i].store);
@@ -290,9 +278,9 @@ TEST(small_copies_compare_the_loop_with_memcpy)
     CHECK(mls_store_begin(&choices, MLS_STORING_FILL, 5, d, bytes).choice == NULL);
     CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, bytes).choice == choice);
     const trial_times times[] = {{100, 120, 1}, {100, 95, 1}, {100, 80, 1}};
-    const mls_store expected[] = {MLS_STORE_PLAIN, MLS_STORE_PLAIN, MLS_STORE_LOOP};
+    const mls_store expected[] = {MLS_STORE_CACHED, MLS_STORE_CACHED, MLS_STORE_LOOP};
     for (int i = 0; i < 3; i++) {
-        CHECK(decide_again(choice, &times[i], CACHED) == 2 * MLS_STORE_TRIALS_SMALL);
+        CHECK(decide_again(choice, &times[i], CACHED) > 0);
         CHECK(atomic_load(&choice->chosen) == (int)expected[i]);
         const mls_store_trial trial =
             mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, bytes);
@@ -308,7 +296,7 @@ TEST(slow_first_trials_do_not_exclude_a_small_copy)
     mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_SMALL][0];
     for (int i = 0; i < 2; i++) {
         mls_store_count(choice, CACHED, MLS_STORE_LOOP, MIB, 900);
-        mls_store_count(choice, CACHED, MLS_STORE_PLAIN, MIB, 100);
+        mls_store_count(choice, CACHED, MLS_STORE_CACHED, MIB, 100);
     }
     const trial_times times = {100, 50, 0};
     CHECK(decide(choice, &times, CACHED, 1) > 0);

@@ -137,7 +137,7 @@ TEST(workers_run_during_the_callers_function)
     for (size_t i = 0; i < 6; i++) {
         const size_t count = counts[i % 3];
         beside b = {.caller = pthread_self(), .waits = i < 3 && count > 1};
-        mls_pool_run_beside(i < 3 ? pool : NULL, own_work, count_task, &b, count);
+        mls_pool_run_helped(i < 3 ? pool : NULL, own_work, count_task, &b, count);
         CHECK(atomic_load(&b.owns) == 1 && (size_t)atomic_load(&b.tasks) == count);
         CHECK((atomic_load(&b.early) > 0) == b.waits); /* alone: own work first */
     }

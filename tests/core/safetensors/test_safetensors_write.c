@@ -6,6 +6,7 @@
 #include "support/temporary_folder.h"
 #include "support/tensors.h"
 #include "support/text.h"
+#include "support/whole_file.h"
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -95,15 +96,16 @@ TEST(the_order_of_the_arguments_does_not_matter)
     unsigned char data[4] = {1, 2, 3, 4};
     const mls_tensor t = vector_of(data, MLS_U8, 4);
     mls_named_tensor tensors[] = {{text("a"), &t}, {text("b"), &t}, {text("ab"), &t}};
-    unsigned char *first = NULL, *second = NULL;
     size_t first_bytes = 0, second_bytes = 0;
     REQUIRE(save(tensors, 3, NULL, 0, &status) == MLS_OK);
-    REQUIRE(mls_file_read(file_path, ROOM, &first, &first_bytes, &status) == MLS_OK);
+    unsigned char *first = read_file(file_path, &first_bytes);
+    REQUIRE(first != NULL);
     const mls_named_tensor swapped = tensors[0];
     tensors[0] = tensors[2];
     tensors[2] = swapped;
     CHECK(save(tensors, 3, NULL, 0, &status) == MLS_OK);
-    CHECK(mls_file_read(file_path, ROOM, &second, &second_bytes, &status) == MLS_OK);
+    unsigned char *second = read_file(file_path, &second_bytes);
+    REQUIRE(second != NULL);
     CHECK(first_bytes == second_bytes && memcmp(first, second, first_bytes) == 0);
     mls_free(first);
     mls_free(second);
@@ -201,10 +203,10 @@ TEST(header_changes_and_truncation_are_detected)
     const mls_tensor t = matrix_of(floats, MLS_F32, 2, 2);
     const mls_named_tensor tensors[] = {{text("weight"), &t}, {text("x"), &t}};
     const mls_str_pair pair = {text("key"), text("value")};
-    unsigned char *data = NULL;
     size_t length = 0;
     REQUIRE(save(tensors, 2, &pair, 1, &status) == MLS_OK);
-    REQUIRE(mls_file_read(file_path, ROOM, &data, &length, &status) == MLS_OK);
+    unsigned char *data = read_file(file_path, &length);
+    REQUIRE(data != NULL);
     CHECK(parse_all(data, length, true, &status) == MLS_OK);
     const size_t header = 8 + (size_t)mls_load_le64(data);
     for (size_t i = 0; i < header; i++) {

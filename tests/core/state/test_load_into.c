@@ -107,7 +107,7 @@ TEST(target_overlapping_its_source_is_refused)
     CHECK(refusal(&overlapping, 1, true, &status) == MLS_E_OVERLAP);
 }
 
-TEST(a_target_over_another_source_is_refused_with_both_names)
+TEST(target_sharing_memory_with_a_source_is_refused_with_both_names)
 {
     const mls_tensor a = matrix_of(small, MLS_F32, 8, 8);
     const mls_tensor b = matrix_of(small + 1024, MLS_F32, 8, 8);

@@ -98,14 +98,14 @@ static inline void runner_add(runner_test *test)
     }                                                                                    \
     static void hook##_here(void)
 
-static inline void runner_nothing(void)
+static inline void runner_no_op(void)
 {
 }
 
-static void (*runner_before_all)(void) = runner_nothing;
-static void (*runner_after_all)(void) = runner_nothing;
-static void (*runner_before_each)(void) = runner_nothing;
-static void (*runner_after_each)(void) = runner_nothing;
+static void (*runner_before_all)(void) = runner_no_op;
+static void (*runner_after_all)(void) = runner_no_op;
+static void (*runner_before_each)(void) = runner_no_op;
+static void (*runner_after_each)(void) = runner_no_op;
 
 /* Whether no check failed since the last call. */
 static inline bool runner_passed(const char *name)

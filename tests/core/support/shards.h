@@ -11,6 +11,7 @@
 #include "support/parts.h"
 #include "support/random_bytes.h"
 #include "support/text.h"
+#include "support/whole_file.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -183,11 +184,8 @@ static inline mls_shard_job job_of(const mls_shard_item *items, size_t count,
 static inline unsigned char *read_pool_file(const char *path, size_t *length)
 {
     char full_path[sizeof pool_path + MLS_PATH_BYTES + 2];
-    unsigned char *data = NULL;
-    mls_status st;
     snprintf(full_path, sizeof full_path, "%s/%s", pool_path, path);
-    return mls_file_read(full_path, (size_t)1 << 30, &data, length, &st) == MLS_OK ? data
-                                                                                   : NULL;
+    return read_file(full_path, length);
 }
 
 /* Parse one of the pool's indexes; release it with mls_index_fini. */

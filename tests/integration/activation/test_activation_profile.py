@@ -244,7 +244,7 @@ def test_arguments():
     assert Chain.from_torch(skips, torch.ones(2, 4), repeats=1).blocks == 3
 
 
-def test_a_backward_run_may_need_less_than_all_that_was_saved():
+def test_backward_may_need_fewer_bytes_than_saved():
     model, x = perceptron(3, width=64, batch=256)
     chain = Chain.from_torch(model, x, repeats=1)
     assert (chain.backward_temporary_bytes < 0).any()

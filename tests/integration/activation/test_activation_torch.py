@@ -106,7 +106,7 @@ def test_autocast_is_restored_for_recomputation(size):
     compare(transformer, segments(6, size), call=call)
 
 
-def test_a_model_finds_its_blocks_and_passes_other_arguments_on():
+def test_planned_model_finds_blocks_and_forwards_arguments():
     def make():
         torch.manual_seed(0)
         return Language(), torch.randint(0, 50, (2, 12))
@@ -453,7 +453,7 @@ def test_a_block_out_of_turn_is_refused():
             model[1](x)
 
 
-def test_a_change_of_mode_before_the_backward_pass_is_refused():
+def test_mode_change_before_backward_is_refused():
     model, x = perceptron()
     raised(
         model,
@@ -481,7 +481,7 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_an_error_inside_a_block_leaves_state_as_it_should_be(at):
+def test_error_inside_a_block_restores_state(at):
     x = torch.randn(6, 8)
     model = nn.Sequential(nn.Linear(8, 8), Fails(at), nn.Linear(8, 8))
     with planned(segments(3, 1)).apply(model):
@@ -557,7 +557,7 @@ def test_blocks_that_are_compiled():
 
 
 @compiles
-def test_a_model_that_is_compiled_whole_still_runs_by_its_plan():
+def test_compiled_model_still_follows_its_plan():
     torch.manual_seed(0)
     model, ids = Language(3), torch.randint(0, 50, (2, 12))
     seen = []

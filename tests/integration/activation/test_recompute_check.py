@@ -250,7 +250,7 @@ def test_gradients_inside_a_block():
     assert "gradients inside its own forward" in first.text
 
 
-def test_a_model_that_is_not_the_same_twice_without_any_plan():
+def test_nondeterministic_model_is_reported_without_a_plan():
     model = nn.Sequential(nn.Linear(8, 8), Clock(), nn.Linear(8, 8))
     report = check(model, plan_of(3), torch.randn(4, 8))
     last = report.findings[-1]

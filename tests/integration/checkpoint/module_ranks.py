@@ -44,7 +44,7 @@ def same(module, expected):
 
 
 @scenario
-def fsdp2_modules_load_their_entries(group):
+def fsdp2_checkpoint_loads_sharded_and_unsharded(group):
     folder = shared_folder(group)
     source = model({"scale": 2.0})
     mlstate.save(folder, fully_shard(model({"scale": 2.0})), group=group)
@@ -78,7 +78,7 @@ def ddp_ranks_keep_separate_extra_states(group):
 
 
 @scenario
-def a_refusal_of_one_rank_leaves_all_ranks_unchanged(group):
+def refusal_of_one_rank_leaves_all_ranks_unchanged(group):
     folder = shared_folder(group)
     mlstate.save(folder, model(3), group=group)
     target = model(5, seed=1)

@@ -171,7 +171,7 @@ def replicas_of_ddp_are_compared(group):
 
 
 @scenario
-def a_broadcast_makes_replicas_the_same_and_autograd_sees_it(group):
+def broadcast_synchronizes_replicas_and_bumps_versions(group):
     torch.manual_seed(group.rank)
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2).to(torch.bfloat16))
     weight = module[0].weight
@@ -239,7 +239,7 @@ def optimizers_of_fsdp2_are_assembled(group):
 
 
 @scenario
-def a_module_between_forward_and_backward_has_its_shards(group):
+def module_between_forward_and_backward_saves_its_shards(group):
     module = sharded(model())
     optimizer = trained(module, steps=1)
     loss = module(torch.ones(4, 3)).sum()

@@ -188,7 +188,7 @@ def test_values_of_old_checkpoints_keep_the_optimizers_types():
     "make", [optim.Adam, optim.NAdam, optim.RMSprop, optim.Rprop], ids=lambda make: make.__name__
 )
 @pytest.mark.parametrize("saved_rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
-def test_a_capturable_optimizer_gets_the_type_of_the_saved_rate(tmp_path, make, saved_rate):
+def test_capturable_optimizer_restores_the_type_of_the_rate(tmp_path, make, saved_rate):
     source = trained(lambda p: make(p, lr=0.5))
     source[1].param_groups[0].update(capturable=True, lr=saved_rate, layers=(1, 2))
     mlstate.save(tmp_path / "c", *source)
@@ -217,7 +217,7 @@ def test_states_that_torch_would_round_need_cast(tmp_path):
     assert target[1].state[target[0].weight]["mu_product"].dtype == torch.bfloat16
 
 
-def test_an_optimizer_of_several_modules_is_saved_with_a_module_of_them(tmp_path):
+def test_optimizer_of_several_modules_is_saved_with_their_parent(tmp_path):
     modules = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 1)})
     optimizer = sgd(modules.parameters())
     with pytest.raises(ValueError, match=r"Linear lacks: .* such as a ModuleDict"):
@@ -245,7 +245,7 @@ def test_odd_values_and_nested_states_are_converted(tmp_path, suffix):
     assert np.array_equal(nested[0], np.ones(2)) and nested[1] is None
 
 
-def test_an_optimizer_of_a_part_of_the_parameters_loads_its_states_without_strict(tmp_path):
+def test_optimizer_of_some_parameters_loads_without_strict(tmp_path):
     source = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     saved = torch.optim.SGD(source.parameters(), lr=0.1, momentum=0.9)
     source(torch.ones(1, 2)).sum().backward()

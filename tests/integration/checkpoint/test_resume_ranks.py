@@ -18,7 +18,7 @@ FOUR = [
     "every_kind_is_filled_in_place",
     "every_kind_is_loaded_as_every_other",
     "factors_record_their_axes",
-    "a_rank_without_elements_is_a_rank_all_the_same",
+    "rank_without_elements_takes_part",
     *MESHES,
 ]
 WANTED = {2: TWO, 4: FOUR}

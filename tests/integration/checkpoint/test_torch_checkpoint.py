@@ -96,7 +96,7 @@ def test_memory_filled_in_place_is_noticed_by_autograd(tmp_path):
         squared.backward()
 
 
-def test_a_module_of_other_shapes_is_refused_and_stays_as_it_is(tmp_path):
+def test_module_of_other_shapes_is_refused_unchanged(tmp_path):
     mlstate.save(tmp_path / "a", model())
     other = torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 5)
@@ -168,7 +168,7 @@ def negated():
     return torch.tensor([1 + 2j]).conj().imag
 
 
-def test_a_view_that_is_negated_when_read_is_refused_everywhere(tmp_path):
+def test_negated_views_are_refused_by_every_operation(tmp_path):
     """Its memory has the opposite sign, and __dlpack__ exports the memory."""
     path, view, array = tmp_path / "c", negated(), np.zeros(1, np.float32)
     layout = Layout.rows(1)

@@ -161,7 +161,7 @@ def test_another_dtype_needs_cast(saved):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_optimizer_of_parameters_that_are_not_entries_is_restored(tmp_path, strict):
+def test_optimizer_of_unregistered_parameters_is_restored(tmp_path, strict):
     source, target = mixed(), mixed()
     optimizers = [torch.optim.Adam(module.parameters()) for module in (source, target)]
     for parameter in source.parameters():
@@ -215,7 +215,7 @@ def test_a_cache_is_derived_after_its_children_are_loaded(tmp_path):
     assert loaded(tmp_path, cached()).total == source[0].weight.sum().item()
 
 
-def test_a_module_that_is_not_initialized_takes_the_saved_shapes(tmp_path):
+def test_lazy_module_takes_the_saved_shapes(tmp_path):
     source = nn.LazyLinear(2)
     source(torch.ones(1, 3))
     mlstate.save(tmp_path, source)
@@ -233,7 +233,7 @@ def test_scripted_and_compiled_modules_are_loaded(tmp_path):
     assert loaded(tmp_path, nn.Sequential(Extra(None)))[0].extra == b"x"
 
 
-def test_an_error_after_the_own_loads_puts_the_earlier_state_back(tmp_path):
+def test_error_after_custom_loads_rolls_back(tmp_path):
     source = nn.Sequential(Extra(4), Metric(random.Random(1)), Picky(3), nn.Linear(2, 2))
     mlstate.save(tmp_path, source)
     target = nn.Sequential(Extra(5), Metric(random.Random(1)), Picky(2), nn.Linear(2, 2))
@@ -243,7 +243,7 @@ def test_an_error_after_the_own_loads_puts_the_earlier_state_back(tmp_path):
     assert difference(before, content(target, calls=False)) is None
 
 
-def test_an_error_puts_replaced_parameters_and_new_buffers_back(tmp_path):
+def test_error_restores_replaced_parameters_and_buffers(tmp_path):
     class Replacing(nn.Linear):
         def _load_from_state_dict(self, state_dict, prefix, *others):
             self.weight = nn.Parameter(state_dict[prefix + "weight"].clone())

@@ -331,7 +331,7 @@ def test_groups_are_split_and_merged_only_with_known_values():
         again.to_torch(merged, module)
 
 
-def test_a_state_without_groups_or_rate_keeps_the_optimizers_rate():
+def test_state_without_rate_keeps_the_optimizer_rate():
     module = model()
     loaded = OptimizerStateDict.create("adam").to_torch(optim.Adam(module.parameters(), lr=0.7))
     assert loaded["param_groups"][0]["lr"] == 0.7

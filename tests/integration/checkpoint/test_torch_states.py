@@ -82,7 +82,7 @@ def test_a_whole_run_resumes_with_the_same_bits(tmp_path):
     assert run.actor_opt.param_groups[0]["lr"] == other.actor_opt.param_groups[0]["lr"]
 
 
-def test_an_optimizer_has_the_names_of_the_module_with_its_parameters(tmp_path):
+def test_optimizer_uses_names_of_its_module(tmp_path):
     run = Run(0)
     run.step()
     both = torch.optim.AdamW([*run.actor.parameters(), *run.critic.parameters()])

@@ -138,7 +138,7 @@ def test_missing_states_cover_trained_parameters(tmp_path):
     assert not states["0.bias.exp_avg"].any() and "1.running_mean.exp_avg" not in states
 
 
-def test_a_part_by_name_treats_lacking_states_as_all_of_it_does(tmp_path):
+def test_partial_load_handles_missing_states_like_a_full_load(tmp_path):
     module, adam = trained(torch.optim.Adam)
     del adam.state[module[0].bias], adam.state[module[2].bias]
     mlstate.save(tmp_path / "a", module, adam)

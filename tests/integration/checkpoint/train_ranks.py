@@ -4,7 +4,6 @@ Prints one line of JSON: the output of each method, and the number of gradients 
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from killed_jobs import module_of
 
 from mlstate.collectives import LocalGroup
 from mlstate.integrations.torch import TorchGroup, reduce_scatter_with
@@ -28,13 +28,6 @@ RUNS = [  # method, engine, layout
     ("mlstate", "local", "rows"),
     ("mlstate", "local", "flat"),
 ]
-
-
-def example():
-    spec = importlib.util.spec_from_file_location("train_sharded", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def first_gradients(module, group, reduced_by):
@@ -96,7 +89,7 @@ def differing(gradients, ranks):
 def every_method(group, steps, folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # FSDP2 warns about itself
-    module = example()
+    module = module_of(EXAMPLE)
     store = dist.FileStore(f"{folder}/store", group.world_size)
     dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world_size)
     engines = {"local": group, "gloo": TorchGroup(dist.new_group())}

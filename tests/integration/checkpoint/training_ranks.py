@@ -362,7 +362,7 @@ def steps_that_differ_do_not_fit_into_one_flat_parameter(group):
 
 
 @scenario
-def states_that_were_not_saved_are_not_there_afterwards(group):
+def unsaved_states_are_absent_after_a_load(group):
     for kind in KINDS:
         module = wrapped(kind)
         before = torch.optim.Adam(module.parameters())
@@ -419,7 +419,7 @@ def tensor_parallel_modules_under_fsdp_are_filled(group):
 
 
 @scenario
-def a_rank_without_elements_is_a_rank_all_the_same(group):
+def rank_without_elements_takes_part(group):
     for kind in ("fsdp1", "fsdp1-orig", "fsdp2"):
 
         def wrap(seed, kind=kind):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from group_model import raises, shared_folder
 from group_scenarios import check_reductions
 from torch_processes import SCENARIOS, main, print_outcome, scenario
+from traced_memory import traced
 
 import mlstate
 from mlstate import CollectiveError, CompatibilityError, fsdp
@@ -90,18 +91,14 @@ def small_floats_are_summed(group):
 
 @scenario
 def collectives_make_no_copies(group):
-    import tracemalloc
-
     array = np.zeros(1 << 20, np.uint8)
     array.flags.writeable = False
     out = np.empty(group.world_size << 20, np.uint8)
-    tracemalloc.start()
-    group.all_gather(array, out=out)
-    group.broadcast(out)
-    group.all_reduce(out, op="max", out=out)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 19, peak  # of memory that NumPy allocates
+    with traced() as trace:
+        group.all_gather(array, out=out)
+        group.broadcast(out)
+        group.all_reduce(out, op="max", out=out)
+    assert trace.peak < 1 << 19, trace.peak  # of memory that NumPy allocates
 
 
 @scenario

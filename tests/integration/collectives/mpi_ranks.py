@@ -15,6 +15,7 @@ import warnings
 
 import mpi4py
 import numpy as np
+from traced_memory import traced
 
 if os.environ.get("MLSTATE_TEST_MPI_LEVEL"):
     mpi4py.rc.thread_level = os.environ["MLSTATE_TEST_MPI_LEVEL"]
@@ -91,18 +92,16 @@ def long_arrays_travel_in_several_messages(group):
 
 @scenario
 def moving_makes_no_copy_and_reducing_copies_one_part(group):
-    import tracemalloc
-
     array = np.zeros(1 << 20, np.uint8)
     array.flags.writeable = False
     out = np.empty(group.world_size << 20, np.uint8)
-    tracemalloc.start()
-    group.all_gather(array, out=out)
-    group.broadcast(out)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 19
-    group.all_reduce(out, op="max", out=out)
-    assert tracemalloc.get_traced_memory()[1] < (group.world_size + 1) << 20
-    tracemalloc.stop()
+    with traced() as moving:
+        group.all_gather(array, out=out)
+        group.broadcast(out)
+    with traced() as reducing:
+        group.all_reduce(out, op="max", out=out)
+    assert moving.peak < 1 << 19
+    assert reducing.peak < (group.world_size + 1) << 20
 
 
 @scenario
@@ -219,9 +218,9 @@ def a_rank_that_does_not_come_is_named(group):
 
 @scenario
 def a_backward_pass_without_a_rank_names_it(group):
-    from hook_ranks import the_backward_pass_of_one_rank_is_missing
+    from hook_ranks import missing_backward_pass_of_one_rank_is_reported
 
-    the_backward_pass_of_one_rank_is_missing(group, await_the_end)
+    missing_backward_pass_of_one_rank_is_reported(group, await_the_end)
 
 
 @scenario
@@ -236,7 +235,7 @@ def an_async_operation_times_out_too(group):
 
 
 @scenario
-def the_groups_own_timeout_holds(group):
+def group_timeout_applies_to_its_operations(group):
     impatient = MPIGroup(timeout=0.3)
     if group.rank == 0:
         raises(CollectiveError, "not done after 0.3 s", impatient.barrier)

@@ -344,7 +344,7 @@ def test_two_ranks_are_not_one_process():
     assert all("ranks 0 and 1 are one process; LocalGroup.threads" in text for text in messages)
 
 
-def test_who_does_not_come_is_named():
+def test_absent_rank_is_named():
     name = f"nobody {os.getpid()}"
     caught = raises(CollectiveError, "", LocalGroup.join, name, 0, 3, timeout=0.2)
     assert "ranks [1, 2] of job" in str(caught)
@@ -505,7 +505,7 @@ def test_unknown_clients_are_disconnected():
         assert [parent_pipe.recv(), *results] == [[b"0", b"1"]] * 2
 
 
-def test_arrays_of_the_parent_are_the_childrens_own():
+def test_forked_children_have_private_arrays():
     """A forked rank changes its own copy; only results are returned."""
     array = np.zeros(4)
 

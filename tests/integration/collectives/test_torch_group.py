@@ -106,7 +106,7 @@ def test_on_a_device_the_backend_moves_the_bytes():
     assert calls == [[[8, 0, 8], [4, 0, 12]], None, (2, torch.uint8, 24), None, [0], None]
     late = Link(Backend(), device, 0.0)
     late.barrier()
-    assert calls[-1] == 0.001 and late.began and not link.meanwhile
+    assert calls[-1] == 0.001 and late.began and not link.overlapped_task
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])

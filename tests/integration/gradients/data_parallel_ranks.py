@@ -126,7 +126,7 @@ def fsdp2_sums_small_floats_in_float32(group):
 
 
 @scenario
-def fsdp2_names_who_divides_otherwise(group):
+def fsdp2_names_the_rank_with_another_divisor(group):
     module = sharded(group.world_size)
     reduce_scatter_with(module, group)
     module[2].set_gradient_divide_factor(4.0 if group.rank else 8.0)
@@ -203,7 +203,7 @@ def fsdp2_under_activation_checkpointing(group):
 
 
 @scenario
-def fsdp2_names_who_is_not_finite(group):
+def fsdp2_names_the_nonfinite_rank(group):
     for bad in range(group.world_size):
         is_bad_rank = group.rank == bad
         module = sharded(group.world_size)
@@ -408,11 +408,10 @@ def ddp_joins_ranks_with_fewer_inputs(group):
     for counts in ([2, 4, 3], [3, 0, 1], [0, 2, 0]):
         for keywords in ({}, {"bucket_cap_mb": 1e-4}, {"find_unused_parameters": True}):
             for arguments in ({}, {"divide_by_initial_world_size": False}):
-                torch_model, model = (replicated(**keywords) for _ in range(2))
-                all_reduce_with(model, group)
-                each = (
-                    train_unevenly(m, group.rank, counts, arguments) for m in (torch_model, model)
-                )
+                torch_model, mlstate_model = (replicated(**keywords) for _ in range(2))
+                all_reduce_with(mlstate_model, group)
+                models = (torch_model, mlstate_model)
+                each = (train_unevenly(m, group.rank, counts, arguments) for m in models)
                 torch.testing.assert_close(*each)
 
 
@@ -427,7 +426,7 @@ def ddp_divides_small_floats_by_the_ranks_with_inputs(group):
 
 
 @scenario
-def ddp_names_who_is_not_finite_to_ranks_without_inputs(group):
+def ddp_names_the_nonfinite_rank_to_ranks_without_inputs(group):
     module = replicated()
     all_reduce_with(module, group)
 
@@ -446,7 +445,7 @@ def ddp_names_who_is_not_finite_to_ranks_without_inputs(group):
 
 
 @scenario
-def ddp_names_who_joins_with_another_divisor(group):
+def ddp_names_the_rank_joining_with_another_divisor(group):
     module = replicated()
     all_reduce_with(module, group)
 
@@ -487,7 +486,7 @@ def ddp_accumulates_without_synchronisation(group):
 
 
 @scenario
-def ddp_names_who_is_not_finite(group):
+def ddp_names_the_nonfinite_rank(group):
     bad = group.world_size - 1
     module = replicated(bucket_cap_mb=1e-4)
     all_reduce_with(module, group)

@@ -182,7 +182,7 @@ def autocast(group):
 
 
 @scenario
-def full_gradients_are_kept_where_asked_for(group):
+def full_gradients_are_kept_on_request(group):
     model = language()
     units, hook = hooked(group, model, keep_full_gradient=True)
     with hook:
@@ -289,7 +289,7 @@ def parameters_without_a_gradient_keep_their_reduced_ones(group):
 
 
 @scenario
-def an_optimizer_leaves_parameters_that_no_rank_uses(group):
+def optimizer_skips_parameters_unused_by_all_ranks(group):
     for mode in ("full", "shard"):
         model = language()
         hook = FSDPBackwardHook(FSDP(group, allow_unused=True))
@@ -381,7 +381,7 @@ def failed_reduction_leaves_no_gradients(group):
 
 
 @scenario
-def an_optimizer_without_gradients_is_warned_of_once(group):
+def optimizer_without_gradients_warns_once(group):
     model = layers()
     _, hook = hooked(group, model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -405,7 +405,7 @@ def an_optimizer_without_gradients_is_warned_of_once(group):
 
 
 @scenario
-def two_objects_have_no_hooks_on_one_parameter(group):
+def second_hook_on_a_parameter_is_refused(group):
     model = layers()
     units, first = hooked(group, model)
     second = FSDPBackwardHook(FSDP(group))
@@ -626,7 +626,7 @@ def a_gradient_that_is_not_finite_is_named(group):
 
 
 @scenario
-def infinity_is_passed_on_to_who_scales_gradients(group):
+def infinity_reaches_the_gradient_scaler(group):
     bad = group.world_size - 1
     model = language()
     units, _ = hooked(group, model, nonfinite="allow")
@@ -709,7 +709,7 @@ def stumble_once(model, group):
 
 
 @scenario
-def a_pass_that_is_cut_short_on_one_rank_is_an_error_on_the_others(group):
+def pass_cut_short_on_one_rank_fails_on_the_others(group):
     sums = in_rank_order(group, own_gradients(square_of, layers))
     last = group.world_size - 1
     for bucket_bytes in (0, 25 << 20):

@@ -157,7 +157,7 @@ CHANGES = [_assign, _assign_one, _swap, _set, _unfreeze, _add, _parametrize]
 
 @pytest.mark.parametrize("gradients", ["full", "shard"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_parameter_is_noticed_before_the_optimizer_steps(change, gradients):
+def test_replaced_parameter_is_reported_before_the_optimizer_step(change, gradients):
     layers = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 1), torch.nn.Linear(1, 1)]
     module = torch.nn.Sequential(*layers)
     layers[2].requires_grad_(False)

@@ -77,7 +77,7 @@ def test_a_static_layer_is_a_full_entry():
     assert_positions_are_the_tokens(state, 7)
 
 
-def test_a_layer_that_records_its_past_is_longer_than_its_window():
+def test_layer_recording_its_past_exceeds_its_window():
     from transformers.cache_utils import DynamicSlidingWindowLayer
 
     layer = DynamicSlidingWindowLayer(sliding_window=WINDOW)

@@ -4,7 +4,6 @@ Usage: lightning_job.py FOLDER RANKS. Prints a line for each step, and "done" wi
 the weights and of the optimizer's states.
 """
 
-import hashlib
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from regression import digest
 
 from mlstate.integrations.lightning import MLStateCheckpointIO
 
@@ -85,17 +85,6 @@ def trainer_of(folder, ranks=1, **keywords):
         plugins=[MLStateCheckpointIO()],
         **keywords,
     )
-
-
-def digest(module, optimizer):
-    """Return a digest of all bits of weights and optimizer states."""
-    hasher = hashlib.sha256()
-    for parameter in module.parameters():
-        hasher.update(parameter.detach().numpy().tobytes())
-        for name, value in sorted(optimizer.state[parameter].items()):
-            hasher.update(name.encode() + value.numpy().tobytes())
-    hasher.update(repr(optimizer.param_groups[0]["lr"]).encode())
-    return hasher.hexdigest()
 
 
 def main(folder, ranks):

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import killed_jobs  # noqa: E402
 from needs import needs  # noqa: E402
+from regression import Model  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.checkpoint import CheckpointManager  # noqa: E402
@@ -140,7 +141,7 @@ def test_a_damaged_folder_is_written_again(tmp_path, runs, damage):
     assert MLStateCallback.last_checkpoint(tmp_path) is None  # the user starts anew
 
 
-def test_a_checkpoint_of_the_trainer_alone_is_resumed_with_a_warning(tmp_path, runs):
+def test_resume_of_a_plain_trainer_checkpoint_warns(tmp_path, runs):
     train(runs, tmp_path, save_total_limit=2)
     train(runs, tmp_path, with_mlstate=False, max_steps=6, save_only_model=False)
     last = MLStateCallback.last_checkpoint(tmp_path)
@@ -177,7 +178,7 @@ def test_weights_newer_than_the_optimizer_are_passed_over(tmp_path, runs):
     assert last == str(tmp_path / "checkpoint-2")
 
 
-def test_a_callback_of_a_failed_run_saves_into_the_next_folder(tmp_path, runs):
+def test_callback_after_a_failed_run_saves_to_the_next_folder(tmp_path, runs):
     callback = MLStateCallback()
     with pytest.raises(runs.Killed):
         train(runs, tmp_path / "a", runs.Killer("training", 3), callback=callback)
@@ -332,7 +333,7 @@ def test_a_gradient_scaler_is_restored(tmp_path, runs):
     state = transformers.TrainerState(global_step=2, epoch=0.5)
     scales = []
     for scale in (8.0, 2.0):
-        model = runs.Model()
+        model = Model()
         optimizer = Prepared(model.parameters(), scale)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer)
         objects = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}

@@ -5,7 +5,6 @@ ends them in the middle of a save, of a deletion, or between the two.
 """
 
 import contextlib
-import hashlib
 import random
 import shutil
 import warnings
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 import transformers.trainer
+from regression import Data, Model, digest
 
 from mlstate.checkpoint import CheckpointManager
 from mlstate.integrations.transformers import MLStateCallback
@@ -23,40 +23,6 @@ PLACES = ("none", "weights", "position", "rotation", "deletion", "before step", 
 
 class Killed(BaseException):
     """Ends a run."""
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(4, 6)
-        self.dropout = torch.nn.Dropout(0.3)
-        self.last = torch.nn.Linear(6, 1)
-
-    def forward(self, x, labels=None):
-        logits = self.last(self.dropout(torch.tanh(self.first(x)))).squeeze(-1)
-        return {"loss": (logits - labels).square().mean(), "logits": logits}
-
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, number):
-        x = torch.randn(4, generator=torch.Generator().manual_seed(number))
-        return {"x": x, "labels": x.sum()}
-
-
-def digest(model, optimizer, scheduler):
-    """Return a digest of all values that a resumed training needs."""
-    hasher = hashlib.sha256()
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    for parameter in model.parameters():
-        hasher.update(parameter.detach().numpy().tobytes())
-        for name, value in sorted(optimizer.state[parameter].items()):
-            hasher.update(name.encode() + value.numpy().tobytes())
-    hasher.update(repr([float(group["lr"]) for group in optimizer.param_groups]).encode())
-    hasher.update(repr(scheduler.last_epoch).encode())
-    return hasher.hexdigest()
 
 
 class Recorder(transformers.TrainerCallback):
@@ -81,7 +47,8 @@ class Recorder(transformers.TrainerCallback):
 
 
 def digest_of(objects):
-    return digest(objects["model"], objects["optimizer"], objects["lr_scheduler"])
+    epoch = objects["lr_scheduler"].last_epoch
+    return f"{digest(objects['model'], objects['optimizer'])} in epoch {epoch}"
 
 
 class Killer(transformers.TrainerCallback):
@@ -185,7 +152,7 @@ def trainer_of(folder, callbacks, seed, **options):
         **options,
     )
     torch.manual_seed(seed)
-    data = Data()
+    data = Data(24)
     return transformers.Trainer(
         Model(), arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks
     )

@@ -4,7 +4,6 @@ Usage: transformers_job.py FOLDER, alone or started by torch.distributed.run. Pr
 each step, and "done" with the digest of the weights and of the optimizer's states.
 """
 
-import hashlib
 import os
 import sys
 import warnings
@@ -12,33 +11,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from regression import Data, Model, digest
 
 from mlstate.integrations.transformers import MLStateCallback
 
 RANK = int(os.environ.get("RANK", "0"))
-
-
-class Model(torch.nn.Module):
-    """A model with dropout, so that generators matter."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(8, 16)
-        self.dropout = torch.nn.Dropout(0.3)
-        self.last = torch.nn.Linear(16, 1)
-
-    def forward(self, x, labels=None):
-        predictions = self.last(self.dropout(torch.tanh(self.first(x)))).squeeze(-1)
-        return {"loss": (predictions - labels).square().mean(), "logits": predictions}
-
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, number):
-        x = torch.randn(8, generator=torch.Generator().manual_seed(number))
-        return {"x": x, "labels": x.sum()}
 
 
 class Printer(transformers.TrainerCallback):
@@ -65,20 +42,8 @@ def trainer_of(folder, **keywords):
         **keywords,
     )
     return transformers.Trainer(
-        Model(), arguments, train_dataset=Data(), callbacks=[MLStateCallback(), Printer()]
+        Model(), arguments, train_dataset=Data(48), callbacks=[MLStateCallback(), Printer()]
     )
-
-
-def digest(trainer):
-    """Return a digest of all bits of weights and optimizer states."""
-    hasher = hashlib.sha256()
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    for parameter in trainer.model.parameters():
-        hasher.update(parameter.detach().numpy().tobytes())
-        for name, value in sorted(optimizer.state[parameter].items()):
-            hasher.update(name.encode() + value.numpy().tobytes())
-    hasher.update(repr([group["lr"] for group in optimizer.param_groups]).encode())
-    return hasher.hexdigest()
 
 
 def main(folder):
@@ -88,7 +53,7 @@ def main(folder):
     trainer = trainer_of(folder)
     trainer.train(resume_from_checkpoint=MLStateCallback.last_checkpoint(folder))
     if RANK == 0:
-        print("done", digest(trainer), flush=True)
+        print("done", digest(trainer.model, trainer.optimizer), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -185,7 +185,7 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
         mls_swap_items(packed, count * c->src_item, mls_swap_unit(c->src_dtype));
     }
     if (c->convert != NULL) {
-        c->convert(converted, packed, count, MLS_STORE_PLAIN);
+        c->convert(converted, packed, count, MLS_STORE_CACHED);
         ready = converted;
     }
     if (c->dst_swapped) {

@@ -73,7 +73,7 @@ MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_
     const size_t items = WIDTH / to_bytes;
     const size_t head = mls_bytes_to_align(dst, WIDTH) / to_bytes;
     if (how == MLS_STORE_STREAM && (uintptr_t)dst % to_bytes == 0 && head <= count) {
-        scalar(dst, src, head, MLS_STORE_PLAIN);
+        scalar(dst, src, head, MLS_STORE_CACHED);
         dst += head * to_bytes, src += head * from_bytes, count -= head;
         const size_t done =
             stream_vectors(dst, src, count, from_bytes, to_bytes, convert);
@@ -91,7 +91,7 @@ MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_
             dst += WIDTH, src += items * from_bytes;
         }
     }
-    scalar(dst, src, count, MLS_STORE_PLAIN);
+    scalar(dst, src, count, MLS_STORE_CACHED);
 }
 
 MLS_DEFINE_RUNS
@@ -237,11 +237,11 @@ MLS_TARGET static void pad_rows(void *dst, const void *src, size_t src_step, siz
 #    define MLS_TABLE_OF(set)                                                            \
         {                                                                                \
             .cpu = (set),                                                                \
-            .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN) |                            \
+            .copy_variants = MLS_STORE_BIT(MLS_STORE_CACHED) |                           \
                              MLS_STORE_BIT(MLS_STORE_LOOP) |                             \
                              MLS_STORE_BIT(MLS_STORE_STREAM),                            \
             .variants =                                                                  \
-                MLS_STORE_BIT(MLS_STORE_PLAIN) | MLS_STORE_BIT(MLS_STORE_STREAM),        \
+                MLS_STORE_BIT(MLS_STORE_CACHED) | MLS_STORE_BIT(MLS_STORE_STREAM),       \
             .copy = copy_run,                                                            \
             .fill = fill_run,                                                            \
             .pad_rows = pad_rows,                                                        \

@@ -54,8 +54,8 @@ static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
 
 const mls_kernels mls_kernels_neon = {
     .cpu = MLS_CPU_NEON,
-    .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN),
-    .variants = MLS_STORE_BIT(MLS_STORE_PLAIN),
+    .copy_variants = MLS_STORE_BIT(MLS_STORE_CACHED),
+    .variants = MLS_STORE_BIT(MLS_STORE_CACHED),
     .copy = copy_run,
     .fill = fill_run,
     .convert = MLS_CONVERT_TABLE,

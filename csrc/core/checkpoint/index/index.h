@@ -122,7 +122,7 @@ typedef struct mls_index {
     mls_layers *sparse; /* layers of all shards that have them; the arrays below cover all
                            of these */
     mls_layer *layers;
-    mls_row_range *extents;
+    mls_row_range *row_ranges;
     mls_compressed_frames *frames; /* of all compressed layers */
     size_t *ends;
     mls_safetensors *headers; /* one for each file, see index_of_files.h */

@@ -132,7 +132,7 @@ void mls_index_fini(mls_index *index)
     mls_free(index->crcs);
     mls_free(index->sparse);
     mls_free(index->layers);
-    mls_free(index->extents);
+    mls_free(index->row_ranges);
     mls_free(index->frames);
     mls_free(index->ends);
     mls_json_free(index->json);

@@ -77,7 +77,7 @@ typedef struct reader {
     mls_json_node name, arrays[LAYER_ARRAYS]; /* next values, or MLS_JSON_NONE */
     size_t layer_rows, layer;                 /* rows of the layer table; rows read */
     size_t dims_used, axes_used, crcs_used;   /* used elements of the arrays */
-    size_t sparse_used, layers_used, extents_used, frames_used, ends_used; /* the same */
+    size_t sparse_used, layers_used, ranges_used, frames_used, ends_used; /* the same */
 } reader;
 
 /* These three are for mls_index_read_word, which takes enums as int. */
@@ -374,7 +374,7 @@ static mls_code read_crcs(reader *r, mls_layer *layer)
 static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
                           mls_layer *layer)
 {
-    mls_row_range *runs = r->index.extents + r->extents_used;
+    mls_row_range *runs = r->index.row_ranges + r->ranges_used;
     mls_rows rows = mls_layer_rows(layer->row, elements);
     mls_str text;
     const mls_code code = mls_index_read_text(&r->in, node, "rows", &text);
@@ -387,7 +387,7 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
                                     "at most as many as the shard has");
     }
     layer->runs = runs;
-    r->extents_used += layer->run_count;
+    r->ranges_used += layer->run_count;
     return MLS_OK;
 }
 
@@ -525,8 +525,8 @@ static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
         }
     }
     r->layers_used += count;
-    r->extents_used +=
-        mls_layers_resolve(layers, elements, r->index.extents + r->extents_used);
+    r->ranges_used +=
+        mls_layers_resolve(layers, elements, r->index.row_ranges + r->ranges_used);
     shard->layers = layers;
     return MLS_OK;
 }
@@ -661,7 +661,7 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
 /* ---- the whole index ---- */
 
 typedef struct needs {
-    size_t dims, sparse, layers, extents, frames, ends;
+    size_t dims, sparse, layers, row_ranges, frames, ends;
 } needs;
 
 /* Each row range takes one element, and resolving takes two more, as in mls_layers_room.
@@ -671,13 +671,13 @@ static void count_layers(const reader *r, needs *n)
     mls_json_node rows = r->arrays[0], frames = r->arrays[FRAMES - ROWS];
     n->sparse = r->index.shard_count;
     n->layers = r->layer_rows;
-    n->extents = n->sparse;
+    n->row_ranges = n->sparse;
     for (size_t i = 0; i < r->layer_rows; i++) {
         const mls_json_node text = next_value(r, &rows), lengths = next_value(r, &frames);
         const size_t runs = text == MLS_JSON_NONE
                                 ? 0
                                 : mls_layer_rows_count(mls_json_text(r->in.json, text));
-        n->extents += runs == 0 ? 2 : 3 * runs;
+        n->row_ranges += runs == 0 ? 2 : 3 * runs;
         if (lengths != MLS_JSON_NONE) {
             n->frames++;
             n->ends +=
@@ -703,7 +703,7 @@ static mls_code allocate_arrays(reader *r)
         (x->crcs = mls_alloc(crcs, sizeof *x->crcs)) == NULL ||
         (x->sparse = mls_alloc(n.sparse, sizeof *x->sparse)) == NULL ||
         (x->layers = mls_alloc(n.layers, sizeof *x->layers)) == NULL ||
-        (x->extents = mls_alloc(n.extents, sizeof *x->extents)) == NULL ||
+        (x->row_ranges = mls_alloc(n.row_ranges, sizeof *x->row_ranges)) == NULL ||
         (x->frames = mls_alloc(n.frames, sizeof *x->frames)) == NULL ||
         (x->ends = mls_alloc(n.ends, sizeof *x->ends)) == NULL) {
         return mls_fail(r->in.st, MLS_E_MEMORY, "no memory for an index of %zu shards",

@@ -14,8 +14,8 @@ mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *merged,
                             size_t most, mls_status *st)
 {
     *plan = (mls_load_plan){0};
-    plan->wanted = mls_realloc(NULL, most, sizeof *plan->wanted);
-    if (plan->wanted == NULL) {
+    plan->items = mls_realloc(NULL, most, sizeof *plan->items);
+    if (plan->items == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to load %zu tensors", most);
     }
     plan->merged = merged;
@@ -25,7 +25,7 @@ mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *merged,
 
 void mls_load_plan_fini(mls_load_plan *plan)
 {
-    mls_free(plan->wanted);
+    mls_free(plan->items);
     mls_free(plan->stored);
     mls_free(plan->parts);
     mls_free(plan->pieces);
@@ -47,7 +47,7 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
         return NULL;
     }
     plan->last = at;
-    mls_load_item *w = &plan->wanted[plan->count++];
+    mls_load_item *w = &plan->items[plan->count++];
     w->tensor = &merged->tensors[at];
     w->first = w->count = 0;
     w->long_zeros = false;
@@ -199,7 +199,7 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
         return mls_fail(st, MLS_E_MEMORY, "no memory to load %zu tensors", plan->count);
     }
     for (size_t i = 0; i < plan->count; i++) {
-        mls_load_item *w = &plan->wanted[i];
+        mls_load_item *w = &plan->items[i];
         const mls_read_scratch room = {plan->stored + used, plan->parts + used,
                                        plan->pieces + used};
         if (mls_merged_index_pieces(plan->merged, w->tensor, &w->part, NULL, &room,
@@ -230,7 +230,7 @@ size_t mls_load_item_bytes(const mls_load_item *w)
 
 void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, bool zeroed)
 {
-    const mls_load_item *w = &plan->wanted[i];
+    const mls_load_item *w = &plan->items[i];
     for (size_t j = w->first; j < w->first + w->count; j++) {
         const bool is_zero = plan->stored[j].file == NULL;
         plan->pieces[j].data = zeroed && w->long_zeros && is_zero ? NULL : data;
@@ -241,13 +241,13 @@ void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, boo
 void mls_load_plan_foresee(mls_load_plan *plan)
 {
     for (size_t i = 0; i < plan->count; i++) {
-        mls_load_plan_place(plan, i, (unsigned char *)(uintptr_t)&plan->wanted[i], true);
+        mls_load_plan_place(plan, i, (unsigned char *)(uintptr_t)&plan->items[i], true);
     }
 }
 
 void mls_load_plan_keep(mls_load_plan *plan, size_t i, size_t *used)
 {
-    const mls_load_item *w = &plan->wanted[i];
+    const mls_load_item *w = &plan->items[i];
     if (*used != w->first) {
         memmove(plan->pieces + *used, plan->pieces + w->first,
                 w->count * sizeof *plan->pieces);

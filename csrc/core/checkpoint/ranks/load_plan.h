@@ -38,7 +38,7 @@ typedef struct mls_load_item {
 
 typedef struct mls_load_plan {
     const mls_merged_index *merged;
-    mls_load_item *wanted;
+    mls_load_item *items;
     size_t count;
     mls_stored_shard *stored; /* one for each piece; NULL until mls_load_plan_find */
     mls_part *parts;

@@ -42,7 +42,7 @@ typedef struct read_state {
     pthread_mutex_t lock; /* protects `status` */
     mls_status status;    /* why `failed` failed, or that the read was stopped */
     mls_ready_counter
-        made;    /* number of pieces that have their `data`, if there is a maker */
+        ready;   /* number of pieces that have their `data`, if there is a maker */
     bool unmade; /* the maker failed */
 } read_state;
 
@@ -541,11 +541,11 @@ static void make_destinations(void *context)
         return;
     }
     shared->unmade =
-        !shared->request.maker->make(shared->request.maker->context, &shared->made);
+        !shared->request.maker->make(shared->request.maker->context, &shared->ready);
     if (shared->unmade && shared->plan.count > 0) {
         record_stop(shared, shared->plan.spans);
     }
-    mls_ready_counter_advance(&shared->made, SIZE_MAX);
+    mls_ready_counter_advance(&shared->ready, SIZE_MAX);
 }
 
 static void wait_for_destinations(read_state *shared, size_t first, size_t end)
@@ -556,7 +556,7 @@ static void wait_for_destinations(read_state *shared, size_t first, size_t end)
             (size_t)(shared->plan.order[i]->piece - shared->request.pieces);
         last = piece > last ? piece : last;
     }
-    mls_ready_counter_wait(&shared->made, last + 1);
+    mls_ready_counter_wait(&shared->ready, last + 1);
 }
 
 static void read_task(read_worker *w, size_t index)
@@ -606,7 +606,7 @@ static void reading_fini(read_state *shared)
 {
     mls_work_queues_fini(&shared->queues);
     mls_read_plan_fini(&shared->plan);
-    mls_ready_counter_fini(&shared->made);
+    mls_ready_counter_fini(&shared->ready);
     pthread_mutex_destroy(&shared->lock);
 }
 
@@ -617,7 +617,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     size_t planned;
     read_state shared = {.request = *request};
     mls_pool *pool = request->pool;
-    mls_ready_counter_init(&shared.made);
+    mls_ready_counter_init(&shared.ready);
     pthread_mutex_init(&shared.lock, NULL);
     atomic_init(&shared.failed, SIZE_MAX);
     atomic_init(&shared.stopped, false);
@@ -632,7 +632,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     if (code != MLS_E_MEMORY) {
         const bool alone = pool == NULL || plan->cost < SHARED_BYTES;
         const size_t threads = alone ? 1 : mls_pool_threads(pool);
-        mls_pool_run_beside(alone ? NULL : pool, make_destinations, read_tasks, &shared,
+        mls_pool_run_helped(alone ? NULL : pool, make_destinations, read_tasks, &shared,
                             threads < plan->task_count ? threads : plan->task_count);
     }
     const size_t first = atomic_load(&shared.failed);

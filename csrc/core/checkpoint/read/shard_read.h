@@ -36,7 +36,7 @@ static inline bool mls_progress_report(const mls_progress *progress, uint64_t by
  * stays NULL; otherwise it is any address, the same for all pieces of a tensor, because
  * the plan depends on it. `make` returns false if it cannot set all of them. */
 typedef struct mls_maker {
-    bool (*make)(void *context, mls_ready_counter *made);
+    bool (*make)(void *context, mls_ready_counter *ready);
     void *context;
 } mls_maker;
 

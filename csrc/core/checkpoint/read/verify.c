@@ -63,7 +63,7 @@ typedef struct verifier {
     size_t spots;
     const task *tasks;
     pthread_mutex_t lock; /* protects everything below */
-    mls_problems found;
+    mls_problems report;
     size_t room;
     mls_code code; /* first failure of the verification itself */
 } verifier;
@@ -97,7 +97,7 @@ static bool has_failed(verifier *v)
  * otherwise produce a problem for each of a million files. */
 static void append_problem(verifier *v, const mls_problem *problem)
 {
-    mls_problems *problems = &v->found;
+    mls_problems *problems = &v->report;
     if (problems->count == MLS_PROBLEMS_MOST) {
         return;
     }
@@ -133,7 +133,7 @@ static int compare_problems(const void *a, const void *b)
 static void report_progress(verifier *v, uint64_t bytes)
 {
     pthread_mutex_lock(&v->lock);
-    v->found.bytes_read += bytes;
+    v->report.bytes_read += bytes;
     pthread_mutex_unlock(&v->lock);
     if (!mls_progress_report(v->progress, bytes)) {
         set_failure(v, MLS_E_STOPPED);
@@ -558,13 +558,13 @@ mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kern
     mls_free(order);
     mls_free(tasks);
     if (v.code != MLS_OK) {
-        mls_problems_fini(&v.found);
+        mls_problems_fini(&v.report);
         return mls_fail(st, v.code,
                         v.code == MLS_E_STOPPED ? "stopped" : "no memory to continue");
     }
-    if (v.found.count > 0) {
-        qsort(v.found.list, v.found.count, sizeof *v.found.list, compare_problems);
+    if (v.report.count > 0) {
+        qsort(v.report.list, v.report.count, sizeof *v.report.list, compare_problems);
     }
-    *out = v.found;
+    *out = v.report;
     return MLS_OK;
 }

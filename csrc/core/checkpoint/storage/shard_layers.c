@@ -38,8 +38,8 @@ bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range 
     const size_t first = rows->at + (size_t)skip;
     rows->at = first + (size_t)count;
     const size_t end = rows->at == rows->all ? rows->elements : rows->at * row;
-    *out = (mls_row_range){first * row, end - first * row, rows->held};
-    rows->held += out->count;
+    *out = (mls_row_range){first * row, end - first * row, rows->stored_before};
+    rows->stored_before += out->count;
     return true;
 }
 

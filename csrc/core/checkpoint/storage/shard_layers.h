@@ -60,9 +60,9 @@ size_t mls_layer_element_count(const mls_layer *layer, size_t elements);
 /* A builder of row ranges from pairs of numbers: rows to skip, then rows stored, starting
  * at the shard's first row. */
 typedef struct mls_rows {
-    size_t row, elements; /* elements of a row; elements of the shard */
-    size_t all;           /* rows of the shard */
-    size_t at, held;      /* rows so far; stored elements so far */
+    size_t row, elements;     /* elements of a row; elements of the shard */
+    size_t all;               /* rows of the shard */
+    size_t at, stored_before; /* rows so far; stored elements so far */
 } mls_rows;
 
 /* Start a builder. `row` must be at least 1. */

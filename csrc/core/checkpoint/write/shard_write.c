@@ -29,11 +29,11 @@
 #endif
 
 enum {
-    ALIGNMENT = 4096,       /* of memory, offsets and lengths of direct writes */
-    TASK_BYTES = 8 << 20,   /* of a large shard; a multiple of the block size */
-    DIRECT_LEAST = 1 << 20, /* smaller files use the page cache */
-    PLAIN_STEP = 256 << 10, /* step of cached writes; stays in the processor's cache */
-    FEW_FILES = 4           /* up to this number of files, each is synced separately */
+    ALIGNMENT = 4096,        /* of memory, offsets and lengths of direct writes */
+    TASK_BYTES = 8 << 20,    /* of a large shard; a multiple of the block size */
+    DIRECT_LEAST = 1 << 20,  /* smaller files use the page cache */
+    CACHED_STEP = 256 << 10, /* step of cached writes; stays in the processor's cache */
+    FEW_FILES = 4            /* up to this number of files, each is synced separately */
 };
 
 /* A file being written. Everything that must be undone after a failure is recorded as
@@ -178,7 +178,7 @@ static mls_code flush_buffer(sink *s)
  * the copied bytes are read again at once. */
 static size_t buffer_room(const sink *s)
 {
-    return (s->out->direct ? (size_t)MLS_WRITE_BUFFER : (size_t)PLAIN_STEP) - s->used;
+    return (s->out->direct ? (size_t)MLS_WRITE_BUFFER : (size_t)CACHED_STEP) - s->used;
 }
 
 /* The disk reads a direct-I/O buffer, not the processor. So cache size does not matter,

@@ -399,7 +399,7 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
     mls_planned *planned = &plan->planned[number];
     mls_index_shard *shard = &plan->index.shards[number];
     const mls_index_shard *before = planned->before;
-    planned->kept = true;
+    planned->is_reused = true;
     /* an unchanged shard keeps its layers; a partly changed one got them during
      * comparison, with the new layer at the end */
     if (before->layers != NULL && planned->layers == NULL &&

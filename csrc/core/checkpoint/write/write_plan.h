@@ -21,7 +21,7 @@ typedef struct mls_planned {
     const mls_shard_item *item;
     const mls_index_shard *before; /* the committed shard, or NULL */
     bool same;                     /* its bytes did not change */
-    bool kept;                     /* its stored bytes stay in place */
+    bool is_reused;                /* its stored bytes stay in place */
     int rank;
     const size_t *shape; /* shape of the part */
     mls_str key;         /* its key in a file */
@@ -63,7 +63,7 @@ mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
  * MLS_E_STOPPED. */
 mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st);
 
-/* Decide which stored bytes stay in place (planned.kept), and list their files.
+/* Decide which stored bytes stay in place (planned.is_reused), and list their files.
  * MLS_E_MEMORY. */
 mls_code mls_write_plan_reuse(mls_write_plan *plan, mls_status *st);
 
@@ -103,7 +103,7 @@ void mls_write_plan_fini(mls_write_plan *plan); /* accepts a zeroed one; zeroes 
 /* Return whether a shard has an entry in a new file; an empty shard has one too. */
 static inline bool mls_planned_is_written(const mls_planned *planned)
 {
-    return planned->layers == NULL ? !planned->kept : planned->fresh != NULL;
+    return planned->layers == NULL ? !planned->is_reused : planned->fresh != NULL;
 }
 
 /* Bytes of the shard in a new file. */

@@ -58,7 +58,7 @@ typedef struct sparse_scan {
 static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
-    return planned->layers == NULL && !planned->kept &&
+    return planned->layers == NULL && !planned->is_reused &&
            plan->index.shards[number].bytes > 0;
 }
 

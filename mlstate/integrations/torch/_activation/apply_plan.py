@@ -186,7 +186,7 @@ class PlannedModel:
         self._modules = [block for _, block in blocks]
         self._program = Program(plan.steps())
         self._options = (folder, observe)
-        self._is_plain = self._program.is_plain and observe is None  # then blocks run directly
+        self._runs_directly = self._program.runs_blocks_once and observe is None
         self._local = threading.local()
         self._compiled: Callable[..., Any] | None = None
         refuse_overlap(blocks)
@@ -227,7 +227,7 @@ class PlannedModel:
     ) -> Any:
         import torch
 
-        if not torch.is_grad_enabled() or self._is_plain:
+        if not torch.is_grad_enabled() or self._runs_directly:
             return original(*args, **kwargs)
         leaves, spec = flatten(args, kwargs)
         run = getattr(self._local, "run", None)

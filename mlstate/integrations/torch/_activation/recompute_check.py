@@ -118,13 +118,13 @@ class _Checker:
     def __init__(self, model: SampledModel, blocks: set[int]) -> None:
         self.findings: list[Finding] = []
         self._model = model
-        self._wanted = blocks
+        self._blocks = blocks
         self._next = 0
 
     def __call__(self, call: BlockCall) -> None:
         i = self._next
         self._next += 1
-        if i not in self._wanted:
+        if i not in self._blocks:
             return
         name, module = self._model.found[i]
         where = _Where(module)

@@ -149,7 +149,7 @@ class Buffers:
 
     def __init__(self, module: Any) -> None:
         self._modules = list(module.modules()) if hasattr(module, "modules") else []
-        self._known: set[_Place] | None = None
+        self._changing: set[_Place] | None = None
 
     def _places(self) -> Iterator[_Place]:
         for module in self._modules:
@@ -163,7 +163,7 @@ class Buffers:
         for place in self._places():
             module, name = place
             buffer = module._buffers[name]
-            if self._known is None or place in self._known:
+            if self._changing is None or place in self._changing:
                 copies[place] = buffer.detach().clone()
             else:
                 versions[place] = (buffer, buffer._version)
@@ -181,12 +181,12 @@ class Buffers:
             now = module._buffers[name]
             if now is None or now.shape != before.shape or not torch.equal(now, before):
                 different[place] = before
-        self._known = (self._known or set()) | set(different)
+        self._changing = (self._changing or set()) | set(different)
         for place, (buffer, version) in versions.items():
             module, name = place
             if module._buffers[name] is not buffer or buffer._version != version:
                 # Its old value is lost; recomputation in this pass starts from the current one.
-                self._known.add(place)
+                self._changing.add(place)
                 different[place] = module._buffers[name].detach().clone()
         return different
 

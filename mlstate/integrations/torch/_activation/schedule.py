@@ -46,7 +46,7 @@ class Program:
         self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations to free, by step
         self.keeps_input = self._find_last_uses()
         self.acts_before = self._find_active_steps()
-        self.is_plain = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
+        self.runs_blocks_once = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
 
     def _read_steps(self) -> None:
         saved: set[int] = set()
@@ -149,7 +149,7 @@ class _Call:
         self.slots: list[weakref.ref[_SavedSlot]] = []
         self.spec: Any = None
         # leaves of its arguments: the number of a tensor in the activation, or None for an object
-        self.leaves: list[int | _Held | None] = []
+        self.leaves: list[int | _SavedTensor | None] = []
         self.objects: dict[int, Any] = {}  # copies from before the first run
         self.flags: list[bool] = []
         self.surroundings: Surroundings | None = None
@@ -202,7 +202,7 @@ class Run:
         self._folder = folder
         self._observe = observe
         self._calls: list[_Call | None] = [None] * program.blocks
-        self._held: list[list[_Held] | None] = [None] * (program.blocks + 1)
+        self._activations: list[list[_SavedTensor] | None] = [None] * (program.blocks + 1)
         self._came_out: list[tuple[weakref.ref[Any], int]] = []  # last outputs, with versions
         self._position = 0
         self._under_way = program.blocks  # block whose backward pass is running; initially none
@@ -267,7 +267,7 @@ class Run:
             return [came.get(id(leaf)) for leaf in leaves]
         tensors = self._tensors(leaves)
         if self._program.keeps_input:
-            self._held[0] = [_Held(tensor) for tensor in tensors]
+            self._activations[0] = [_SavedTensor(tensor) for tensor in tensors]
         count = iter(range(len(tensors)))
         return [next(count) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
@@ -295,7 +295,7 @@ class Run:
             if link is not None:
                 call.leaves.append(link)
             else:
-                call.leaves.append(_Held(leaf) if is_tensor else None)
+                call.leaves.append(_SavedTensor(leaf) if is_tensor else None)
                 if not is_tensor:
                     objects[k] = leaf
         call.objects = copy_objects(objects)
@@ -352,9 +352,9 @@ class Run:
                 watch: Any = tensor.register_hook
                 watch(partial(self._on_gradient, i))
         if self._program.keeps[self._position]:
-            self._held[i + 1] = [_Held(tensor) for tensor in tensors]
+            self._activations[i + 1] = [_SavedTensor(tensor) for tensor in tensors]
         for k in self._program.free_after[self._position]:
-            self._held[k] = None
+            self._activations[k] = None
 
     # Steps
 
@@ -370,7 +370,7 @@ class Run:
         if kind in ("forward", "save"):
             self._run_again(i, kind == "save", self._program.keeps[at])
         elif kind == "drop":
-            self._held[i] = None
+            self._activations[i] = None
         elif kind == "offload":
             self._offload(i, self._program.keeps[at])
         elif kind == "load":
@@ -379,7 +379,7 @@ class Run:
             self._free_later += self._program.free_after[at]
         else:
             for k in self._program.free_after[at]:
-                self._held[k] = None
+                self._activations[k] = None
         self._position = at + 1
 
     def _run_again(self, i: int, save: bool, keep: bool) -> None:
@@ -417,7 +417,7 @@ class Run:
             k = equal.index(False) if False in equal else len(equal)
             raise _difference_error(block.name, f"output {k}", call.made[k:], metadata[k:])
         if keep:
-            self._held[i + 1] = [_Held(tensor) for tensor in tensors]
+            self._activations[i + 1] = [_SavedTensor(tensor) for tensor in tensors]
 
     def _call_of(self, i: int) -> _Call:
         call = self._calls[i] if self._calls else None
@@ -425,9 +425,9 @@ class Run:
             raise _freed_error(self._blocks[i].name)
         return call
 
-    def _activation(self, k: int) -> list[_Held]:
+    def _activation(self, k: int) -> list[_SavedTensor]:
         """Return the kept tensors before block `k`."""
-        leaves = self._held[k] if self._held else None
+        leaves = self._activations[k] if self._activations else None
         if leaves is None:
             raise _freed_error(self._blocks[min(k, len(self._blocks) - 1)].name)
         return leaves
@@ -448,7 +448,7 @@ class Run:
         call = self._call_of(i)
         host = call.host = Host(self._folder)
         persistent = _persistent_storages(self._blocks[i].module)
-        inputs = {leaf.value.untyped_storage()._cdata for leaf in self._held[i] or ()}
+        inputs = {leaf.value.untyped_storage()._cdata for leaf in self._activations[i] or ()}
         for ref in call.slots:
             slot = ref()
             if slot is None or slot.value is None or isinstance(slot.value, _InputAlias):
@@ -468,9 +468,9 @@ class Run:
         for ref in call.slots:
             slot = ref()
             if slot is not None and isinstance(slot.value, Offloaded):
-                slot.value = _Held(host.get(slot.value))
+                slot.value = _SavedTensor(host.get(slot.value))
         if output:
-            self._held[i + 1] = [_Held(host.get(away)) for away in host.outputs]
+            self._activations[i + 1] = [_SavedTensor(host.get(away)) for away in host.outputs]
         call.host = None
 
     # The backward pass
@@ -512,12 +512,12 @@ class Run:
         if any(k > i and kind not in passed for kind, k in program.steps[start:due]):
             self._program = program.of_first_blocks(i + 1)
             self._position = sum(k <= i for _, k in program.steps[:start])
-            self._held[i + 1 :] = [None] * (len(self._held) - i - 1)
+            self._activations[i + 1 :] = [None] * (len(self._activations) - i - 1)
 
     def _free_finished(self, i: int) -> None:
         """Free saved memory of later blocks, whose backward passes are complete."""
         for k in self._free_later:
-            self._held[k] = None
+            self._activations[k] = None
         self._free_later = []
         while self._under_way > i + 1:
             self._under_way -= 1
@@ -530,7 +530,7 @@ class Run:
         for call in self._calls:
             _empty_slots(call)
         self._calls = []
-        self._held = []
+        self._activations = []
 
     def tensor_of(self, slot: _SavedSlot) -> torch.Tensor:
         """Return a saved tensor; the backward pass calls this."""
@@ -550,18 +550,18 @@ class Run:
         if isinstance(value, _InputAlias):
             leaf = self._activation(slot.block)[value.leaf]
             return leaf.tensor(name).as_strided(*value.geometry)
-        if not isinstance(value, _Held):
+        if not isinstance(value, _SavedTensor):
             raise _freed_error(name)
         return value.tensor(name)
 
     def _is_ready(self, slot: _SavedSlot) -> bool:
         """Return whether a saved tensor is in memory."""
         if isinstance(slot.value, _InputAlias):
-            return self._held[slot.block] is not None
-        return isinstance(slot.value, _Held)
+            return self._activations[slot.block] is not None
+        return isinstance(slot.value, _SavedTensor)
 
 
-class _Held:
+class _SavedTensor:
     """A tensor that is needed again unchanged, detached."""
 
     __slots__ = ("value", "version")
@@ -587,11 +587,11 @@ def _map_storages(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
     return {leaf.untyped_storage()._cdata: k for leaf, k in linked if k is not None}
 
 
-def _keep_tensor(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _InputAlias:
+def _keep_tensor(tensor: torch.Tensor, places: dict[int, int]) -> _SavedTensor | _InputAlias:
     """Keep a saved tensor, or its position in an input that is dropped and recomputed."""
     leaf = places.get(tensor.untyped_storage()._cdata) if places else None
     if leaf is None:
-        return _Held(tensor)
+        return _SavedTensor(tensor)
     return _InputAlias(leaf, (tensor.shape, tensor.stride(), tensor.storage_offset()))
 
 

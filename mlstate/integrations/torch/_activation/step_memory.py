@@ -187,29 +187,29 @@ class _StepSimulation:
         self._again = again
         self._program = Program(plan.steps())
         self._activations: list[int] = plan.chain.activation_bytes.tolist()
-        self._held = {0} if self._program.keeps_input else set()
+        self._live_activations = {0} if self._program.keeps_input else set()
         self._passing = 0
         self._twice = 0  # bytes of a dropped and recomputed activation that the model still holds
-        self._own: dict[int, int] = {}  # saved bytes by block
+        self._saved_bytes: dict[int, int] = {}  # saved bytes by block
         self._gradient = 0
         self._seeded = False  # the result's gradient exists before the last block's backward step
         self._alone: set[int] = set()  # activations that the plan counts separately
 
     def _is_live(self, k: int) -> bool:
-        if k in self._held or k == self._passing or k == 0:
+        if k in self._live_activations or k == self._passing or k == 0:
             return True
-        if k - 1 in self._own and self._again[k - 1].keeps_output:
+        if k - 1 in self._saved_bytes and self._again[k - 1].keeps_output:
             return True
-        keeps_input = k in self._own and self._again[k].keeps_input
+        keeps_input = k in self._saved_bytes and self._again[k].keeps_input
         return keeps_input and not self._program.input_leaves[k]
 
     def _total(self) -> int:
         activation_sizes = [size for k, size in enumerate(self._activations) if self._is_live(k)]
-        return sum([*activation_sizes, *self._own.values(), self._gradient, self._twice])
+        return sum([*activation_sizes, *self._saved_bytes.values(), self._gradient, self._twice])
 
     def free(self) -> list[int]:
         """Return the activations that the plan counts and that are already free."""
-        counted = self._alone | {i + 1 for i in self._own}
+        counted = self._alone | {i + 1 for i in self._saved_bytes}
         return sorted(k for k in counted if not self._is_live(k))
 
     def step(self, at: int) -> tuple[int, str]:
@@ -230,23 +230,23 @@ class _StepSimulation:
         elif kind == "backward":
             peak = self._backward(i)
         elif kind == "offload":
-            del self._own[i]
+            del self._saved_bytes[i]
             self._alone.add(i + 1)
             if self._program.keeps[at]:
-                self._held.discard(i + 1)
+                self._live_activations.discard(i + 1)
         elif kind == "load":
-            self._own[i] = int(chain.saved_bytes[i]) - self._activations[i + 1]
+            self._saved_bytes[i] = int(chain.saved_bytes[i]) - self._activations[i + 1]
             peak = before + int(chain.saved_bytes[i])
         elif kind == "drop":
             self._alone.discard(i)
         if self._program.keeps[at] and kind in ("forward", "save", "load"):
-            self._held.add(i + 1)
+            self._live_activations.add(i + 1)
             if self._passing == i + 1 and at != self._program.first[i]:
                 self._twice = self._activations[i + 1]
         if kind in ("forward", "save") and at == self._program.first[i]:
             self._passing = i + 1 if i + 1 < chain.blocks else -1
             self._twice = 0
-        self._held -= set(self._program.free_after[at])
+        self._live_activations -= set(self._program.free_after[at])
         return peak, "; ".join(why)
 
     def _run(self, at: int, save: bool, i: int) -> tuple[int, int, bool]:
@@ -258,17 +258,17 @@ class _StepSimulation:
             return size, int(chain.forward_temporary_bytes[i]), False
         saved = int(chain.saved_bytes[i])
         if first or keep:
-            self._own[i] = saved - size
+            self._saved_bytes[i] = saved - size
             return saved, int(chain.saving_temporary_bytes[i]), False
         again = self._again[i]
-        self._own[i] = again.left - (size if again.keeps_output else 0)
+        self._saved_bytes[i] = again.left - (size if again.keeps_output else 0)
         return again.peak, 0, True
 
     def _backward(self, i: int) -> int:
         """Run a block's backward pass; return the peak bytes held."""
         chain = self._chain
         entering = self._is_live(i)  # also true if only the block's saved memory holds it
-        del self._own[i]
+        del self._saved_bytes[i]
         before = self._total()
         if entering and not self._is_live(i):
             before += self._activations[i]

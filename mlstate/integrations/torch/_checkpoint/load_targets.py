@@ -39,15 +39,13 @@ from .optimizer import (
 )
 from .optimizer_contract import (
     NOT_VALUES,
-    Scope,
     check_contract,
     has_own_loader,
-    match_groups,
-    set_state,
     tensor_of,
     torch_form,
 )
-from .optimizer_contract import is_plain_optimizer as is_plain_optimizer
+from .optimizer_contract import has_standard_state_dict as has_standard_state_dict
+from .optimizer_groups import Scope, match_groups, set_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

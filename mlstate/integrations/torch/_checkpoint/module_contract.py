@@ -208,9 +208,9 @@ class ModuleContract:
             return True
         if _loads_itself(module):
             return True
-        return saves_itself(module) and not self._has_own_entries(module, name)
+        return saves_itself(module) and not self._entries_are_module_memory(module, name)
 
-    def _has_own_entries(self, module: torch.nn.Module, name: str) -> bool:
+    def _entries_are_module_memory(self, module: torch.nn.Module, name: str) -> bool:
         """Return whether the entries below a name are a module's memory, under its names."""
         start = _joined(name)
         expected, extra = {}, set()

@@ -24,9 +24,9 @@ from .optimizer_contract import (
     check_restorable,
     decode_value,
     encode_value,
-    match_groups,
     tensor_of,
 )
+from .optimizer_groups import match_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

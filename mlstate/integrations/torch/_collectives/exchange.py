@@ -31,7 +31,7 @@ class Link(ExchangeLink):
         "_device",
         "_group",
         "began",
-        "meanwhile",
+        "overlapped_task",
         "peer",
         "rank",
         "world_size",
@@ -42,7 +42,7 @@ class Link(ExchangeLink):
         self._deadline = None if timeout is None else monotonic() + timeout
         self.began = False  # communication was started
         self.peer: int | None = None  # the rank that this one waits for, if it is a single rank
-        self.meanwhile: Callable[[], None] | None = None  # runs once communication was started
+        self.overlapped_task: Callable[[], None] | None = None  # runs once communication began
         self._device = device
         self.rank: int = group.rank()
         self.world_size: int = group.size()
@@ -50,13 +50,13 @@ class Link(ExchangeLink):
     def wait(self, work: Any) -> None:
         """Wait for a torch work object."""
         self.began = True
-        self.run_meanwhile()
+        self.run_overlapped_task()
         remaining = self.remaining()
         work.wait() if remaining is None else work.wait(remaining)
 
-    def run_meanwhile(self) -> None:
+    def run_overlapped_task(self) -> None:
         """Run `meanwhile` unless it has run."""
-        task, self.meanwhile = self.meanwhile, None
+        task, self.overlapped_task = self.overlapped_task, None
         if task is not None:
             task()
 

@@ -11,7 +11,7 @@ from ...._common.arguments import check_flags
 from ...._common.arrays import is_torch
 from ...._common.dtypes import name_of
 from ...._common.set_module import set_module
-from ....collectives._arguments import check_plain, check_timeout, failed
+from ....collectives._arguments import check_supported_tensor, check_timeout, failed
 from ....collectives._engine import Call, Engine, OperationQueue
 from ....errors import CollectiveError, CompatibilityError
 from .._tensors.dtypes import torch_has
@@ -35,7 +35,7 @@ def _flat(operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
     import torch
 
     if is_torch(array):
-        check_plain(operation, array)
+        check_supported_tensor(operation, array)
         return array.contiguous().reshape(-1)  # type: ignore[no-any-return]
     if not array.nbytes and not reduced:
         return torch.empty(0, dtype=torch.uint8)
@@ -224,7 +224,7 @@ class TorchGroup(Engine):
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
         import torch
 
-        check_plain(operation, place)
+        check_supported_tensor(operation, place)
         if not _is_flat(place) and is_torch(place):
             place = torch.empty_like(place, memory_format=torch.contiguous_format)
         elif not _is_flat(place):
@@ -234,15 +234,15 @@ class TorchGroup(Engine):
     def _put(self, target: torch.Tensor, place: Any) -> None:
         _put(target, place)
 
-    def _gather_meanwhile(
+    def _gather_overlapped(
         self, data: bytes, task: Callable[[], None], timeout: float | None
     ) -> list[bytes]:
         """Gather bytes like `gather_bytes`, and run a task during the transfer."""
 
         def perform(link: Link) -> Any:
-            link.meanwhile = task
+            link.overlapped_task = task
             texts = link.gather_bytes(data, None)
-            link.run_meanwhile()
+            link.run_overlapped_task()
             return texts
 
         texts: list[bytes] = self._submit(

@@ -6,7 +6,7 @@ from math import nan
 from typing import TYPE_CHECKING
 
 from .._tensors.dtypes import torch_dtype
-from .._tensors.memory import plain_memory
+from .._tensors.memory import is_core_readable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +18,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
     A negated or conjugated view is resolved, which copies it.
     """
-    return tensor.resolve_neg().resolve_conj() if plain_memory(tensor) else None
+    return tensor.resolve_neg().resolve_conj() if is_core_readable(tensor) else None
 
 
 def copy_of(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:

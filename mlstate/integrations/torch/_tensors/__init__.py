@@ -9,6 +9,6 @@ from .memory import write_into_tensor as write_into_tensor
 from .pickle import reduce_state as reduce_state
 from .state import arrays_of as arrays_of
 from .state import device_of as device_of
+from .state import explain_unsupported_tensor as explain_unsupported_tensor
 from .state import refuse_unstorable as refuse_unstorable
 from .state import tensors_of as tensors_of
-from .state import why_not_plain as why_not_plain

@@ -14,12 +14,12 @@ from ....kv._move import KVMove
 from .dtypes import torch_dtype
 from .memory import (
     has_tangent,
+    is_core_readable,
+    is_core_writable,
     needs_graph,
     note_written,
-    plain_memory,
     refuse_graph,
     refuse_shared,
-    writable_memory,
 )
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def _fits(length: int, move: KVMove, position: int) -> bool:
 def _are_core_readable(source: torch.Tensor, out: Any) -> bool:
     """Return whether the core can read and write both, and autograd records neither."""
     return (
-        _core.is_plain(source, False)
-        and _core.is_plain(out, True)
+        _core.can_view(source, False)
+        and _core.can_view(out, True)
         and not has_tangent(source)
         and not (isinstance(out, type(source)) and has_tangent(out))
         and not converts(name_of(source.dtype), result_dtype(None, out))
@@ -84,7 +84,7 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
     import torch
 
     empty = torch.empty((0, 0, 0, 0), dtype=source.dtype)
-    if plain_memory(empty):  # false under torch.func, even for a new tensor
+    if is_core_readable(empty):  # false under torch.func, even for a new tensor
         _core.kv_move(empty, KVMove(0, 0, pad_value=pad_value, dtype=name_of(dtype)), None)
 
 
@@ -131,9 +131,9 @@ def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
         return _move_with_torch(source, resolved, out)
     if out is not None:
         refuse_graph(source, out)
-    by_torch = not plain_memory(source) or needs_graph(source)
+    by_torch = not is_core_readable(source) or needs_graph(source)
     if isinstance(out, torch.Tensor):
-        by_torch = by_torch or not writable_memory(out)
+        by_torch = by_torch or not is_core_writable(out)
     elif by_torch and out is not None:  # copy to the CPU: the array is in main memory
         source, by_torch = source.detach().cpu().as_subclass(torch.Tensor), False
     if by_torch:

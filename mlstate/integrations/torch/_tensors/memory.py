@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _OVERLAPS = "out: its elements share memory with one another, as in a broadcast view: pass a copy"
 
 
-def plain_memory(tensor: torch.Tensor) -> bool:
+def is_core_readable(tensor: torch.Tensor) -> bool:
     """Return whether the core can access the tensor's elements in main memory."""
     import torch
 
@@ -81,9 +81,9 @@ def refuse_shared(out: torch.Tensor, source: torch.Tensor) -> None:
         raise ValueError("out shares memory with source_state: pass another buffer")
 
 
-def writable_memory(tensor: torch.Tensor) -> bool:
+def is_core_writable(tensor: torch.Tensor) -> bool:
     """Return whether the core may write the tensor's elements directly."""
-    return plain_memory(tensor) and not tensor.is_neg() and not tensor.is_conj()
+    return is_core_readable(tensor) and not tensor.is_neg() and not tensor.is_conj()
 
 
 def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.Tensor:
@@ -93,7 +93,7 @@ def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.T
     pass that needs the old content raises instead of using the new content.
     """
     refuse_graph(out)
-    if not writable_memory(out):
+    if not is_core_writable(out):
         raise ValueError(
             "out is not plain main memory (another device, a subclass, or a view that is "
             "negated or conjugated): pass a plain CPU tensor and copy from it"

@@ -44,7 +44,7 @@ def refuse_unstorable(name: str, tensor: torch.Tensor, label: str = "") -> None:
 
     `label` replaces the name in the message.
     """
-    reason = why_not_plain(tensor)
+    reason = explain_unsupported_tensor(tensor)
     if not reason and tensor.device.type == "meta":
         reason = "a tensor on torch's meta device: it has no elements"
     if reason:
@@ -65,7 +65,7 @@ def state_dict_of(module: torch.nn.Module) -> Mapping[str, Any]:
         raise
 
 
-def why_not_plain(tensor: torch.Tensor) -> str:
+def explain_unsupported_tensor(tensor: torch.Tensor) -> str:
     """Return why a tensor is not plain memory, with a remedy; empty if it is."""
     import torch
 
@@ -127,7 +127,7 @@ def _array_of(name: str, value: Any) -> Any:
             f"{name!r} is a {type(value).__name__}, not a tensor: remove it from the state first, "
             "and store it separately"
         )
-    reason = why_not_plain(value)
+    reason = explain_unsupported_tensor(value)
     if reason:
         raise _unstorable(name, "", reason, value)
     detached = value.detach()
@@ -268,7 +268,7 @@ def tensor_over(array: NDArray) -> torch.Tensor:
     return tensor.view(getattr(torch, name_of(dtype))) if _is_viewed(dtype) else tensor
 
 
-def _tensors_over_one(start: int, end: int, arrays: list[NDArray]) -> list[torch.Tensor]:
+def _make_sharing_tensors(start: int, end: int, arrays: list[NDArray]) -> list[torch.Tensor]:
     """Return tensors of one storage over overlapping arrays, so that torch sees them as tied."""
     import torch
 
@@ -297,7 +297,7 @@ def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, tor
         if len(members) > 1 and all(
             (_address(array) - start) % array.itemsize == 0 for array in members
         ):
-            shared_tensors = _tensors_over_one(start, end, members)
+            shared_tensors = _make_sharing_tensors(start, end, members)
         elif pack and len(members) == 1 and end - start > members[0].nbytes:
             shared_tensors = [tensor_over(members[0].copy())]
         else:

@@ -24,7 +24,8 @@ static bool run_agrees(const mls_kernels *k, int from, int to, size_t offset,
     memset(expected, 0xA5, bytes + 128);
     memset(result, 0xA5, bytes + 128);
     const mls_kernels *oracle = mls_kernels_of(MLS_CPU_SCALAR);
-    oracle->convert[from][to](expected + offset, source + offset, count, MLS_STORE_PLAIN);
+    oracle->convert[from][to](expected + offset, source + offset, count,
+                              MLS_STORE_CACHED);
     k->convert[from][to](result + offset, source + offset, count, store);
     return memcmp(expected, result, bytes + 128) == 0;
 }
@@ -38,7 +39,7 @@ static void check_conversions(const mls_kernels *k)
             CHECK((k->convert[from][to] == NULL) == (from == to));
             for (size_t c = 0; from != to && c < sizeof counts / sizeof counts[0]; c++) {
                 for (size_t offset = 0; offset < 70; offset += offset < 9 ? 1 : 7) {
-                    CHECK(run_agrees(k, from, to, offset, counts[c], MLS_STORE_PLAIN));
+                    CHECK(run_agrees(k, from, to, offset, counts[c], MLS_STORE_CACHED));
                     CHECK(run_agrees(k, from, to, offset, counts[c], MLS_STORE_STREAM));
                 }
             }
@@ -66,9 +67,9 @@ TEST(every_float16_and_rounding_boundary_matches_scalar)
         const mls_kernels *k = mls_kernels_of(cpu);
         for (size_t part = 0; part < 2; part++) {
             memmove(source, source + part * 65536, 65536);
-            CHECK(run_agrees(k, MLS_F16, MLS_F32, 0, 32768, MLS_STORE_PLAIN));
-            CHECK(run_agrees(k, MLS_BF16, MLS_F16, 0, 32768, MLS_STORE_PLAIN));
-            CHECK(run_agrees(k, MLS_F16, MLS_BF16, 0, 32768, MLS_STORE_PLAIN));
+            CHECK(run_agrees(k, MLS_F16, MLS_F32, 0, 32768, MLS_STORE_CACHED));
+            CHECK(run_agrees(k, MLS_BF16, MLS_F16, 0, 32768, MLS_STORE_CACHED));
+            CHECK(run_agrees(k, MLS_F16, MLS_BF16, 0, 32768, MLS_STORE_CACHED));
         }
     }
     for (uint32_t high = 0; high < 65536; high += 17) {
@@ -82,9 +83,9 @@ TEST(every_float16_and_rounding_boundary_matches_scalar)
             memcpy(source + 32, source, 32);
             memcpy(source + 64, source, 64);
             CHECK(run_agrees(mls_kernels_of(cpu), MLS_F32, MLS_F16, 0, 32,
-                             MLS_STORE_PLAIN));
+                             MLS_STORE_CACHED));
             CHECK(run_agrees(mls_kernels_of(cpu), MLS_F32, MLS_BF16, 0, 32,
-                             MLS_STORE_PLAIN));
+                             MLS_STORE_CACHED));
         }
     }
 }
@@ -118,15 +119,15 @@ TEST(scalar_rounds_to_nearest_even)
     for (size_t i = 0; i < sizeof roundings / sizeof roundings[0]; i++) {
         uint16_t half, brain, direct;
         const double wide = (double)roundings[i].value;
-        k->convert[MLS_F32][MLS_F16](&half, &roundings[i].value, 1, MLS_STORE_PLAIN);
-        k->convert[MLS_F32][MLS_BF16](&brain, &roundings[i].value, 1, MLS_STORE_PLAIN);
-        k->convert[MLS_F64][MLS_F16](&direct, &wide, 1, MLS_STORE_PLAIN);
+        k->convert[MLS_F32][MLS_F16](&half, &roundings[i].value, 1, MLS_STORE_CACHED);
+        k->convert[MLS_F32][MLS_BF16](&brain, &roundings[i].value, 1, MLS_STORE_CACHED);
+        k->convert[MLS_F64][MLS_F16](&direct, &wide, 1, MLS_STORE_CACHED);
         CHECK(half == roundings[i].half && direct == roundings[i].half);
         CHECK(brain == roundings[i].brain);
     }
     const double between = 1.0 + 0x1p-11 + 0x1p-40; /* a float would lose the last bit */
     uint16_t half;
-    k->convert[MLS_F64][MLS_F16](&half, &between, 1, MLS_STORE_PLAIN);
+    k->convert[MLS_F64][MLS_F16](&half, &between, 1, MLS_STORE_CACHED);
     CHECK(half == 0x3C01);
 }
 
@@ -135,8 +136,8 @@ TEST(nan_stays_nan)
     const uint32_t signalling = 0x7F800001U;
     const mls_kernels *k = mls_kernels_of(MLS_CPU_SCALAR);
     uint16_t half, brain;
-    k->convert[MLS_F32][MLS_F16](&half, &signalling, 1, MLS_STORE_PLAIN);
-    k->convert[MLS_F32][MLS_BF16](&brain, &signalling, 1, MLS_STORE_PLAIN);
+    k->convert[MLS_F32][MLS_F16](&half, &signalling, 1, MLS_STORE_CACHED);
+    k->convert[MLS_F32][MLS_BF16](&brain, &signalling, 1, MLS_STORE_CACHED);
     CHECK((half & 0x7FFF) > 0x7C00 && (brain & 0x7FFF) > 0x7F80);
 }
 
@@ -157,9 +158,9 @@ TEST(copies_and_fills_write_no_other_bytes)
                 }
                 const mls_kernels *oracle = mls_kernels_of(MLS_CPU_SCALAR);
                 oracle->fill(expected + offset, 0x0807060504030201U, bytes,
-                             MLS_STORE_PLAIN);
+                             MLS_STORE_CACHED);
                 k->fill(result + offset, 0x0807060504030201U, bytes,
-                        offset % 2 == 0 ? MLS_STORE_STREAM : MLS_STORE_PLAIN);
+                        offset % 2 == 0 ? MLS_STORE_STREAM : MLS_STORE_CACHED);
                 CHECK(memcmp(expected, result, bytes + 256) == 0);
             }
         }

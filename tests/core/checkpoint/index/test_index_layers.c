@@ -50,7 +50,7 @@ TEST(overlays_round_trip)
     CHECK(text.length == length && memcmp(text.data, expected, length) == 0);
     mls_json_writer_fini(&text);
     mls_index_fini(&index);
-    CHECK(index.layers == NULL && index.extents == NULL && index.sparse == NULL);
+    CHECK(index.layers == NULL && index.row_ranges == NULL && index.sparse == NULL);
 }
 
 TEST(inconsistent_overlays_are_refused)

@@ -76,7 +76,7 @@ TEST(tensors_are_looked_up_in_any_order)
     static const char *const keys[] = {"rows", "twice", "whole", "w.m", "rows", "whole"};
     for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
         const mls_load_item *w = add(keys[i]);
-        REQUIRE(w != NULL && w == &f.plan.wanted[i]);
+        REQUIRE(w != NULL && w == &f.plan.items[i]);
         CHECK(mls_str_is(w->tensor->facts->id.name, i == 3 ? "w" : keys[i]));
     }
     CHECK(add("w") == NULL && add("") == NULL && f.plan.count == 6);

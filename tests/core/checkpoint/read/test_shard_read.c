@@ -173,7 +173,7 @@ typedef struct stored_tensor {
     size_t item, count;
     unsigned char *bytes;
     mls_stored_shard shards[PARTS];
-    mls_part wanted[PARTS];
+    mls_part targets[PARTS];
     unsigned char *places[PARTS];
     mls_read_range pieces[PARTS * PARTS];
 } stored_tensor;
@@ -216,18 +216,18 @@ static void read_parts(stored_tensor *t, mls_layout layout, bool verify, mls_poo
     CHECK(parts <= PARTS);
     unsigned char *expected = malloc(ELEMENTS * t->item);
     for (size_t i = 0; i < parts; i++) {
-        t->wanted[i] = part_at(layout, 3, shape, i);
-        t->places[i] = malloc(mls_part_count(&t->wanted[i]) * t->item + 1);
+        t->targets[i] = part_at(layout, 3, shape, i);
+        t->places[i] = malloc(mls_part_count(&t->targets[i]) * t->item + 1);
         for (size_t j = 0; j < t->count; j++) {
             t->pieces[pieces++] = (mls_read_range){
-                .shard = &t->shards[j], .to = &t->wanted[i], .data = t->places[i]};
+                .shard = &t->shards[j], .to = &t->targets[i], .data = t->places[i]};
         }
     }
     mls_read_request request = request_of(t->pieces, pieces, pool);
     request.crc = verify ? crc : NULL;
     CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
     for (size_t i = 0; i < parts; i++) {
-        const size_t bytes = pack(&t->wanted[i], t->bytes, t->item, expected) * t->item;
+        const size_t bytes = pack(&t->targets[i], t->bytes, t->item, expected) * t->item;
         CHECK(memcmp(t->places[i], expected, bytes) == 0);
         free(t->places[i]);
     }

@@ -26,7 +26,7 @@ static void random_layer(mls_layer *layer, mls_row_range *runs, size_t elements,
             places[run->begin + i] = run->at + i;
         }
     }
-    CHECK(mls_layer_element_count(layer, elements) == rows.held);
+    CHECK(mls_layer_element_count(layer, elements) == rows.stored_before);
 }
 
 /* Every element is in exactly one list, at its painted position; lists are as short as
@@ -116,11 +116,11 @@ TEST(rows_beyond_the_shard_are_refused)
     CHECK(!mls_rows_next(&rows, 4, 1, &run));
     CHECK(!mls_rows_next(&rows, UINT64_MAX, 1, &run));
     CHECK(!mls_rows_next(&rows, 1, UINT64_MAX, &run));
-    CHECK(run.begin == 9 && rows.at == 0 && rows.held == 0);
+    CHECK(run.begin == 9 && rows.at == 0 && rows.stored_before == 0);
     CHECK(mls_rows_next(&rows, 0, 1, &run) && run.begin == 0 && run.count == 4);
     CHECK(!mls_rows_next(&rows, 0, 1, &run)); /* it would belong to the previous run */
     CHECK(mls_rows_next(&rows, 1, 1, &run) && run.begin == 8 && run.count == 2);
-    CHECK(run.at == 4 && rows.held == 6);
+    CHECK(run.at == 4 && rows.stored_before == 6);
     CHECK(!mls_rows_next(&rows, 1, 1, &run));
     mls_rows none = mls_layer_rows(4, 0);
     CHECK(!mls_rows_next(&none, 0, 1, &run));

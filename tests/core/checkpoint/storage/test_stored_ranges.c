@@ -7,7 +7,7 @@
 
 #include <stdlib.h>
 
-enum { ELEMENTS = 240, ITEM = 4, EXTENTS = ELEMENTS };
+enum { ELEMENTS = 240, ITEM = 4, ROW_RANGES = ELEMENTS };
 
 static const size_t shape[] = {10, 6, 4};
 static const uint32_t sum; /* of a place with checksums */
@@ -67,10 +67,10 @@ static size_t random_row_ranges(size_t count, mls_row_range *out, size_t *at, si
 /* A shard as a random layer, or whole, and the position of each element in its place. */
 typedef struct stored {
     mls_stored_shard shard;
-    mls_row_range extents[EXTENTS];
+    mls_row_range row_ranges[ROW_RANGES];
     size_t at[ELEMENTS]; /* position of each element of the shard */
-    size_t in_shard[ELEMENTS], in_wanted[ELEMENTS];
-    mls_part part, wanted;
+    size_t in_shard[ELEMENTS], in_selection[ELEMENTS];
+    mls_part part, selection;
     size_t bytes;
 } stored;
 
@@ -96,21 +96,22 @@ static void make(void)
     s->shard = (mls_stored_shard){
         .file = "x", .item_bytes = ITEM, .crcs = &sum, .part = &s->part};
     s->part = random_part();
-    s->wanted = random_part();
+    s->selection = random_part();
     const size_t count = mls_part_count(&s->part);
-    size_t held_rows = count;
+    size_t stored_rows = count;
     for (size_t i = 0; i < count; i++) {
         s->at[i] = i;
     }
     if (below(5) > 0) {
-        s->shard.visible_count = random_row_ranges(count, s->extents, s->at, &held_rows);
-        s->shard.visible = s->extents;
+        s->shard.visible_count =
+            random_row_ranges(count, s->row_ranges, s->at, &stored_rows);
+        s->shard.visible = s->row_ranges;
     }
-    s->shard.bytes = s->bytes = held_rows * ITEM;
+    s->shard.bytes = s->bytes = stored_rows * ITEM;
     s->shard.offset = 8;
     s->shard.file_bytes = 8 + s->bytes;
     number(&s->part, s->in_shard);
-    number(&s->wanted, s->in_wanted);
+    number(&s->selection, s->in_selection);
 }
 
 /* Which byte of the requested part comes from byte `at` of the place; SIZE_MAX: none. */
@@ -120,7 +121,7 @@ static void map_bytes(void)
         map[i] = SIZE_MAX;
     }
     for (size_t element = 0; element < ELEMENTS; element++) {
-        const size_t stored_offset = s->in_shard[element], to = s->in_wanted[element];
+        const size_t stored_offset = s->in_shard[element], to = s->in_selection[element];
         if (stored_offset != SIZE_MAX && to != SIZE_MAX &&
             s->at[stored_offset] != SIZE_MAX) {
             for (size_t i = 0; i < ITEM; i++) {
@@ -140,7 +141,7 @@ TEST(stored_runs_match_element_offsets)
         mls_stored_runs runs;
         mls_stored_run run;
         size_t at = from;
-        mls_stored_runs_init(&runs, &s->shard, &s->wanted, from, end);
+        mls_stored_runs_init(&runs, &s->shard, &s->selection, from, end);
         while (mls_stored_runs_next(&runs, &run)) {
             REQUIRE(run.count > 0 && run.at >= at && run.at + run.count <= end);
             while (at < run.at) {
@@ -171,7 +172,7 @@ TEST(ranges_cover_the_requested_part)
                 all++;
             }
         }
-        const bool some = mls_stored_range_of(&s->shard, &s->wanted, &range);
+        const bool some = mls_stored_range_of(&s->shard, &s->selection, &range);
         CHECK(some == (all > 0));
         CHECK(!some || (range.from == first && range.end >= last &&
                         range.end <= s->bytes && range.to == map[first]));
@@ -180,14 +181,14 @@ TEST(ranges_cover_the_requested_part)
             CHECK(map[i] == range.to + (i - first));
         }
         const mls_stored_reads unverified =
-            mls_stored_reads_of(&s->shard, &s->wanted, false);
+            mls_stored_reads_of(&s->shard, &s->selection, false);
         CHECK(unverified.bytes == all);
         CHECK(all == 0 || (unverified.begin == 8 + first && unverified.end == 8 + last));
         const mls_stored_reads verified =
-            mls_stored_reads_of(&s->shard, &s->wanted, true);
+            mls_stored_reads_of(&s->shard, &s->selection, true);
         CHECK(verified.bytes == (all == 0 ? 0 : s->bytes)); /* in a single block */
         s->shard.crcs = NULL;
-        CHECK(mls_stored_reads_of(&s->shard, &s->wanted, true).bytes == all);
+        CHECK(mls_stored_reads_of(&s->shard, &s->selection, true).bytes == all);
     }
 }
 

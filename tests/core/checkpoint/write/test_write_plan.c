@@ -468,7 +468,7 @@ TEST(unchanged_shards_keep_their_record)
     for (size_t i = 0; i < 6; i++) {
         const mls_index_shard *before = &first.index.shards[i];
         const mls_index_shard *shard = &second.index.shards[i];
-        CHECK(second.planned[i].kept == same[i]);
+        CHECK(second.planned[i].is_reused == same[i]);
         CHECK(shard->version == (same[i] ? 1U : 2U));
         if (same[i]) {
             CHECK_TEXT(path_of(&second, i), path_of(&first, i));
@@ -506,7 +506,7 @@ TEST(mostly_dead_segment_is_rewritten)
         CHECK(second.file_count == (alive == 4 ? 0U : 1U));
         CHECK(second.index.file_count == (alive == 2 || alive == 3 ? 2U : 1U));
         for (size_t i = 0; i < 4; i++) {
-            CHECK(second.planned[i].kept == (same[i] && alive >= 2));
+            CHECK(second.planned[i].is_reused == (same[i] && alive >= 2));
             CHECK(second.index.shards[i].version == (same[i] ? 1U : 2U));
         }
         mls_write_plan_fini(&second);
@@ -520,7 +520,8 @@ TEST(deleted_tensors_make_a_segment_dead)
     commit(5);
     const mls_shard_job again = job_of(six, 2, generations[1], &first.index);
     second = place(&again, same);
-    CHECK(!second.planned[0].kept && !second.planned[1].kept && second.file_count == 1);
+    CHECK(!second.planned[0].is_reused && !second.planned[1].is_reused &&
+          second.file_count == 1);
 }
 
 TEST(caller_versions_are_stored_unchanged)

@@ -259,7 +259,7 @@ TEST(unreadable_shard_counts_as_changed)
 
 /* ---- versions ---- */
 
-TEST(the_callers_version_decides_without_reading_tensors)
+TEST(caller_version_decides_without_reading_tensors)
 {
     for (size_t i = 0; i < COUNT; i++) {
         s.items[i].version = i == 1 ? 2 : 1;

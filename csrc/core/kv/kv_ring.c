@@ -1,10 +1,10 @@
-/* kv_rolling: a key-value cache of fixed size that evicts its oldest tokens.
+/* kv_ring: a key-value cache of fixed size that evicts its oldest tokens.
  *
  * Consecutive positions are in consecutive slots, except at the end of the ring, so every
  * operation handles at most three ranges of slots: the sinks, and the others up to the
  * end of the ring and from its beginning.
  */
-#include "kv/kv_rolling.h"
+#include "kv/kv_ring.h"
 
 #include "array/overlap.h"
 #include "base/size.h"

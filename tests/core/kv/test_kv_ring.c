@@ -1,4 +1,4 @@
-#include "kv/kv_rolling.h"
+#include "kv/kv_ring.h"
 #include "support/tensors.h"
 
 #include <stdint.h>

@@ -1,0 +1,226 @@
+"""Open the folder of a checkpoint by the path that a caller passes: a local path, or a URL."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+from ..._common.local_path import local_folder
+from ..._common.store_error import store_error
+from .._folder.local import LocalFolder
+from .._folder.names import MANIFEST
+from .._folder.object import ObjectFolder, StoreURL
+from .._remote.options import take_options
+from .checkpoint_files import CheckpointFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .._folder.protocol import Folder
+    from .manifest import Manifest
+
+# ---- URLs ----
+
+_SCHEMES = ("s3", "gs", "az")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.DOTALL)
+_LONGEST_PATH = 1024 - 256  # names of a checkpoint have at most 240 bytes, and keys 1024
+
+
+def is_url(path: object) -> TypeGuard[str]:
+    """Return whether a path that a caller passes is a URL."""
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def _check_url(text: str) -> str:
+    """Return the URL of a checkpoint without a slash at the end; refuse wrong ones."""
+    match = _URL.match(text)
+    assert match is not None
+    scheme, rest = match[1].lower(), match[2]
+    if scheme not in _SCHEMES:
+        schemes = ", ".join(f"{scheme_name}://" for scheme_name in _SCHEMES)
+        raise ValueError(
+            f"{_redacted(text)}: unknown scheme {scheme!r}; object stores have {schemes}, and all "
+            "other checkpoints are local folders"
+        )
+    bucket, _, path = rest.rstrip("/").partition("/")
+    where = "storage_options, the environment or the engine's configuration"
+    if "@" in bucket or "?" in rest or "#" in rest:
+        raise ValueError(
+            f"{_redacted(text)}: a URL of a checkpoint has no user, query or fragment; credentials "
+            f"belong in {where}"
+        )
+    if not bucket or not path:
+        raise ValueError(
+            f"{text}: the URL must name a bucket and a path in it, such as {scheme}://bucket/run"
+        )
+    for name in path.split("/"):
+        if name in ("", ".", "..") or not name.isprintable() or "\\" in name or "%" in name:
+            raise ValueError(
+                f"{text}: the name {name!r} in the path is not possible in a store: names are not "
+                r"empty, . or .., and have no control characters, % or \ "
+            )
+    if len(path.encode()) > _LONGEST_PATH:
+        raise ValueError(
+            f"{text[:80]}...: the path has {len(path.encode())} bytes, and a store accepts "
+            f"{_LONGEST_PATH} before the names of a checkpoint"
+        )
+    return f"{scheme}://{bucket}/{path}"
+
+
+def _redacted(text: str) -> str:
+    """Return a URL for a message, without a part that may hold credentials."""
+    start, _, rest = text.partition("://")
+    return f"{start}://{re.split('[?#]', rest)[0].rpartition('@')[2]}"
+
+
+# ---- folders ----
+
+_FILES = (".safetensors", "/model.safetensors.index.json")
+_ONLY_READ = (
+    "this URL names one file, which load, plan_load, inspect, verify, diff, reshard and convert "
+    "read; a checkpoint in a store needs a URL without that suffix"
+)
+
+
+def open_folder(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    reads: bool = False,
+) -> Folder:
+    """Return the folder of a checkpoint, by a local path or a URL; no file is opened.
+
+    With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; its
+    folder has the attribute `file` then.
+    """
+    if isinstance(path, StoreURL):
+        folder = path.folder
+        path = f"{path}/{folder.file}" if folder.file else str(path)
+        if storage_options is None and (reads or not folder.file):
+            return folder
+    if is_url(path):
+        is_file = path.rstrip("/").endswith(_FILES)
+        if is_file and not reads:
+            _check_url(path)
+            raise ValueError(f"{path}: {_ONLY_READ}")
+        url, file = _check_url(path), ""
+        if is_file:
+            url, _, file = url.rpartition("/")
+        options = take_options(storage_options)
+        if options.cache_folder is None:
+            return ObjectFolder(url, options, file)
+        from .._folder.cached import CachedFolder
+
+        return CachedFolder(url, options, file)
+    place = local_folder(path)
+    if storage_options is not None:
+        raise ValueError(
+            f"{place}: storage_options are for URLs such as s3://bucket/run, and this is a "
+            "local folder"
+        )
+    return LocalFolder(place)
+
+
+def open_files(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    reads: bool = False,
+) -> CheckpointFiles:
+    """Return the files of the checkpoint at a path; see `open_folder`."""
+    return CheckpointFiles(open_folder(path, storage_options, reads=reads))
+
+
+def open_target(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    *,
+    any_suffix: bool = False,
+) -> CheckpointFiles:
+    """Return the files of a checkpoint to write, after a check of its options.
+
+    Without `any_suffix`, the name of another format's file is refused.
+    """
+    files = open_files(path, storage_options)
+    if not isinstance(files.path, str):
+        raise TypeError("the path of a checkpoint must be a str")
+    if not any_suffix:
+        refuse_file_name(files.folder)
+    files.folder.open()
+    return files
+
+
+class RootPath(NamedTuple):
+    """A root in a folder; also the path that internal callers pass to `load` and `verify`."""
+
+    files: CheckpointFiles
+    root: str = MANIFEST
+    manifest: Manifest | None = None  # of the root, if already read
+
+    def __fspath__(self) -> str:
+        return self.files.path
+
+
+def open_root_path(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> RootPath:
+    """Return the root for the argument `path`; `storage_options` open it anew."""
+    if not isinstance(path, RootPath):
+        return RootPath(open_files(path, storage_options, reads=True))
+    if storage_options is None:
+        return path
+    return path._replace(files=open_files(path.files.path, storage_options, reads=True))
+
+
+# Suffixes of files that other programs, or `save_file`, read and write.
+_FILE_SUFFIXES = frozenset(
+    [
+        ".safetensors",
+        ".npz",
+        ".npy",
+        ".pt",
+        ".pth",
+        ".bin",
+        ".ckpt",
+        ".pkl",
+        ".pickle",
+        ".h5",
+        ".hdf5",
+        ".msgpack",
+        ".onnx",
+        ".gguf",
+        ".json",
+    ]
+)
+
+
+def refuse_file_name(folder: Folder) -> None:
+    """Raise ValueError for a new folder whose name has the suffix of another format's files."""
+    suffix = os.path.splitext(folder.path)[1].lower()
+    if suffix not in _FILE_SUFFIXES or folder.has_checkpoint():
+        return
+    remedy = "mlstate convert writes files of other formats"
+    if suffix == ".safetensors":
+        remedy = "save_file(state, path) writes one file"
+    elif suffix in (".npz", ".pt", ".pth", ".bin"):
+        remedy = f"save_file writes a .safetensors file, and mlstate convert a {suffix} file of it"
+    raise ValueError(
+        f"{folder.path}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
+        f"{remedy}; for a folder, pass a path without this suffix"
+    )
+
+
+def refuse_existing(folder: Folder, overwrite: bool) -> None:
+    """Raise StoreError (EEXIST) if a path exists, except an empty folder or with `overwrite`."""
+    if not overwrite and not folder.is_empty():
+        raise store_error(
+            FileExistsError(
+                errno.EEXIST,
+                "it exists already; overwrite=True (--force on the command line) replaces all of "
+                "it, the steps of a CheckpointManager included",
+            ),
+            "cannot write the target",
+            folder.path,
+        )

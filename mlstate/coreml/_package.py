@@ -1,0 +1,371 @@
+"""Read the states that a Core ML model declares, from its package or its specification.
+
+A package is a folder: Manifest.json names the specification, a protobuf file under Data/. A bare
+specification file (.mlmodel) can be read too. Only the model's description is fetched, with a few
+small reads. The program, which makes up nearly all of the file, is skipped, and the weights are
+in another file that is never opened.
+
+These messages are read, by field number (Core ML's Model.proto and related files):
+
+- model: 2 description
+- description: 13 state*, 20 function*, 21 name of the default function
+- function: 1 name, 6 state*
+- state: 1 name, 3 type -> 8 state type -> 1 array type
+- array type: 1 shape* (packed or one by one), 2 data type
+
+All other fields are skipped, so newer converters may add fields. Each level has one reader, so
+the nesting of calls is fixed and a file cannot increase it. Packages are untrusted: lengths,
+counts and shapes are checked before use, a manifest's path cannot leave the package, and only
+regular files are read. Links are followed, since download caches build packages from links.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .. import _core
+from .._common.dtypes import DTYPES
+from .._common.regular_file import open_regular
+from .._common.store_error import format_error, store_error
+from .._common.text import shorten
+from ..errors import FormatError
+from ._protobuf import (
+    BYTES,
+    HEADER_BYTES,
+    VARINT,
+    Fields,
+    Message,
+    error_at,
+    length_error,
+    read_header,
+    read_varint,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+State: TypeAlias = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+Functions: TypeAlias = dict[str, list[State]]
+
+# Limits far above real models, and low enough to bound the cost of hostile ones.
+_MOST_RANK = 16
+_MOST_FUNCTIONS = 1024
+_MOST_STATES = 2048  # of a function
+_MOST_ALL_STATES = 16384
+_MOST_FIELDS = 4096  # top-level fields of a specification
+_MOST_NAME_BYTES = 1024
+_MOST_DESCRIPTION = 64 << 20
+_MOST_MANIFEST = 1 << 20
+_MANIFEST_DEPTH = 16
+
+# Values of ArrayFeatureType.ArrayDataType: the kind in the upper half, the bits of an item in the
+# lower half. Converters write float16 states only. The format allows the others, but Core ML may
+# not run them.
+_DATA_TYPES = {
+    65552: "float16",
+    65568: "float32",
+    65600: "float64",
+    131104: "int32",
+    131080: "int8",
+}
+_ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
+
+
+def _read_name(fields: Fields, label: str) -> str:
+    """Return the name of a function or state, its field 1; a missing name is an error."""
+    message = fields.only(1, label)
+    if message is None:
+        raise error_at(fields.offset, f"{label} is missing")
+    length = len(message.data)
+    if not 0 < length <= _MOST_NAME_BYTES:
+        text = f"{label} has {length} bytes, expected 1 to {_MOST_NAME_BYTES}"
+        raise error_at(message.offset, text)
+    try:
+        name = bytes(message.data).decode()
+    except UnicodeDecodeError:
+        name = "\0"
+    if "\0" in name:
+        raise error_at(message.offset, f"{label} is not UTF-8 text")
+    return name
+
+
+# ---- a state ----
+
+
+def _read_shape(array: Fields, name: str) -> tuple[int, ...]:
+    """Return the shape; writers may pack it into one field or not, or mix both forms."""
+    shape: list[int] = []
+
+    def add(value: int, offset: int) -> None:
+        if len(shape) == _MOST_RANK:
+            raise error_at(offset, f"state {name} has more than {_MOST_RANK} dimensions")
+        if not 0 < value < 1 << 63:
+            signed = value - (value >> 63 << 64)  # -1 means "any" in other places
+            error = error_at(
+                offset,
+                f"state {name}: dimension {len(shape)} is {signed}; a state's dimensions are fixed "
+                "and positive",
+            )
+            error.expected, error.got = "a positive dimension", str(signed)
+            raise error
+        shape.append(value)
+
+    for field in array.of(1):
+        if field.wire_type == VARINT:
+            add(field.value, field.offset)
+        elif field.wire_type != BYTES:
+            raise error_at(field.offset, f"state {name}: its shape has wire type {field.wire_type}")
+        at = 0
+        while at < len(field.payload.data):
+            offset = field.payload.offset + at
+            value, at = read_varint(field.payload, at)
+            add(value, offset)
+    return tuple(shape)
+
+
+def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape; Core ML does not allow flexible shapes for states."""
+    shape = _read_shape(array, name)
+    number, offset = 0, array.offset
+    for field in array.of(2):
+        number, offset = field.value if field.wire_type == VARINT else 0, field.offset
+    dtype = _DATA_TYPES.get(number)
+    if dtype is None:
+        choices = ", ".join(f"{dtype} {number}" for number, dtype in _DATA_TYPES.items())
+        error = error_at(
+            offset,
+            f"state {name} has the data type {number}, which is unknown; known are {choices}",
+        )
+        error.expected, error.got = "a known data type", f"data type {number}"
+        raise error
+    nbytes = _ITEM_BYTES[dtype]
+    for length in shape:
+        nbytes *= length
+    if not shape or nbytes >= 1 << 63:
+        text = "a shape whose bytes exceed the address space" if shape else "no shape"
+        raise error_at(array.offset, f"state {name} has {text}")
+    return dtype, shape
+
+
+def _read_state(feature: Fields) -> State:
+    name = _read_name(feature, "the name of a state")
+    try:
+        kind = feature.only(3, "a type")
+        state_type = kind and feature.open(kind).only(8, "a state type")
+        array = state_type and feature.open(state_type).only(1, "an array type")
+        if array is None:
+            raise error_at(feature.offset, f"state {shorten(name, 80)} has no array type")
+        return name, *_read_array(feature.open(array), shorten(name, 80))
+    except FormatError as error:
+        error.name = name
+        raise
+
+
+# ---- the description ----
+
+
+def _read_states(owner: Fields, number: int, total: int) -> list[State]:
+    """Return the states of a function or description; `total` is the number of earlier ones."""
+    states: dict[str, State] = {}
+    for message in owner.messages(number, "a state"):
+        count = total + len(states)
+        if len(states) == _MOST_STATES or count == _MOST_ALL_STATES:
+            raise error_at(message.offset, f"more than {count} states")
+        state = _read_state(owner.open(message))
+        if state[0] in states:
+            text = f"two states are called {shorten(state[0], 80)}"
+            error = error_at(message.offset, text)
+            error.name = state[0]
+            raise error
+        states[state[0]] = state
+    return list(states.values())
+
+
+def _read_functions(description: Fields) -> Functions:
+    functions: Functions = {}
+    total = 0
+    for message in description.messages(20, "a function"):
+        function = description.open(message)
+        name = _read_name(function, "the name of a function")
+        if len(functions) == _MOST_FUNCTIONS:
+            raise error_at(message.offset, f"more than {_MOST_FUNCTIONS} functions")
+        if name in functions:
+            text = f"two functions are called {shorten(name, 80)}"
+            raise error_at(message.offset, text)
+        functions[name] = _read_states(function, 6, total)
+        total += len(functions[name])
+    return functions
+
+
+def parse_description(data: bytes, offset: int = 0) -> tuple[Functions, str | None]:
+    """Return the states of each function, and the name of the default function, if any.
+
+    `offset` is the place of the description in its file. Without functions, the states of the
+    description belong to the only function, which Core ML and its converters call "main". Several
+    functions without a default are accepted.
+    """
+    description = Fields(Message(memoryview(data), offset))
+    functions = _read_functions(description)
+    if not functions:
+        functions = {"main": _read_states(description, 13, 0)}
+    else:
+        for state in description.messages(13, "a state"):
+            text = "a state that belongs to no function, in a model with functions"
+            raise error_at(state.offset, text)
+    default = description.only(21, "the default function's name")
+    if default is None or not default.data:
+        return functions, next(iter(functions)) if len(functions) == 1 else None
+    name = bytes(default.data).decode(errors="replace")
+    if name not in functions:
+        text = "the default function is not among the model's functions"
+        raise error_at(default.offset, text)
+    return functions, name
+
+
+# ---- the specification, in memory or in a file ----
+
+
+def _find_description(read: Callable[[int, int], bytes], size: int) -> tuple[int, int]:
+    """Return start and length of the only description among the top-level fields.
+
+    Continues to the end, so that a file truncated in its program fails here and not in Core ML
+    later. One small read for each field; their number is limited.
+    """
+    description: tuple[int, int] | None = None
+    offset = count = 0
+    while offset < size:
+        if count == _MOST_FIELDS:
+            raise error_at(offset, f"more than {count} fields: not a Core ML specification")
+        header = Message(read(offset, min(HEADER_BYTES, size - offset)), offset)
+        number, wire_type, value, end = read_header(header, 0)
+        start, length = offset + end, value if wire_type == BYTES else 0
+        left = size - start
+        if length > left:
+            text = f"the file has {left} more; it is damaged or not a Core ML specification"
+            raise length_error(number, offset, length, left, text)
+        if number == 2:
+            if description is not None or wire_type != BYTES:
+                problem = "is not of its type" if description is None else "appears twice"
+                raise error_at(offset, f"the model's description {problem}")
+            description = start, length
+        offset = start + length
+        count += 1
+    if description is None:
+        raise error_at(
+            size,
+            "the file ends without a model's description; it is not a Core ML specification",
+        )
+    return description
+
+
+def _parse(read: Callable[[int, int], bytes], size: int) -> tuple[Functions, str | None]:
+    start, length = _find_description(read, size)
+    if length > _MOST_DESCRIPTION:
+        text = f"a description of {length} bytes, expected at most {_MOST_DESCRIPTION}"
+        raise error_at(start, text)
+    return parse_description(read(start, length), start)
+
+
+def parse_specification(data: Any) -> tuple[Functions, str | None]:
+    """Return the states of each function, and the name of the default function, if any.
+
+    `data` is a buffer with a specification. FormatError with the byte offset: not a
+    specification, or an invalid one.
+    """
+    view = memoryview(data).cast("B")
+    return _parse(lambda offset, count: bytes(view[offset : offset + count]), len(view))
+
+
+# ---- files ----
+
+
+def _read_file(path: str, file: str, source: Any) -> tuple[Functions, str | None]:
+    """Read a specification; errors have the path `source`, and name the file inside it."""
+    try:
+        with open_regular(path) as stream:
+
+            def read(offset: int, count: int) -> bytes:
+                stream.seek(offset)
+                data = stream.read(count)
+                if len(data) < count:
+                    raise error_at(offset, "the file was truncated while it was read")
+                return data
+
+            try:
+                return _parse(read, os.fstat(stream.fileno()).st_size)
+            except FormatError as error:
+                raise _name_file(error, file, source) from None
+    except OSError as error:
+        raise store_error(error, f"{file}: cannot open", source) from None
+
+
+def _name_file(error: FormatError, file: str, source: Any) -> FormatError:
+    error.args = (f"{file}: {error}",)
+    error.path = source
+    return error
+
+
+def _is_inside(path: str) -> bool:
+    """Return whether a manifest's path stays inside its package, on every system."""
+    is_plain = "\\" not in path and "\0" not in path and len(path.encode()) <= _MOST_NAME_BYTES
+    return is_plain and all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+def _read_manifest(folder: str, source: Any) -> str:
+    """Return the path of the specification that a package's manifest names."""
+    file = "Manifest.json"
+    try:
+        with open_regular(os.path.join(folder, file)) as stream:
+            data = stream.read(_MOST_MANIFEST + 1)
+    except FileNotFoundError:
+        raise format_error(
+            f"{file}: missing: this folder is not a .mlpackage (a compiled .mlmodelc cannot be "
+            "read without its metadata.json; use the package that it was made from)",
+            source,
+        ) from None
+    except OSError as error:
+        raise store_error(error, f"{file}: cannot open", source) from None
+    if len(data) > _MOST_MANIFEST:
+        raise format_error(f"{file}: more than {_MOST_MANIFEST} bytes", source)
+    try:
+        _core.json_check(data, _MANIFEST_DEPTH, source)
+    except FormatError as error:
+        raise _name_file(error, file, source) from None
+    manifest = json.loads(data)
+    root, items = (
+        manifest.get(key) if isinstance(manifest, dict) else None
+        for key in ("rootModelIdentifier", "itemInfoEntries")
+    )
+    if not isinstance(root, str) or not isinstance(items, dict):
+        text = "no rootModelIdentifier or no itemInfoEntries: not the manifest of a Core ML package"
+        raise format_error(f"{file}: {text}", source)
+    item = items.get(root)
+    path = item.get("path") if isinstance(item, dict) else None
+    if not isinstance(path, str):
+        raise format_error(f"{file}: the root model has no entry with a path", source)
+    if not _is_inside(path):
+        refusal = format_error(f"{file}: the root model's path is not inside the package", source)
+        refusal.expected, refusal.got = "a relative path without . or ..", shorten(path, 80)
+        raise refusal
+    return path
+
+
+def read_package(path: Any) -> tuple[Functions, str | None]:
+    """As `parse_specification`, for a .mlpackage folder or a .mlmodel file.
+
+    Names and extensions are ignored. StoreError: a file cannot be opened or read. FormatError
+    also for a folder without a manifest, a manifest that is invalid or refers outside the
+    package, a file that is not regular or is truncated during the read.
+    """
+    name = os.fsdecode(path)
+    try:
+        is_folder = stat.S_ISDIR(os.stat(name).st_mode)
+    except OSError as error:
+        raise store_error(error, f"{name}: cannot open", path) from None
+    if not is_folder:
+        return _read_file(name, name, path)
+    file = f"Data/{_read_manifest(name, path)}"
+    return _read_file(os.path.join(name, file), file, path)

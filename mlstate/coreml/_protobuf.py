@@ -1,0 +1,147 @@
+"""Read the protobuf wire format of untrusted bytes; errors report the offset in the file."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import FormatError
+
+VARINT, BYTES = 0, 2  # wire types
+HEADER_BYTES = 20  # the longest header of a field: two numbers
+_FIXED = {1: 8, 5: 4}  # bytes of a number, by wire type
+_VARINT_BYTES = 10
+_MOST_FIELDS = 1 << 20  # of all messages of a reader, far above real models
+
+
+class Message(NamedTuple):
+    """The bytes of a message, and their offset in the file."""
+
+    data: bytes | memoryview
+    offset: int
+
+
+class Field(NamedTuple):
+    """One field of a message.
+
+    Attributes
+    ----------
+    number, wire_type : int
+        Field number and wire type.
+    value : int
+        The number; the length if the wire type is `BYTES`.
+    payload : Message
+        The bytes if the wire type is `BYTES`, else empty.
+    offset : int
+        Offset of the field in the file.
+    """
+
+    number: int
+    wire_type: int
+    value: int
+    payload: Message
+    offset: int
+
+
+def error_at(offset: int, text: str) -> FormatError:
+    error = FormatError(f"byte {offset}: {text}")
+    error.offset = offset
+    return error
+
+
+def length_error(field: int, offset: int, length: int, left: int, text: str) -> FormatError:
+    """Return the error of a field that is longer than its message; `text` describes the rest."""
+    error = error_at(offset, f"field {field} claims {length} bytes, but {text}")
+    error.expected, error.got = f"at most {left} bytes", f"{length} bytes"
+    return error
+
+
+def read_varint(message: Message, at: int) -> tuple[int, int]:
+    """Return a number and the position after it: seven bits per byte, lowest first."""
+    value = 0
+    for i in range(_VARINT_BYTES):
+        if at + i >= len(message.data):
+            raise error_at(message.offset + at, "the data ends inside a number")
+        byte = message.data[at + i]
+        if i == _VARINT_BYTES - 1 and byte > 1:
+            break
+        value |= (byte & 0x7F) << 7 * i
+        if byte < 0x80:  # overlong forms are allowed: writers reserve room with them
+            return value, at + i + 1
+    raise error_at(message.offset + at, "a number of more than 64 bits")
+
+
+def read_header(message: Message, at: int) -> tuple[int, int, int, int]:
+    """Return field number, wire type, and value of a field, and the position after them.
+
+    Field number 0 is invalid, so a run of zeros (a hole in a file) is refused. Groups are refused
+    because they end at a matching tag: skipping one would need a stack.
+    """
+    start = message.offset + at
+    tag, at = read_varint(message, at)
+    number, wire_type = tag >> 3, tag & 7
+    if tag >> 32 or not number:
+        raise error_at(start, f"no field can have the tag {tag}")
+    if wire_type in (VARINT, BYTES):
+        value, at = read_varint(message, at)
+    elif wire_type in _FIXED:
+        end = at + _FIXED[wire_type]
+        if end > len(message.data):
+            raise error_at(message.offset + at, "the data ends inside a number")
+        value, at = int.from_bytes(message.data[at:end], "little"), end
+    else:
+        kind = f"{wire_type} (a group)" if wire_type in (3, 4) else str(wire_type)
+        text = f"field {number} has wire type {kind}, which a Core ML specification does not use"
+        raise error_at(start, text)
+    return number, wire_type, value, at
+
+
+class Fields:
+    """The fields of a message by number; unknown fields are allowed, since the format grows."""
+
+    def __init__(self, message: Message, room: list[int] | None = None) -> None:
+        """Read all fields. `room` holds the number of fields that may follow, nested ones too."""
+        self.offset = message.offset
+        self._room = room or [_MOST_FIELDS]
+        self._fields: dict[int, list[Field]] = {}
+        at = 0
+        while at < len(message.data):
+            number, wire_type, value, end = read_header(message, at)
+            start, length = end, value if wire_type == BYTES else 0
+            left = len(message.data) - start
+            offset = message.offset + at
+            if length > left:
+                raise length_error(number, offset, length, left, f"{left} are left")
+            self._room[0] -= 1
+            if self._room[0] < 0:
+                raise error_at(offset, f"more than {_MOST_FIELDS} fields")
+            at = start + length
+            payload = Message(message.data[start:at], message.offset + start)
+            self._fields.setdefault(number, []).append(
+                Field(number, wire_type, value, payload, offset)
+            )
+
+    def of(self, number: int) -> list[Field]:
+        """Return the fields with a number, in order."""
+        return self._fields.get(number, [])
+
+    def messages(self, number: int, label: str) -> list[Message]:
+        """Return the payloads of the fields with a number; `label` names them in errors."""
+        for field in self.of(number):
+            if field.wire_type != BYTES:
+                raise error_at(field.offset, f"{label} is not of its type")
+        return [field.payload for field in self.of(number)]
+
+    def only(self, number: int, label: str) -> Message | None:
+        """Return the payload of the only field with a number; None if there is none.
+
+        A repeated field is refused: protobuf merges the messages or uses the last name, no
+        converter writes one, and attackers exploit readers that disagree about a file.
+        """
+        messages = self.messages(number, label)
+        if len(messages) > 1:
+            raise error_at(self.of(number)[1].offset, f"{label} appears twice")
+        return messages[0] if messages else None
+
+    def open(self, message: Message) -> Fields:
+        """Return the fields of a nested message."""
+        return Fields(message, self._room)

@@ -1,0 +1,36 @@
+"""Every command with a call and wrong calls; the tests of all commands read this table.
+
+In a call, `{source}` and `{other}` are checkpoints and `{target}` does not exist.
+"""
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One row of the table."""
+
+    call: str  # exit status 0 for two equal checkpoints
+    wrong: tuple[str, ...] = ()  # refused with a hint at --help
+    reads_checkpoints: bool = True  # else it reads another kind of file, or none
+
+
+COMMANDS = {
+    "inspect": Command("{source}", ("", "a b", "a --step last")),
+    "verify": Command("{source}", ("a --step 1 --all-steps", "a --repair --all-steps")),
+    "diff": Command("{source} {other}", ("a",)),
+    "reshard": Command("{source} {target} --layout rows=2", ("a b",)),
+    "convert": Command("{source} {target}", ("a",)),
+    "prune": Command("{source}", ("a --keep",)),
+    "coreml": Command(
+        "states {source}", ("", "plan", "plan a b", "plan a b --at many", "states"), False
+    ),
+    "coreai": Command("verify {source}", ("", "plan a b", "states"), False),
+    "demo": Command("", ("a",), False),
+    "info": Command("", ("a",), False),
+}
+CHECKPOINT_COMMANDS = [name for name, row in COMMANDS.items() if row.reads_checkpoints]
+
+
+def call_of(name, **places):
+    """Return the words of a command's call."""
+    return [name, *(word.format(**places) for word in COMMANDS[name].call.split())]
