@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
-from ...errors import ChecksumError, FormatError
+from ...errors import CheckpointWarning, ChecksumError, FormatError
 from .._remote.read_cache import ReadCache
 from .object import ObjectFolder
 
@@ -82,7 +82,7 @@ class CachedFolder(ObjectFolder):
             self._cache.finish()
             problem = self._cache.problem()
             if problem is not None:
-                warnings.warn(problem, stacklevel=2)
+                warnings.warn(problem, CheckpointWarning, stacklevel=2)
 
     def _read_batch(self, local: str, ranges: Sequence[_Range], read: Callable[[], object]) -> None:
         """Call `read` with local copies; if they are damaged, copy them from the store again.
