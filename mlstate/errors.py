@@ -44,7 +44,7 @@ class UnstorableError(CompatibilityError, TypeError, BufferError):
 
 
 class MLStateWarning(UserWarning):
-    """A warning of mlstate: the call succeeded, but its result may not be what was meant."""
+    """A warning of mlstate: the call succeeded, but its result may surprise the caller."""
 
 
 class CheckpointWarning(MLStateWarning):
@@ -52,7 +52,7 @@ class CheckpointWarning(MLStateWarning):
 
 
 class GradientWarning(MLStateWarning, RuntimeWarning):
-    """An optimizer steps over parameters whose gradients are elsewhere."""
+    """An optimizer steps over parameters without gradients."""
 
 
 __all__ = [
