@@ -198,6 +198,8 @@ _Progress: TypeAlias = Callable[[int], object] | None
 _Cutting: TypeAlias = tuple[_Steps | None, int, int]
 # shape of the whole tensor; then layout and index, or begin and end of a range of elements
 _Place: TypeAlias = tuple[tuple[int, ...], _Steps | int, int]
+# a folder; or a URL, and path, begin, end, length of the file, and bytes of ranges in memory
+_Source: TypeAlias = str | tuple[str, tuple[tuple[str, int, int, int, Any], ...]]
 _Problem: TypeAlias = tuple[str, str, str | None, int | None, int, int, int, str]
 
 def layout_names() -> tuple[str, ...]: ...
@@ -321,7 +323,7 @@ class MergedIndex:
     def heads(self) -> list[tuple[str, int, int, int, int, int]]: ...
     def load(
         self,
-        folder: str,
+        source: _Source,
         section: int,
         keys: list[str],
         cutting: _Cutting,
@@ -332,7 +334,7 @@ class MergedIndex:
     ) -> _Dict: ...
     def load_into(
         self,
-        folder: str,
+        source: _Source,
         section: int,
         keys: list[str],
         cutting: _Cutting | list[_Place],
@@ -340,7 +342,7 @@ class MergedIndex:
         verify: bool,
         progress: _Progress,
         /,
-    ) -> None: ...
+    ) -> int: ...
     def fits(
         self,
         folder: str,
@@ -349,7 +351,7 @@ class MergedIndex:
         cutting: _Cutting | list[_Place],
         targets: _Dict,
         /,
-    ) -> None: ...
+    ) -> tuple[int, list[str]]: ...
     def patterns(self) -> list[tuple[bytes, tuple[int, ...]] | None]: ...
     def places(self) -> list[bytes]: ...
     def select_parts(
@@ -369,7 +371,7 @@ class MergedIndex:
         cutting: _Cutting | list[_Place],
         verify: bool,
         /,
-    ) -> list[tuple[str, int, int, int]]: ...
+    ) -> list[tuple[str, int, int, int, int]]: ...
     def verify(self, folder: str, progress: _Progress, /) -> tuple[int, list[_Problem]]: ...
 
 @final

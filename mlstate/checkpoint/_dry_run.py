@@ -309,7 +309,7 @@ def plan_load(
         indexes.need((section, keys, cutting) for section, keys in chosen)
         read.update(indexes.ranks)
         reads = [
-            FileRead(*read_range)
+            FileRead(*read_range[:4])
             for section, keys in chosen
             for read_range in indexes.merged_index.reads(files.path, section, keys, cutting, verify)
         ]

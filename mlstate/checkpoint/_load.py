@@ -35,7 +35,7 @@ from ._store.rank_indexes import Indexes
 from ._store.weight_files import check_total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from typing import Unpack
 
     from .. import _core
@@ -159,7 +159,7 @@ class LoadRequest(NamedTuple):
     rank: int | None  # its index is preferred if several list the same tensors
     world_size: int | None  # if `rank` is given
     cutting: tuple[Steps | None, int, int]  # as `ranks_of` returns it
-    own: bool  # torch objects determine which part of a tensor they receive
+    by_target: bool  # torch objects determine which part of a tensor they receive
     cast: bool  # to the dtypes of `into`
     dtype: str  # of the floats of a new state; "" for the stored ones
     options: LoadOptions
@@ -219,27 +219,8 @@ class Loader:
         self, section: int, keys: list[str], cutting: object, *, mmap: bool
     ) -> dict[str, Any]:
         progress, verify = self.options["progress"], self.verify and not mmap
-        arrays: dict[str, Any] = {}
-
-        def read(folder: str, some: list[str], cuts: Any) -> None:
-            arrays.update(
-                self.merged_index.load(folder, section, some, cuts, verify, mmap, progress)
-            )
-
-        self.read_batches(section, keys, cutting, verify, read)
-        return arrays
-
-    def read_batches(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: object,
-        verify: bool,
-        read: Callable[[str, list[str], object], None],
-    ) -> None:
-        """Call `read` with local folders, keys and their cuts, until all keys are read."""
         folder = self.request.files.folder
-        folder.read_batches(self.merged_index, section, keys, cuts, verify, read)
+        return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
 
     def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
@@ -670,10 +651,12 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
             )
     if manifest is None:
         root, manifest = files.open_root(root)
-    own = layout is None and rank is None and world_size is None
+    by_target = layout is None and rank is None and world_size is None
     if group is not None:
         rank, world_size = group.rank, group.world_size
-    request = LoadRequest(files, root, names, rank, world_size, cutting, own, cast, dtype, options)
+    request = LoadRequest(
+        files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
+    )
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets

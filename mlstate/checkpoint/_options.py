@@ -98,9 +98,9 @@ def show_options(defaults: SaveOptions | LoadOptions) -> Callable[[Function], Fu
     ]
 
     def decorate(function: Function) -> Function:
-        shown = signature(function)
-        parameters = [*shown.parameters.values()][:-1] + options
-        function.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+        documented = signature(function)
+        parameters = [*documented.parameters.values()][:-1] + options
+        function.__signature__ = documented.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
     return decorate

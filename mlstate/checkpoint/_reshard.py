@@ -103,15 +103,9 @@ def _load(
     cutting: object,
 ) -> dict[str, Any]:
     """Return parts of verified tensors: views of mapped files, or copies of objects."""
-    arrays: dict[str, Any] = {}
     mmap = files.folder.is_local
-
-    def read(local: str, some: list[str], cuts: Any) -> None:
-        arrays.update(merged.load(local, section, some, cuts, not mmap, mmap, None))
-
     # objects may be replaced after the verification, so their checksums are compared again
-    files.folder.read_batches(merged, section, keys, cutting, not mmap, read)
-    return arrays
+    return files.folder.load(merged, section, keys, cutting, not mmap, mmap, None)
 
 
 def reshard(

@@ -84,16 +84,9 @@ class _CheckpointSide:
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`."""
         have = [key for key in keys if (SECTIONS[section], key) in self._sizes]
-        arrays: dict[str, NDArray] = {}
-
-        def read(folder: str, some: list[str], cuts: Any) -> None:
-            merged = self._merged_index
-            arrays.update(merged.load(folder, section, some, cuts, verify, self._mmap, None))
-
         verify, full_cut = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
         folder = self._files.folder
-        folder.read_batches(self._merged_index, section, have, full_cut, verify, read)
-        return arrays
+        return folder.load(self._merged_index, section, have, full_cut, verify, self._mmap, None)
 
 
 class _FileSide:

@@ -166,14 +166,14 @@ def _read_tensors(
     """Return new tensors with stored elements: parts of DTensors, like the earlier entries."""
     request, number = loader.request, section.number
     sharded = [name for name in names if hasattr(earlier.get(name), "device_mesh")]
-    if sharded and not request.own:
+    if sharded and not request.by_target:
         raise TypeError(
             f"{sharded[0]!r} is a part of a tensor, and its layout is known: do not pass layout=, "
             "rank= and world_size="
         )
     unsharded = [name for name in names if name not in sharded]
     keys = section.keys(unsharded)
-    arrays = loader.load_keys(number, keys, (None, 0, 0) if request.own else request.cutting)
+    arrays = loader.load_keys(number, keys, (None, 0, 0) if request.by_target else request.cutting)
     tensors = torch_backend("modules", TensorBackend).tensors_of(
         dict(zip(unsharded, (arrays[key] for key in keys), strict=True))
     )
