@@ -42,7 +42,13 @@ from ..._common.caller import find_caller
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
-from ...errors import CompatibilityError, FormatError, MLStateError, StoreError, StoreNotFoundError
+from ...errors import (
+    CompatibilityError,
+    FormatError,
+    MLStateError,
+    StoreError,
+    StoreNotFoundError,
+)
 from ...state._kind import KEY, describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict

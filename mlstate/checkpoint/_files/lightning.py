@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..._common.arrays import is_torch
 from ..._common.atomic_file import replacing
 from ..._common.backend import torch_backend
-from ...errors import CompatibilityError
+from ...errors import CheckpointWarning, CompatibilityError
 from .._states.generators import library_of
 from .backend import FileBackend
 
@@ -126,5 +126,6 @@ def warn_of_other_entries(checkpoint: Mapping[str, object]) -> None:
         warnings.warn(
             f"only the model of the checkpoint of Lightning is converted, without {others}: a "
             "folder (--to mlstate) holds all of it",
+            CheckpointWarning,
             stacklevel=3,
         )
