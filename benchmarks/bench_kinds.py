@@ -49,7 +49,7 @@ def time_kind(
     rows = take_turns(
         [
             Candidate(OWN, lambda: touch(kind.read(path)), baseline=True),
-            Candidate(OURS, lambda: touch(dict(mlstate.load(path).model))),
+            Candidate(OURS, lambda: mlstate.load(path)),
             Candidate(PART, load_part),
         ],
         repeats,
