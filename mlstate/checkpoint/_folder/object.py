@@ -374,8 +374,12 @@ class ObjectFolder:
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
         """Return new arrays; never mapped ones."""
-        arrays = merged.load((self.path, ()), section, keys, cuts, verify, mmap, progress)
-        self.load_into(merged, section, keys, cuts, arrays, verify, progress)
+        from .range_load import LoadCall
+
+        source = self.path, (), True
+        arrays = merged.load(source, section, keys, cuts, verify, mmap, progress)
+        call = LoadCall(merged, self.path, section, keys, cuts, arrays, verify, is_zeroed=True)
+        self._fill(call, progress)
         return arrays
 
     def load_into(
@@ -389,9 +393,15 @@ class ObjectFolder:
         progress: Callable[[int], object] | None,
     ) -> None:
         """Read into existing arrays."""
-        from .range_load import LoadCall, load_units
+        from .range_load import LoadCall
 
-        call = LoadCall(merged, self.path, section, keys, cuts, targets, verify)
+        call = LoadCall(merged, self.path, section, keys, cuts, targets, verify, is_zeroed=False)
+        self._fill(call, progress)
+
+    def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
+        """Read into the targets of a call."""
+        from .range_load import load_units
+
         options = self._options
         parts = options.part_bytes, options.max_concurrency
         load_units(call, self._fetch, self._read_unit, *parts, progress)
