@@ -295,8 +295,7 @@ class ObjectFolder:
         try:
             descriptor = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                if nbytes is not None:
-                    os.ftruncate(descriptor, nbytes)
+                os.ftruncate(descriptor, nbytes)
                 view, at = memoryview(data), begin
                 while len(view):
                     written = os.pwrite(descriptor, view, at)
@@ -409,7 +408,7 @@ class ObjectFolder:
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
         """Return a range of an object for a load, in one or more answers."""
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
-        return [(path, begin, end, nbytes or 0, data)]
+        return [(path, begin, end, nbytes, data)]
 
     def _read_unit(self, call: LoadCall, unit: Unit) -> int:
         """Read the answers of a unit into its arrays."""
