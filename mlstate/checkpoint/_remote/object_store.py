@@ -165,9 +165,7 @@ class ObjectStore:
             raise ValueError("too long")
         return content
 
-    def get_range(
-        self, key: str, begin: int, end: int, tag: Tag | None = None
-    ) -> tuple[Any, int]:
+    def get_range(self, key: str, begin: int, end: int, tag: Tag | None = None) -> tuple[Any, int]:
         """Return bytes `begin` .. `end` as a buffer, and the size of the whole object.
 
         The buffer is shorter if the object ends earlier, and empty if it ends at `begin` or
