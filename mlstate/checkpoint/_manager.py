@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -163,8 +164,10 @@ class CheckpointManager:
         self._checkpoints = open_files(path)
 
     def __getstate__(self) -> dict[str, Any]:
-        # `_turn` creates a new lock; signals belong to a process; no private class is named
+        # `_turn` creates a new lock; signals and a running save, with its memory, belong to a
+        # process; no private class is named
         state = {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
+        state |= {"_under_way": None, "_staging": None}
         state["directory"] = state.pop("_checkpoints").path
         timer = (self._timer.steps, self._timer.interval)
         return {**state, "_rules": tuple(self._rules), "_timer": timer}
@@ -828,6 +831,9 @@ class CheckpointManager:
         7
         """
         options["group"] = group = optional_group(options.get("group"))
+        names = options.get("names")
+        if isinstance(names, Iterator):  # a second try would get nothing from it
+            options["names"] = list(names)
         first: MLStateError | None = None
         tried: list[str] | None = None
         # a writer may have deleted all of these roots and committed newer ones
