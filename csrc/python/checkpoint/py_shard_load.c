@@ -709,7 +709,8 @@ static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
     return patterns;
 }
 
-/* Return a new reference to the places of a tensor: pairs of 32-bit numbers as bytes. */
+/* Return the places of a tensor as new bytes, with an mls_index_pattern_place for each
+ * index that lists it: the key of its parts in the result of select_parts. */
 static PyObject *places_bytes(const mlspy_merged_index *self,
                               const mls_index_pattern *patterns,
                               const mls_merged_index_tensor *tensor)
