@@ -247,7 +247,7 @@ def selected_runs(only: str | None) -> list[tuple[str, list[str]]]:
             f"or both as in A.save; got {only!r}"
         )
     chosen = [part] if part else list(PARTS)
-    return [(one, chosen) for one in STATES if letter in ("", one)]
+    return [(state, chosen) for state in STATES if letter in ("", state)]
 
 
 def options() -> argparse.Namespace:

@@ -53,7 +53,7 @@ def _entries(state: Any) -> dict[str, Any]:
 
 @set_module("mlstate.checkpoint")
 def save_file(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     metadata: Mapping[str, str] | None = None,
 ) -> None:

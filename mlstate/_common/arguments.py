@@ -20,7 +20,7 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
-def check_number(name: str, value: Any) -> float:
+def check_number(name: str, value: object) -> float:
     """Return a real number, of Python, NumPy or a 0-dimensional tensor, as a float."""
     if is_flag(value) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")

@@ -15,7 +15,7 @@ from .backend import TensorBackend, backend_of, imported_backends
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from .._types import NDArray
+    from .._types import Array, NDArray
 
 
 def is_torch(candidate: object) -> bool:
@@ -50,7 +50,7 @@ def overlaps_itself(array: Any) -> bool:
     return _core.memory_overlap(_memory_of(array), None)
 
 
-def shares_elements(first: Any, second: Any) -> bool:
+def shares_elements(first: Array, second: Array) -> bool:
     """Return whether two strided arrays of one device share memory.
 
     Interleaved views, such as the even and odd columns of a matrix, share none.
@@ -97,7 +97,7 @@ def new_packed(array: Any, shape: tuple[int, ...]) -> Any:
     return np.empty(shape, array.dtype.newbyteorder("="))
 
 
-def refuse_given_away(state: Mapping[str, Any]) -> None:
+def refuse_given_away(state: Mapping[str, object]) -> None:
     """Raise ValueError for torch tensors that a `TieredState` moved to a file: they are empty."""
     if not any(backend.has_given_away() for backend in imported_backends(TensorBackend)):
         return
@@ -109,7 +109,7 @@ def refuse_given_away(state: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_unstorable(state: Mapping[str, Any], *, every: bool = False) -> None:
+def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> None:
     """Raise CompatibilityError for torch tensors that cannot be stored, or parts of these.
 
     Unless `every`, only tensors of subclasses are examined: the core refuses the others.
@@ -127,7 +127,7 @@ def refuse_unstorable(state: Mapping[str, Any], *, every: bool = False) -> None:
 
 
 @contextmanager
-def named_refusals(*states: Mapping[str, Any] | None) -> Iterator[None]:
+def named_refusals(*states: Mapping[str, object] | None) -> Iterator[None]:
     """Replace an exception of torch about a tensor by CompatibilityError, which names it."""
     try:
         yield
@@ -138,7 +138,7 @@ def named_refusals(*states: Mapping[str, Any] | None) -> Iterator[None]:
         raise
 
 
-def write_into(out: Any, write: Callable[[Any], Any]) -> Any:
+def write_into(out: Array, write: Callable[[Any], Any]) -> Any:
     """Call `write` to fill `out`, and return `out`.
 
     For a torch tensor, the integration records the write for autograd, and passes `write` a

@@ -23,26 +23,54 @@ class Framework(Protocol):
 
     BACKENDS: Mapping[str, str]  # the full name of a module by the Protocol that it implements
 
-    def recognizes(self, value: object) -> bool: ...
-    def is_module(self, value: object) -> bool: ...
-    def is_optimizer(self, value: object) -> bool: ...
+    def recognizes(self, value: object) -> bool:
+        """Return whether a value is a tensor, module or optimizer of the framework."""
+
+    def is_module(self, value: object) -> bool:
+        """Return whether a value is a module of the framework."""
+
+    def is_optimizer(self, value: object) -> bool:
+        """Return whether a value is an optimizer of the framework."""
 
 
 class TensorBackend(Protocol):
     """Operations on a framework's tensors that every subsystem uses."""
 
-    def arrays_of(self, state: Any) -> dict[str, Any]: ...
-    def tensors_of(self, state: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]: ...
-    def device_of(self, device: Any) -> Any: ...
-    def dtype_of(self, name: str) -> Any: ...
-    def explain_unsupported_tensor(self, tensor: Any) -> str: ...
-    def refuse_unstorable(self, name: str, tensor: Any, label: str = "") -> None: ...
-    def write_into_tensor(self, out: Any, write: Callable[[Any], Any]) -> Any: ...
-    def note_written(self, tensors: Iterable[Any]) -> None: ...
-    def reduce_state(self, state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]: ...
-    def give_memory(self, tensor: Any, source: Any) -> None: ...
-    def has_given_away(self) -> bool: ...
-    def is_given_away(self, tensor: Any) -> bool: ...
+    def arrays_of(self, state: Any) -> dict[str, Any]:
+        """Return NumPy arrays over the memory of tensors."""
+
+    def tensors_of(self, state: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
+        """Return tensors over the memory of arrays, or copies."""
+
+    def device_of(self, device: Any) -> Any:
+        """Return the device that a user named; raise ValueError if there is none."""
+
+    def dtype_of(self, name: str) -> Any:
+        """Return the framework's dtype of a name; raise ValueError if there is none."""
+
+    def explain_unsupported_tensor(self, tensor: Any) -> str:
+        """Return why a tensor is not plain memory, with a remedy; empty if it is."""
+
+    def refuse_unstorable(self, name: str, tensor: Any, label: str = "") -> None:
+        """Raise UnstorableError if a tensor cannot be stored."""
+
+    def write_into_tensor(self, out: Any, write: Callable[[Any], Any]) -> Any:
+        """Let `write` fill a tensor, with the framework's checks for writes in place."""
+
+    def note_written(self, tensors: Iterable[Any]) -> None:
+        """Tell autograd that tensors were written to."""
+
+    def reduce_state(self, state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return the result of ``__reduce_ex__`` of a state dict."""
+
+    def give_memory(self, tensor: Any, source: Any) -> None:
+        """Replace a tensor's memory with the memory of another tensor, without a copy."""
+
+    def has_given_away(self) -> bool:
+        """Return whether `give_memory` removed any tensor's elements in this process."""
+
+    def is_given_away(self, tensor: Any) -> bool:
+        """Return whether `give_memory` removed a tensor's elements, if it removed any."""
 
 
 # Frameworks by the module that users import, and the integration that registers each.

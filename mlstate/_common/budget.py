@@ -7,7 +7,7 @@ import re
 from contextlib import contextmanager
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .. import _core
 from .arguments import is_flag
@@ -70,7 +70,7 @@ class Budget(NamedTuple):
         return _BYTES.sub(lambda m: f"{m[1]} {self.text(int(m[2]))}", message)
 
 
-def parse_budget(name: str, value: Any, full: int | None = None, of: str = "") -> Budget:
+def parse_budget(name: str, value: object, full: int | None = None, of: str = "") -> Budget:
     """Parse a memory budget, rounded down to whole bytes.
 
     It is bytes as an int, or as a float above 1; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a

@@ -14,7 +14,7 @@ import numpy as np
 from .. import _core
 
 if TYPE_CHECKING:
-    from .._types import NumpyDType
+    from .._types import DType, NumpyDType
 
 LABEL = "mlstate.dtype"  # the key in the metadata; the core reads and writes it too
 
@@ -57,11 +57,11 @@ def label_of(dtype: Any) -> str:
 
 
 @lru_cache(maxsize=128)  # NumPy builds the name on each access
-def _bare_name(dtype: Any) -> str:
+def _bare_name(dtype: DType) -> str:
     return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
-def name_of(dtype: Any) -> str:
+def name_of(dtype: object) -> str:
     """Return the name of a dtype that NumPy, ml_dtypes, torch and the core share."""
     return label_of(dtype) or _bare_name(dtype)  # equal dtypes may differ in metadata
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 DEEPEST = 100  # a manifest may be nested 128 deep, and the value starts a few levels down
 
 
-def check_json_values(value: Any, where: str, *, finite: bool = True) -> None:
+def check_json_values(value: object, where: str, *, finite: bool = True) -> None:
     """Raise for a value that JSON cannot represent, or that changes in a round trip.
 
     `where` names the value in errors, which show the path from there. With `finite`, NaN and
@@ -26,7 +25,7 @@ class _TooDeepError(Exception):
     """The value is nested too deeply."""
 
 
-def _check(value: Any, where: str, finite: bool, levels: int) -> None:
+def _check(value: object, where: str, finite: bool, levels: int) -> None:
     if levels == 0 and isinstance(value, dict | list | tuple):
         raise _TooDeepError
     if isinstance(value, dict):
@@ -66,7 +65,7 @@ def check_text(text: str, where: str) -> None:
             raise ValueError(f"{where}: {error}") from None
 
 
-def _hint(value: Any) -> str:
+def _hint(value: object) -> str:
     """Return an expression that converts a value to one that JSON supports; "" if unknown."""
     if isinstance(value, set | frozenset):
         return "sorted(...)"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import FormatError, StoreError, StoreNotFoundError, StorePermissionError
 
+if TYPE_CHECKING:
+    import os
 
-def store_error(error: OSError, action: str, path: Any) -> StoreError:
+
+def store_error(error: OSError, action: str, path: str | os.PathLike[str]) -> StoreError:
     """Return an OSError as a StoreError, of the subclass for its errno; a StoreError unchanged."""
     if isinstance(error, StoreError):
         return error
@@ -21,7 +24,7 @@ def store_error(error: OSError, action: str, path: Any) -> StoreError:
     return mapped  # type: ignore[no-any-return]
 
 
-def format_error(text: str, path: Any) -> FormatError:
+def format_error(text: str, path: str | os.PathLike[str]) -> FormatError:
     """Return the error for a malformed file."""
     error = FormatError(text)
     error.path = path

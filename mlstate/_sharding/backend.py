@@ -11,11 +11,18 @@ if TYPE_CHECKING:
 class ShardBackend(Protocol):
     """Operations on modules and optimizers whose tensors are divided among ranks."""
 
-    def part_of(self, name: str, value: Any, replica: int = 0) -> Any: ...
+    def part_of(self, name: str, value: Any, replica: int = 0) -> Any:
+        """Return this rank's part of a value in a state dict, over the value's own memory."""
+
     def module_state(
         self, module: Any, *, fill: bool = False
-    ) -> tuple[dict[str, Any], Callable[[], None] | None]: ...
+    ) -> tuple[dict[str, Any], Callable[[], None] | None]:
+        """Return this rank's part of a module's state, and a function that writes copies back."""
+
     def optimizer_parts(
         self, optimizer: Any, module: Any, *, fill: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any], Callable[[], None] | None]: ...
-    def needs_all_ranks(self, source: Any, module: Any) -> str: ...
+    ) -> tuple[dict[str, Any], dict[str, Any], Callable[[], None] | None]:
+        """Return this rank's part of an optimizer's states, by ``"<parameter>.<state name>"``."""
+
+    def needs_all_ranks(self, source: Any, module: Any) -> str:
+        """Return why all ranks must collect a state together; empty if each can do so alone."""

@@ -14,6 +14,8 @@ from .._common.set_module import set_module
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from .._types import Array
+
 Steps: TypeAlias = "tuple[tuple[int | str, int], ...]"
 
 LAYOUT_NAMES = _core.layout_names()
@@ -365,7 +367,7 @@ class Shard:
     def _steps(self) -> Steps:
         return self.layout._steps
 
-    def _with_array(self, array: Any, tier: str | None) -> Shard:
+    def _with_array(self, array: Array, tier: str | None) -> Shard:
         """Return the same part with another array and tier."""
         facts: dict[str, Any] = {"version": self.version, "replica": self.replica, "tier": tier}
         return Shard(array, self.layout, self.index, shape=self.shape, **facts)

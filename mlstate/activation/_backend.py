@@ -21,14 +21,16 @@ class AppliedStrategy(Protocol):
     def remove(self) -> None:
         """Restore the blocks; further calls do nothing."""
 
-    def __enter__(self) -> AppliedStrategy: ...
+    def __enter__(self) -> AppliedStrategy:
+        """Return itself."""
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None: ...
+    ) -> None:
+        """Restore the blocks."""
 
 
 class ActivationBackend(Protocol):
@@ -42,7 +44,9 @@ class ActivationBackend(Protocol):
         blocks: Any = None,
         repeats: int = 5,
         offload: bool | str | os.PathLike[str] = False,
-    ) -> Chain: ...
+    ) -> Chain:
+        """Measure the blocks of a model; public as `Chain.from_torch`."""
+
     def apply_plan(
         self,
         plan: Any,
@@ -51,10 +55,19 @@ class ActivationBackend(Protocol):
         blocks: Any = None,
         offload_to: str | os.PathLike[str] | None = None,
         observe: Callable[[str, int], None] | None = None,
-    ) -> Any: ...
-    def apply_strategy(self, manager: Any, module: Any, blocks: Any) -> AppliedStrategy: ...
+    ) -> Any:
+        """Run the blocks of a model by a plan's steps; public as `Plan.apply`."""
+
+    def apply_strategy(self, manager: Any, module: Any, blocks: Any) -> AppliedStrategy:
+        """Apply a manager to blocks of a module; see `ActivationManager.apply`."""
+
     def check_recompute(
         self, module: Any, plan: Any, sample: Any, *, blocks: Any = None
-    ) -> RecomputeReport: ...
-    def operator_contexts(self, saved: Iterable[str]) -> tuple[Any, Any]: ...
-    def cuda_memory(self, source: str) -> tuple[int, int, int, str]: ...
+    ) -> RecomputeReport:
+        """Recompute blocks and compare; public as `mlstate.activation.check`."""
+
+    def operator_contexts(self, saved: Iterable[str]) -> tuple[Any, Any]:
+        """Return contexts for a checkpointed call that keeps the outputs of some operators."""
+
+    def cuda_memory(self, source: str) -> tuple[int, int, int, str]:
+        """Return the memory use of a CUDA device, for `MemoryTracker`."""

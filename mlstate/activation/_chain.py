@@ -36,7 +36,7 @@ _HEADERS = ["block", "forward", "backward", "input", "saved", "gradient", "tempo
 
 
 def freeze_numbers(
-    name: str, values: Any, dtype: str, count: int | None = None, *, each: str = "entry"
+    name: str, values: object, dtype: str, count: int | None = None, *, each: str = "entry"
 ) -> NDArray:
     """Copy numbers into a read-only array of `dtype`; raise if a value would change."""
     array = np.asarray(values)
@@ -326,7 +326,7 @@ class Chain:
         return cls._from_dict(json.loads(text))
 
     @classmethod
-    def _from_dict(cls, document: Any) -> Chain:
+    def _from_dict(cls, document: object) -> Chain:
         if not isinstance(document, dict):
             raise ValueError(f"a chain is a JSON object, got {type(document).__name__}")
         if document.get("format", _FORMAT) != _FORMAT or document.get("version", 1) != 1:

@@ -91,7 +91,7 @@ class CheckpointConfig:
     exclude_layers: Iterable[str] = ()
     min_activation_size_bytes: int = MEBIBYTE
     max_memory_percentage: float = 0.8
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    options: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         chosen = layer_names("checkpoint_layers", self.checkpoint_layers)
@@ -108,7 +108,7 @@ class CheckpointConfig:
             raise TypeError(f"options must be a mapping, got {type(self.options).__name__}")
         self._set("options", dict(self.options))
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class CheckpointConfig:
         return cls(**settings)
 
 
-def _parse_kind(strategy: Any) -> StrategyKind | str:
+def _parse_kind(strategy: object) -> StrategyKind | str:
     """Return the `StrategyKind` of a name, or the name itself if it is not built in."""
     if not isinstance(strategy, str):
         raise TypeError(f"strategy must be a StrategyKind or a str, got {strategy!r}")
@@ -378,7 +378,7 @@ def create_size_based(
 
 
 def create_memory_aware(
-    max_memory_percentage: float = 0.8, memory_tracker: Any = None
+    max_memory_percentage: float = 0.8, memory_tracker: object = None
 ) -> MemoryAwareStrategy:
     """Create a `MemoryAwareStrategy`.
 

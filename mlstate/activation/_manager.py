@@ -177,7 +177,7 @@ class ActivationManager:
                 layer = self._layers[layer_id] = _Layer(layer_id, len(self._layers))
             return layer.layer_index
 
-    def apply(self, module: Any, blocks: str | Iterable[str] | None = None) -> AppliedStrategy:
+    def apply(self, module: object, blocks: str | Iterable[str] | None = None) -> AppliedStrategy:
         """Apply the strategy to blocks of a torch module, in each forward pass.
 
         A checkpointed block runs under ``torch.utils.checkpoint``: it saves nothing for the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._common.backend import backend_named
 from .._common.text import count_text, table_html
@@ -106,7 +106,9 @@ class RecomputeReport:
         return table_html(self._title(), _HEADERS, self._rows())
 
 
-def check(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
+def check(
+    module: object, plan: object, sample: object, *, blocks: object = None
+) -> RecomputeReport:
     """Check before a long run that a model's blocks can be recomputed.
 
     Parameters

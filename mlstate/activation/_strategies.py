@@ -70,10 +70,10 @@ class _Strategy(Operators):
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
         return (), self._settings()
 
-    def __getstate__(self) -> tuple[Any, dict[str, Any]]:
+    def __getstate__(self) -> tuple[object, dict[str, Any]]:
         return self._state(), dict(getattr(self, "__dict__", ()))  # type: ignore[attr-defined]
 
-    def __setstate__(self, state: tuple[Any, dict[str, Any]]) -> None:
+    def __setstate__(self, state: tuple[object, dict[str, object]]) -> None:
         counted, attributes = state
         self._restore(counted)  # type: ignore[attr-defined]
         for name, value in attributes.items():
@@ -331,7 +331,7 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
     def __new__(
         cls,
         max_memory_percentage: float = 0.8,
-        tracker: Any = None,
+        tracker: object = None,
         total_memory: int | None = None,
         *,
         clock: Callable[[], float] | None = None,

@@ -23,13 +23,23 @@ class CheckpointBackend(Protocol):
 
     def saved_module(
         self, module: Any, ranks: int
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]: ...
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Return a module's tensors, its other entries, and the framework's metadata."""
+
     def saved_optimizer(
         self, optimizer: Any, module: Any, ranks: int
-    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
-    def tied_names(self, module: Any) -> set[str]: ...
-    def has_standard_state_dict(self, optimizer: Any) -> bool: ...
-    def fill_module(self, module: Any) -> Any: ...
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return an optimizer's states and keywords, for saving by a number of ranks."""
+
+    def tied_names(self, module: Any) -> set[str]:
+        """Return the names of a module's state whose tensor has an earlier name."""
+
+    def has_standard_state_dict(self, optimizer: Any) -> bool:
+        """Return whether `state` and `param_groups` are all that ``state_dict()`` has."""
+
+    def fill_module(self, module: Any) -> Any:
+        """Return this rank's memory for a module's state, by the names of `saved_module`."""
+
     def own_load(
         self,
         filling: Any,
@@ -38,7 +48,9 @@ class CheckpointBackend(Protocol):
         units: list[Any],
         *,
         strict: bool,
-    ) -> Any: ...
+    ) -> Any:
+        """Return the load of some units by their own methods, of entries by name."""
+
     def fill_optimizer(
         self,
         optimizer: Any,
@@ -53,4 +65,5 @@ class CheckpointBackend(Protocol):
         strict: bool,
         complete: bool,
         cast: bool,
-    ) -> Any: ...
+    ) -> Any:
+        """Return this rank's memory for the states of an optimizer, to be filled by `read`."""

@@ -430,7 +430,7 @@ class Checkpoint:
 
 
 def inspect(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
 ) -> Checkpoint:
     """
     Read the manifest and all indexes of a checkpoint.

@@ -159,8 +159,8 @@ def _shapes_only(state: Any) -> dict[str, Any] | None:
 
 
 def plan_save(
-    model: Any = None,
-    optimizer: Any = None,
+    model: object = None,
+    optimizer: object = None,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -245,7 +245,7 @@ def plan_load(
     layout: Layout | str | None = None,
     verify: bool = True,
     root: str = MANIFEST,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> LoadPlan:
     """
     Return the files and bytes that a load would read, without reading them.
@@ -309,7 +309,7 @@ def plan_load(
         indexes.need((section, keys, cutting) for section, keys in chosen)
         read.update(indexes.ranks)
         reads = [
-            FileRead(*read_range)
+            FileRead(*read_range[:4])
             for section, keys in chosen
             for read_range in indexes.merged_index.reads(files.path, section, keys, cutting, verify)
         ]

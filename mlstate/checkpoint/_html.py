@@ -10,7 +10,6 @@ from ._table import columns_of, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
 
     from ._checkpoint import TensorRecord
     from ._load import LoadedState
@@ -237,7 +236,7 @@ def save_html(
 # ---- the steps of a run, and a loaded state ----
 
 
-def _metadata(metadata: Mapping[str, Any], limit: int) -> str:
+def _metadata(metadata: Mapping[str, object], limit: int) -> str:
     """Return the first entries of metadata as one line."""
     entries = [f"{key}: {value!r}" for key, value in list(metadata.items())[:20]]
     more = len(metadata) - len(entries)

@@ -35,7 +35,7 @@ from ._store.rank_indexes import Indexes
 from ._store.weight_files import check_total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from typing import Unpack
 
     from .. import _core
@@ -96,13 +96,13 @@ class LoadedState:
         self.metadata: dict[str, Any] = metadata
         self.step: int | None = step
 
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+    def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
         self.states = {}  # pickles of older versions lack it
         for name, value in state[1].items():
             setattr(self, name, value)
 
     def __repr__(self) -> str:
-        def shown(state: Any) -> str:
+        def shown(state: object) -> str:
             if state is None:
                 return "None"
             if not hasattr(state, "keys") or not hasattr(state, "__len__"):
@@ -159,7 +159,7 @@ class LoadRequest(NamedTuple):
     rank: int | None  # its index is preferred if several list the same tensors
     world_size: int | None  # if `rank` is given
     cutting: tuple[Steps | None, int, int]  # as `ranks_of` returns it
-    own: bool  # torch objects determine which part of a tensor they receive
+    by_target: bool  # torch objects determine which part of a tensor they receive
     cast: bool  # to the dtypes of `into`
     dtype: str  # of the floats of a new state; "" for the stored ones
     options: LoadOptions
@@ -206,40 +206,23 @@ class Loader:
         names = [section.names for section in self.sections[:STATES]]
         return chosen_names(names, self.request.names, self.folder)
 
-    def need(self, requests: Iterable[tuple[Section, list[str], Any]]) -> None:
+    def need(self, requests: Iterable[tuple[Section, list[str], object]]) -> None:
         """Read the indexes that list the requested parts, given as section, names and cutting."""
         self.indexes.need((each.number, each.keys(names), cuts) for each, names, cuts in requests)
 
-    def load_keys(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
+    def load_keys(self, section: int, keys: list[str], cutting: object) -> dict[str, Any]:
         """Return new arrays of tensors that `need` was not called for, by their keys."""
         self.indexes.need([(section, keys, cutting)])
         return self._load(section, keys, cutting, mmap=False)
 
-    def _load(self, section: int, keys: list[str], cutting: Any, *, mmap: bool) -> dict[str, Any]:
+    def _load(
+        self, section: int, keys: list[str], cutting: object, *, mmap: bool
+    ) -> dict[str, Any]:
         progress, verify = self.options["progress"], self.verify and not mmap
-        arrays: dict[str, Any] = {}
-
-        def read(folder: str, some: list[str], cuts: Any) -> None:
-            arrays.update(
-                self.merged_index.load(folder, section, some, cuts, verify, mmap, progress)
-            )
-
-        self.read_batches(section, keys, cutting, verify, read)
-        return arrays
-
-    def read_batches(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: Any,
-        verify: bool,
-        read: Callable[[str, list[str], Any], None],
-    ) -> None:
-        """Call `read` with local folders, keys and their cuts, until all keys are read."""
         folder = self.request.files.folder
-        folder.read_batches(self.merged_index, section, keys, cuts, verify, read)
+        return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
 
-    def load_state(self, section: Section, names: list[str], extra: dict[str, Any]) -> Any:
+    def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
         keys = section.keys(names)
         arrays_loaded: dict[str, Any] = {}
@@ -474,7 +457,7 @@ def ranks_of(
     return steps, rank, world_size
 
 
-def _checked_cast(cast: Any, into: Any, *, mmap: bool) -> tuple[bool, str]:
+def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
     """Return whether to convert to the dtypes of targets, and the dtype of new arrays or ""."""
     if is_flag(cast):
         if cast and into is None:
@@ -500,7 +483,7 @@ def _checked_cast(cast: Any, into: Any, *, mmap: bool) -> tuple[bool, str]:
     return False, dtype
 
 
-def _checked_device(device: Any, *, mmap: bool) -> Any:
+def _checked_device(device: object, *, mmap: bool) -> Any:
     """Return ``device=`` as a device of torch, or None; raise if it is not one."""
     if device is None:
         return None
@@ -668,10 +651,12 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
             )
     if manifest is None:
         root, manifest = files.open_root(root)
-    own = layout is None and rank is None and world_size is None
+    by_target = layout is None and rank is None and world_size is None
     if group is not None:
         rank, world_size = group.rank, group.world_size
-    request = LoadRequest(files, root, names, rank, world_size, cutting, own, cast, dtype, options)
+    request = LoadRequest(
+        files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
+    )
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets

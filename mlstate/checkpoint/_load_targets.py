@@ -176,7 +176,7 @@ def _shape_of(
 ) -> tuple[int, ...]:
     """Return the shape to load into a target that does not know its part of the tensor."""
     steps, index, world = loader.request.cutting
-    if loader.request.own or (steps is None and (world == 0 or len(layout) != 1)):
+    if loader.request.by_target or (steps is None and (world == 0 or len(layout) != 1)):
         return shape
     if steps is None:
         steps = ((layout[0][0], world),)
@@ -189,7 +189,7 @@ def _cuts(loader: Loader, filling: Any, names: list[str]) -> Any:
     """Return how tensors are cut, for the core: one cut for all names, or a list by name."""
     if isinstance(filling, _ArrayTarget):
         return loader.request.cutting
-    if loader.request.own:
+    if loader.request.by_target:
         return filling.cuts(names)
     filling.whole()
     return loader.request.cutting
@@ -226,17 +226,14 @@ def _check(loader: Loader, ready_target: _Ready) -> None:
 
 def _fill(loader: Loader, ready_target: _Ready) -> None:
     """Read into arrays; shapes and dtypes are checked before the first byte is written."""
-    section, filling, merged = ready_target.section, ready_target.filling, loader.merged_index
+    section, filling = ready_target.section, ready_target.filling
     keys, arrays = (
         section.keys(ready_target.names),
         section.by_key(filling.arrays, ready_target.names),
     )
-    verify, progress = loader.verify, loader.options["progress"]
-
-    def read(folder: str, some: list[str], cuts: Any) -> None:
-        merged.load_into(folder, section.number, some, cuts, arrays, verify, progress)
-
-    loader.read_batches(section.number, keys, ready_target.cuts, verify, read)
+    selection = loader.merged_index, section.number, keys, ready_target.cuts
+    folder, progress = loader.request.files.folder, loader.options["progress"]
+    folder.load_into(*selection, arrays, loader.verify, progress)
     if ready_target.casts:
         stored = {name: filling.arrays[name] for name in ready_target.casts}
         filling.arrays.update(ready_target.casts)
@@ -412,7 +409,7 @@ def _targets(loader: Loader) -> Prepared:
 
 
 def _prepare_state(
-    loader: Loader, prepared: Prepared, name: str, target: Any, modules: list[Any]
+    loader: Loader, prepared: Prepared, name: str, target: Any, modules: list[object]
 ) -> None:
     """Prepare the target of one named state."""
     section = loader.named.get(name)

@@ -22,8 +22,8 @@ OptionsT = TypeVar("OptionsT", "SaveOptions", "LoadOptions")
 class SaveOptions(TypedDict, total=False):
     """Keywords of every function that saves; `save` documents them."""
 
-    states: Mapping[str, Any] | None
-    metadata: Mapping[str, Any] | None
+    states: Mapping[str, object] | None
+    metadata: Mapping[str, object] | None
     group: ProcessGroup | None
     layout: Layout | str | None
     pack_below_bytes: int
@@ -42,16 +42,16 @@ class LoadOptions(TypedDict, total=False):
     world_size: int | None
     layout: Layout | str | None
     group: ProcessGroup | None
-    into: Any
+    into: object
     mmap: bool
     verify: bool | str
     missing: str
     strict: bool
-    cast: Any
+    cast: object
     device: Any
     rename: Mapping[str, str] | None
     progress: Callable[[int], object] | None
-    storage_options: Mapping[str, Any] | None
+    storage_options: Mapping[str, object] | None
 
 
 PACK_BELOW = 262144
@@ -98,16 +98,16 @@ def show_options(defaults: SaveOptions | LoadOptions) -> Callable[[Function], Fu
     ]
 
     def decorate(function: Function) -> Function:
-        shown = signature(function)
-        parameters = [*shown.parameters.values()][:-1] + options
-        function.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+        documented = signature(function)
+        parameters = [*documented.parameters.values()][:-1] + options
+        function.__signature__ = documented.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
 def complete_options(
-    function: Callable[..., Any], options: OptionsT, defaults: OptionsT
+    function: Callable[..., object], options: OptionsT, defaults: OptionsT
 ) -> OptionsT:
     """Return the options of a call with defaults; raise TypeError for an unknown keyword."""
     for name in options:

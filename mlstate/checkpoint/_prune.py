@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._common.arguments import check_flags, check_int
 from .._common.text import bytes_text, count_text
@@ -98,7 +98,7 @@ def prune(
     keep: int | None = None,
     dry_run: bool = False,
     lock_timeout: float = 0,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> PruneReport:
     """
     Delete the files of a checkpoint's folder that no checkpoint needs.

@@ -84,7 +84,7 @@ def _write_all_ranks(
 def _folders(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
+    storage_options: Mapping[str, object] | None,
 ) -> tuple[CheckpointFiles, CheckpointFiles]:
     """Return the files of two paths; `storage_options` apply to the URLs."""
     urls = [is_url(path) for path in (source, target)]
@@ -96,18 +96,16 @@ def _folders(
 
 
 def _load(
-    files: CheckpointFiles, merged: _core.MergedIndex, section: int, keys: list[str], cutting: Any
+    files: CheckpointFiles,
+    merged: _core.MergedIndex,
+    section: int,
+    keys: list[str],
+    cutting: object,
 ) -> dict[str, Any]:
     """Return parts of verified tensors: views of mapped files, or copies of objects."""
-    arrays: dict[str, Any] = {}
     mmap = files.folder.is_local
-
-    def read(local: str, some: list[str], cuts: Any) -> None:
-        arrays.update(merged.load(local, section, some, cuts, not mmap, mmap, None))
-
     # objects may be replaced after the verification, so their checksums are compared again
-    files.folder.read_batches(merged, section, keys, cutting, not mmap, read)
-    return arrays
+    return files.folder.load(merged, section, keys, cutting, not mmap, mmap, None)
 
 
 def reshard(
@@ -121,7 +119,7 @@ def reshard(
     overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
     lock_timeout: float = 0,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> Checkpoint:
     """
     Write a copy of a checkpoint with another layout.

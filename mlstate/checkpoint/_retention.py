@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MODES = ("min", "max")
 
 
-def _count(name: str, value: Any) -> int | None:
+def _count(name: str, value: object) -> int | None:
     """Return a number of steps from 1, or None."""
     if value is None:
         return None

@@ -190,7 +190,7 @@ class SaveJob:
             self.bytes_total = self.gathered.nbytes
         return self.gathered
 
-    def collect(self, copy: Callable[[Any], Any] | None) -> GatheredShards:
+    def collect(self, copy: Callable[[object], object] | None) -> GatheredShards:
         """Return this rank's shards; every rank calls it, even after a failure."""
         return gather_shards(self.target, self.content, copy)
 
@@ -437,7 +437,7 @@ class _Copies:
         return flat.view(tensor.dtype).reshape(tensor.shape)
 
 
-def _bytes_of(value: Any) -> int:
+def _bytes_of(value: object) -> int:
     nbytes = getattr(value, "nbytes", None)
     return nbytes if isinstance(nbytes, int) else 0
 
@@ -712,7 +712,7 @@ def staging_of(staging: object) -> Staging:
     return staging
 
 
-def start_job(job: SaveJob, devices: list[Any], *, until_staged: bool = False) -> SaveHandle:
+def start_job(job: SaveJob, devices: list[object], *, until_staged: bool = False) -> SaveHandle:
     """Start a job, and return its handle; if `until_staged`, when the state may change.
 
     `devices` hold tensors of the state.
@@ -741,13 +741,13 @@ def start_job(job: SaveJob, devices: list[Any], *, until_staged: bool = False) -
 @show_options(SAVE_DEFAULTS)
 def save_async(
     path: str | os.PathLike[str],
-    model: Any = None,
-    optimizer: Any = None,
+    model: object = None,
+    optimizer: object = None,
     *,
     max_staging_bytes: MemorySize | None = None,
     staging: Staging | None = None,
     step: int | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     **options: Unpack[SaveOptions],
 ) -> SaveHandle:
     """

@@ -52,7 +52,7 @@ class Section:
             return list(names)
         return [self._prefix + self._stored.get(name, name) for name in names]
 
-    def by_key(self, arrays: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    def by_key(self, arrays: dict[str, object], names: Iterable[str]) -> dict[str, Any]:
         """Return arrays by the keys of their tensors."""
         if not self._stored and not self._prefix:
             return arrays
@@ -67,7 +67,7 @@ class Section:
         """Return the saved state with these arrays; None if it was not saved."""
         return None if self.kind is None else restore_kind(arrays, self.kind, folder)
 
-    def renamed_layers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def renamed_layers(self, values: Mapping[str, object]) -> dict[str, Any]:
         """Return values by the names of layers, which are renamed as the tensors below them."""
         renamed = dict(values)
         for name, old in self._stored.items():

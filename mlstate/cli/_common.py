@@ -6,7 +6,7 @@ import argparse
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from .._common.local_path import local_path
 from .._common.regular_file import open_regular
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
 FORCE_HELP = "replace an existing target, all steps of a run included"
@@ -32,7 +34,7 @@ _WIDTH = 120  # characters of a cell
 
 
 def add_command(
-    commands: argparse._SubParsersAction[Any],
+    commands: Commands,
     name: str,
     help_text: str,
     run: Callable[[argparse.Namespace], int],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.text import printable
 from ..kv._model_states import state_row
+from ._common import Commands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,18 +26,18 @@ class ModelFormat(NamedTuple):
     command: str
     model: str  # the word for a model, which names the argument of ``states``
     path_help: str
-    read: Callable[[str], tuple[Mapping[str, Mapping[str, Any]], str | None]]
+    read: Callable[[str], tuple[Mapping[str, Mapping[str, object]], str | None]]
     plan: Callable[..., TransitionPlan]
 
 
 def add_actions(
-    commands: argparse._SubParsersAction[Any],
+    commands: Commands,
     which: ModelFormat,
     models: str,
     *,
     seq_axis: int | None,
     default: str,
-) -> tuple[argparse._SubParsersAction[Any], argparse.ArgumentParser]:
+) -> tuple[Commands, argparse.ArgumentParser]:
     """Add a command with the actions ``states`` and ``plan``.
 
     Return the object that adds further actions, and the parser of ``plan`` for further options,
@@ -49,7 +50,7 @@ def add_actions(
     return actions, _add_plan(actions, which, seq_axis, default)
 
 
-def _add_states(actions: argparse._SubParsersAction[Any], which: ModelFormat) -> None:
+def _add_states(actions: Commands, which: ModelFormat) -> None:
     text = f"list the states that a {which.model} declares, by function"
     states = actions.add_parser("states", help=text, description=text)
     states.add_argument(which.model, help=which.path_help)
@@ -58,7 +59,7 @@ def _add_states(actions: argparse._SubParsersAction[Any], which: ModelFormat) ->
 
 
 def _add_plan(
-    actions: argparse._SubParsersAction[Any],
+    actions: Commands,
     which: ModelFormat,
     seq_axis: int | None,
     default: str,

@@ -46,7 +46,7 @@ _COMMANDS = (
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a usage error in one line."""
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:

@@ -23,7 +23,7 @@ from ..checkpoint._files.convert import (
 )
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._load import load
-from ._common import FORCE_HELP, add_command, find, stat_path
+from ._common import FORCE_HELP, Commands, add_command, find, stat_path
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``convert``."""
     help_text = "convert between checkpoints and files of torch, Lightning, Hugging Face, NumPy"
     parser = add_command(commands, "convert", help_text, run_convert)

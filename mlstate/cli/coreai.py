@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from .._common.text import printable
 from ..coreai import plan_transition, verify
 from ..coreai._specs import read_functions
 from ..errors import FormatError
-from ._common import add_command
+from ._common import Commands, add_command
 from ._states import ModelFormat, add_actions
 
 __all__ = ["add"]
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``coreai`` and its sub-commands."""
     path_help = "an .aimodel folder"
     models = ModelFormat("coreai", "model", path_help, read_functions, plan_transition)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from ..coreml import StateSpecs, plan_transition
 from ..coreml._specs import read_functions, warn_of_shapes
+from ._common import Commands
 from ._states import ModelFormat, add_actions
 
 __all__ = ["add"]
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``coreml`` and its sub-commands."""
     path_help = "a .mlpackage or .mlmodelc folder, or a .mlmodel file"
     packages = ModelFormat("coreml", "package", path_help, _read, plan_transition)

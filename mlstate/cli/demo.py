@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 from .._common.local_path import local_path
 from ..checkpoint._folder.local import LocalFolder
 from ..checkpoint._store.open_path import refuse_existing
+from ._common import Commands
 
 __all__ = ["add"]
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``demo``."""
     help_text = "move a language model's cache between real Core ML packages, and watch"
     parser = commands.add_parser("demo", help=help_text, description=help_text)

@@ -16,7 +16,15 @@ from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._store.checkpoint_files import TRIES
 from ..state import diff
 from ..state._diff import StateDiff, table_of
-from ._common import PATH_HELP, add_command, check_is_safetensors, find, print_table, progress_of
+from ._common import (
+    PATH_HELP,
+    Commands,
+    add_command,
+    check_is_safetensors,
+    find,
+    print_table,
+    progress_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +39,7 @@ _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
 _BATCH_TENSORS = 1024
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``diff``."""
     help_text = "compare two checkpoints or .safetensors files, tensor by tensor"
     parser = add_command(commands, "diff", help_text, run_diff, no="they differ")
@@ -76,16 +84,9 @@ class _CheckpointSide:
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`."""
         have = [key for key in keys if (SECTIONS[section], key) in self._sizes]
-        arrays: dict[str, NDArray] = {}
-
-        def read(folder: str, some: list[str], cuts: Any) -> None:
-            merged = self._merged_index
-            arrays.update(merged.load(folder, section, some, cuts, verify, self._mmap, None))
-
         verify, full_cut = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
         folder = self._files.folder
-        folder.read_batches(self._merged_index, section, have, full_cut, verify, read)
-        return arrays
+        return folder.load(self._merged_index, section, have, full_cut, verify, self._mmap, None)
 
 
 class _FileSide:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
-from ._common import add_command
+from ._common import Commands, add_command
 
 __all__ = ["add"]
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``info``."""
     text = "show versions, processor and choices, for bug reports"
     add_command(commands, "info", text, run_info)

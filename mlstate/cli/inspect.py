@@ -13,6 +13,7 @@ from ..checkpoint._checkpoint import stored_text
 from ..checkpoint._files.safetensors_verify import read_header
 from ._common import (
     PATH_HELP,
+    Commands,
     add_command,
     check_is_safetensors,
     find,
@@ -30,7 +31,7 @@ _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
 _TEXT = 200  # characters of a JSON value
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``inspect``."""
     parser = add_command(
         commands, "inspect", "list what a checkpoint or a .safetensors file holds", run_inspect
@@ -111,7 +112,7 @@ def _checkpoint_data(checkpoint: Checkpoint, shards: bool) -> dict[str, Any]:
     return data
 
 
-def _print_value(label: str, value: Any) -> None:
+def _print_value(label: str, value: object) -> None:
     """Print a value as one line of JSON; print nothing if it is empty."""
     if value:
         print(f"{label}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")

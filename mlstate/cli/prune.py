@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from .._common.text import bytes_text, count_text, printable, sort_steps, steps_text
 from ..checkpoint import prune
-from ._common import add_command, add_lock_timeout, find, print_table
+from ._common import Commands, add_command, add_lock_timeout, find, print_table
 
 __all__ = ["add"]
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``prune``."""
     help_text = "delete old steps, and files that killed writers left behind"
     parser = add_command(commands, "prune", help_text, run_prune)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from .. import _core
 from .._common.text import bytes_text, count_text, names_hint, printable
@@ -12,6 +11,7 @@ from .._sharding.layout import LAYOUT_NAMES
 from ..checkpoint import Layout, inspect, reshard
 from ._common import (
     FORCE_HELP,
+    Commands,
     add_command,
     add_lock_timeout,
     find,
@@ -23,7 +23,7 @@ __all__ = ["add"]
 _NAMES = tuple(sorted(LAYOUT_NAMES, key="whole".__ne__))  # "whole" first
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``reshard``."""
     help_text = "write a checkpoint anew, cut in another way"
     parser = add_command(commands, "reshard", help_text, run_reshard)

@@ -17,6 +17,7 @@ from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
 from ._common import (
     PATH_HELP,
+    Commands,
     add_command,
     check_is_safetensors,
     find,
@@ -43,7 +44,7 @@ class _Verified(NamedTuple):
     report: VerifyReport
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``verify``."""
     help_text = "read every byte of a checkpoint, and report damage"
     parser = add_command(commands, "verify", help_text, run_verify, no="damaged")

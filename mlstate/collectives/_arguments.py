@@ -22,6 +22,8 @@ from ._backend import GroupBackend
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .._types import Array
+
 
 class ReduceOp(StrEnum):
     """Reduction of elements over ranks; each member equals its string value.
@@ -90,7 +92,7 @@ def failed(operation: str, rank: int, reason: str) -> CollectiveError:
 
 
 def _mismatch_error(
-    operation: str, label: str, got: Any, expected: Any, do: str, *, rank: int | None = None
+    operation: str, label: str, got: object, expected: object, do: str, *, rank: int | None = None
 ) -> CompatibilityError:
     error = CompatibilityError(f"{operation}: {label} {got}, expected {expected}; {do}")
     error.name, error.got, error.expected = operation, str(got), str(expected)
@@ -101,7 +103,7 @@ def _mismatch_error(
 # ---- plain arguments ----
 
 
-def check_timeout(timeout: Any) -> float | None:
+def check_timeout(timeout: object) -> float | None:
     """Return a timeout in seconds, or None for the group's own."""
     if timeout is None:
         return None
@@ -182,7 +184,7 @@ def check_supported_tensor(operation: str, array: Any) -> None:
             raise TypeError(f"{operation}: the tensor is {reason}")
 
 
-def check_writable(operation: str, array: Any, rank: int) -> None:
+def check_writable(operation: str, array: Array, rank: int) -> None:
     """Raise ValueError if an array to be overwritten is read-only."""
     if not is_torch(array) and not (isinstance(array, np.ndarray) and array.flags.writeable):
         raise ValueError(f"{operation}: the array of rank {rank} is read-only")
@@ -193,7 +195,7 @@ def check_writable(operation: str, array: Any, rank: int) -> None:
         )
 
 
-def check_op(operation: str, op: Any, array: Any) -> str:
+def check_op(operation: str, op: object, array: Array) -> str:
     """Return the operation's name; raise if it is not defined for the array's dtype."""
     try:
         name = str(op.value if hasattr(op, "value") else op)
@@ -267,7 +269,7 @@ def check_rows(operation: str, array: Any) -> int:
     return int(array.shape[0])
 
 
-def check_own_rows(operation: str, array: Any, counts: Sequence[int], rank: int) -> None:
+def check_own_rows(operation: str, array: Array, counts: Sequence[int], rank: int) -> None:
     """Raise CompatibilityError if the array's length differs from this rank's count."""
     rows = check_rows(operation, array)
     if rows != counts[rank]:

@@ -8,4 +8,5 @@ from typing import Any, Protocol
 class GroupBackend(Protocol):
     """Groups of a framework as process groups."""
 
-    def wrapped_group(self, value: object) -> Any: ...
+    def wrapped_group(self, value: object) -> Any:
+        """Return the group of mlstate for a group of the framework; None for other values."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Self
 
+    from .._types import Array
     from ._link import Link
 
     Task: TypeAlias = Callable[[], Any]
@@ -167,10 +168,10 @@ class Engine(ProcessGroup, ABC):
 
     def reduce_scatter(
         self,
-        array: Any,
+        array: Array,
         *,
         op: ReduceOp | str = ReduceOp.SUM,
-        out: Any = None,
+        out: Array | None = None,
         counts: Sequence[int] | None = None,
         timeout: float | None = None,
         async_op: bool = False,
@@ -184,9 +185,9 @@ class Engine(ProcessGroup, ABC):
 
     def all_gather(
         self,
-        array: Any,
+        array: Array,
         *,
-        out: Any = None,
+        out: Array | None = None,
         counts: Sequence[int] | None = None,
         timeout: float | None = None,
         async_op: bool = False,
@@ -202,7 +203,7 @@ class Engine(ProcessGroup, ABC):
 
     def all_reduce(
         self,
-        array: Any,
+        array: Array,
         *,
         op: ReduceOp | str = ReduceOp.SUM,
         out: Any = None,
@@ -219,7 +220,7 @@ class Engine(ProcessGroup, ABC):
 
     def all_to_all(
         self,
-        array: Any,
+        array: Array,
         *,
         out: Any = None,
         counts: Sequence[int] | None = None,
@@ -290,7 +291,7 @@ class Engine(ProcessGroup, ABC):
         source: Any,
         out: Any,
         rows: int | None,
-        *arguments: Any,
+        *arguments: object,
         reduced: bool = False,
     ) -> Any:
         """Submit an operation that fills `out`, or a new array with this number of rows.
@@ -345,19 +346,19 @@ class Engine(ProcessGroup, ABC):
         return False
 
     @abstractmethod
-    def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+    def _perform(self, call: Call, perform: Callable[[object], object]) -> Any:
         """Create a link and perform an operation over it; no other operation runs."""
 
     # ---- memory ----
 
-    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
+    def _source(self, operation: str, array: Array, *, reduced: bool) -> Any:
         """Return memory with the elements of an array, which may be the array's own.
 
         If `reduced`, the elements must support arithmetic; otherwise this raises.
         """
         return flat_of(operation, array, native=reduced)
 
-    def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
+    def _target(self, operation: str, place: Array, *, reduced: bool) -> Any:
         """Return memory for the elements of `place`: its own or new."""
         return target_for(operation, place, native=reduced)
 

@@ -19,6 +19,8 @@ from ._memory import bytes_of, reduce_parts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .._types import Array
+
 # Up to this size, every rank reduces everything, which saves a second exchange.
 _SMALL_BYTES = 64 << 10
 # From this size on, the root of a broadcast sends each rank a part, which the ranks pass on.
@@ -35,16 +37,18 @@ class Link(Protocol):
     r; memory is divided in proportion.
     """
 
-    def reduce_scatter(self, source: Any, target: Any, rows: list[int], op: str) -> None:
+    def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
         """Reduce sources; each rank r gets ``rows[r]`` rows of the result."""
 
-    def all_gather(self, source: Any, target: Any, rows: list[int]) -> None:
+    def all_gather(self, source: Array, target: Array, rows: list[int]) -> None:
         """Fill the target with the sources of all ranks, ``rows[r]`` rows from rank r."""
 
-    def all_reduce(self, source: Any, target: Any, op: str) -> None:
+    def all_reduce(self, source: Array, target: Array, op: str) -> None:
         """Reduce sources; every rank gets the result."""
 
-    def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
+    def all_to_all(
+        self, source: Array, target: Array, sent: list[int], expected: list[int]
+    ) -> None:
         """Send ``sent[r]`` rows to each rank r, and receive ``expected[r]``; memory may overlap."""
 
     def broadcast(self, memory: Any, root: int) -> None:
@@ -93,7 +97,7 @@ class ExchangeLink(ABC):
         """Reduce flat memory in list order into `out`, which may be one of the parts."""
         reduce_parts(parts, op, out)
 
-    def reduce_scatter(self, source: Any, target: Any, rows: list[int], op: str) -> None:
+    def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
         sends = split(source, rows)
         lengths = [0 if r == self.rank else len(sends[self.rank]) for r in range(self.world_size)]
         parts = split(new_like(source, sum(lengths)), lengths)
@@ -117,13 +121,15 @@ class ExchangeLink(ABC):
         self.reduce_scatter(source, own_rows, counts, op)
         self.all_gather(own_rows, target, counts)
 
-    def all_gather(self, source: Any, target: Any, rows: list[int]) -> None:
+    def all_gather(self, source: Array, target: Array, rows: list[int]) -> None:
         own_bytes, parts = self.bytes_of(source), split(self.bytes_of(target), rows)
         if _address(parts[self.rank]) != _address(own_bytes):
             parts[self.rank][...] = own_bytes
         self.exchange([own_bytes] * self.world_size, parts)
 
-    def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
+    def all_to_all(
+        self, source: Array, target: Array, sent: list[int], expected: list[int]
+    ) -> None:
         source_bytes, into = self.bytes_of(source), self.bytes_of(target)
         start, end = _address(source_bytes), _address(into)
         if start < end + len(into) and end < start + len(source_bytes):

@@ -21,6 +21,8 @@ from ._memory import bytes_of, core_reduction, reals_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from .._types import Array
+
 DEFAULT_SECONDS = 300.0
 
 # Environment variables of launchers: torchrun, Open MPI, MPICH's hydra, Slurm.
@@ -79,7 +81,7 @@ class _Link:
         # the last arguments of each call of the core
         self._call = group._timeout if call.seconds is None else call.seconds, call.text
 
-    def reduce_scatter(self, source: Any, target: Any, rows: list[int], op: str) -> None:
+    def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
         numbers, out = reals_of(source), reals_of(target)
         segment = numbers, tuple(shares(len(numbers), rows)), out
         kind, divisor = core_reduction(op, self._world_size)
@@ -90,15 +92,17 @@ class _Link:
         """Reduce a bucket; return the norm partials of its outputs."""
         return self._core.reduce_scatter(bucket, wants_norms, *self._call)
 
-    def all_gather(self, source: Any, target: Any, rows: list[int]) -> None:
+    def all_gather(self, source: Array, target: Array, rows: list[int]) -> None:
         into = bytes_of(target)
         self._core.all_gather(bytes_of(source), into, shares(into.size, rows), *self._call)
 
-    def all_reduce(self, source: Any, target: Any, op: str) -> None:
+    def all_reduce(self, source: Array, target: Array, op: str) -> None:
         reduction = core_reduction(op, self._world_size)
         self._core.all_reduce(reals_of(source), reals_of(target), *reduction, *self._call)
 
-    def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
+    def all_to_all(
+        self, source: Array, target: Array, sent: list[int], expected: list[int]
+    ) -> None:
         source_bytes, into = bytes_of(source), bytes_of(target)
         input_bytes = (
             source_bytes.copy() if np.may_share_memory(source_bytes, into) else source_bytes
@@ -312,7 +316,7 @@ class LocalGroup(Engine):
     def run(
         function: Callable[..., Any],
         world_size: int,
-        *args: Any,
+        *args: object,
         start_method: str | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
@@ -436,7 +440,7 @@ class LocalGroup(Engine):
             error.rank = self._rank
             raise
 
-    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
+    def _source(self, operation: str, array: Array, *, reduced: bool) -> Any:
         if reduced:
             _check_numbers(operation, array)
         return super()._source(operation, array, reduced=reduced)

@@ -52,8 +52,8 @@ def _run_rank(
     rank: int,
     world_size: int,
     pipe: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    function: Callable[..., object],
+    args: tuple[object, ...],
 ) -> None:
     """Join the group, call the function, and send the parent its result or error."""
     from ._local_group import LocalGroup
@@ -78,7 +78,7 @@ def _run_rank(
     pipe.close()
 
 
-def _send_message(pipe: Connection, message: tuple[str, Any, str]) -> None:
+def _send_message(pipe: Connection, message: tuple[str, object, str]) -> None:
     """Send a message; if it cannot be pickled, send a text instead."""
     import pickle
 
@@ -104,7 +104,7 @@ class _Rank:
         self.rank = rank
         self.process = process
         self.pipe = pipe
-        self.message: tuple[str, Any, str] | None = None
+        self.message: tuple[str, object, str] | None = None
         self.order = 0  # position among the received messages
         self.done = False
 

@@ -19,6 +19,8 @@ from ._arguments import check_supported_tensor, dtype_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .._types import Array
+
 _ONLY_IN_NUMPY = (np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name)
 
 
@@ -86,7 +88,7 @@ def core_reduction(op: str, world_size: int) -> tuple[str, float]:
     return ("sum", float(world_size)) if op == "mean" else (op, 1.0)
 
 
-def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
+def reduce_parts(parts: Sequence[Any], op: str, out: Array) -> None:
     """Reduce flat arrays in list order into `out`, which may be one of them."""
     name = dtype_name(out)
     if name in _ONLY_IN_NUMPY:

@@ -12,22 +12,25 @@ from ._work import Work
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .._types import Array
     from ._engine import Call
 
 
 class _Link:
     """A link to no other rank. Memory is an array of any kind and shape."""
 
-    def reduce_scatter(self, source: Any, target: Any, rows: list[int], op: str) -> None:
+    def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
         assign(target, source)
 
-    def all_gather(self, source: Any, target: Any, rows: list[int]) -> None:
+    def all_gather(self, source: Array, target: Array, rows: list[int]) -> None:
         assign(target, source)
 
-    def all_reduce(self, source: Any, target: Any, op: str) -> None:
+    def all_reduce(self, source: Array, target: Array, op: str) -> None:
         assign(target, source)
 
-    def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
+    def all_to_all(
+        self, source: Array, target: Array, sent: list[int], expected: list[int]
+    ) -> None:
         check_counts("all_to_all", "out_counts", expected, sum(sent), 1)
         assign(target, source)
 
@@ -103,10 +106,10 @@ class SingleGroup(Engine):
         return perform(_LINK)
 
     # the array itself, on any device, with its shape
-    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
+    def _source(self, operation: str, array: Array, *, reduced: bool) -> Any:
         return array
 
-    def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
+    def _target(self, operation: str, place: Array, *, reduced: bool) -> Any:
         return place
 
     def _put(self, target: Any, place: Any) -> None:

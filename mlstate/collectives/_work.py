@@ -97,7 +97,7 @@ class Work:
         """
         return self._finished.is_set()
 
-    def set_result(self, result: Any) -> None:
+    def set_result(self, result: object) -> None:
         """Complete the operation with a result, which `wait` returns.
 
         Parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._common.local_path import local_path
 from .._common.regular_file import open_regular
@@ -33,7 +33,7 @@ def import_coreai(module: str) -> ModuleType:
         ) from error
 
 
-def asset_folder(path: Any) -> str:
+def asset_folder(path: str | os.PathLike[str]) -> str:
     """Return the folder of an ``.aimodel``, or raise StoreError if it is not a folder."""
     folder: str = os.fsdecode(local_path(path))
     reason: OSError | None = None

@@ -19,6 +19,7 @@ from ._specs import StateSpec, check_axes, choose, usual_axis
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from .._types import Array
     from ..kv._context_ladder import LadderStep, Overflow
 
 
@@ -232,7 +233,7 @@ class StateManager(StateManagerBase):
         """
         import inspect
 
-        def prefill_now(tokens: Any, position: int, state: Any) -> None:
+        def prefill_now(tokens: Array, position: int, state: Any) -> None:
             result = prefill(tokens, position, state)
             if inspect.isawaitable(result):
                 if inspect.iscoroutine(result):

@@ -65,14 +65,14 @@ def _state(file: str, entry: dict[str, Any]) -> State:
     return name, dtype, tuple(json.loads(shape))
 
 
-def _listed(file: str, owner: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def _listed(file: str, owner: dict[str, object], key: str) -> list[dict[str, Any]]:
     entries = owner.get(key, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise format_error(file, f"{key!r} is not a list of objects")
     return entries
 
 
-def _text(file: str, entry: dict[str, Any], key: str) -> str:
+def _text(file: str, entry: dict[str, object], key: str) -> str:
     text = entry.get(key)
     if not isinstance(text, str):
         raise format_error(file, f"expected text for {key!r}, got {type(text).__name__}")

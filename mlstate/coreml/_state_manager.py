@@ -108,10 +108,10 @@ class StateManager(StateManagerBase):
     ((256, 512), (256,), (512,))
     """
 
-    def _is_loader(self, model: Any) -> bool:
+    def _is_loader(self, model: object) -> bool:
         return callable(model) and not hasattr(model, "make_state")
 
-    def _read_specs(self, size: int, model: Any) -> Mapping[str, StateSpec]:
+    def _read_specs(self, size: int, model: object) -> Mapping[str, StateSpec]:
         if not callable(getattr(model, "make_state", None)):
             if type(model).__module__.partition(".")[0] == "coremltools":
                 raise _too_old("the model has no make_state")

@@ -20,6 +20,7 @@ from .model import softmax
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ..collectives import ProcessGroup
     from .model import CharModel, Floats
 
 __all__ = ["Reduced", "show_gradients"]
@@ -63,7 +64,7 @@ class _Network:
             "out.bias": np.zeros(characters, np.float32),
         }
 
-    def samples(self, group: Any, step: int) -> tuple[Floats, Any]:
+    def samples(self, group: Any, step: int) -> tuple[Floats, object]:
         """Return contexts and following characters from this rank's part of the text."""
         share = (len(self.tokens) - BEFORE) // group.world_size
         generator = np.random.default_rng([SEED, step, group.rank])
@@ -125,7 +126,7 @@ def _train(group: Any, network: _Network) -> tuple[list[float], dict[str, Floats
     return losses, weights
 
 
-def _reduce(group: Any, network: _Network, bucket_bytes: int) -> dict[str, Any]:
+def _reduce(group: ProcessGroup, network: _Network, bucket_bytes: int) -> dict[str, Any]:
     """Reduce the gradients of the first step; return this rank's parts."""
     units = _units(group, network.weights)
     _, gradients = network.backward(network.weights, network.samples(group, 0))
@@ -134,7 +135,7 @@ def _reduce(group: Any, network: _Network, bucket_bytes: int) -> dict[str, Any]:
     return {name: unit.local_gradient for name, unit in units.items()}
 
 
-def _spoil(group: Any, network: _Network) -> tuple[str, list[str]]:
+def _spoil(group: ProcessGroup, network: _Network) -> tuple[str, list[str]]:
     """Reduce gradients, two of them bad on rank 1; return the error and the reduced names."""
     units = _units(group, network.weights)
     hook = FSDPBackwardHook(FSDP(group))

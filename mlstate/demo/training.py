@@ -165,7 +165,7 @@ def _move(
     return places, same and back
 
 
-def show_training(model: CharModel, embedding: Any, say: Callable[[str], None]) -> Trained:
+def show_training(model: CharModel, embedding: object, say: Callable[[str], None]) -> Trained:
     """Train experts, save them meanwhile, and move one between tiers."""
     task = _Task(model, embedding)
     before = task.loss(_begin(task)[0])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .._sharding.layout import Steps
-    from .._types import NDArray
+    from .._types import Array, NDArray
 
 PACKED = 1 << 20  # bytes of a non-contiguous array that are packed at a time
 
@@ -47,7 +47,7 @@ def item_bytes(array: Any) -> int:
     return int(array.element_size() if is_torch(array) else array.dtype.itemsize)
 
 
-def place_key(array: Any) -> tuple[Any, ...]:
+def place_key(array: Any) -> tuple[object, ...]:
     """Return a key that is equal for arrays over the same elements in the same memory."""
     if 0 in array.shape:
         return (id(array),)  # empty arrays have no memory to share
@@ -83,7 +83,7 @@ class Part:
 # ---- ranges of elements ----
 
 
-def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[Any, ...]]:
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[object, ...]]:
     """Split a range of elements in C order into boxes, at most two for each axis plus one.
 
     Examples
@@ -149,7 +149,7 @@ def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any
         at += count
 
 
-def place_of(array: Any, begin: int, end: int) -> NDArray | None:
+def place_of(array: Array, begin: int, end: int) -> NDArray | None:
     """Return the memory of a range, to be filled directly, or None if it is not contiguous."""
     memory = _memory(array)
     size = item_bytes(array)
@@ -165,7 +165,7 @@ def bytes_of(array: Any, begin: int, end: int) -> NDArray:
     return data
 
 
-def take(array: Any, begin: int, end: int, data: NDArray) -> None:
+def take(array: Array, begin: int, end: int, data: NDArray) -> None:
     """Copy a range of elements to bytes."""
     place = place_of(array, begin, end)
     if place is not None:
@@ -185,14 +185,14 @@ def put(array: Any, begin: int, end: int, data: NDArray) -> None:
         assign(view, elements)
 
 
-def steps_of(array: Any, count: int, most: int) -> Iterator[tuple[int, int]]:
+def steps_of(array: Array, count: int, most: int) -> Iterator[tuple[int, int]]:
     """Split elements into ranges of at most `most` bytes, but at least one element."""
     step = max(1, most // max(1, item_bytes(array)))
     for begin in range(0, count, step):
         yield begin, min(count, begin + step)
 
 
-def copy_part(part: Part, source: Any, target: Any) -> None:
+def copy_part(part: Part, source: Any, target: Array) -> None:
     """Copy a part's elements from `source`, in C order, to their position in the tensor."""
     box = part.box_of(target)
     memory = _memory(source)

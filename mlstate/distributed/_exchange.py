@@ -43,7 +43,7 @@ from ._merge import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from .._types import NDArray
+    from .._types import Array, NDArray
     from ..collectives import ProcessGroup
     from ..state._state_dict import StateDict
 
@@ -99,7 +99,7 @@ def _check_same_options(operation: str, rank: int, everyone: list[Any]) -> None:
                 raise error
 
 
-def check_max_bytes(operation: str, max_bytes: Any) -> int:
+def check_max_bytes(operation: str, max_bytes: object) -> int:
     """Return the largest message, in bytes."""
     count = parse_budget(f"{operation}: max_bytes", max_bytes).nbytes
     if count < 1:
@@ -133,11 +133,11 @@ class Piece(NamedTuple):
         at = start + self.at
         return data[at : at + (self.end - self.begin) * self.job.size]
 
-    def in_part(self, parts: Mapping[str, Any]) -> tuple[Any, int, int]:
+    def in_part(self, parts: Mapping[str, object]) -> tuple[Any, int, int]:
         """Return the array of a rank's part, and the range of its elements."""
         return array_of(parts[self.job.tensor.name]), self.begin, self.end
 
-    def in_whole(self, wholes: Mapping[str, Any]) -> tuple[Any, int, int]:
+    def in_whole(self, wholes: Mapping[str, object]) -> tuple[Any, int, int]:
         """Return the box of the part in a whole tensor, and the range of the box's elements."""
         part = self.job.tensor.part(self.job.part)
         box = part.box_of(array_of(wholes[self.job.tensor.name]))
@@ -242,7 +242,7 @@ def _iter_replicas(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, lis
                 yield tensor, index, ranks
 
 
-def _digests(state: Mapping[str, Any], tensors: list[Tensor], rank: int) -> list[str]:
+def _digests(state: Mapping[str, object], tensors: list[Tensor], rank: int) -> list[str]:
     """Return the hashes of this rank's replicas."""
     return [
         digest(array_of(state[tensor.name]))
@@ -277,7 +277,7 @@ class Gathering(_Transfer):
                     self.wholes[tensor.name] = new_packed(local, tensor.shape)
         return digests
 
-    def _jobs(self, state: Mapping[str, Any], tensors: list[Tensor]) -> list[Job]:
+    def _jobs(self, state: Mapping[str, object], tensors: list[Tensor]) -> list[Job]:
         """Copy the root's own parts; list the other transfers, in the same order on every rank."""
         jobs = []
         for tensor in tensors:
@@ -294,7 +294,7 @@ class Gathering(_Transfer):
                     copy_part(part, array, self.wholes[tensor.name])
         return jobs
 
-    def _move(self, state: Mapping[str, Any], jobs: list[Job]) -> None:
+    def _move(self, state: Mapping[str, object], jobs: list[Job]) -> None:
         me, world = self.group.rank, self.group.world_size
         room = MessageBuffer()  # of what this rank sends, or the root receives
         for message in split_messages(jobs, self.max_bytes):
@@ -368,7 +368,7 @@ def _why_not_filled(raw: Any) -> str:
     return ""
 
 
-def check_writable(state: Mapping[str, Any]) -> None:
+def check_writable(state: Mapping[str, object]) -> None:
     """Raise if an array cannot be filled, before any is."""
     for name, value in state.items():
         why = _why_not_filled(value.array if isinstance(value, Shard) else value)
@@ -420,7 +420,7 @@ class Broadcasting(_Transfer):
     def run(
         self,
         state: Mapping[str, Any],
-        source: Mapping[str, Any] | None,
+        source: Mapping[str, object] | None,
         sent: list[Entry],
         entries: list[list[Entry]],
     ) -> None:
@@ -462,7 +462,7 @@ class Broadcasting(_Transfer):
                     box = part.box_of(array_of(source[job.tensor.name]))
                     self._copy(job, box, part.begin, array_of(state[job.tensor.name]))
 
-    def _copy(self, job: Job, source: Any, first: int, target: Any) -> None:
+    def _copy(self, job: Job, source: Array, first: int, target: Array) -> None:
         """Copy elements between the root's own arrays; the first one has number `first`."""
         for begin, end in steps_of(target, job.length, self.max_bytes):
             place = place_of(target, begin, end)
@@ -472,7 +472,7 @@ class Broadcasting(_Transfer):
                 put(target, begin, end, bytes_of(source, first + begin, first + end))
 
     def _to_all(
-        self, state: Mapping[str, Any], source: Mapping[str, Any] | None, jobs: list[Job]
+        self, state: Mapping[str, object], source: Mapping[str, object] | None, jobs: list[Job]
     ) -> None:
         """Broadcast ranges; contiguous ones are sent and received directly in the arrays."""
         if self.group.world_size == 1:
@@ -490,7 +490,7 @@ class Broadcasting(_Transfer):
                 put(*piece.in_part(sent_state), piece.in_message(data))
 
     def _to_each(
-        self, state: Mapping[str, Any], source: Mapping[str, Any] | None, jobs: list[Job]
+        self, state: Mapping[str, object], source: Mapping[str, object] | None, jobs: list[Job]
     ) -> None:
         """Send every rank its parts of the root's whole tensors."""
         me, world = self.group.rank, self.group.world_size

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from .._sharding.layout import Steps
+    from .._types import Array
 
 
 class RankDifference(NamedTuple):
@@ -85,7 +86,7 @@ class Tensor(NamedTuple):
 # ---- describing ----
 
 
-def describe(state: Mapping[str, Any]) -> list[Entry]:
+def describe(state: Mapping[str, object]) -> list[Entry]:
     """Return the descriptions of a state's tensors; elements are not read."""
     entries = []
     seen: dict[Any, str] = {}
@@ -114,7 +115,7 @@ def entry_of(fields: Iterable[Any]) -> Entry:
 # ---- comparing descriptions ----
 
 
-def groups_of(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+def groups_of(values: Mapping[int, object]) -> list[tuple[object, list[int]]]:
     """Group ranks with equal values: largest group first, then by lowest rank."""
     groups: dict[Any, list[int]] = {}
     for rank, value in values.items():
@@ -129,7 +130,7 @@ def difference(
     return RankDifference(kind, name, tuple(ranks), f"{shorten(name, LONGEST)}: {text}", change)
 
 
-def _find_outliers(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDifference]:
+def _find_outliers(kind: str, name: str, values: Mapping[int, object]) -> list[RankDifference]:
     """Return a difference for each group of ranks except the largest."""
     (usual, most), *others = groups_of(values)
     return [
@@ -241,7 +242,7 @@ def differences_error(
 # ---- replicas ----
 
 
-def _compare_elements(name: str, array: Any, other: Any) -> TensorChange | bool:
+def _compare_elements(name: str, array: Array, other: Any) -> TensorChange | bool:
     """Return the change between two replicas; True if they differ but cannot be measured."""
     try:
         *_, changes, _ = _core.state_diff({name: array}, {name: other})
@@ -306,7 +307,7 @@ def compare_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> l
 # ---- merging ----
 
 
-def like(state: Mapping[str, Any]) -> StateDict:
+def like(state: Mapping[str, object]) -> StateDict:
     """Return an empty state dict with a state's class and attributes."""
     if not isinstance(state, StateDict):
         return StateDict()

@@ -42,6 +42,8 @@ from ._verify import GradientReport, Mismatch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ..collectives import ProcessGroup
+
 __all__ = [
     "FSDP",
     "BackwardReport",
@@ -103,7 +105,7 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
 def clip_grad_norm(
     sharding_units: Mapping[str, FSDPShardingUnit],
     max_norm: float,
-    group: Any,
+    group: ProcessGroup,
     *,
     timeout: float | None = None,
 ) -> float:

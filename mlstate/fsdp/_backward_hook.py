@@ -27,6 +27,7 @@ from ._verify import GradientReport, compare, compare_sums
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from .._types import Array
     from ._backend import ModuleHooks
 
 
@@ -204,7 +205,7 @@ class FSDPBackwardHook:
         if self._plan.units:
             raise ValueError("this object already has hooks; close it, or create another one")
 
-    def _receive_gradient(self, name: str, _: Any) -> None:
+    def _receive_gradient(self, name: str, _: object) -> None:
         """Receive the gradient that torch has just computed for a parameter."""
         hooks = self._module_hooks
         assert hooks is not None
@@ -307,7 +308,7 @@ class FSDPBackwardHook:
 
     # ---- one backward pass ----
 
-    def add_gradient(self, name: str, gradient: Any) -> None:
+    def add_gradient(self, name: str, gradient: object) -> None:
         """Add a gradient to the current pass; it is reduced when its bucket is full.
 
         Parameters
@@ -496,7 +497,7 @@ class FSDPBackwardHook:
     async def scatter_multiple_async(
         self,
         sharding_units: Mapping[str, FSDPShardingUnit],
-        full_gradients: Mapping[str, Any],
+        full_gradients: Mapping[str, object],
     ) -> None:
         """Run `scatter_multiple` in a thread without blocking the event loop.
 
@@ -695,7 +696,7 @@ class FSDPBackwardHook:
         self._sums.clear()
 
 
-def _is_empty(name: str, gradients: Any) -> bool:
+def _is_empty(name: str, gradients: object) -> bool:
     """Return whether `gradients` is None or empty; raise TypeError if it is not a dict."""
     if gradients is None:
         return True
@@ -704,7 +705,7 @@ def _is_empty(name: str, gradients: Any) -> bool:
     return not gradients
 
 
-def _check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
+def _check_local(unit: FSDPShardingUnit, gradient: Array) -> None:
     """Raise an error unless a part fits the local gradient of a unit."""
     local = unit.local_gradient
     if not is_torch(gradient) and not isinstance(gradient, np.ndarray | np.generic):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_flags, check_int, check_number, is_flag
 from ..collectives import ReduceOp
@@ -11,6 +11,9 @@ from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
 from ._reducer import Reducer
 from ._sharding_unit import dtype_text
+
+if TYPE_CHECKING:
+    from .._types import DType
 
 
 class FSDP:
@@ -167,7 +170,7 @@ class FSDP:
         return f"FSDP(rank {self.rank} of {self.world_size}, op={self._op!r})"
 
 
-def _reduce_dtype(dtype: Any) -> str:
+def _reduce_dtype(dtype: DType) -> str:
     name = "" if dtype is None else dtype_text(dtype)
     if name not in ("", "float32"):
         raise ValueError(f"reduce_dtype must be float32 or None, got {name}")

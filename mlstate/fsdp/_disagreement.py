@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-def settings_text(settings: Mapping[str, Any]) -> str:
+def settings_text(settings: Mapping[str, object]) -> str:
     """Return settings as text: ``op=sum, bucket_bytes=0``."""
     return ", ".join([f"{name}={value}" for name, value in settings.items()])
 

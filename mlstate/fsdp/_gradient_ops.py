@@ -15,6 +15,8 @@ from ..collectives._arguments import dtype_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from .._types import Array
+
 
 def on_host(gradient: Any) -> bool:
     """Return whether the core can access a gradient's memory."""
@@ -81,7 +83,7 @@ def _divide(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return near, far
 
 
-def add(targets: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
+def add(targets: Mapping[str, object], gradients: Mapping[str, Any]) -> None:
     """Add gradients to targets of the same names, shapes and dtypes."""
     near, far = _divide(targets)
     if near:
@@ -100,14 +102,14 @@ class LocalSums:
     def __bool__(self) -> bool:
         return bool(self._sums)
 
-    def add(self, name: str, gradient: Any) -> None:
+    def add(self, name: str, gradient: object) -> None:
         """Add a gradient; the first one is copied, None adds nothing."""
         if gradient is not None and name in self._sums:
             add({name: self._sums[name]}, {name: gradient})
         elif gradient is not None:
             self._sums[name] = copy_gradient(gradient)
 
-    def take(self, name: str, gradient: Any) -> tuple[Any, str]:
+    def take(self, name: str, gradient: object) -> tuple[object, str]:
         """Remove a sum; return it plus the last gradient, and an error text or ""."""
         total = self._sums.pop(name, None)
         if total is None or gradient is None:
@@ -123,7 +125,7 @@ class LocalSums:
         self._sums.clear()
 
 
-def clear(gradients: Mapping[str, Any]) -> None:
+def clear(gradients: Mapping[str, Array]) -> None:
     """Fill gradients with zeros."""
     near, far = _divide(gradients)
     if near:
@@ -132,7 +134,7 @@ def clear(gradients: Mapping[str, Any]) -> None:
         target.zero_()
 
 
-def scale(gradients: Mapping[str, Any], factor: float) -> None:
+def scale(gradients: Mapping[str, object], factor: float) -> None:
     """Multiply gradients by a factor."""
     near, far = _divide(gradients)
     if near:
@@ -141,7 +143,7 @@ def scale(gradients: Mapping[str, Any], factor: float) -> None:
         target *= factor
 
 
-def norm_partials(gradients: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+def norm_partials(gradients: Mapping[str, object]) -> dict[str, tuple[float, int]]:
     """Return the sum of squares and the number of non-finite elements of each gradient."""
     near, far = _divide(gradients)
     partials = _core.norm_partials(list(near), list(near.values())) if near else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._bucket import Entry, FullBucket
 from ._reducer import Session, plan_digest
@@ -52,7 +52,9 @@ class BackwardPass:
     def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
         self.session = Session(reducer)
         self.arrived: dict[str, Entry] = {}
-        self.token: Callable[[], Any] | None = None  # weakref: dead once the torch pass has ended
+        self.token: Callable[[], object] | None = (
+            None  # weakref: dead once the torch pass has ended
+        )
         self.times: list[tuple[str, float]] = []  # when gradients arrived, if recorded
         self._plan = plan
         self._reducer = reducer
@@ -65,7 +67,7 @@ class BackwardPass:
     def add(
         self,
         name: str,
-        gradient: Any,
+        gradient: object,
         on_failure: Callable[[], None] | None = None,
         problem: str = "",
     ) -> None:
@@ -89,7 +91,7 @@ class BackwardPass:
             self._works.append(queue.run("reduce_scatter", self._reduce_submitted, async_op=True))
 
     def add_missing(
-        self, name: str, gradient: Any, on_failure: Callable[[], None] | None, problem: str
+        self, name: str, gradient: object, on_failure: Callable[[], None] | None, problem: str
     ) -> None:
         """Add this rank's value of a gradient that the pass did not compute; None is an error."""
         absence = "the backward pass gave no gradient"

@@ -45,9 +45,9 @@ class ReduceScatterOperation:
 
     def __init__(
         self,
-        group: Any,
+        group: object,
         shape: Any,
-        dtype: Any,
+        dtype: object,
         shard_index: int,
         op: ReduceOp | str = ReduceOp.SUM,
         *,

@@ -462,7 +462,12 @@ class Reducer:
         self.reduce_now("scatter_multiple", entries, has_same_names=has_same_names)
 
     def scatter_one(
-        self, unit: FSDPShardingUnit, gradient: Any, problem: str = "", *, accumulate: bool = False
+        self,
+        unit: FSDPShardingUnit,
+        gradient: object,
+        problem: str = "",
+        *,
+        accumulate: bool = False,
     ) -> Any:
         """Reduce one gradient, or report its problem to all ranks; return this rank's part."""
         entry = Entry(unit, gradient, problem, allow_unused=self.allow_unused)

@@ -113,7 +113,7 @@ class FSDPShardingUnit:
         self,
         parameter_name: str,
         shape: Iterable[int],
-        dtype: Any,
+        dtype: object,
         shard_index: int,
         *,
         world_size: int | None = None,
@@ -297,7 +297,7 @@ def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
         )
 
 
-def check_units(units: Any) -> None:
+def check_units(units: object) -> None:
     """Raise TypeError or ValueError unless `units` is a dict of units by parameter name."""
     if not hasattr(units, "items"):
         raise TypeError(

@@ -18,6 +18,7 @@ from ._gradient_ops import packed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from .._types import Array
     from ._config import FSDP
     from ._sharding_unit import FSDPShardingUnit
 
@@ -101,7 +102,7 @@ class GradientReport:
         return table_html(self._title(), *self._rows())
 
 
-def _iterate_blocks(array: Any) -> Iterator[Any]:
+def _iterate_blocks(array: Array) -> Iterator[Any]:
     """Yield the elements in blocks: floats as float64, integers unchanged."""
     flat = packed(array).reshape(-1)
     for start in range(0, len(flat), _BLOCK):
@@ -152,7 +153,7 @@ def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch |
 
 
 def compare(
-    units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
+    units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Array], atol: float
 ) -> GradientReport:
     """Compare local gradients with the matching parts of reduced full gradients."""
     names = [name for name in units if gradients.get(name) is not None]
@@ -190,7 +191,7 @@ def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
     return facts | {"wrong": wrong}
 
 
-def _find_obstacle(unit: FSDPShardingUnit, full: Any) -> str:
+def _find_obstacle(unit: FSDPShardingUnit, full: Array) -> str:
     """Return why gradients cannot be compared, or an empty string."""
     for label, array, shape in (
         ("local", unit.local_gradient, unit.local_shape),

@@ -13,7 +13,6 @@ from .._exports import show_exports
 from ._combined_strategy import CombinedStrategy
 from ._context_ladder import ContextLadder, LadderStep
 from ._kv_state import KVState
-from ._manager import StateTransitionManager
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 from ._rolling import RollingKVState
 from ._rotate_keys import rotate_keys
@@ -23,6 +22,7 @@ from ._transition import (
     transition_kv_state,
     validate_state_shapes,
 )
+from ._transition_manager import StateTransitionManager
 
 if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state

@@ -43,7 +43,7 @@ def as_integer(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
 
 
-def as_count(name: str, value: Any, least: int = 0) -> int:
+def as_count(name: str, value: object, least: int = 0) -> int:
     """Return a number of tokens or positions as an int, or raise the error for the argument."""
     number = as_integer(name, value)
     if number < least:
@@ -54,7 +54,7 @@ def as_count(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
-def as_counts(name: str, values: Any, least: int = 0) -> tuple[int, ...]:
+def as_counts(name: str, values: object, least: int = 0) -> tuple[int, ...]:
     """Return a sequence of numbers as a tuple of int."""
     if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
         raise TypeError(f"{name} must be a sequence of integers, got {type(values).__name__}")

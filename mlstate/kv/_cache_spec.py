@@ -19,6 +19,7 @@ from ._transition import name_errors
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from .._types import DType
     from ..errors import CompatibilityError
 
 CacheKind: TypeAlias = Literal["full", "sliding", "recurrent", "conv", "quantized", "opaque"]
@@ -138,7 +139,7 @@ class CacheEntry:
         put(self, "next_slot", _checked_slot(self))
         _check_quantization(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.__dict__.setdefault("next_slot", None)  # pickles of earlier versions do not have it
 
@@ -200,7 +201,7 @@ def _check_names(entry: CacheEntry) -> None:
         raise entry_error(entry.name, text, ", ".join(KINDS), entry.kind)
 
 
-def _checked_dtype(name: str, dtype: Any) -> str:
+def _checked_dtype(name: str, dtype: DType) -> str:
     """Return the name of a dtype of NumPy, ml_dtypes or torch."""
     dtype_text = dtype_name(dtype)
     if dtype_text not in _ITEM_BYTES:
@@ -392,7 +393,7 @@ class CacheSpec(CopiedByValue):
     def __getitem__(self, key: str | int | slice) -> CacheEntry | tuple[CacheEntry, ...]:
         return self.entry_of(key) if isinstance(key, str) else self.entries[key]
 
-    def _content(self) -> tuple[Any, ...]:
+    def _content(self) -> tuple[object, ...]:
         return (self.entries,)
 
     def __eq__(self, other: object) -> bool:

@@ -26,7 +26,7 @@ from ._copies import (
     shared_arrays,
 )
 from ._moved_positions import moved_positions
-from ._ring import Ring, joined, ring_of, shift_of
+from ._ring_slots import Ring, joined, ring_of, shift_of
 from ._snapshot import (
     History,
     Snapshot,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MINUS_INFINITY = float("-inf")
 
 
-def _as_stage(name: str, value: Any) -> tuple[int, int | None]:
+def _as_stage(name: str, value: object) -> tuple[int, int | None]:
     """Return (size, attention size) of a stage given as a size or as such a pair."""
     if not isinstance(value, tuple | list):
         return as_count(name, value, 1), None
@@ -27,7 +27,7 @@ def _as_stage(name: str, value: Any) -> tuple[int, int | None]:
     return size, _as_attention(f"{name}[1]", value[1], size)
 
 
-def _as_attention(name: str, value: Any, size: int) -> int | None:
+def _as_attention(name: str, value: object, size: int) -> int | None:
     """Return an attention size, or None for full attention."""
     if value is None:
         return None
@@ -343,7 +343,7 @@ class CombinedStrategy:
         size: int,
         new_tokens: int,
         attention_size: int | None,
-        dtype: Any,
+        dtype: DType,
         fill: float,
         sinks: int = 0,
     ) -> NDArray:
@@ -354,7 +354,7 @@ class CombinedStrategy:
         attention_size = _as_attention("attention_size", attention_size, size)
         return mask_rows(position, size, new_tokens, attention_size, dtype, fill, sinks)
 
-    def _settings(self) -> tuple[Any, ...]:
+    def _settings(self) -> tuple[object, ...]:
         return self._prefill, self._generate, self._expand_at
 
     def __eq__(self, other: object) -> bool:

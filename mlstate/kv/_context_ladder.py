@@ -37,7 +37,7 @@ def as_sizes(sizes: Any) -> tuple[int, ...]:
     return checked
 
 
-def as_size(sizes: tuple[int, ...], size: Any) -> int:
+def as_size(sizes: tuple[int, ...], size: object) -> int:
     """Return a size as an int, or raise the error for an unknown size."""
     number = as_count("size", size)
     if number not in sizes:
@@ -617,7 +617,7 @@ class ContextLadder:
         parts = _ranges(range(sinks), range(dropped.stop, position))
         return LadderStep("roll", top, parts, dropped)
 
-    def _settings(self) -> tuple[Any, ...]:
+    def _settings(self) -> tuple[object, ...]:
         return tuple(getattr(self, name) for name in self.__slots__)
 
     def __eq__(self, other: object) -> bool:

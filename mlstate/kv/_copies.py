@@ -16,11 +16,11 @@ class CopiedByValue:
 
     __slots__ = ()
 
-    def _content(self) -> tuple[Any, ...]:
+    def _content(self) -> tuple[object, ...]:
         """Return the arguments of `_restore`."""
         raise NotImplementedError
 
-    def _restore(self, *content: Any) -> None:
+    def _restore(self, *content: object) -> None:
         """Set everything but added attributes. Default: call the constructor of the cache class."""
         _cache_class(self).__init__(self, *content)  # type: ignore[misc]
 
@@ -34,12 +34,12 @@ class CopiedByValue:
         set_attributes(self, attributes)
 
 
-def _cache_class(instance: Any) -> type:
+def _cache_class(instance: object) -> type:
     """Return the cache class that an instance is of, or of a subclass of."""
     return next(cls for cls in type(instance).__mro__ if CopiedByValue in cls.__bases__)
 
 
-def attributes_of(instance: Any) -> dict[str, Any]:
+def attributes_of(instance: object) -> dict[str, Any]:
     """Return the attributes that a subclass of a cache class or its caller added."""
     state: Any = object.__getstate__(instance)
     members, slots = state if isinstance(state, tuple) else (state, None)
@@ -48,13 +48,13 @@ def attributes_of(instance: Any) -> dict[str, Any]:
     return {**(members or {}), **added}
 
 
-def set_attributes(instance: Any, attributes: dict[str, Any]) -> None:
+def set_attributes(instance: object, attributes: dict[str, object]) -> None:
     """Set the attributes of another instance."""
     for name, value in attributes.items():
         object.__setattr__(instance, name, value)
 
 
-def _memory_of(array: Any) -> tuple[Any, ...]:
+def _memory_of(array: Any) -> tuple[object, ...]:
     """Return what identifies the elements of an array: equal for two views of the same ones."""
     if is_torch(array):
         return array.device, array.data_ptr(), array.shape, array.stride(), array.dtype
@@ -74,7 +74,7 @@ def shared_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
     return {name: objects[_memory_of(array)] for name, array in arrays.items()}
 
 
-def copied_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
+def copied_arrays(arrays: dict[str, object]) -> dict[str, Any]:
     """Return copies by name; names that share their elements get one copy."""
     shared = shared_arrays(arrays)
     copies = {id(array): copy_of(array) for array in {id(a): a for a in shared.values()}.values()}

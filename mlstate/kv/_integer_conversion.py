@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from .._common.dtypes import FLOATS, INTEGERS, as_numbers, dtype_name, ml_dtype,
 from ._axis import along, sequence_axis
 
 if TYPE_CHECKING:
-    from .._types import NDArray
+    from .._types import Array, NDArray
     from ._move import KVMove
 
 
@@ -22,14 +22,14 @@ def converts(source: str, target: str) -> bool:
     return len(both) == 2 and bool(both & INTEGERS) and both <= INTEGERS | FLOATS
 
 
-def result_dtype(dtype: Any, out: Any) -> str:
+def result_dtype(dtype: object, out: Array) -> str:
     """Return the name of the result's dtype, or "" if unknown."""
     if out is not None:
         return str(name_of(out.dtype)) if hasattr(out, "dtype") else ""
     return dtype_name(dtype)  # the core raises the error if there is none
 
 
-def convert_source(source: NDArray, move: KVMove, out: Any) -> NDArray:
+def convert_source(source: NDArray, move: KVMove, out: Array) -> NDArray:
     """Return a cache, or its tokens in the dtype of the result if the core cannot convert them."""
     target = result_dtype(move.dtype, out)
     if not converts(name_of(source.dtype), target):

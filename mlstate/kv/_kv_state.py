@@ -270,7 +270,7 @@ class KVState(CopiedByValue):
         """
         return copy.copy(self)
 
-    def _content(self) -> tuple[Any, ...]:
+    def _content(self) -> tuple[object, ...]:
         array = self.array  # as long as it exists, reserve in another thread raises
         return array, self.capacity, self.dtype, self.seq_axis
 

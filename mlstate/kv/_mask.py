@@ -23,7 +23,7 @@ def _mask(
     position: int,
     sinks: int,
     rows: tuple[int, int] | bool | None,
-    dtype: Any,
+    dtype: DType,
     fill: float,
     out: Any,
 ) -> Any:
@@ -123,7 +123,7 @@ def create_attention_size_mask(
     return _mask(seq_length, attention_size, current_position, sinks, pair, dtype, fill, out)
 
 
-def _as_pair(rows: Any) -> tuple[int, int]:
+def _as_pair(rows: object) -> tuple[int, int]:
     """Return `rows` as a tuple; the core checks its items."""
     if not isinstance(rows, tuple | list) or len(rows) != 2:
         raise TypeError(f"rows must be a pair (start, stop), got {rows!r}")

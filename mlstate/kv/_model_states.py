@@ -47,7 +47,7 @@ class FunctionStates(dict[str, Spec]):
         return table_html(title, headings, [state_row(spec) for spec in self.values()])
 
 
-def choose_function(functions: Mapping[str, Any], function: str | None) -> str:
+def choose_function(functions: Mapping[str, object], function: str | None) -> str:
     """Return the name of a function that exists, or raise CompatibilityError."""
     if not isinstance(function, str):
         raise incompatible(

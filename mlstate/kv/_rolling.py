@@ -253,7 +253,7 @@ class RollingKVState(CopiedByValue):
         set_attributes(other, attributes_of(self))
         return other
 
-    def _content(self) -> tuple[Any, ...]:
+    def _content(self) -> tuple[object, ...]:
         buffer = self._buffer.copy()  # slots and counters of one moment
         _, evicted, following, oldest = buffer.counts()
         _, sinks, seq_axis = buffer.extent()

@@ -128,7 +128,7 @@ def rotate_keys(
     return write_into(out, run)
 
 
-def _int64_array(shift: Any) -> NDArray:
+def _int64_array(shift: object) -> NDArray:
     """Convert shifts to a contiguous vector; raise TypeError unless they are integers."""
     shifts = np.asarray(shift)
     fits = shifts.dtype.kind in "iu" and (

@@ -58,7 +58,7 @@ class Snapshot:
 
     length: int
     nbytes: int
-    _arrays: dict[str, Any]
+    _arrays: dict[str, object]
     _history: History  # of its state
     _identity: object  # of the arrays of its state
     _number: int
@@ -83,7 +83,7 @@ def is_copied(entry: CacheEntry) -> bool:
 
 
 def new_snapshot(
-    spec: CacheSpec, arrays: dict[str, Any], length: int, history: History, identity: object
+    spec: CacheSpec, arrays: dict[str, object], length: int, history: History, identity: object
 ) -> Snapshot:
     """Copy the arrays that later tokens overwrite."""
     changing = {name: arrays[name] for e in spec if is_copied(e) for name in e.arrays}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TypeAlias
 
-    from .._types import NumpyDType
+    from .._types import Array, NumpyDType
     from ._context_ladder import LadderStep, Overflow
 
     # States by name; each has `shape`, of the model's context, and a NumPy `dtype`.
@@ -36,7 +36,7 @@ class Context(NamedTuple):
     """The models of one context size, and the states that they declare."""
 
     model: Any  # or the sequence of chunk models, as the caller passed or created it
-    owners: tuple[Any, ...]  # the models that create states: one for each state object
+    owners: tuple[object, ...]  # the models that create states: one for each state object
     specs: tuple[Specs, ...]  # the states that each state object holds
 
 
@@ -109,7 +109,7 @@ class StateManagerBase:
             "models: create another one for the same models"
         )
 
-    def _as_specs(self, specs: Mapping[int, Any] | None) -> dict[int, Any]:
+    def _as_specs(self, specs: Mapping[int, object] | None) -> dict[int, Any]:
         if specs is None:
             return {}
         if not isinstance(specs, Mapping):
@@ -121,22 +121,22 @@ class StateManagerBase:
 
     # ---- overridden for a framework ----
 
-    def _is_loader(self, model: Any) -> bool:
+    def _is_loader(self, model: object) -> bool:
         """Return whether a value of `models` is a callable that returns the model."""
         return callable(model)
 
-    def _read_specs(self, size: int, model: Any) -> Specs:
+    def _read_specs(self, size: int, model: object) -> Specs:
         """Return the states that a model declares, or those of `_given_specs`, or raise TypeError.
 
         The values have a `shape`, of this size, and a NumPy `dtype`.
         """
         raise NotImplementedError
 
-    def _make_state(self, model: Any, specs: Specs) -> Any:
+    def _make_state(self, model: object, specs: Specs) -> Any:
         """Create an empty state object for one model."""
         raise NotImplementedError
 
-    def _make_target(self, model: Any, specs: Specs) -> Any:
+    def _make_target(self, model: object, specs: Specs) -> Any:
         """Create the state object that a move writes every state of `specs` into."""
         return self._make_state(model, specs)
 
@@ -146,10 +146,10 @@ class StateManagerBase:
 
     def _move_state(
         self,
-        source: Any,
-        target: Any,
+        source: Array,
+        target: object,
         name: str,
-        specs: tuple[Any, Any],
+        specs: tuple[object, object],
         positions: int | None,
         compact: bool,
     ) -> None:
@@ -332,8 +332,8 @@ class StateManagerBase:
     # ---- states ----
 
     def _make_states(
-        self, size: int, make: Callable[[Any, Specs], Any] | None = None
-    ) -> tuple[Any, ...]:
+        self, size: int, make: Callable[[object, Specs], object] | None = None
+    ) -> tuple[object, ...]:
         """Create empty states, or those of `make`; None for a chunk model that declares none."""
         context = self._context(size)
         make = make or self._make_state
@@ -395,7 +395,7 @@ class StateManagerBase:
 
     def _planned_moves(
         self, size: int, position: int, have: Specs, want: Specs
-    ) -> dict[str, tuple[int | None, tuple[Any, Any]]]:
+    ) -> dict[str, tuple[int | None, tuple[object, object]]]:
         """Return the positions to move of each state, as `moved_positions`, and its specs."""
         contexts = self._size, size
         return {
@@ -559,7 +559,7 @@ class StateManagerBase:
         return step, [(tokens_kept[start:stop], start) for start, stop in step.batches]
 
     @contextmanager
-    def _replacing_state(self, size: int) -> Iterator[Any]:
+    def _replacing_state(self, size: int) -> Iterator[object]:
         """Make a new, empty state the current one; restore the former one after an exception."""
         former = self._size, self._states
         self._context(size)

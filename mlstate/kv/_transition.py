@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .._types import Array, ArrayT, DType
 
 
-def _run_move(source: Any, move: KVMove, out: Any) -> Any:
+def _run_move(source: Array, move: KVMove, out: Any) -> Any:
     """Run a transition in the core, or in torch if the core cannot access the data."""
     if not isinstance(move.low_memory, int):  # 0 and 1 are accepted too
         check_flags(low_memory=move.low_memory)

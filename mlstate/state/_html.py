@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from .. import _core
 from .._common.dtypes import label_of
@@ -12,6 +12,7 @@ from .._common.text import bytes_text, count_text, shorten
 from ._preview import Leaf, Node, Row, preview
 
 if TYPE_CHECKING:
+    from .._types import Array
     from ._state_dict import StateDict
 
 Kind: TypeAlias = tuple[str, tuple[tuple[str, "Kind"], ...]]  # dtype and shape; children
@@ -48,7 +49,7 @@ def _title(state: StateDict) -> str:
     )
 
 
-def _facts(array: Any) -> tuple[str, str]:
+def _facts(array: Array) -> tuple[str, str]:
     """Return dtype and shape of an array as text."""
     dtype_value = getattr(array, "dtype", type(array).__name__)
     dtype = label_of(dtype_value) or str(dtype_value).removeprefix("torch.")

@@ -70,7 +70,7 @@ def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict
     return restore_kind(arrays, kind, path)
 
 
-def restore_kind(arrays: dict[str, Any], description: Any, path: object) -> StateDict:
+def restore_kind(arrays: dict[str, object], description: Any, path: object) -> StateDict:
     """Make the state dict of a described kind; ``{"kind": "state"}`` is a plain `StateDict`."""
     try:
         attributes = dict(description)

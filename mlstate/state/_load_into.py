@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .. import _core
 from .._common.arguments import check_flags
@@ -15,6 +15,9 @@ from ..errors import CompatibilityError
 from ._backend import StateBackend
 from ._compatibility import LISTED, LONGEST, as_dict, differences_of, join, rename_hint
 from ._state_dict import StateDict
+
+if TYPE_CHECKING:
+    from .._types import Array
 
 State = TypeVar("State", bound=StateDict)
 
@@ -30,8 +33,8 @@ def _refusal(
     cast: bool,
     missing: list[str],
     unexpected: list[str],
-    shapes: list[tuple[str, Any, Any]],
-    dtypes: list[tuple[str, Any, Any]],
+    shapes: list[tuple[str, object, object]],
+    dtypes: list[tuple[str, object, object]],
 ) -> CompatibilityError:
     """Return an error that lists all mismatches, in torch's words."""
     lines = []
@@ -170,7 +173,7 @@ def check_rules(rules: object) -> None:
         raise TypeError(f"rules must be a mapping of str to str, got {type(rules).__name__}")
 
 
-def unused_rules(state: Mapping[str, Any], rules: list[str]) -> ValueError:
+def unused_rules(state: Mapping[str, object], rules: list[str]) -> ValueError:
     """Return an error that lists the rules without a match and a name they may be meant for."""
     old = rules[0].removeprefix("*")
     near = next((name for name in state if old and old in name), None) or next(iter(state), None)
@@ -186,10 +189,10 @@ def unused_rules(state: Mapping[str, Any], rules: list[str]) -> ValueError:
 def rename(state: State, rules: Mapping[str, str], *, unused: str = ...) -> State: ...
 @overload
 def rename(
-    state: Mapping[str, Any], rules: Mapping[str, str], *, unused: str = ...
+    state: Mapping[str, Array], rules: Mapping[str, str], *, unused: str = ...
 ) -> StateDict: ...
 def rename(
-    state: Mapping[str, Any], rules: Mapping[str, str], *, unused: str = "error"
+    state: Mapping[str, Array], rules: Mapping[str, str], *, unused: str = "error"
 ) -> StateDict:
     """Rename tensors by their prefixes.
 

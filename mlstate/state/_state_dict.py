@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from .._types import Array
+
 
 Self = TypeVar("Self", bound="StateDict")
 
@@ -35,7 +37,7 @@ def as_count(name: str, value: Any) -> int:
     return count
 
 
-def _set_state(target: Any, state: Any) -> None:
+def _set_state(target: object, state: Any) -> None:
     """Restore attributes in the same way as `copy` and `pickle`."""
     if hasattr(target, "__setstate__"):
         target.__setstate__(state)
@@ -246,7 +248,7 @@ class StateDict(_core.StateDict):
         layer: StateDict = _core.state_layer(self, name, StateDict)
         return layer
 
-    def set_layer_state(self, name: str, state: Mapping[str, Any]) -> None:
+    def set_layer_state(self, name: str, state: Mapping[str, Array]) -> None:
         """Store the tensors of a layer; all other tensors stay as they are.
 
         Parameters

@@ -527,7 +527,7 @@ def test_a_manager_can_be_pickled(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", ["manifest.json", "roots"])
-def test_interrupted_save_beside_a_damaged_root_leaves_no_file(manager, damaged):
+def test_interrupted_save_next_to_a_damaged_root_leaves_no_file(manager, damaged):
     save_all(manager, 1, 2)
     root = Path(manager.directory, damaged)
     root = min(root.iterdir()) if root.is_dir() else root

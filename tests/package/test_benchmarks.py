@@ -141,7 +141,7 @@ def run_guard(module, call, *options):
     rows, paired, guard = module("guard_rows"), module("paired"), module("bench_guard")
 
     def build(nbytes, tensors):
-        return paired.Case(paired.nothing, call)
+        return paired.Case(paired.no_op, call)
 
     operation = rows.Operation("injected", "nothing", build, sizes=(MIB, 4 * MIB))
     return guard.main(["--only", "injected", *options], (operation,))

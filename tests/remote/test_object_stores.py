@@ -169,7 +169,7 @@ def test_a_full_temporary_folder_names_the_option(url, options, monkeypatch):
 
     monkeypatch.setattr(object_folder.os, "pwrite", fail)
     with pytest.raises(StoreError, match="No space left") as caught:
-        mlstate.load(url, storage_options=options)
+        mlstate.verify(url, storage_options=options)
     assert "scratch_folder" in caught.value.__notes__[0]
 
 
@@ -486,16 +486,25 @@ def test_a_bad_url_is_refused_before_any_request(bad, text):
         ({"cache_folder": "s3://bucket/cache"}, ValueError, "not a local path"),
         ({"no_such_key": "hidden"}, ValueError, "unknown key"),
         ({"client_options": {"no_such": "hidden"}}, ValueError, "storage_options"),
-        ({"scratch_folder": "/no/such/folder"}, StoreError, "temporary local folder"),
     ],
 )
 def test_a_bad_option_is_one_error_without_its_value(url, store, change, error, text):
     for name in ("load", "save"):
-        if "scratch_folder" in change:
-            mlstate.save(url, {"w": np.ones(1)}, storage_options=store.options())
         with pytest.raises(error, match=text) as caught:
             CALLS[name](url, {**store.options(), **change})
         assert "hidden" not in str(caught.value)
+
+
+def test_only_saves_and_verifications_need_the_temporary_folder(url, options):
+    mlstate.save(url, {"w": np.ones(3)}, storage_options=options)
+    options = {**options, "scratch_folder": "/no/such/folder"}
+    assert mlstate.load(url, storage_options=options).model["w"].all()
+    into = {"model": {"w": np.zeros(3)}}
+    mlstate.load(url, into=into, storage_options=options)
+    assert into["model"]["w"].all()
+    for name in ("save", "verify"):
+        with pytest.raises(StoreError, match="temporary local folder"):
+            CALLS[name](url, options)
 
 
 def test_options_belong_to_urls(tmp_path):

@@ -109,6 +109,14 @@ mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t byte
 }
 
 /* pread does not use the descriptor's position, so threads may share a descriptor. */
+static mls_code fail_shorter(uint64_t offset, size_t missing, mls_status *st)
+{
+    return mls_fail_at(st, offset,
+                       "the file became shorter while it was read: "
+                       "%zu bytes are missing",
+                       missing);
+}
+
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st)
 {
@@ -125,14 +133,46 @@ mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                                (unsigned long long)offset);
         }
         if (got == 0) {
-            return mls_fail_at(st, offset,
-                               "the file became shorter while it was read: "
-                               "%zu bytes are missing",
-                               bytes);
+            return fail_shorter(offset, bytes, st);
         }
         to += got;
         bytes -= (size_t)got;
         offset += (uint64_t)got;
+    }
+    return MLS_OK;
+}
+
+const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset)
+{
+    for (size_t i = 0; i < source->range_count; i++) {
+        const mls_file_range *range = &source->ranges[i];
+        if (range->begin <= offset && offset < range->end &&
+            strcmp(range->file, source->file) == 0) {
+            return range;
+        }
+    }
+    return NULL;
+}
+
+mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
+                            uint64_t offset, mls_status *st)
+{
+    unsigned char *to = data;
+    if (source->ranges == NULL) {
+        return mls_file_read_at(source->fd, data, bytes, offset, st);
+    }
+    while (bytes > 0) {
+        const mls_file_range *range = mls_source_range(source, offset);
+        const uint64_t at = range == NULL ? 0 : offset - range->begin;
+        if (range == NULL || at >= range->bytes) {
+            return fail_shorter(offset, bytes, st);
+        }
+        const size_t left = range->bytes - (size_t)at;
+        const size_t step = bytes < left ? bytes : left;
+        memcpy(to, range->data + at, step);
+        to += step;
+        bytes -= step;
+        offset += step;
     }
     return MLS_OK;
 }

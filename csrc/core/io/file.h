@@ -36,6 +36,32 @@ mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t byte
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st);
 
+/* Bytes `begin` .. `end` of a file, in memory; the last ones are missing if the file ends
+ * earlier. */
+typedef struct mls_file_range {
+    const char *file;
+    uint64_t begin, end;
+    uint64_t file_bytes; /* length of the whole file */
+    const unsigned char *data;
+    size_t bytes; /* of `data` */
+} mls_file_range;
+
+/* A file to read: an open descriptor, or ranges of some files, one of them `file`. */
+typedef struct mls_source {
+    int fd;
+    const char *file;
+    const mls_file_range *ranges; /* NULL: `fd` is read */
+    size_t range_count;
+} mls_source;
+
+/* Return the range that contains byte `offset` of the source's file, else NULL. */
+const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset);
+
+/* The same as mls_file_read_at for a source. MLS_E_FORMAT also if a byte is in no range.
+ */
+mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
+                            uint64_t offset, mls_status *st);
+
 /* Write all of `bytes` bytes at `offset`; continues after interruptions and short writes.
  * MLS_E_IO. */
 mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offset,

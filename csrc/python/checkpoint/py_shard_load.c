@@ -38,6 +38,11 @@ typedef struct load_job {
     const mlspy_state *state;
     PyObject *path; /* borrowed */
     int folder;     /* owned; -1: none */
+    bool in_memory; /* the files are in `ranges`, not in a folder */
+    mls_file_range *ranges;
+    Py_buffer *buffers; /* of the ranges */
+    size_t range_count;
+    uint64_t read; /* bytes that reached their destination */
     mls_load_plan plan;
     load_result *results;     /* one for each part of the plan */
     mls_load_target *targets; /* one for each part, when loading into existing arrays;
@@ -57,6 +62,11 @@ static void load_fini(load_job *job)
     if (job->folder >= 0) {
         (void)close(job->folder);
     }
+    for (size_t i = 0; i < job->range_count; i++) {
+        PyBuffer_Release(&job->buffers[i]);
+    }
+    mls_free(job->ranges);
+    mls_free(job->buffers);
     mls_free(job->results);
     mls_free(job->targets);
     mls_load_plan_fini(&job->plan);
@@ -331,6 +341,10 @@ static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **r
     const mls_read_request request = {
         .folder = job->folder,
         .links = job->merged->merged.links,
+        .in_memory = job->in_memory,
+        .ranges = job->ranges,
+        .range_count = job->range_count,
+        .read = &job->read,
         .pieces = job->plan.pieces,
         .count = job->plan.piece_count,
         .crc = verify ? mlspy_crc(job->state) : NULL,
@@ -401,19 +415,68 @@ static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
                : 0;
 }
 
-/* The same, and all other checks that are possible before anything must be undone. */
-static int load_init(load_job *job, mlspy_merged_index *self, PyObject *path,
+/* Convert one (path, begin, end, file's length, buffer); the list keeps the path alive.
+ */
+static int take_range(load_job *job, PyObject *object)
+{
+    mls_file_range *range = &job->ranges[job->range_count];
+    Py_buffer *buffer = &job->buffers[job->range_count];
+    unsigned long long begin, end, file_bytes;
+    PyObject *data;
+    if (mlspy_take_tuple(object, "a range", "sKKKO", &range->file, &begin, &end,
+                         &file_bytes, &data) < 0 ||
+        PyObject_GetBuffer(data, buffer, PyBUF_SIMPLE) < 0) {
+        return -1;
+    }
+    range->begin = begin;
+    range->end = end;
+    range->file_bytes = file_bytes;
+    range->data = buffer->buf;
+    range->bytes = (size_t)buffer->len;
+    job->range_count++;
+    return 0;
+}
+
+/* Take the bytes of files in memory from a tuple of ranges. */
+static int take_ranges(load_job *job, PyObject *tuple)
+{
+    const Py_ssize_t count = PyTuple_GET_SIZE(tuple);
+    job->in_memory = true;
+    job->ranges = mls_alloc((size_t)count, sizeof *job->ranges);
+    job->buffers = mls_alloc((size_t)count, sizeof *job->buffers);
+    if (job->ranges == NULL || job->buffers == NULL) {
+        return mlspy_no_memory();
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (take_range(job, PyTuple_GET_ITEM(tuple, i)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The same, and all other checks that are possible before anything must be undone.
+ * `source` is a folder, or (URL, ranges). */
+static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
                      PyObject *section, PyObject *keys, PyObject *cuts)
 {
+    PyObject *path = source, *ranges = NULL;
+    if (PyTuple_Check(source) &&
+        mlspy_take_tuple(source, "a source", "OO!", &path, &PyTuple_Type, &ranges) < 0) {
+        return -1;
+    }
     return load_begin(job, self, path, section, keys, cuts) < 0 ||
-                   mlspy_open_folder(job->state, path, &job->folder) < 0 ||
+                   (ranges == NULL ? mlspy_open_folder(job->state, path, &job->folder)
+                                   : take_ranges(job, ranges)) < 0 ||
                    find_pieces(job) < 0
                ? -1
                : 0;
 }
 
-/* load(folder, section, keys, (layout, index, world), verify, mmap, progress)
- *     -> {key: array} */
+/* load(source, section, keys, (layout, index, world), verify, mmap, progress)
+ *     -> {key: array}
+ *
+ * `source` is a folder, or (URL, ranges): then the arrays are only created. */
 PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -423,8 +486,9 @@ PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *arg
     if (mlspy_take_count("load", 7, count) == 0 &&
         mlspy_take_bool(args[4], &verify) == 0 && mlspy_take_bool(args[5], &maps) == 0 &&
         load_init(&job, self, args[0], args[1], args[2], args[3]) == 0) {
-        result = maps ? map_and_read(&job, verify, args[6])
-                      : make_and_read(&job, verify, args[6]);
+        result = job.in_memory ? make_arrays(&job, false, NULL)
+                 : maps        ? map_and_read(&job, verify, args[6])
+                               : make_and_read(&job, verify, args[6]);
     }
     load_fini(&job);
     return result;
@@ -497,11 +561,28 @@ static int view_targets(load_job *job, PyObject *targets)
     return 0;
 }
 
-/* fits(folder, section, keys, cutting, targets)
+/* Return the bytes of all parts, and the keys whose targets are read through temporary
+ * memory. */
+static PyObject *describe_targets(const load_job *job)
+{
+    PyObject *list = PyList_New(0);
+    unsigned long long bytes = 0;
+    for (size_t i = 0; list != NULL && i < job->plan.count; i++) {
+        bytes += mls_load_item_bytes(&job->plan.items[i]);
+        if (job->targets[i].strided != NULL &&
+            PyList_Append(list, job->results[i].key) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list == NULL ? NULL : Py_BuildValue("(KN)", bytes, list);
+}
+
+/* fits(folder, section, keys, cutting, targets) -> (bytes, [key, ...])
  *
- * Raises the errors that load_into would raise because of the targets, without accessing
- * files. Callers that fill several sections, or load together with other ranks, check all
- * of them before the first one changes. The folder is only used in errors. */
+ * Returns the bytes to load, and the keys whose targets are not packed. Raises the errors
+ * that load_into would raise because of the targets, without accessing files. Callers
+ * that fill several sections, or load together with other ranks, check all of them before
+ * the first one changes. The folder is only used in errors. */
 PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -509,11 +590,16 @@ PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *arg
     const bool good = mlspy_take_count("fits", 5, count) == 0 &&
                       load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
                       view_targets(&job, args[4]) == 0;
+    PyObject *result = good ? describe_targets(&job) : NULL;
     load_fini(&job);
-    return good ? Py_NewRef(Py_None) : NULL;
+    return result;
 }
 
-/* load_into(folder, section, keys, cutting, targets, verify, progress)
+/* load_into(source, section, keys, cutting, targets, verify, progress) -> bytes
+ *
+ * `source` is a folder, or (URL, ranges) with a tuple of (path, begin, end, length of the
+ * file, buffer): then only the bytes of these ranges are read, or, if there are none,
+ * zeros that were not stored. A target that is not packed needs all its bytes at once.
  *
  * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
  * `targets` maps keys to writable arrays or tensors; targets that are not packed are read
@@ -535,8 +621,9 @@ PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const
     if (good) {
         mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
     }
+    const uint64_t read = job.read;
     load_fini(&job);
-    return good ? Py_NewRef(Py_None) : NULL;
+    return good ? PyLong_FromUnsignedLongLong(read) : NULL;
 }
 
 /* ---- parts and bytes that a load needs ----
@@ -689,10 +776,11 @@ PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *co
     return dict;
 }
 
-/* Append the reads of one tensor to a list of (path, begin, end, bytes), one for each
- * place; on failure the list is released and set to NULL. They are computed by the same
- * function as in a load, but without destinations. Zeros that were not stored are not
- * read. */
+/* Append the reads of one tensor to a list of (path, begin, end, bytes, origin), one for
+ * each place; on failure the list is released and set to NULL. Reads may be divided at
+ * multiples of MLS_READ_SPAN from the origin; -1: not at all. They are computed by the
+ * same function as in a load, but without destinations. Zeros that were not stored are
+ * not read. */
 static void add_reads(const load_job *job, const mls_load_item *w, bool verify,
                       PyObject **list)
 {
@@ -715,10 +803,11 @@ static void add_reads(const load_job *job, const mls_load_item *w, bool verify,
         const mls_stored_shard *stored = &room.stored[i];
         if (stored->file != NULL) {
             const mls_stored_reads e = mls_stored_reads_of(stored, &w->part, verify);
-            mlspy_append(list, Py_BuildValue("(sKKK)", stored->file,
-                                             (unsigned long long)e.begin,
-                                             (unsigned long long)e.end,
-                                             (unsigned long long)e.bytes));
+            mlspy_append(
+                list,
+                Py_BuildValue("(sKKKL)", stored->file, (unsigned long long)e.begin,
+                              (unsigned long long)e.end, (unsigned long long)e.bytes,
+                              stored->frames != NULL ? -1LL : (long long)stored->offset));
         }
     }
     mls_free(room.stored);
@@ -726,7 +815,8 @@ static void add_reads(const load_job *job, const mls_load_item *w, bool verify,
     mls_free(room.pieces);
 }
 
-/* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes), ...]
+/* reads(folder, section, keys, cutting, verify)
+ *     -> [(path, begin, end, bytes, origin), ...]
  *
  * Shard files are not accessed and need not exist. */
 PyObject *mlspy_merged_index_reads(mlspy_merged_index *self, PyObject *const *args,

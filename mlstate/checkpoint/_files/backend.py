@@ -15,13 +15,24 @@ if TYPE_CHECKING:
 class FileBackend(Protocol):
     """Reading and writing of files of torch and of distributed checkpoints."""
 
-    def read_pt(self, path: Path) -> Parts: ...
+    def read_pt(self, path: Path) -> Parts:
+        """Read a ``torch.save`` file without running code from it."""
+
     def write_pt(
         self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
-    ) -> None: ...
-    def read_tree(self, path: Path) -> Any: ...
-    def write_tree(self, tree: Any, file: IO[bytes]) -> None: ...
-    def read_dcp(self, path: Path) -> Parts: ...
+    ) -> None:
+        """Atomically write a file that ``torch.load`` reads with ``weights_only``."""
+
+    def read_tree(self, path: Path) -> Any:
+        """Read any value from a ``torch.save`` file without running code from it."""
+
+    def write_tree(self, tree: Any, file: IO[bytes]) -> None:
+        """Write any value with ``torch.save``."""
+
+    def read_dcp(self, path: Path) -> Parts:
+        """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks."""
+
     def write_dcp(
         self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
-    ) -> None: ...
+    ) -> None:
+        """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""

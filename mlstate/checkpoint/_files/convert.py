@@ -38,7 +38,14 @@ from ..._common.backend import TensorBackend, torch_backend
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
-from ...errors import CompatibilityError, FormatError, MLStateError, StoreError, StoreNotFoundError
+from ...errors import (
+    CheckpointWarning,
+    CompatibilityError,
+    FormatError,
+    MLStateError,
+    StoreError,
+    StoreNotFoundError,
+)
 from ...state._kind import KEY, describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
@@ -107,7 +114,7 @@ class Format(NamedTuple):
 
 def place_of(
     path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     *,
     reads: bool = False,
 ) -> Place:
@@ -190,7 +197,7 @@ def read_any(
     path: str | os.PathLike[str],
     *,
     format: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> Parts:
     """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
@@ -229,13 +236,13 @@ def begin_write(
 
 def write_any(
     path: str | os.PathLike[str],
-    model: Mapping[str, Any] | None = None,
-    optimizer: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    model: Mapping[str, object] | None = None,
+    optimizer: Mapping[str, object] | None = None,
+    metadata: Mapping[str, object] | None = None,
     *,
     format: str | None = None,
     overwrite: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     target: CheckpointTarget | Target | None = None,
 ) -> None:
     """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
@@ -275,7 +282,7 @@ def _refuse_parts(*states: StateDict | None) -> None:
                 raise error
 
 
-def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
     copied = {} if metadata is None else dict(metadata)
     for key, value in copied.items():
         if not isinstance(key, str):
@@ -308,7 +315,7 @@ def _join_states(
 
 
 def _split_state(
-    path: Path, state: Mapping[str, Any], record: Mapping[str, Any]
+    path: Path, state: Mapping[str, object], record: Mapping[str, object]
 ) -> tuple[Any, Any]:
     """Split the state of a flat file into model and optimizer."""
     texts = record.get("parts")
@@ -328,7 +335,7 @@ def _split_state(
     return states[0], states[1]
 
 
-def _restore_state(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
+def _restore_state(path: Path, arrays: dict[str, Any], text: object) -> StateDict:
     if not (text is None or isinstance(text, str)):
         raise _description_error(path, f"{text!r} does not describe a state")
     return restore(arrays, text, str(path))
@@ -461,6 +468,7 @@ def parts_of(loaded: LoadedState) -> Parts:
         warnings.warn(
             f"named states are not converted: {', '.join(sorted(loaded.states))}; only checkpoints "
             "of mlstate.save hold them",
+            CheckpointWarning,
             stacklevel=3,
         )
     if optimizer is None and loaded.step is not None:

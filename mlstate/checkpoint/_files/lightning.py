@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..._common.arrays import is_torch
 from ..._common.atomic_file import replacing
 from ..._common.backend import torch_backend
-from ...errors import CompatibilityError
+from ...errors import CheckpointWarning, CompatibilityError
 from .._states.generators import library_of
 from .backend import FileBackend
 
@@ -110,14 +110,14 @@ def read_ckpt(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def write_ckpt(target: Target, checkpoint: dict[str, Any]) -> None:
+def write_ckpt(target: Target, checkpoint: dict[str, object]) -> None:
     """Write a ``.ckpt`` file that Lightning loads without mlstate, atomically."""
     backend = torch_backend("files of Lightning", FileBackend)
     with replacing(target.path, target) as file:
         backend.write_tree(checkpoint, file)
 
 
-def warn_of_other_entries(checkpoint: Mapping[str, Any]) -> None:
+def warn_of_other_entries(checkpoint: Mapping[str, object]) -> None:
     """Warn that only the model of a checkpoint is converted."""
     import warnings
 
@@ -126,5 +126,6 @@ def warn_of_other_entries(checkpoint: Mapping[str, Any]) -> None:
         warnings.warn(
             f"only the model of the checkpoint of Lightning is converted, without {others}: a "
             "folder (--to mlstate) holds all of it",
+            CheckpointWarning,
             stacklevel=3,
         )

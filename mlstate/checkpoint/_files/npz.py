@@ -59,7 +59,7 @@ def _is_ml_dtype(dtype: NumpyDType) -> bool:
     return bool(label_of(dtype)) or dtype.type.__module__.startswith("ml_dtypes")
 
 
-def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str, Any]) -> None:
+def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str, object]) -> None:
     """Write arrays without object dtypes, and a record of additional JSON values, atomically.
 
     The keys ``names`` and ``dtypes`` of the record are reserved.
@@ -95,20 +95,20 @@ def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str
             arrays = _read_members(archive, path)
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise _damage_error(path, None, error) from None
-    record: dict[str, Any] = {}
+    record: dict[str, object] = {}
     if RECORD in arrays:
         record = _parse_record(path, arrays.pop(RECORD))
     return _restore_names(path, arrays, record), record
 
 
-def _damage_error(path: Any, name: str | None, reason: object) -> FormatError:
+def _damage_error(path: str | os.PathLike[str], name: str | None, reason: object) -> FormatError:
     where = "" if name is None else f"array {name!r}: "
     error = FormatError(f"{path}: {where}{reason or 'the file ends too early'}")
     error.path, error.name = os.fspath(path), name
     return error
 
 
-def _read_members(archive: zipfile.ZipFile, path: Any) -> dict[str, NDArray]:
+def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dict[str, NDArray]:
     import zlib
 
     arrays: dict[str, NDArray] = {}
@@ -146,7 +146,7 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
     return array
 
 
-def _parse_record(path: Any, array: NDArray) -> dict[str, Any]:
+def _parse_record(path: str | os.PathLike[str], array: NDArray) -> dict[str, Any]:
     try:
         record = json.loads(str(array[()]))
         if not isinstance(record, dict):
@@ -157,7 +157,7 @@ def _parse_record(path: Any, array: NDArray) -> dict[str, Any]:
 
 
 def _restore_names(
-    path: Any, arrays: dict[str, NDArray], record: dict[str, Any]
+    path: str | os.PathLike[str], arrays: dict[str, NDArray], record: dict[str, object]
 ) -> dict[str, NDArray]:
     """Restore the names and dtypes of arrays from the record."""
     names, dtypes = record.pop("names", {}), record.pop("dtypes", {})
@@ -172,7 +172,7 @@ def _restore_names(
     return renamed
 
 
-def _restore_dtype(path: Any, name: str, array: NDArray, dtype: Any) -> NDArray:
+def _restore_dtype(path: str | os.PathLike[str], name: str, array: NDArray, dtype: Any) -> NDArray:
     try:
         return array.view(stored_dtype(dtype))
     except (AttributeError, KeyError, TypeError, ValueError):

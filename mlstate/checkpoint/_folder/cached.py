@@ -5,21 +5,20 @@ Loads, but no verifications, read through the cache of `cache_folder` (read_cach
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
-from ...errors import ChecksumError, FormatError
+from ...errors import CheckpointWarning, ChecksumError, FormatError
 from .._remote.read_cache import ReadCache
 from .object import ObjectFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from .._remote.options import StoreOptions
-    from .object import _Range
+    from .range_load import Answer, LoadCall, Unit
 
 
 class CachedFolder(ObjectFolder):
@@ -49,52 +48,49 @@ class CachedFolder(ObjectFolder):
                 self._cache.put(path, 0, data, len(data))
         return data
 
-    def _copy_loaded(self, local: str, path: str, begin: int, end: int) -> None:
-        """Copy a range from the cache or, if a byte is missing there, from the store."""
+    def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
+        """Return a range from the cache or, if a byte is missing there, from the store."""
         cache = self._cache
         if path in self._tags or not cache.accepts(path):
-            self._copy_range(local, path, begin, end)
-            return
+            return super()._fetch(path, begin, end)
         cached = cache.get(path, begin, end)
         if cached is not None:
             parts, nbytes = cached
-            for at, view in parts:
-                self._write_range(local, path, at, view, nbytes)
-            return
-        data, of_object = self.store.get_range(path, begin, end)
-        self._write_range(local, path, begin, data, of_object)
-        if of_object is not None and len(data) == end - begin:
-            cache.put(path, begin, data, of_object)
+            return [(path, at, at + len(view), nbytes, view) for at, view in parts]
+        answers = super()._fetch(path, begin, end)
+        *_, nbytes, data = answers[0]
+        if len(data) == end - begin:
+            cache.put(path, begin, data, nbytes)
+        return answers
 
-    def read_batches(
+    def load_into(
         self,
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,
+        targets: dict[str, Any],
         verify: bool,
-        read: Callable[[str, list[str], Any], object],
+        progress: Callable[[int], object] | None,
     ) -> None:
-        """Read as an `ObjectFolder` does, through the cache; warn once if it cannot be written."""
+        """Read through the cache; warn once if it cannot be written."""
         try:
-            super().read_batches(merged, section, keys, cuts, verify, read)
+            super().load_into(merged, section, keys, cuts, targets, verify, progress)
         finally:
             self._cache.finish()
             problem = self._cache.problem()
             if problem is not None:
-                warnings.warn(problem, stacklevel=2)
+                warnings.warn(problem, CheckpointWarning, stacklevel=2)
 
-    def _read_batch(self, local: str, ranges: Sequence[_Range], read: Callable[[], object]) -> None:
-        """Call `read` with local copies; if they are damaged, copy them from the store again.
+    def _read_unit(self, call: LoadCall, unit: Unit) -> int:
+        """Read the answers of a unit; if they are damaged, ask the store again.
 
         The cache then forgets the objects, because it may have kept a damaged answer.
         """
         with suppress(ChecksumError, FormatError):
-            read()
-            return
-        for path in {path for path, *_ in ranges}:
+            return super()._read_unit(call, unit)
+        for path in {path for path, *_ in unit.ranges}:
             self._cache.discard(path)
-        shutil.rmtree(local, ignore_errors=True)
-        with self._start_copies(local, ranges) as copies:
-            copies.wait()
-        read()
+        fetch = super()._fetch
+        unit.answers[:] = [answer for part in unit.ranges for answer in fetch(*part)]
+        return super()._read_unit(call, unit)

@@ -238,17 +238,31 @@ class LocalFolder:
         """Return False: an error of the disk is a problem of the checkpoint."""
         return False
 
-    def read_batches(
+    def load(
         self,
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,
         verify: bool,
-        read: Callable[[str, list[str], Any], object],
+        mmap: bool,
+        progress: Callable[[int], object] | None,
+    ) -> dict[str, Any]:
+        """Return new arrays, or views of mapped files."""
+        return merged.load(self.path, section, keys, cuts, verify, mmap, progress)
+
+    def load_into(
+        self,
+        merged: _core.MergedIndex,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        targets: dict[str, Any],
+        verify: bool,
+        progress: Callable[[int], object] | None,
     ) -> None:
-        """Call `read` once, with the folder itself."""
-        read(self.path, keys, cuts)
+        """Read into existing arrays."""
+        merged.load_into(self.path, section, keys, cuts, targets, verify, progress)
 
     def verify(
         self, merged: _core.MergedIndex, progress: Callable[[int], object] | None

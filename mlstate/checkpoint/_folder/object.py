@@ -1,15 +1,14 @@
 """The folder of a checkpoint in an object store.
 
-The core reads and writes files. So the byte ranges that a load needs are copied to sparse local
-files first, at the same offsets, and new files are written locally and then uploaded. The local
-copies are temporary, and a load copies at most two batches at a time.
+A load reads the answers of the store from memory (range_load.py). Verifications and saves need
+local files: temporary copies, or new files that are then uploaded.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +25,13 @@ if TYPE_CHECKING:
 
     from .._remote.object_store import ObjectInfo, ObjectStore, Tag
     from .._remote.options import StoreOptions
-    from .._remote.parallel_tasks import ParallelTasks
     from .._remote.root_claim import RootClaim
     from .protocol import Folder
+    from .range_load import Answer, LoadCall, Range, Unit
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
-_BATCH = 128 << 20  # bytes of a load or a verification that are copied together
+_BATCH = 128 << 20  # bytes of a verification that are copied together
 _HEADER = 64 << 10  # bytes of a safetensors file that are read first
-_GAP = 4096  # unneeded bytes between two ranges that one request reads
-
-_Range = tuple[str, int, int]  # path, begin, end
 
 
 class StoreURL(str):
@@ -295,12 +291,6 @@ class ObjectFolder:
     def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
         """Copy a range of an object to the same place of a local file of the object's size."""
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
-        self._write_range(local, path, begin, data, nbytes)
-
-    def _write_range(
-        self, local: str, path: str, begin: int, data: Any, nbytes: int | None
-    ) -> None:
-        """Write bytes of an object of `nbytes` bytes to its local file."""
         name = os.path.join(local, path)
         try:
             descriptor = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -340,8 +330,7 @@ class ObjectFolder:
             path = os.path.join(local, name)
             self._copy_header(local, name)
             if has_checksums(path):
-                with self._start_copies(local, [(name, 0, os.path.getsize(path))]) as copies:
-                    copies.wait()
+                self._copy_ranges(local, [(name, 0, os.path.getsize(path))], self._copy_range)
             yield path
 
     def _run_tasks(
@@ -354,77 +343,67 @@ class ObjectFolder:
 
         run_tasks(tasks, self._options.max_concurrency, progress)
 
-    def _start_copies(
-        self,
-        local: str,
-        ranges: Sequence[_Range],
-        copy: Callable[[str, str, int, int], None] | None = None,
-    ) -> ParallelTasks:
-        """Start to copy ranges to a new local folder in parallel parts, by `copy`."""
-        from .._remote.parallel_tasks import ParallelTasks
-
-        copy = copy or self._copy_range
+    def _copy_ranges(
+        self, local: str, ranges: Sequence[Range], copy: Callable[[str, str, int, int], None]
+    ) -> None:
+        """Copy ranges to a new local folder in parallel parts, by `copy`."""
         step = self._options.part_bytes
         for folder in {"", *(os.path.dirname(path) for path, *_ in ranges)}:
             os.makedirs(os.path.join(local, folder), exist_ok=True)
-        tasks = [
-            partial(copy, local, path, at, min(at + step, end))
-            for path, begin, end in ranges
-            for at in range(begin, end, step)
-        ]
-        return ParallelTasks(tasks, self._options.max_concurrency)
+        self._run_tasks(
+            [
+                partial(copy, local, path, at, min(at + step, end))
+                for path, begin, end in ranges
+                for at in range(begin, end, step)
+            ]
+        )
 
     def _copy_existing(self, local: str, path: str, begin: int, end: int) -> None:
         """Copy a range unless the object does not exist."""
         with suppress(FileNotFoundError):
             self._copy_range(local, path, begin, end)
 
-    def read_batches(
+    def load(
         self,
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,
         verify: bool,
-        read: Callable[[str, list[str], Any], object],
+        mmap: bool,
+        progress: Callable[[int], object] | None,
+    ) -> dict[str, Any]:
+        """Return new arrays; never mapped ones."""
+        arrays = merged.load((self.path, ()), section, keys, cuts, verify, mmap, progress)
+        self.load_into(merged, section, keys, cuts, arrays, verify, progress)
+        return arrays
+
+    def load_into(
+        self,
+        merged: _core.MergedIndex,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        targets: dict[str, Any],
+        verify: bool,
+        progress: Callable[[int], object] | None,
     ) -> None:
-        """Call `read` with local folders that hold the bytes of some keys, until all are read.
+        """Read into existing arrays."""
+        from .range_load import LoadCall, load_units
 
-        Its arguments are the folder, the keys and their cuts. The bytes of the next batch are
-        copied meanwhile.
-        """
-        import shutil
+        call = LoadCall(merged, self.path, section, keys, cuts, targets, verify)
+        options = self._options
+        parts = options.part_bytes, options.max_concurrency
+        load_units(call, self._fetch, self._read_unit, *parts, progress)
 
-        batches = [*_plan_batches(merged, self.path, section, keys, cuts, verify)]
-        with self._scratch() as base, ExitStack() as started:
-            places = [os.path.join(base, str(number)) for number in range(len(batches))]
+    def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
+        """Return a range of an object for a load, in one or more answers."""
+        data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
+        return [(path, begin, end, nbytes or 0, data)]
 
-            def start(number: int) -> ParallelTasks:
-                ranges = batches[number][2]
-                return started.enter_context(
-                    self._start_copies(places[number], ranges, self._copy_loaded)
-                )
-
-            copies = start(0)
-            for number, (some, some_cuts, ranges) in enumerate(batches):
-                copies.wait()
-                if number + 1 < len(batches):
-                    copies = start(number + 1)
-                try:
-                    call = partial(read, places[number], some, some_cuts)
-                    self._read_batch(places[number], ranges, call)
-                except MLStateError as error:
-                    _name_url(error, places[number], self.path)
-                    raise
-                shutil.rmtree(places[number], ignore_errors=True)
-
-    def _copy_loaded(self, local: str, path: str, begin: int, end: int) -> None:
-        """Copy a range for a load."""
-        self._copy_range(local, path, begin, end)
-
-    def _read_batch(self, local: str, ranges: Sequence[_Range], read: Callable[[], object]) -> None:
-        """Call `read` with local copies of these ranges."""
-        read()
+    def _read_unit(self, call: LoadCall, unit: Unit) -> int:
+        """Read the answers of a unit into its arrays."""
+        return call.read(unit.answers, unit.at)
 
     def verify(
         self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
@@ -437,8 +416,7 @@ class ObjectFolder:
         for files in _file_batches(merged.files()):
             with self._scratch() as local:
                 ranges = [(path, 0, nbytes) for path, nbytes in files.items()]
-                with self._start_copies(local, ranges, self._copy_existing) as copies:
-                    copies.wait()
+                self._copy_ranges(local, ranges, self._copy_existing)
                 count, broken = merged.verify(local, progress)
             total += count
             for problem in broken:
@@ -511,38 +489,3 @@ def _file_batches(files: Mapping[str, int]) -> Iterator[dict[str, int]]:
         total += nbytes
     if batch:
         yield batch
-
-
-def _joined(ranges: list[_Range]) -> list[_Range]:
-    """Sort ranges, and join ranges of one file that touch or have a small gap."""
-    joined: list[_Range] = []
-    for path, begin, end in sorted(ranges):
-        if joined:
-            last, first, until = joined[-1]
-            gap = begin - until
-            if last == path and gap <= max(_GAP, (until - first) // 20):
-                joined[-1] = (path, first, max(until, end))
-                continue
-        joined.append((path, begin, end))
-    return joined
-
-
-def _plan_batches(
-    merged: _core.MergedIndex, folder: str, section: int, keys: list[str], cuts: Any, verify: bool
-) -> Iterator[tuple[list[str], Any, list[_Range]]]:
-    """Yield keys, cuts and byte ranges of batches; a large tensor has its own batch."""
-    first, nbytes = 0, 0
-    ranges: list[_Range] = []
-    for at, key in enumerate(keys):
-        cut = cuts[at : at + 1] if isinstance(cuts, list) else cuts
-        reads = merged.reads(folder, section, [key], cut, verify)
-        needed = [(path, begin, end) for path, begin, end, count in reads if count]
-        more = sum(end - begin for _, begin, end in needed)
-        if at > first and nbytes + more > _BATCH:
-            some = cuts[first:at] if isinstance(cuts, list) else cuts
-            yield keys[first:at], some, _joined(ranges)
-            first, nbytes, ranges = at, 0, []
-        nbytes += more
-        ranges += needed
-    some = cuts[first:] if isinstance(cuts, list) else cuts
-    yield keys[first:], some, _joined(ranges)

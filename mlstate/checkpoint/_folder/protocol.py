@@ -151,16 +151,29 @@ class Folder(Protocol):
     def is_outage(self, error: Exception) -> bool:
         """Return whether an error tells nothing about the checkpoint: the store failed."""
 
-    def read_batches(
+    def load(
         self,
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,
         verify: bool,
-        read: Callable[[str, list[str], Any], object],
+        mmap: bool,
+        progress: Callable[[int], object] | None,
+    ) -> dict[str, Any]:
+        """Return new arrays of parts of tensors; with `mmap`, views of the files if possible."""
+
+    def load_into(
+        self,
+        merged: _core.MergedIndex,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        targets: dict[str, Any],
+        verify: bool,
+        progress: Callable[[int], object] | None,
     ) -> None:
-        """Call `read` with a local folder, keys and their cuts, until all keys are read."""
+        """Read parts of tensors into existing arrays, or torch tensors."""
 
     def verify(
         self, merged: _core.MergedIndex, progress: Callable[[int], object] | None

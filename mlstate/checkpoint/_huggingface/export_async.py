@@ -6,7 +6,7 @@ The thread, the copies and the handle are those of `save_async`; see _save_async
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..._common.local_path import local_folder
 from ...collectives._arguments import optional_group
@@ -42,7 +42,7 @@ class _ExportJob(SaveJob):
         self.files_from = files_from
         self.plan: ExportPlan | None = None
 
-    def collect(self, copy: Callable[[Any], Any] | None) -> GatheredShards:
+    def collect(self, copy: Callable[[object], object] | None) -> GatheredShards:
         """Return this rank's parts, and keep the plan of the files."""
         try:
             gathered, self.plan = gather_parts(self.taken, copy)
@@ -73,7 +73,7 @@ class _ExportJob(SaveJob):
 
 def export_huggingface_async(
     path: str | os.PathLike[str],
-    model: Any,
+    model: object,
     *,
     group: ProcessGroup | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,

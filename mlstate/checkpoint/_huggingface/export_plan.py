@@ -104,7 +104,7 @@ def _merge(tables: dict[int, Any]) -> StateTable:
 
 
 def exchange_tables(
-    group: ProcessGroup | None, own_table: StateTable, about: list[Any]
+    group: ProcessGroup | None, own_table: StateTable, about: list[object]
 ) -> StateTable:
     """Return the tensors of all ranks; every rank calls it.
 
@@ -135,7 +135,7 @@ def exchange_tables(
 # ---- parts that several ranks hold ----
 
 
-def _own_part(state: Mapping[str, Any], name: str) -> Shard | None:
+def _own_part(state: Mapping[str, object], name: str) -> Shard | None:
     """Return the shard of a tensor that this rank would write."""
     value = state.get(name)
     return value if isinstance(value, Shard) and value.replica == 0 else None

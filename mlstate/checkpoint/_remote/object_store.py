@@ -175,7 +175,7 @@ class ObjectStore:
         `tag`.
         """
 
-        def request() -> tuple[Any, int, str | None]:
+        def request() -> tuple[object, int, str | None]:
             answer = self._engine.get(self._store, key, options={"range": (begin, end)})
             data, nbytes = answer.bytes(), answer.meta["size"]
             if len(data) != min(end, nbytes) - begin:

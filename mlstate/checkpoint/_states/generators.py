@@ -34,7 +34,7 @@ def library_of(value: object) -> str | None:
     return "torch.cuda" if value is torch.cuda else None
 
 
-def _is_legacy(value: Any) -> bool:
+def _is_legacy(value: object) -> bool:
     """Return whether this is NumPy's RandomState, or the module with its own one."""
     return hasattr(value, "get_state")
 

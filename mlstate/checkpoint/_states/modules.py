@@ -40,7 +40,7 @@ def encode_entries(entries: Mapping[str, Any], metadata: Mapping[str, Any], wher
     return encode({"entries": dict(entries), "metadata": dict(metadata)}, where, exact=True)
 
 
-def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
+def metadata_of(state: object) -> dict[str, dict[str, Any]]:
     """Return the metadata that the result of a torch module's ``state_dict()`` carries."""
     carried = getattr(state, "_metadata", None)
     if not isinstance(carried, dict):
@@ -52,7 +52,7 @@ def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def shown_states(states: dict[str, Any]) -> dict[str, Any]:
+def shown_states(states: dict[str, object]) -> dict[str, Any]:
     """Return loaded states without those that have only torch's metadata."""
 
     def is_shown(name: str) -> bool:
@@ -68,8 +68,8 @@ def shown_states(states: dict[str, Any]) -> dict[str, Any]:
 class StoredEntries(NamedTuple):
     """The entries of one module that are not tensors, by name, and torch's metadata."""
 
-    entries: dict[str, Any]
-    metadata: dict[str, dict[str, Any]] | None  # None: the checkpoint is not of mlstate
+    entries: dict[str, object]
+    metadata: dict[str, dict[str, object]] | None  # None: the checkpoint is not of mlstate
 
 
 def stored_entries(loader: Loader, section: Section) -> StoredEntries:
@@ -103,7 +103,9 @@ def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
     return names_by_unit
 
 
-def _selected_units(contract: Any, names: Names, stored: list[str], chosen: list[str]) -> list[Any]:
+def _selected_units(
+    contract: Any, names: Names, stored: list[str], chosen: list[str]
+) -> list[object]:
     """Return the units to load; raise if `names=` selects a part of one's entries."""
     if names.listed is None:
         return list(contract.units)
@@ -159,19 +161,19 @@ def _on_device_of(value: Any, like: Any) -> Any:
 
 
 def _read_tensors(
-    loader: Loader, section: Section, names: list[str], earlier: Mapping[str, Any]
+    loader: Loader, section: Section, names: list[str], earlier: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return new tensors with stored elements: parts of DTensors, like the earlier entries."""
     request, number = loader.request, section.number
     sharded = [name for name in names if hasattr(earlier.get(name), "device_mesh")]
-    if sharded and not request.own:
+    if sharded and not request.by_target:
         raise TypeError(
             f"{sharded[0]!r} is a part of a tensor, and its layout is known: do not pass layout=, "
             "rank= and world_size="
         )
     unsharded = [name for name in names if name not in sharded]
     keys = section.keys(unsharded)
-    arrays = loader.load_keys(number, keys, (None, 0, 0) if request.own else request.cutting)
+    arrays = loader.load_keys(number, keys, (None, 0, 0) if request.by_target else request.cutting)
     tensors = torch_backend("modules", TensorBackend).tensors_of(
         dict(zip(unsharded, (arrays[key] for key in keys), strict=True))
     )

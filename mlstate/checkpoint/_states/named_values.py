@@ -14,7 +14,7 @@ from typing import Any
 _PATHS = {cls.__name__: cls for cls in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath)}
 
 
-def path_node(value: Any) -> dict[str, Any] | None:
+def path_node(value: object) -> dict[str, Any] | None:
     """Return the JSON form of a path, or None for other values and subclasses."""
     name = type(value).__name__
     if _PATHS.get(name) is not type(value):
@@ -30,13 +30,13 @@ def path_of(node: dict[str, Any]) -> Any:
 
 def _imported_enum(module: str, name: str) -> type[Enum] | None:
     """Return an enum of an imported module, or None."""
-    holder: Any = sys.modules.get(module)
+    holder: object = sys.modules.get(module)
     for part in name.split("."):
         holder = getattr(holder, "__dict__", {}).get(part)
     return holder if isinstance(holder, type) and issubclass(holder, Enum) else None
 
 
-def enum_node(value: Any, where: str) -> dict[str, Any] | None:
+def enum_node(value: object, where: str) -> dict[str, Any] | None:
     """Return the JSON form of an enum's member, or None for other values."""
     if not isinstance(value, Enum):
         return None

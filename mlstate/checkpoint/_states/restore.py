@@ -23,6 +23,7 @@ from .tree import RANKS, TEXT, Decoder, leaves_of, malformed, parse, unpack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from ..._types import Array
     from .._load import Loader
 
 _WHOLE_TENSOR: Any = (None, 0, 0)
@@ -92,7 +93,7 @@ def _tensor_of(device: Any) -> Callable[[Any], Any]:
     """Return a function that makes torch tensors of arrays."""
     backend = torch_backend("states that were saved with tensors of torch", TensorBackend)
 
-    def convert(array: Any) -> Any:
+    def convert(array: Array) -> Any:
         tensor = backend.tensors_of({"": array})[""]
         return tensor if device is None else tensor.to(device)
 
@@ -111,7 +112,7 @@ def _leaf(template: Any, path: Iterable[str]) -> Any:
     return template
 
 
-def _shards(loader: Loader, name: str, node: Any, template: Any) -> dict[str, Any]:
+def _shards(loader: Loader, name: str, node: object, template: object) -> dict[str, Any]:
     """Return the sharded arrays: parts as in a template, or as the load cuts other tensors."""
     shards = {}
     for leaf in leaves_of(node):
@@ -140,7 +141,7 @@ def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
 
 
 def _decode(
-    loader: Loader, name: str, stored: _StoredTree, node: Any, template: Any, *, tensors: bool
+    loader: Loader, name: str, stored: _StoredTree, node: Any, template: object, *, tensors: bool
 ) -> Any:
     """Return the value of a JSON form that belongs to a stored tree."""
     device = loader.options["device"]
@@ -159,7 +160,7 @@ def load_tree(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
     return values if "ranks" in kind and loader.request.rank is None else values[0]
 
 
-def read_own(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
+def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
     """Return the value of a named state for a target of this rank, with torch tensors."""
     [stored] = _read(loader, name, kind)
     return _decode(loader, name, stored, stored.node, None, tensors=_has_torch(stored.node))
@@ -177,7 +178,7 @@ class _Restorer:
         self.stored = stored
         self.actions: list[Action] = []
 
-    def decode(self, node: Any, template: Any = None, *, tensors: bool = False) -> Any:
+    def decode(self, node: object, template: object = None, *, tensors: bool = False) -> Any:
         return _decode(self.loader, self.name, self.stored, node, template, tensors=tensors)
 
     def add(self, target: Any, node: Any, where: str) -> None:
@@ -203,7 +204,7 @@ class _Restorer:
                 "path) without into="
             )
 
-    def add_generator(self, target: Any, library: str, node: Any, where: str) -> None:
+    def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
         if not (isinstance(node, dict) and node.get("$") == "generator"):
             raise _mismatch(where, "the state of a generator", "another value")
         saved = str(node.get("library"))
@@ -218,14 +219,14 @@ class _Restorer:
             )
         )
 
-    def add_object(self, target: Any, node: Any, where: str) -> None:
+    def add_object(self, target: Any, node: object, where: str) -> None:
         if isinstance(node, dict) and node.get("$") == "generator":
             raise _mismatch(where, "the state of an object", "that of a generator")
         before = _copy_state(where, target)
         value = self.decode(node, {} if before is None else before, tensors=_has_torch(node))
         self.actions.append(_load_action(where, target, value, before))
 
-    def add_dict(self, target: dict[Any, Any], node: Any, where: str) -> None:
+    def add_dict(self, target: dict[Any, Any], node: object, where: str) -> None:
         """Add the actions for a dict, whose generators and objects are restored themselves."""
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
@@ -252,7 +253,7 @@ class _Restorer:
         self.actions.append(_replacement(where, target, new, dict(target)))
 
 
-def _is_restorable(value: Any) -> bool:
+def _is_restorable(value: object) -> bool:
     """Return whether a value inside of a target is restored itself, and not replaced."""
     return (
         library_of(value) is not None
@@ -261,7 +262,7 @@ def _is_restorable(value: Any) -> bool:
     )
 
 
-def _has_torch(node: Any) -> bool:
+def _has_torch(node: object) -> bool:
     return any(leaf.form == "torch" for leaf in leaves_of(node))
 
 
@@ -281,7 +282,7 @@ def _mismatch(where: str, expected: str, got: str) -> CompatibilityError:
     return error
 
 
-def _replacement(where: str, target: Any, new: Any, before: Any) -> Action:
+def _replacement(where: str, target: Any, new: object, before: object) -> Action:
     """Return an action that replaces the content of a dict or a list."""
 
     def fill(content: Any) -> None:
@@ -291,7 +292,7 @@ def _replacement(where: str, target: Any, new: Any, before: Any) -> Action:
     return Action(where, lambda: fill(new), lambda: fill(before))
 
 
-def _copy_state(where: str, target: Any) -> Any:
+def _copy_state(where: str, target: object) -> Any:
     """Return a copy of a target's state, which can undo a load; None if it has no state_dict()."""
     import copy
 
@@ -318,7 +319,9 @@ def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
     return Action(where, lambda: target.load_state_dict(value), undo)
 
 
-def prepare_tree(loader: Loader, name: str, kind: Mapping[str, Any], target: Any) -> list[Action]:
+def prepare_tree(
+    loader: Loader, name: str, kind: Mapping[str, object], target: Any
+) -> list[Action]:
     """Read a named state, and return the actions that restore its target.
 
     Raises CompatibilityError if the target is of another kind than the saved value, and TypeError
@@ -330,7 +333,7 @@ def prepare_tree(loader: Loader, name: str, kind: Mapping[str, Any], target: Any
     return restorer.actions
 
 
-def prepare_object(label: str, target: Any, state: Any) -> Action:
+def prepare_object(label: str, target: Any, state: object) -> Action:
     """Return the action that passes a state of tensors to ``load_state_dict``."""
     return _load_action(label, target, state, _copy_state(label, target))
 

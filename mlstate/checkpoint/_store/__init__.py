@@ -1,1 +1,1 @@
-"""The folder of a checkpoint: manifest, indexes, lock and garbage collection."""
+"""The files of a checkpoint: manifest, indexes, and files that no manifest needs."""

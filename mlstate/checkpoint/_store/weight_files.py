@@ -132,7 +132,7 @@ def unlisted_files(folder: Folder, weights: WeightFiles) -> list[str]:
 
     Of one file in a store there are none: the folder may hold anything else.
     """
-    if weights.tensors is None and folder.file:
+    if weights.tensors is None and not folder.is_local:
         return []
     names = folder.names("")
     return sorted(name for name in names if name.endswith(_SUFFIX) and name not in weights.files)

@@ -11,8 +11,17 @@ if TYPE_CHECKING:
 class TierBackend(Protocol):
     """Copies of a framework's tensors between devices and main memory."""
 
-    def accelerator(self, values: Iterable[Any], device: Any) -> Any: ...
-    def on_device(self, array: Any, device: Any) -> Any: ...
-    def in_memory(self, tensor: Any) -> Any: ...
-    def tensors_of_optimizer(self, optimizer: Any, module: Any) -> dict[str, Any]: ...
-    def optimizer_groups(self, optimizer: Any, names: list[str]) -> dict[str, Any]: ...
+    def accelerator(self, values: Iterable[Any], device: Any) -> Any:
+        """Return the device of the hot tier, or None if that is main memory."""
+
+    def on_device(self, array: Any, device: Any) -> Any:
+        """Copy an array or a tensor to new memory on a device; a tensor keeps its strides."""
+
+    def in_memory(self, tensor: Any) -> Any:
+        """Copy a tensor to new main memory, with the same strides."""
+
+    def tensors_of_optimizer(self, optimizer: Any, module: Any) -> dict[str, Any]:
+        """Return the values of an optimizer's states, by ``"<parameter>.<state>"``."""
+
+    def optimizer_groups(self, optimizer: Any, names: list[str]) -> dict[str, Any]:
+        """Return the groups of an optimizer, by names of parameters, and its learning rate."""

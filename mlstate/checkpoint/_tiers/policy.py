@@ -153,8 +153,8 @@ class TierPolicy:
         """
         unit = self._units[name]
         self._check_alone(unit, tier)
-        own = unit.nbytes if unit.tier == tier else 0  # it grew, and is part of the sum
-        first = self._choose_victims(tier, unit, self._excess(tier, unit.nbytes, own))
+        counted_bytes = unit.nbytes if unit.tier == tier else 0  # it grew, and is part of the sum
+        first = self._choose_victims(tier, unit, self._excess(tier, unit.nbytes, counted_bytes))
         if first is None:
             raise CapacityError(
                 f"no room for a unit of {unit.nbytes} bytes: units in use or moving occupy too "

@@ -151,7 +151,7 @@ class Unit:
 # ---- grouping states into units ----
 
 
-def units_of(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None) -> list[Unit]:
+def units_of(model: Mapping[str, object] | None, optimizer: Mapping[str, Any] | None) -> list[Unit]:
     """Group the entries of both states by parameter, in the model's order."""
     units: dict[str, Unit] = {}
     for section, state in enumerate((model, optimizer)):
@@ -268,7 +268,7 @@ def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
         raise _format_error(path, "is not the file of a unit") from None
 
 
-def _value_of(about: Mapping[str, Any], array: Any) -> Any:
+def _value_of(about: Mapping[str, Any], array: object) -> Any:
     """Return the stored value: an array, a tensor if torch is installed, or a Shard of either."""
     if about.get("torch") is True:
         with suppress(ImportError):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..._sharding.layout import Tier
+    from ..._types import Array
     from .unit_file import Unit
 
 
@@ -49,8 +50,8 @@ class TieredUnit:
         self.name: str = unit.name
         self.tier: Tier = unit.tier
         self.parameter: Any = None
-        self.states: dict[str, Any] = {}
-        self._given: dict[int, Any] = {}
+        self.states: dict[str, object] = {}
+        self._given: dict[int, object] = {}
         for part in unit.parts:
             if part.section == 0:
                 self.parameter = part.array
@@ -67,7 +68,7 @@ class TieredUnit:
         return ", ".join([f"TieredUnit: {self.name}", str(self.tier), *texts])
 
 
-def _check(unit: Unit, part: Part, array: Any) -> Part:
+def _check(unit: Unit, part: Part, array: Array) -> Part:
     """Return the part for a replacement array; raise if shape, dtype or kind differ."""
     checked = Part(part.section, part.key, array)
     facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (checked, part)]
@@ -82,7 +83,7 @@ def _check(unit: Unit, part: Part, array: Any) -> Part:
     return checked
 
 
-def refuse_other_states(states: Mapping[str, Any]) -> None:
+def refuse_other_states(states: Mapping[str, object]) -> None:
     """Raise TypeError for a state of a torch optimizer that is not a tensor."""
     for name, value in states.items():
         if not is_torch(value):
@@ -92,7 +93,7 @@ def refuse_other_states(states: Mapping[str, Any]) -> None:
             )
 
 
-def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, Any]) -> None:
+def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> None:
     """Take over arrays that the user replaced, and states that the user added or removed.
 
     `states` are the states that a torch optimizer now has for the parameter. Everything is

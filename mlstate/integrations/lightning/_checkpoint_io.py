@@ -15,6 +15,7 @@ from ..._common.store_error import store_error
 from ...checkpoint import load
 from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
 from ...checkpoint._save import SaveFolder
+from ...errors import CheckpointWarning
 from ._errors import is_checkpoint, name_conversion_in_errors
 
 
@@ -107,7 +108,10 @@ class MLStateCheckpointIO:
         self._options = options
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: object = None,
     ) -> None:
         """Save a checkpoint of the Trainer.
 
@@ -144,7 +148,7 @@ class MLStateCheckpointIO:
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        map_location: Any = None,
+        map_location: object = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint, verify it, and return it in Lightning's form.
@@ -176,13 +180,14 @@ class MLStateCheckpointIO:
 
         Warns
         -----
-        UserWarning
+        CheckpointWarning
             The path is a file: Lightning wrote it without this plugin.
         """
         if os.path.isfile(path):
             warnings.warn(
                 f"{os.fspath(path)} is a file of Lightning, not a folder of mlstate: it has no "
                 "checksums. mlstate convert FILE.ckpt FOLDER converts it",
+                CheckpointWarning,
                 stacklevel=2,
             )
             return read_ckpt(Path(path))

@@ -24,7 +24,7 @@ _READERS = (
 )
 
 
-def add_no_callbacks() -> list[Any]:
+def add_no_callbacks() -> list[object]:
     """Name `mlstate convert` in Lightning's errors; return no callback."""
     name_conversion_in_errors()
     return []

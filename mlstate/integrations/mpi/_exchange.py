@@ -58,7 +58,7 @@ class Channel:
         self.aborted = False  # set by any thread: running operations fail
         self.departed: dict[int, str] = {}  # ranks known to have given up, and the operation
         self._calls = 0
-        self._unfinished: list[Any] = []  # memory that MPI may still read or write
+        self._unfinished: list[object] = []  # memory that MPI may still read or write
 
     def link(self, operation: str, call: str, timeout: float) -> Link:
         """Return the link of a new operation."""
@@ -67,7 +67,7 @@ class Channel:
         tag = digest << 3 | _OPERATIONS.index(operation)
         return Link(self, operation, tag, timeout)
 
-    def keep(self, *memory: Any) -> None:
+    def keep(self, *memory: object) -> None:
         """Keep memory of unfinished requests alive until the process ends."""
         self._unfinished.append(memory)
 
@@ -136,7 +136,7 @@ class _Messages:
         return sorted(sources), sorted({rank for rank, sends in left if not sends} - sources)
 
 
-def _split_messages(part: Any) -> Iterable[Any]:
+def _split_messages(part: Any) -> Iterable[object]:
     """Yield one rank's part in messages; an empty part has none."""
     return (part[at : at + _MESSAGE_BYTES] for at in range(0, len(part), _MESSAGE_BYTES))
 

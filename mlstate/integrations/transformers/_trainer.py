@@ -16,7 +16,7 @@ from ...checkpoint import CheckpointManager
 from ...checkpoint._rank_messages import gather_bytes
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
 from ...checkpoint._store.open_path import is_url
-from ...errors import CompatibilityError, FormatError, StoreNotFoundError
+from ...errors import CheckpointWarning, CompatibilityError, FormatError, StoreNotFoundError
 from ._trainer_folders import (
     folder_of,
     is_complete,
@@ -43,7 +43,7 @@ def _generators() -> dict[str, Any]:
     return generators
 
 
-def _states_of(generators: dict[str, Any]) -> list[tuple[Any, str, Any]]:
+def _states_of(generators: dict[str, object]) -> list[tuple[Any, str, Any]]:
     """Return the generators with their libraries and states."""
     libraries = ((each, library_of(each)) for each in generators.values())
     return [
@@ -53,7 +53,7 @@ def _states_of(generators: dict[str, Any]) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _set_states(states: list[tuple[Any, str, Any]]) -> None:
+def _set_states(states: list[tuple[object, str, object]]) -> None:
     for each, library, state in states:
         set_state(each, library, state)
 
@@ -242,13 +242,13 @@ class MLStateCallback:
         self,
         args: Any,
         state: Any,
-        control: Any,
+        control: object,
         *,
         model: Any = None,
         optimizer: Any = None,
         lr_scheduler: Any = None,
-        train_dataloader: Any = None,
-        **others: Any,
+        train_dataloader: object = None,
+        **others: object,
     ) -> None:
         """Restore the state if the Trainer resumes.
 
@@ -263,7 +263,7 @@ class MLStateCallback:
 
         Warns
         -----
-        UserWarning
+        CheckpointWarning
             The checkpoint was written by the Trainer alone.
         """
         _check_arguments(args, state, self._directory)
@@ -294,6 +294,7 @@ class MLStateCallback:
                 f"{manager.directory} has no step {state.global_step} of this run: the training "
                 "resumes with the optimizer, scheduler and generators that the Trainer itself "
                 "has saved",
+                CheckpointWarning,
                 stacklevel=2,
             )
 
@@ -311,7 +312,7 @@ class MLStateCallback:
                 pass  # every rank raises it when it restores
         return gather_bytes(self._group, b"1" if has_step else b"0")[0] == b"1"
 
-    def _restore(self, step: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+    def _restore(self, step: int, model: Any, optimizer: Any, scheduler: object) -> None:
         """Restore a step, except for the generators, whose states are kept for later."""
         assert self._manager is not None
         checkpoint = self._manager.checkpoint(step)
@@ -337,12 +338,16 @@ class MLStateCallback:
             self._restored = _states_of(generators)
             _set_states(before)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_epoch_begin(
+        self, args: object, state: object, control: object, **others: object
+    ) -> None:
         """Set the restored generators, unless the Trainer skips batches first."""
         if not self._skips_batches:
             self._set_restored()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_step_begin(
+        self, args: object, state: object, control: object, **objects: object
+    ) -> None:
         """Set the restored generators after the Trainer has skipped batches."""
         self._set_restored()
         self._save_after_signal(args, state, control, objects)
@@ -352,15 +357,17 @@ class MLStateCallback:
         _set_states(self._restored)
         self._restored = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: object, state: object, control: object, **objects: object
+    ) -> None:
         """Save the step if a signal has made the Trainer save here."""
         self._save_after_signal(args, state, control, objects)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **objects: object) -> None:
         """Save the step if a signal has made the Trainer save here."""
         self._save_after_signal(args, state, control, objects)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_epoch_end(self, args: object, state: object, control: object, **objects: object) -> None:
         """Save the step if a signal has made the Trainer save here."""
         self._save_after_signal(args, state, control, objects)
 
@@ -379,12 +386,12 @@ class MLStateCallback:
         self,
         args: Any,
         state: Any,
-        control: Any,
+        control: object,
         *,
         model: Any = None,
         optimizer: Any = None,
-        lr_scheduler: Any = None,
-        **others: Any,
+        lr_scheduler: object = None,
+        **others: object,
     ) -> None:
         """Save the state of a step, after the Trainer has written its checkpoint."""
         manager = self._manager
@@ -414,6 +421,6 @@ class MLStateCallback:
             group=self._group,
         )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **others: object) -> None:
         """Close the manager and the group."""
         self._close()

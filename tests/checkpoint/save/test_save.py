@@ -744,9 +744,8 @@ def test_lock_of_dead_owner_with_live_child_is_taken_over(path):
     owner = os.fork()
     if owner == 0:  # takes the lock, forks a child that keeps the descriptor, and exits
         from mlstate.checkpoint._folder.local import LocalFolder
-        from mlstate.checkpoint._folder.writer_lock import WriterLock
 
-        lock = WriterLock(LocalFolder(str(path)))
+        lock = LocalFolder(str(path)).claim("manifest.json")
         lock.acquire()
         lock.note("0123456789abcdef")
         if os.fork() == 0:
@@ -781,10 +780,9 @@ def test_a_forked_child_leaves_its_parents_lock_alone(path):
 
 def test_next_save_removes_files_of_a_dead_writer(path):
     from mlstate.checkpoint._folder.local import LocalFolder
-    from mlstate.checkpoint._folder.writer_lock import WriterLock
 
     mlstate.save(path, {"w": np.ones(2)})
-    lock = WriterLock(LocalFolder(str(path)))
+    lock = LocalFolder(str(path)).claim("manifest.json")
     lock.acquire()
     lock.note("0123456789abcdef")
     lock.holder.close()  # as when the process dies

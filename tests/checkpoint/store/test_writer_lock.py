@@ -46,7 +46,10 @@ def test_lock_being_acquired_is_not_taken_over(tmp_path, monkeypatch):
         write(self, generation)
 
     monkeypatch.setattr(WriterLock, "_write", slow)
-    first, second = WriterLock(LocalFolder(str(tmp_path))), WriterLock(LocalFolder(str(tmp_path)))
+    first, second = (
+        LocalFolder(str(tmp_path)).claim("manifest.json"),
+        LocalFolder(str(tmp_path)).claim("manifest.json"),
+    )
     taking = threading.Thread(target=first.acquire)
     taking.start()
     assert locked.wait(20)
@@ -64,7 +67,7 @@ def test_one_of_several_takes_over_a_dead_owners_lock(tmp_path):
     _dead_text(tmp_path)
     with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locks = [WriterLock(LocalFolder(str(tmp_path))) for _ in range(8)]
+        locks = [LocalFolder(str(tmp_path)).claim("manifest.json") for _ in range(8)]
         outcomes = thread_outcomes(lambda number: locks[number].acquire(), len(locks))
     refused = [error.errno for error in outcomes if isinstance(error, mlstate.StoreError)]
     assert refused == [errno.EBUSY] * 7
@@ -74,7 +77,7 @@ def test_one_of_several_takes_over_a_dead_owners_lock(tmp_path):
 
 def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "_lock_folder", lambda folder: True)  # as on NFS
-    replace, first = _lock.replacing, WriterLock(LocalFolder(str(tmp_path)))
+    replace, first = _lock.replacing, LocalFolder(str(tmp_path)).claim("manifest.json")
 
     def late(path, target):
         monkeypatch.setattr(_lock, "replacing", replace)
@@ -86,7 +89,7 @@ def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatc
     with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with pytest.raises(mlstate.StoreError, match="is writing it") as caught:
-            WriterLock(LocalFolder(str(tmp_path))).acquire()
+            LocalFolder(str(tmp_path)).claim("manifest.json").acquire()
     assert caught.value.errno == errno.EBUSY
     first.release()
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
@@ -97,14 +100,14 @@ def test_owner_in_another_container_counts_as_alive(tmp_path):
         text = {**_lock._me(), "pid_space": "pid:[1]", "pid": 1 << 30, "generation": None}
         (tmp_path / "lock").write_text(json.dumps(text))
         with pytest.raises(mlstate.StoreError, match="is writing it"):
-            WriterLock(LocalFolder(str(tmp_path))).acquire()
+            LocalFolder(str(tmp_path)).claim("manifest.json").acquire()
 
 
 def test_lock_is_released_if_its_text_cannot_be_written(tmp_path, monkeypatch):
     def full(self, generation):
         raise OSError(errno.ENOSPC, "no space left")
 
-    lock = WriterLock(LocalFolder(str(tmp_path)))
+    lock = LocalFolder(str(tmp_path)).claim("manifest.json")
     with monkeypatch.context() as patch:
         patch.setattr(WriterLock, "_write", full)
         with pytest.raises(mlstate.StoreError, match="cannot lock"):
@@ -271,9 +274,8 @@ def test_a_lock_that_others_could_read_is_an_error(tmp_path, monkeypatch):
 HOLDER = """
 import sys
 from mlstate.checkpoint._folder.local import LocalFolder
-from mlstate.checkpoint._folder.writer_lock import WriterLock
 for line in sys.stdin:
-    locks = [WriterLock(LocalFolder(folder)) for folder in line.split()]
+    locks = [LocalFolder(folder).claim("manifest.json") for folder in line.split()]
     held = [lock.acquire() for lock in locks]
     print("held", flush=True)
     sys.stdin.readline()

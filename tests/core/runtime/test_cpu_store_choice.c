@@ -67,7 +67,7 @@ TEST(fastest_variant_is_chosen)
         {{100, 90, 88}, 1, MLS_STORE_LOOP},
         /* every fourth trial is preempted: it takes a hundred times as long */
         {{100, 110, 60}, 100, MLS_STORE_STREAM},
-        /* the clock stands still */
+        /* the clock is stopped */
         {{0, 0, 0}, 1, MLS_STORE_CACHED},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -188,7 +188,7 @@ TEST(stream_needs_two_large_wins_for_cacheable_results)
     CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_CACHED);
 }
 
-/* Plain stores to lines evicted by streaming are no fair measure of plain stores. */
+/* Cached stores to lines that streaming evicted do not measure cached stores fairly. */
 TEST(in_cache_trials_count_the_second_store)
 {
     enum { PAIR = 5 }; /* plain and past the cache, as fills have */
@@ -365,7 +365,7 @@ TEST(threads_share_a_choice_and_copy_every_byte)
     free(from);
 }
 
-/* A checksum over several trials equals that of one pass. */
+/* A checksum over several trials equals the checksum of one pass. */
 TEST(checksum_continues_across_trials)
 {
     unsigned char *to = malloc(LARGE), *from = calloc(LARGE, 1);

@@ -167,11 +167,10 @@ def different_saves_of_ranks_are_refused(group, folder):
 @scenario
 def a_writer_elsewhere_stops_all_ranks(group, folder):
     from mlstate.checkpoint._folder.local import LocalFolder
-    from mlstate.checkpoint._folder.writer_lock import WriterLock
 
     mlstate.save(folder, shards(group, "rows", 1), group=group)
     group.barrier()
-    lock = WriterLock(LocalFolder(folder))
+    lock = LocalFolder(folder).claim("manifest.json")
     if group.rank == group.world_size - 1:
         lock.acquire()
     group.barrier()

@@ -141,7 +141,7 @@ def test_a_damaged_folder_is_written_again(tmp_path, runs, damage):
     assert MLStateCallback.last_checkpoint(tmp_path) is None  # the user starts anew
 
 
-def test_resume_of_a_plain_trainer_checkpoint_warns(tmp_path, runs):
+def test_resume_of_a_trainer_only_checkpoint_warns(tmp_path, runs):
     train(runs, tmp_path, save_total_limit=2)
     train(runs, tmp_path, with_mlstate=False, max_steps=6, save_only_model=False)
     last = MLStateCallback.last_checkpoint(tmp_path)

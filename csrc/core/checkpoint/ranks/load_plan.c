@@ -209,8 +209,8 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
         }
         w->first = used;
         w->long_zeros = has_long_zeros(plan->stored + used, w->count);
-        if (check_files(plan->stored + used, w->count, folder, plan->merged->links, &seen,
-                        st) != MLS_OK) {
+        if (folder >= 0 && check_files(plan->stored + used, w->count, folder,
+                                       plan->merged->links, &seen, st) != MLS_OK) {
             *file = seen;
             return st->code;
         }

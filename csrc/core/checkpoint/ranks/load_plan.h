@@ -92,9 +92,9 @@ mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *ta
 /* ---- find stored ranges ---- */
 
 /* Find the pieces of all parts, and compare the files in `folder` with the sizes in the
- * indexes. Call this before allocating destinations, since a damaged index may claim
- * terabytes. `*file` is the file that does not match, else NULL. Errors as
- * mls_merged_index_pieces and mls_file_expect; MLS_E_MEMORY. */
+ * indexes; -1: no files are compared. Call this before allocating destinations, since a
+ * damaged index may claim terabytes. `*file` is the file that does not match, else NULL.
+ * Errors as mls_merged_index_pieces and mls_file_expect; MLS_E_MEMORY. */
 mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                             mls_status *st);
 

@@ -12,9 +12,8 @@
 #include <string.h>
 
 enum {
-    SPAN = 4 * MLS_SAFETENSORS_BLOCK, /* large enough for one task */
-    QUEUE_COST = 16 * SPAN,           /* long enough for the system's read-ahead */
-    SPAN_COST = 16 << 10,             /* fixed cost of a span */
+    QUEUE_COST = 16 * MLS_READ_SPAN, /* long enough for the system's read-ahead */
+    SPAN_COST = 16 << 10,            /* fixed cost of a span */
     CODED_COST = 8 /* cost of a compressed byte, relative to an uncompressed one */
 };
 
@@ -125,7 +124,7 @@ static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
     for (size_t filled = zeros->from; from < range.end;) {
         const bool fills = zeros->end > 0;
         const size_t most =
-            fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* zeros are written too */
+            fills ? MLS_SAFETENSORS_BLOCK : MLS_READ_SPAN; /* zeros are written too */
         const size_t left = range.end - from, room = most - from % most;
         const size_t length = left < room || piece->data == NULL ? left : room;
         const size_t until = !fills ? 0
@@ -221,7 +220,7 @@ static void group_tasks(mls_read_plan *plan)
     uint64_t cost = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const mls_read_span *s = plan->order[i];
-        if (i == 0 || cost + s->cost > SPAN + SPAN_COST) {
+        if (i == 0 || cost + s->cost > MLS_READ_SPAN + SPAN_COST) {
             plan->tasks[plan->task_count++] = i;
             cost = 0;
         }

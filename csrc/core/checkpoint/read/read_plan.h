@@ -16,6 +16,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Spans end at multiples of this from the start of their place; large enough for one
+ * task. */
+enum { MLS_READ_SPAN = 4 << 20 };
+
 /* A piece: read the common elements of `shard` and `to` into `data`, which holds the
  * packed part `to`. NULL, for zeros only: the memory is already zero. Pieces may share a
  * shard. They may share `data` if their shards are different parts of the tensor. */

@@ -39,8 +39,9 @@ typedef struct read_state {
     mls_work_queues queues; /* of the plan's tasks */
     atomic_size_t failed;   /* first span that failed so far, else SIZE_MAX */
     atomic_bool stopped;
-    pthread_mutex_t lock; /* protects `status` */
-    mls_status status;    /* why `failed` failed, or that the read was stopped */
+    _Atomic(uint64_t) read; /* bytes that reached their destination */
+    pthread_mutex_t lock;   /* protects `status` */
+    mls_status status;      /* why `failed` failed, or that the read was stopped */
     mls_ready_counter
         ready;   /* number of pieces that have their `data`, if there is a maker */
     bool unmade; /* the maker failed */
@@ -48,8 +49,8 @@ typedef struct read_state {
 
 typedef struct read_worker {
     read_state *shared;
-    const char *file; /* name of the open file, or NULL */
-    int fd;
+    const char *file;  /* name of the open file, or NULL */
+    mls_source source; /* of that file */
     uint64_t file_bytes;
     unsigned char *buffer; /* STEP + ALIAS bytes; NULL until needed */
     mls_compressed_frame_room frames;
@@ -150,10 +151,28 @@ static mls_code fail_open(int reason, bool links, mls_status *st)
 
 static void close_file(read_worker *w)
 {
-    if (w->file != NULL) {
-        (void)close(w->fd);
+    if (w->file != NULL && !w->shared->request.in_memory) {
+        (void)close(w->source.fd);
         w->file = NULL;
     }
+}
+
+/* Select the range of a file in memory that contains a span. Returns false if the span is
+ * not to be read. */
+static bool find_range(read_worker *w, const mls_read_span *s)
+{
+    const char *file = s->piece->shard->file;
+    if (file == NULL) {
+        return w->source.range_count == 0;
+    }
+    w->source.file = file;
+    const mls_file_range *range = mls_source_range(&w->source, s->at);
+    if (range == NULL) {
+        return false;
+    }
+    w->file = file;
+    w->file_bytes = range->file_bytes;
+    return true;
 }
 
 /* Open `name`, unless it is open already. */
@@ -176,7 +195,7 @@ static mls_code open_file(read_worker *w, const char *name, mls_status *st)
     } else if (!S_ISREG(info.st_mode) || info.st_size < 0) {
         fail_not_regular(S_ISDIR(info.st_mode) ? "a folder" : "a FIFO or device", st);
     } else {
-        w->fd = fd;
+        w->source.fd = fd;
         w->file = name;
         w->file_bytes = (uint64_t)info.st_size;
         return MLS_OK;
@@ -279,7 +298,7 @@ static mls_code read_unverified(read_worker *w, run_reader *r, mls_status *st)
         unsigned char *to = r->now.to;
         code = straight ? MLS_OK : borrow_buffer(w, offset, &to, st);
         if (code == MLS_OK) {
-            code = mls_file_read_at(w->fd, to, end - at, offset, st);
+            code = mls_source_read_at(&w->source, to, end - at, offset, st);
         }
         if (code == MLS_OK && straight) {
             w->done += end - at;
@@ -310,7 +329,7 @@ static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes
     unsigned char *to = r->now.to;
     mls_code code = straight ? MLS_OK : borrow_buffer(w, offset, &to, st);
     if (code == MLS_OK) {
-        code = mls_file_read_at(w->fd, to, bytes, offset, st);
+        code = mls_source_read_at(&w->source, to, bytes, offset, st);
     }
     if (code != MLS_OK) {
         return code;
@@ -359,7 +378,7 @@ static mls_code read_compressed(read_worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
     const size_t last = mls_compressed_frames_count(shard->frames->bytes) - 1;
-    const mls_coded coded = {.fd = w->fd,
+    const mls_coded coded = {.source = w->source,
                              .offset = shard->offset,
                              .bytes = shard->frames->ends[last],
                              .crcs = shard->crcs,
@@ -428,6 +447,9 @@ static void read_span(read_worker *w, const mls_read_span *s)
 {
     mls_status st;
     run_reader r;
+    if (w->shared->request.in_memory && !find_range(w, s)) {
+        return;
+    }
     start_runs(&r, s);
     if (r.now.left == 0) {
         w->done += r.zeros;
@@ -509,7 +531,7 @@ static bool read_neighbours(read_worker *w, const mls_read_span *const *spans,
     }
     /* a short read (truncated file, or a signal) is rare; reading each span separately
      * handles it */
-    if (preadv(w->fd, parts, (int)count, (off_t)spans[0]->at) != (ssize_t)bytes) {
+    if (preadv(w->source.fd, parts, (int)count, (off_t)spans[0]->at) != (ssize_t)bytes) {
         return false;
     }
     for (size_t i = 0; i < count; i++) {
@@ -568,8 +590,9 @@ static void read_task(read_worker *w, size_t index)
     }
     for (size_t i = shared->plan.tasks[index]; i < end;) {
         const mls_read_span *const *spans = shared->plan.order + i;
-        const size_t count = count_neighbours(shared, i, end),
-                     all = count < 1 ? 1 : count;
+        const size_t count =
+            shared->request.in_memory ? 1 : count_neighbours(shared, i, end);
+        const size_t all = count < 1 ? 1 : count;
         if (count < 2 || !is_pending(shared, *spans) ||
             !read_neighbours(w, spans, count)) {
             for (size_t j = 0; j < all; j++) {
@@ -583,6 +606,7 @@ static void read_task(read_worker *w, size_t index)
     if (w->done > 0 && !mls_progress_report(shared->request.progress, w->done)) {
         record_stop(shared, shared->plan.order[end - 1]);
     }
+    atomic_fetch_add_explicit(&shared->read, w->done, memory_order_relaxed);
     w->done = 0;
 }
 
@@ -591,7 +615,9 @@ static void read_task(read_worker *w, size_t index)
 static void read_tasks(void *context, size_t index)
 {
     read_state *shared = context;
-    read_worker w = {.shared = shared, .fd = -1};
+    const mls_read_request *request = &shared->request;
+    read_worker w = {.shared = shared,
+                     .source = {-1, NULL, request->ranges, request->range_count}};
     size_t queue = SIZE_MAX, task;
     (void)index;
     while (mls_work_queues_take(&shared->queues, &queue, &task)) {
@@ -621,6 +647,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     pthread_mutex_init(&shared.lock, NULL);
     atomic_init(&shared.failed, SIZE_MAX);
     atomic_init(&shared.stopped, false);
+    atomic_init(&shared.read, 0);
     mls_code code =
         mls_read_plan_make(&shared.plan, request->pieces, request->count, &planned, st);
     const mls_read_plan *plan = &shared.plan;
@@ -645,6 +672,9 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     }
     if (code != MLS_OK) {
         *failed = planned;
+    }
+    if (request->read != NULL) {
+        *request->read = atomic_load(&shared.read);
     }
     reading_fini(&shared);
     return code;

@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "checkpoint/read/read_plan.h"
 #include "crc32c/crc32c.h"
+#include "io/file.h"
 #include "runtime/ready_counter.h"
 #include "runtime/thread_pool.h"
 
@@ -44,6 +45,12 @@ typedef struct mls_maker {
 typedef struct mls_read_request {
     int folder; /* descriptor of the checkpoint's folder */
     bool links; /* files may be symbolic links */
+    /* The files are in memory, and the folder is not used. Only spans that begin in one
+     * of the ranges are read; if there is no range, the zeros that were not stored are
+     * written instead. So several calls with different ranges read everything. */
+    bool in_memory;
+    const mls_file_range *ranges;
+    size_t range_count;
     const mls_read_range *pieces;
     size_t count;                 /* number of pieces */
     const mls_crc_kernels *crc;   /* NULL: checksums are not verified */
@@ -51,6 +58,7 @@ typedef struct mls_read_request {
     mls_pool *pool;               /* NULL: the calling thread reads */
     const mls_progress *progress; /* NULL: no reports */
     const mls_maker *maker;       /* NULL: all pieces have their `data` */
+    uint64_t *read; /* receives the bytes that reached their destination; NULL: no one */
 } mls_read_request;
 
 /* Read all pieces; threads share large ones. Each thread allocates at most 1 MiB, or 5

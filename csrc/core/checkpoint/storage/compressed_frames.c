@@ -156,7 +156,7 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
     const size_t length = left < BLOCK ? left : BLOCK;
     unsigned char *to = room->room + slot * BLOCK;
     const mls_code code =
-        mls_file_read_at(coded->fd, to, length, coded->offset + start, st);
+        mls_source_read_at(&coded->source, to, length, coded->offset + start, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -202,8 +202,8 @@ static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_code
     if (coded->crc == NULL) {
         room->count = 0;
         *out = room->room;
-        return mls_file_read_at(coded->fd, room->room, end - begin, coded->offset + begin,
-                                st);
+        return mls_source_read_at(&coded->source, room->room, end - begin,
+                                  coded->offset + begin, st);
     }
     code = load_blocks(room, coded, begin / BLOCK, (end - 1) / BLOCK, st);
     *out = room->room + begin % BLOCK;

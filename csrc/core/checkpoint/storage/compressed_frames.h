@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "base/string_view.h"
 #include "crc32c/crc32c.h"
+#include "io/file.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -85,7 +86,7 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
 
 /* A compressed byte range of a file. */
 typedef struct mls_coded {
-    int fd;
+    mls_source source;
     uint64_t offset;      /* offset of the first byte in the file */
     size_t bytes;         /* compressed bytes */
     const uint32_t *crcs; /* CRC32C of each block; used only if `crc` is set */

@@ -222,7 +222,7 @@ static void compare_compressed(compare_state *c, compared_shard *shard,
         atomic_store(&shard->changed, LOST);
         return;
     }
-    const mls_coded coded = {.fd = r->fd,
+    const mls_coded coded = {.source = {.fd = r->fd},
                              .offset = place->offset,
                              .bytes = place->bytes,
                              .crcs = place->crcs,

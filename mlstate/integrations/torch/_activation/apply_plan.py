@@ -16,6 +16,8 @@ from .schedule import Block, Program, Run, flatten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
 _HOOK = "_compiled_call_impl"  # torch.nn.Module.__call__ uses it before all hooks
 
 
@@ -49,7 +51,7 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
     return blocks_found
 
 
-def _children(module: Any, count: int | None) -> list[tuple[str, Any]]:
+def _children(module: torch.nn.Module, count: int | None) -> list[tuple[str, Any]]:
     import torch
 
     lists = (torch.nn.Sequential, torch.nn.ModuleList)
@@ -120,7 +122,7 @@ class Interceptor:
         self._undo = []
 
 
-def _break_graph(module: Any, args: Any) -> None:
+def _break_graph(module: torch.nn.Module, args: Any) -> None:
     """Keep torch.compile from tracing through a block, which would bypass the plan."""
     import torch
 

@@ -63,7 +63,7 @@ class BlockCall:
         return self.bind()()
 
 
-def seed_of(out: Any) -> torch.Tensor | None:
+def seed_of(out: torch.Tensor) -> torch.Tensor | None:
     """Return a loss whose gradients are ones, allocated when the backward pass needs them."""
     import torch
 
@@ -74,7 +74,7 @@ def seed_of(out: Any) -> torch.Tensor | None:
             return torch.zeros((), device=tensors[0].device)
 
         @staticmethod
-        def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+        def backward(ctx: Any, *_: object) -> tuple[torch.Tensor, ...]:
             return tuple(torch.ones(s, dtype=t, device=d) for s, t, d in ctx.like)
 
     outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
@@ -106,12 +106,15 @@ class SampledModel:
                 return self.module(*args, **kwargs)
             return run_blocks(self.blocks, enter, args, kwargs)
 
-    def measure_blocks(self, measure: Callable[[BlockCall], Any]) -> None:
+    def measure_blocks(self, measure: Callable[[BlockCall], object]) -> None:
         """Call the model once, and measure each block when it is called."""
         reached = 0
 
         def enter(
-            positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
+            positions: tuple[int, ...],
+            original: Callable[..., object],
+            *args: object,
+            **kwargs: object,
         ) -> Any:
             """Measure a block, run it, and return its detached output."""
             nonlocal reached

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
 
-def modules_named(module: Any, pattern: str) -> list[tuple[str, Any]]:
+
+def modules_named(module: torch.nn.Module, pattern: str) -> list[tuple[str, object]]:
     """Return matching names and modules; patterns match part by part, and ``*`` one part."""
     parts = pattern.split(".")
     matches = []
@@ -20,7 +22,7 @@ def modules_named(module: Any, pattern: str) -> list[tuple[str, Any]]:
     return matches
 
 
-def refuse_overlap(blocks: Sequence[tuple[str, Any]]) -> None:
+def refuse_overlap(blocks: Sequence[tuple[str, object]]) -> None:
     """Raise ValueError if a block is inside another one."""
     ids = {id(block): name for name, block in blocks}
     for name, block in blocks:

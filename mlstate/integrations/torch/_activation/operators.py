@@ -39,14 +39,14 @@ class _Call(NamedTuple):
     can_keep: bool
 
 
-def _storages(values: Any) -> dict[int, int]:
+def _storages(values: object) -> dict[int, int]:
     """Return the size of each storage of the tensors in nested values."""
     import torch
 
     return storage_bytes(t for t in tensors_in(values) if t.layout is torch.strided)
 
 
-def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[object]:
     """Return the arguments that an operator modifies in place."""
     places = enumerate(func._schema.arguments)
     return [
@@ -71,7 +71,7 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
             self._numbers: Counter[str] = Counter()
             self._makers: dict[int, int] = {}  # number of the call that allocated a storage
 
-        def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, bool]:
+        def _look(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, bool]:
             """Return bytes of new memory, and whether the output is only new memory."""
             inputs = _storages((args, kwargs))
             fresh = {k: n for k, n in _storages(out).items() if k not in inputs}
@@ -83,7 +83,7 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
             return sum(fresh.values()), bool(fresh) and not func._schema.is_mutable
 
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            self, func: Any, types: object, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
             if func in SAC_IGNORED_OPS:
@@ -365,14 +365,14 @@ def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
     return selective_contexts(saved)
 
 
-def selective_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
+def selective_contexts(saved: Iterable[str]) -> tuple[object, object]:
     """Return contexts without a warning; see `operator_contexts`."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     kinds, single = _split_names(saved)
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: Any, func: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         name = str(func)
         # Some torch versions call this again in the backward pass.
         count = counts[bool(context.is_recompute)]
@@ -381,7 +381,7 @@ def selective_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
         is_kept = name in kinds or f"{name} {number}" in single
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
+    contexts: tuple[object, object] = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         policy
     )
     return contexts

@@ -30,7 +30,7 @@ def _call_key(call: BlockCall) -> tuple[Any, ...]:
     return tuple((t.shape, t.stride(), t.dtype, t.device, flag) for t, flag in call.tensors())
 
 
-def _block_key(block: Any) -> Any:
+def _block_key(block: object) -> Any:
     """Return a key that is equal for blocks with equal modules and parameter shapes."""
     import torch
 
@@ -168,7 +168,7 @@ def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
 
 @set_module("mlstate.integrations.torch")
 def profile_chain(
-    module: Any,
+    module: object,
     sample: Any,
     *,
     blocks: Any = None,

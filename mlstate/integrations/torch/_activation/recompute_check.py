@@ -60,7 +60,7 @@ def _describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
 class _Where:
     """Tracks the running module inside a block."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: object) -> None:
         self._stack: list[str] = []
         self._handles: list[Any] = []
         if hasattr(block, "named_modules"):
@@ -189,7 +189,7 @@ class _Checker:
     def _trace_runs(
         self,
         name: str,
-        module: Any,
+        module: torch.nn.Module,
         call: BlockCall,
         where: _Where,
         surroundings: Surroundings,
@@ -273,7 +273,7 @@ class _Trace:
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
 
-    def record_result(self, func: Any, out: Any) -> None:
+    def record_result(self, func: Any, out: torch.Tensor) -> None:
         """Record the results of an operator, or compare them with the record."""
         if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
             return
@@ -304,7 +304,9 @@ class _Trace:
 
 
 @set_module("mlstate.integrations.torch")
-def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
+def check_recompute(
+    module: object, plan: Any, sample: Any, *, blocks: Any = None
+) -> RecomputeReport:
     """Recompute blocks and compare; public as `mlstate.activation.check`.
 
     Parameters

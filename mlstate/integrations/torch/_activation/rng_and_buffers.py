@@ -29,7 +29,7 @@ def refusal(
     return error
 
 
-def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
+def devices_of(leaves: Iterable[object]) -> set[torch.device]:
     """Return the devices of tensors, except the CPU and meta."""
     import torch
 
@@ -44,7 +44,7 @@ def generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]
     """Return the states of torch's generators, of the CPU and of `devices`."""
     import torch
 
-    states: dict[Any, torch.Tensor] = {"cpu": torch.get_rng_state()}
+    states: dict[object, torch.Tensor] = {"cpu": torch.get_rng_state()}
     for device in devices:
         of_device = getattr(torch, device.type)  # torch.mps takes no device argument
         states[device] = of_device.get_rng_state(*_named(device))
@@ -72,7 +72,7 @@ def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
 
     class Enter(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: object, leaf: torch.Tensor) -> torch.Tensor:
             return leaf.detach()
 
         @staticmethod
@@ -84,7 +84,7 @@ def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
     return entered
 
 
-def copy_objects(values: Any) -> Any:
+def copy_objects(values: object) -> Any:
     """Copy nested arguments, including objects such as KV caches.
 
     A block may change an object that it receives. Each further run gets a copy, so that it sees
@@ -120,7 +120,7 @@ def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return enter_graph(tensor.detach()) if tensor.requires_grad else tensor.detach()
 
 
-def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_object(value: Any, memo: dict[int, object]) -> Any:
     try:
         copied = copy.copy(value)
     except Exception:  # locks, generators, handles of devices: all runs share them
@@ -147,7 +147,7 @@ class Buffers:
     copy only the buffers that changed.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: object) -> None:
         self._modules = list(module.modules()) if hasattr(module, "modules") else []
         self._changing: set[_Place] | None = None
 
@@ -191,12 +191,12 @@ class Buffers:
         return different
 
 
-def _pack_states(states: dict[Any, torch.Tensor]) -> dict[Any, bytes]:
+def _pack_states(states: dict[object, torch.Tensor]) -> dict[Any, bytes]:
     """Return states as bytes; a plan keeps one set for each recomputed block."""
     return {device: state.numpy().tobytes() for device, state in states.items()}
 
 
-def _unpack_states(states: dict[Any, bytes]) -> dict[Any, torch.Tensor]:
+def _unpack_states(states: dict[object, bytes]) -> dict[Any, torch.Tensor]:
     import torch
 
     return {
@@ -211,7 +211,7 @@ class Surroundings:
     States of generators are kept as bytes in main memory: 5 kB for the CPU, 16 B for a GPU.
     """
 
-    def __init__(self, module: Any, buffers: Buffers, leaves: Sequence[Any]) -> None:
+    def __init__(self, module: object, buffers: Buffers, leaves: Sequence[Any]) -> None:
         import torch
 
         self._training = getattr(module, "training", None)
@@ -237,7 +237,7 @@ class Surroundings:
         self._before = ({}, {})
 
     @contextmanager
-    def restored(self, name: str, module: Any) -> Iterator[None]:
+    def restored(self, name: str, module: object) -> Iterator[None]:
         """Restore the state before the first run inside this context, and undo that at exit."""
         import torch
 

@@ -112,7 +112,7 @@ class Program:
 class Block:
     """One block of a chain: its name for messages, its call and its module."""
 
-    def __init__(self, name: str, call: Callable[..., Any], module: Any) -> None:
+    def __init__(self, name: str, call: Callable[..., Any], module: object) -> None:
         self.name = name
         self.call = call
         self.module = module
@@ -338,7 +338,7 @@ class Run:
                 "are not in place, or make it one block with what stands before it",
             )
 
-    def _keep_output(self, i: int, out: Any, call: _Call) -> None:
+    def _keep_output(self, i: int, out: object, call: _Call) -> None:
         """Keep a block's output if the schedule needs it, and watch its gradient."""
         tensors = tensors_in(out)
         if not tensors:

@@ -291,7 +291,9 @@ class _StepSimulation:
 
 
 @set_module("mlstate.integrations.torch")
-def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) -> PlanUse:
+def measure_plan(
+    plan: Plan, module: torch.nn.Module, sample: Any, *, blocks: Any = None
+) -> PlanUse:
     """Run one training step of a model by a plan, and measure the memory of each step.
 
     Parameters
@@ -343,7 +345,7 @@ def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) ->
     model = SampledModel(module, sample, blocks, plan.chain.blocks)
     marks: list[Allocations] = []
 
-    def observe(*_: Any) -> None:
+    def observe(*_: object) -> None:
         for watched in marks:
             watched.mark()
 

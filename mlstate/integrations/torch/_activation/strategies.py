@@ -96,7 +96,7 @@ def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Modul
 
 @set_module("mlstate.integrations.torch")
 def apply_strategy(
-    manager: ActivationManager, module: Any, blocks: str | Iterable[str] | None
+    manager: ActivationManager, module: torch.nn.Module, blocks: str | Iterable[str] | None
 ) -> AppliedStrategy:
     """Apply a manager to blocks of a module; see `ActivationManager.apply`.
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def tensors_in(values: Any) -> list[torch.Tensor]:
+def tensors_in(values: object) -> list[torch.Tensor]:
     """Return the tensors in nested values."""
     import torch
     from torch.utils import _pytree
@@ -21,7 +21,7 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def detach_all(values: Any) -> Any:
+def detach_all(values: object) -> Any:
     """Return nested values with detached tensors, which require gradients as before."""
     import torch
     from torch.utils import _pytree

@@ -295,7 +295,7 @@ def _compact_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _cpu_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _cpu_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return all values as plain CPU tensors."""
     tensors = tensors_of(state)
     return _compact_tensors({name: tensor.cpu() for name, tensor in tensors.items()})

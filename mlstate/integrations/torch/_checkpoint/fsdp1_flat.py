@@ -57,7 +57,7 @@ def reshard_flat(wrappers: Iterable[Any]) -> None:
             handle.reshard(True)
 
 
-def flat_runs(module: torch.nn.Module, wrappers: Iterable[Any]) -> dict[str, FlatRun]:
+def flat_runs(module: torch.nn.Module, wrappers: Iterable[object]) -> dict[str, FlatRun]:
     """Return this rank's runs of all parameters of FSDP1 units, by name without prefixes.
 
     A parameter without elements on this rank has a run of length 0.

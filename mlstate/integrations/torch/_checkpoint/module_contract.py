@@ -40,7 +40,7 @@ class Unit(NamedTuple):
 # ---- torch's own methods ----
 
 
-def _is_torch_method(module: torch.nn.Module, name: str, extra: Collection[Any] = ()) -> bool:
+def _is_torch_method(module: torch.nn.Module, name: str, extra: Collection[object] = ()) -> bool:
     import torch
 
     function = getattr(getattr(module, name), "__func__", None)
@@ -86,7 +86,7 @@ def _has_extra_state(module: torch.nn.Module) -> bool:
 # ---- memory ----
 
 
-def _memory_of(value: Any) -> tuple[Any, ...] | None:
+def _memory_of(value: Any) -> tuple[object, ...] | None:
     """Return a key that is equal for tensors over the same elements; None if there is none."""
     import torch
 
@@ -118,7 +118,7 @@ def _joined(name: str) -> str:
 
 
 def _entries_match(
-    entries: Mapping[str, Any], names: Collection[str], expected: Mapping[str, torch.Tensor]
+    entries: Mapping[str, object], names: Collection[str], expected: Mapping[str, torch.Tensor]
 ) -> bool:
     """Return whether some entries are the expected tensors' memory, and no name is missing."""
     return set(names) == expected.keys() and all(
@@ -268,7 +268,7 @@ class ModuleContract:
         return {prefix: dict(each) for prefix, each in self._metadata.items()}
 
     def metadata_by_prefix(
-        self, stored: Mapping[str, dict[str, Any]], default: dict[str, Any]
+        self, stored: Mapping[str, dict[str, object]], default: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
         """Return a checkpoint's metadata in torch's form."""
         return {
@@ -358,9 +358,9 @@ class OwnLoad:
             }
         )  # fmt: skip
 
-    def _by_unit(self, entries: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _by_unit(self, entries: Mapping[str, object]) -> list[dict[str, Any]]:
         """Return the entries of each unit, by torch's keys."""
-        tables: dict[int, dict[str, Any]] = {id(unit): {} for unit in self.units}
+        tables: dict[int, dict[str, object]] = {id(unit): {} for unit in self.units}
         for name, value in entries.items():
             unit = self.contract.unit_of(name)
             assert unit is not None
@@ -442,9 +442,9 @@ def _quoted(names: Iterable[str]) -> str:
 
 def _load_module(
     module: torch.nn.Module,
-    state: dict[str, Any],
+    state: dict[str, object],
     prefix: str,
-    metadata: Mapping[str, dict[str, Any]],
+    metadata: Mapping[str, dict[str, object]],
     problems: tuple[list[str], list[str], list[str]],
     is_whole: bool,
 ) -> None:

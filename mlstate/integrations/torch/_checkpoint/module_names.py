@@ -31,7 +31,7 @@ _WRAPPERS = (
 
 def wrapped_attribute(module: torch.nn.Module) -> str:
     """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
-    cls: Any = type(module)
+    cls: object = type(module)
     return _attribute_of(cls)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ...._types import NDArray
+    from ...._types import Array, NDArray
     from ....state._optimizer_state import OptimizerStateDict
 
 # States that are smaller than the parameter by design, such as Adafactor's.
@@ -140,7 +140,7 @@ def _collect_states(
             "the optimizer has state that belongs to none of its parameters, which names cannot "
             "say: save it by states={'optimizer': optimizer.state_dict()}"
         )
-    states: dict[str, Any] = {}
+    states: dict[str, object] = {}
     for name, parameter in named.items():
         parameter_states = optimizer.state.get(parameter, {})
         if not isinstance(parameter_states, dict):
@@ -162,7 +162,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     return next((name for name in names if name in kinds), "other")
 
 
-def _state_forms(values: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
     """Return the entries of a group that list numbers and nested values among its states.
 
     `values` has the states of each parameter. Values other than tensors and numbers are stored as
@@ -192,7 +192,7 @@ def _state_forms(values: list[Mapping[str, Any]]) -> dict[str, Any]:
     return forms
 
 
-def _group_values(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _group_values(group: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return the values of a group in their JSON form."""
     forms: dict[str, Any] = {}
     for key, value in group.items():
@@ -235,7 +235,7 @@ def stored_states(
     return groups, arrays
 
 
-def _pack_state(key: str, value: Any) -> NDArray:
+def _pack_state(key: str, value: object) -> NDArray:
     """Return a nested value as bytes; raise TypeError or ValueError with its path."""
     array = packed(value, repr(key))
     check_restorable(value, unpacked(array, repr(key), tensor_of), repr(key))
@@ -286,7 +286,7 @@ def packed_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
     }
 
 
-def unpack_state(key: str, array: Any) -> Any:
+def unpack_state(key: str, array: Array) -> Any:
     """Return the value of a state that was stored as bytes."""
     return unpacked(np.asarray(array), repr(key), tensor_of)
 
@@ -322,7 +322,7 @@ def optimizer_state(
 
 
 def _is_valid_shape(
-    state: str, have: tuple[int, ...], want: tuple[int, ...], present: Mapping[str, Any]
+    state: str, have: tuple[int, ...], want: tuple[int, ...], present: Mapping[str, object]
 ) -> bool:
     """Return whether a state may have shape `have`: the parameter's, a scalar's, or a factor's."""
     if have == want or have in ((), (1,)):
@@ -340,7 +340,7 @@ def _is_valid_shape(
 
 def refuse_unfit(
     states: Mapping[str, tuple[int, ...]],
-    named: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]],
+    named: Mapping[str, tuple[tuple[int, ...], Mapping[str, object]]],
     saved: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
     """Raise one error for all states that do not fit the optimizer's parameters.
@@ -462,7 +462,7 @@ def optimizer_dict(
     numbers = number_states(osd.param_groups)
     tensors = tensors_of(entries if copy else _copy_unwritable(entries), copy=copy)
     order = {name: i for i, name in enumerate(named)}
-    states: dict[int, dict[str, Any]] = {}
+    states: dict[int, dict[str, object]] = {}
     for key, tensor in tensors.items():
         name, _, state = key.rpartition(".")
         current = optimizer.state.get(named[name], {}).get(state)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ...._types import Array
+
 # Keys in a group of a checkpoint: names of states that were Python numbers, which files store as
 # arrays; and of states that are nested values, with the positions of their parameters; and a mark
 # of a capturable group whose numbers were numbers: old checkpoints stored tensors as numbers too.
@@ -62,13 +64,13 @@ def equal_values(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-def tensor_of(array: Any) -> torch.Tensor:
+def tensor_of(array: Array) -> torch.Tensor:
     """Return a new tensor of an array."""
     tensor: torch.Tensor = tensors_of({"": np.array(array)})[""]
     return tensor
 
 
-def check_restorable(value: Any, restored: Any, where: str) -> None:
+def check_restorable(value: object, restored: object, where: str) -> None:
     """Raise TypeError for a value that the codec would restore as another value."""
     if not equal_values(value, restored):
         cls = type(value)
@@ -89,7 +91,7 @@ def as_json(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else NotImplemented
 
 
-def encode_value(value: Any, where: str) -> Any:
+def encode_value(value: object, where: str) -> Any:
     """Return the JSON form of a group's value; raise TypeError or ValueError with its path."""
     json_value = as_json(value)
     if json_value is not NotImplemented:

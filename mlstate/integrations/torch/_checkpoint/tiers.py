@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ...._types import Array
 
-def accelerator(values: Iterable[Any], device: Any) -> Any:
+
+def accelerator(values: Iterable[object], device: torch.device) -> Any:
     """Return the device of the hot tier, or None if that is main memory.
 
     Unless the user chose a `device`, it is the device of the first tensor that is on one. If there
@@ -32,7 +34,7 @@ def accelerator(values: Iterable[Any], device: Any) -> Any:
     return torch.device("cuda") if tensors and torch.cuda.is_available() else None
 
 
-def _allocate_like(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+def _allocate_like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return new memory for a tensor's elements, with the same strides.
 
     In main memory, NumPy allocates: it uses huge pages, while torch has a page fault per 4 KiB.
@@ -45,7 +47,7 @@ def _allocate_like(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape)
 
 
-def _copy_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a tensor to new memory.
 
     Copies within main memory use memcpy: torch's threads would wait for each other, for
@@ -66,7 +68,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def on_device(array: Any, device: Any) -> torch.Tensor:
+def on_device(array: Array, device: torch.device) -> torch.Tensor:
     """Copy an array or a tensor to new memory on a device; a tensor keeps its strides."""
     if isinstance(array, np.ndarray):
         array = tensors_of({"": array})[""]

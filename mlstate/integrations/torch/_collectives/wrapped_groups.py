@@ -5,18 +5,17 @@ from __future__ import annotations
 import atexit
 import sys
 from threading import Lock
-from typing import Any
 
 from .group import TorchGroup
 
 # The wrapper of each group, until the group is destroyed: a wrapper knows whether an operation
 # failed, after which the group is unusable.
-_wrapped: dict[Any, TorchGroup] = {}
+_wrapped: dict[object, TorchGroup] = {}
 _lock = Lock()
 atexit.register(_wrapped.clear)
 
 
-def wrapped_group(value: Any) -> TorchGroup | None:
+def wrapped_group(value: object) -> TorchGroup | None:
     """Return the one `TorchGroup` of a torch group or a mesh of one dimension; None for others.
 
     The group is borrowed: it is neither closed nor destroyed. Raises ValueError for a mesh of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.text import names_hint
 from ....collectives._arguments import check_group, check_timeout, dtype_name
-from ....errors import CollectiveError
+from ....errors import CollectiveError, GradientWarning
 from ....fsdp._hook_registry import Hooks, live_hooks
 from .bindings import Bindings
 
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ...._types import Array
+    from ....collectives import ProcessGroup
     from ....fsdp._bucket import Entry, Terms
     from ....fsdp._sharding_unit import FSDPShardingUnit
 
 
-def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of a module by name; a shared parameter has only its first name."""
     return dict(module.named_parameters())
 
 
-def _tied_to(module: Any, name: str) -> str | None:
+def _tied_to(module: torch.nn.Module, name: str) -> str | None:
     """Return the name in `parameters_of` of a parameter that is shared under `name`."""
     parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)
     return next((n for n, p in module.named_parameters() if p is parameter), None)
@@ -81,7 +83,7 @@ class ModuleHooks(Hooks):
                 self._handles.append(_NodeHook(node, before))
         self._make_live()
 
-    def begin_pass(self, on_end: Callable[[], None], rank: int) -> weakref.ref[Any]:
+    def begin_pass(self, on_end: Callable[[], None], rank: int) -> weakref.ref[object]:
         """Call a function at the end of the running backward pass, unless an error aborts the pass.
 
         Returns a weak reference that is dead after the pass.
@@ -110,7 +112,7 @@ class ModuleHooks(Hooks):
 
     def take(
         self, name: str, token: Callable[[], Any] | None
-    ) -> tuple[Any, Callable[[], None] | None]:
+    ) -> tuple[object, Callable[[], None] | None]:
         """Return a parameter's gradient, and remove it unless it is to be kept.
 
         The second value is a function that restores the gradient if the backward pass of `token`
@@ -126,8 +128,8 @@ class ModuleHooks(Hooks):
         return gradient, partial(_put_back, parameter, gradient, token)
 
     def take_missing(
-        self, name: str, token: Callable[[], Any] | None
-    ) -> tuple[Any, Callable[[], None] | None]:
+        self, name: str, token: Callable[[], object] | None
+    ) -> tuple[object, Callable[[], None] | None]:
         """Apply `take` to a gradient of earlier passes that this pass did not compute."""
         if name in self.unsent:
             self._drop_zeroed(name)
@@ -136,7 +138,7 @@ class ModuleHooks(Hooks):
             self._set_aside(name)
         return None, None
 
-    def _set_aside(self, name: str, _: Any = None) -> None:
+    def _set_aside(self, name: str, _: object = None) -> None:
         """Move a reduced gradient away before torch adds an unreduced one."""
         parameter = self.parameters[name]
         self._drop_zeroed(name)
@@ -157,7 +159,10 @@ class ModuleHooks(Hooks):
             self._earlier.pop(name, None)
 
     def gather_full(
-        self, buckets: Iterable[Sequence[FSDPShardingUnit]], group: Any, timeout: float | None
+        self,
+        buckets: Iterable[Sequence[FSDPShardingUnit]],
+        group: ProcessGroup,
+        timeout: float | None,
     ) -> None:
         """Add the reduced full gradients to the existing gradient of each parameter.
 
@@ -167,7 +172,7 @@ class ModuleHooks(Hooks):
             used = [unit for unit in units if unit.local_gradient is not None]
             _gather_bucket(group, used, self.parameters, timeout)
         for name, earlier in self._earlier.items():
-            parameter: Any = self.parameters[name]
+            parameter: torch.Tensor = self.parameters[name]
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = {}
 
@@ -178,7 +183,9 @@ class ModuleHooks(Hooks):
         self._earlier = {}
 
 
-def _put_back(parameter: Any, gradient: Any, token: Callable[[], Any] | None) -> None:
+def _put_back(
+    parameter: torch.nn.Parameter, gradient: Any, token: Callable[[], object] | None
+) -> None:
     """Restore a parameter's gradient if its pass is still running."""
     if token is not None and token() is not None:
         parameter.grad = gradient
@@ -197,7 +204,7 @@ class _NodeHook:
 
 
 def _check_parameter(
-    unit: FSDPShardingUnit, parameter: Any, model: Any, parameters: Mapping[str, Any]
+    unit: FSDPShardingUnit, parameter: Any, model: torch.nn.Module, parameters: Mapping[str, Array]
 ) -> None:
     """Raise ValueError if a unit does not fit its parameter."""
     name = unit.parameter_name
@@ -230,7 +237,7 @@ def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_warn_of_taken_gradients)
 
 
-def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raise CollectiveError if a parameter has no hook that had one, or has to have one."""
     for hooks in live_hooks():
         problem = hooks.outdated() if isinstance(hooks, ModuleHooks) else ""
@@ -242,7 +249,7 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             raise error
 
 
-def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Warn once for each hook object if an optimizer skips its parameters."""
     for hooks in live_hooks():
         if not isinstance(hooks, ModuleHooks) or not hooks.taken or hooks.has_warned:
@@ -261,7 +268,7 @@ def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"({', '.join(empty[:3])}{', ...' if len(empty) > 3 else ''}): their gradients "
                 "are in unit.local_gradient, and parameter.grad is None. Pass gradients='full' "
                 "to register_hooks, or give the optimizer this rank's parts",
-                RuntimeWarning,
+                GradientWarning,
                 stacklevel=3,
             )
 
@@ -269,7 +276,9 @@ def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 # ---- the backward pass ----
 
 
-def check_reduction(group: Any, nonfinite: str, timeout: float | None) -> tuple[Any, float | None]:
+def check_reduction(
+    group: ProcessGroup, nonfinite: str, timeout: float | None
+) -> tuple[Any, float | None]:
     """Check the arguments of a reduction; return the process group, and the timeout in seconds."""
     group = check_group(group)
     if nonfinite not in ("error", "allow"):
@@ -351,7 +360,7 @@ def reduce_on_device(
 
 
 def _gather_bucket(
-    group: Any,
+    group: ProcessGroup,
     units: Sequence[FSDPShardingUnit],
     parameters: Mapping[str, torch.nn.Parameter],
     timeout: float | None,
@@ -360,7 +369,7 @@ def _gather_bucket(
 
     Parameters of one dtype and device are sent in one message.
     """
-    kinds: dict[Any, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
+    kinds: dict[object, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
     for unit in units:
         parameter = parameters[unit.parameter_name]
         kinds.setdefault((parameter.dtype, parameter.device), []).append((unit, parameter))

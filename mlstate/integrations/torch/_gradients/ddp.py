@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.integrations.torch")
 def all_reduce_with(
-    model: Any, group: Any, *, nonfinite: str = "error", timeout: float | None = None
+    model: object, group: Any, *, nonfinite: str = "error", timeout: float | None = None
 ) -> None:
     """Make a group reduce the gradients of a DDP model to their mean, in every backward pass.
 

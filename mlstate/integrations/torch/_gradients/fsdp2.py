@@ -170,7 +170,9 @@ class _ReduceScatter:
         self._shared = shared
         self._is_input = False
 
-    def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
         """Return memory, in alternating calls for an input and for its output (the gradients)."""
         import torch
 

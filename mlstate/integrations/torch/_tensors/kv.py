@@ -33,7 +33,7 @@ def _fits(length: int, move: KVMove, position: int) -> bool:
     return position <= move.target_length and (move.compact or length <= move.target_length)
 
 
-def _are_core_readable(source: torch.Tensor, out: Any) -> bool:
+def _are_core_readable(source: torch.Tensor, out: torch.Tensor) -> bool:
     """Return whether the core can read and write both, and autograd records neither."""
     return (
         _core.can_view(source, False)

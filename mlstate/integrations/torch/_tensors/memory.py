@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...._common.arrays import overlaps_itself, shares_elements
 
@@ -50,7 +50,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return dual.tangent is not None
 
 
-def refuse_graph(*tensors: Any) -> None:
+def refuse_graph(*tensors: object) -> None:
     """Raise ValueError if autograd would have to record a write to a tensor."""
     import torch
 
@@ -86,7 +86,7 @@ def is_core_writable(tensor: torch.Tensor) -> bool:
     return is_core_readable(tensor) and not tensor.is_neg() and not tensor.is_conj()
 
 
-def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.Tensor:
+def write_into_tensor(out: torch.Tensor, write: Callable[[object], object]) -> torch.Tensor:
     """Let `write` fill a tensor, with the checks of torch's in-place operations.
 
     Raises if autograd records the tensor. Increments the tensor's version, so that a backward

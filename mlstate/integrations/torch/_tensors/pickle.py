@@ -61,7 +61,7 @@ def _dtype_text(dtype: NumpyDType) -> Any:
     return np.lib.format.dtype_to_descr(dtype)
 
 
-def _encode_array(value: Any) -> tuple[Any, NDArray] | None:
+def _encode_array(value: object) -> tuple[Any, NDArray] | None:
     """Return how an array is stored, and an array for torch; None if NumPy must store it."""
     array = np.asarray(value)
     dtype = array.dtype
@@ -88,7 +88,7 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     values = dict(state)
     forms: dict[str, Any] = {}
     arrays: dict[str, NDArray] = {}
-    encoded: dict[int, tuple[Any, NDArray] | None] = {}  # by id: keeps tied arrays tied
+    encoded: dict[int, tuple[object, NDArray] | None] = {}  # by id: keeps tied arrays tied
     for name, value in values.items():
         if isinstance(value, np.ndarray | np.generic):
             if id(value) not in encoded:
@@ -142,7 +142,7 @@ def _decode_array(name: str, form: Any, tensor: Any) -> Any:
 
 @set_module("mlstate.integrations.torch")
 def restore_state(
-    kind: str | type[Any], attributes: Any, values: dict[str, Any], forms: dict[str, Any]
+    kind: str | type[object], attributes: Any, values: dict[str, object], forms: dict[str, Any]
 ) -> Any:
     """Create a state dict from the arguments of `reduce_state`; pickle calls this.
 

@@ -135,7 +135,7 @@ def _array_of(name: str, value: Any) -> Any:
 
 
 @set_module("mlstate.integrations.torch")
-def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+def arrays_of(state: torch.nn.Module | Mapping[str, object]) -> dict[str, Any]:
     """Return NumPy arrays over the memory of torch tensors.
 
     Parameters
@@ -177,7 +177,7 @@ def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
             f"got {type(state).__name__}"
         )
     refuse_given_away(tensors := dict(state))
-    arrays_by_id: dict[int, Any] = {}
+    arrays_by_id: dict[int, object] = {}
     arrays = {}
     for name, value in tensors.items():
         if id(value) not in arrays_by_id:
@@ -189,7 +189,7 @@ def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
 # ---- arrays to tensors ----
 
 
-def device_of(device: Any) -> torch.device:
+def device_of(device: str | torch.device | int) -> torch.device:
     """Return the device that a user named; raise ValueError if torch knows no such device."""
     import torch
 
@@ -315,7 +315,7 @@ def sharable(array: NDArray) -> bool:
     )
 
 
-def _dtype_error(name: str, dtype: Any) -> CompatibilityError:
+def _dtype_error(name: str, dtype: object) -> CompatibilityError:
     error = CompatibilityError(
         f"{name!r} is {dtype}, for which torch has no dtype: convert it, or take it out of "
         "the state first"
@@ -325,7 +325,7 @@ def _dtype_error(name: str, dtype: Any) -> CompatibilityError:
 
 
 @set_module("mlstate.integrations.torch")
-def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, torch.Tensor]:
+def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Return torch tensors over the memory of arrays.
 
     Parameters

@@ -695,6 +695,72 @@ TEST(file_truncated_while_reading_is_reported)
     free(got);
 }
 
+/* ---- files in memory ---- */
+
+TEST(calls_with_different_ranges_read_a_file_in_memory)
+{
+    enum { BYTES = 2 * MLS_READ_SPAN + 5 * BLOCK / 2, CUT = PAYLOAD + MLS_READ_SPAN };
+    unsigned char *data = noise(BYTES), *got = calloc(BYTES, 1);
+    REQUIRE(data != NULL && got != NULL);
+    mls_stored_shard shard = store("elsewhere", data, BYTES);
+    const unsigned char *second = data + MLS_READ_SPAN;
+    const uint64_t end = PAYLOAD + BYTES;
+    const mls_file_range first[] = {
+        {"elsewhere", PAYLOAD, CUT, end, data, MLS_READ_SPAN}};
+    const mls_file_range rest[] = {
+        {"other", CUT, end, end, got, 0},
+        {"elsewhere", CUT, CUT + 7, end, second, 7},
+        {"elsewhere", CUT + 7, end, end, second + 7, BYTES - MLS_READ_SPAN - 7}};
+    const mls_read_range piece = {.shard = &shard, .to = shard.part, .data = got};
+    CHECK(unlinkat(pool_fd, "elsewhere", 0) == 0);
+    for (int verify = 0; verify < 2; verify++) {
+        size_t failed = 99;
+        uint64_t read = 0;
+        mls_read_request request = request_of(&piece, 1, verify ? four_threads : NULL);
+        request.folder = -1;
+        request.crc = verify ? crc : NULL;
+        request.in_memory = true;
+        request.read = &read;
+        memset(got, 0, BYTES);
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK && read == 0);
+        request.ranges = first;
+        request.range_count = 1;
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
+        CHECK(read == MLS_READ_SPAN && memcmp(got, data, MLS_READ_SPAN) == 0);
+        CHECK(got[MLS_READ_SPAN] == 0 && got[BYTES - 1] == 0);
+        request.ranges = rest;
+        request.range_count = 3;
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
+        CHECK(read == BYTES - MLS_READ_SPAN && memcmp(got, data, BYTES) == 0);
+    }
+    drop(&shard);
+    free(data);
+    free(got);
+}
+
+TEST(short_answers_are_refused)
+{
+    unsigned char data[100] = {1}, got[100];
+    size_t failed = 99;
+    mls_stored_shard shard = store("answer", data, sizeof data);
+    mls_file_range range = {"answer", PAYLOAD, PAYLOAD + 100, PAYLOAD + 100, data, 60};
+    const mls_read_range piece = {.shard = &shard, .to = shard.part, .data = got};
+    mls_read_request request = request_of(&piece, 1, NULL);
+    request.in_memory = true;
+    request.ranges = &range;
+    request.range_count = 1;
+    CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_FORMAT && failed == 0);
+    CHECK(status.has_offset && strstr(status.text, "shorter") != NULL);
+    range.file_bytes = PAYLOAD + 60;
+    CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_FORMAT);
+    CHECK(strstr(status.text, "bytes long") != NULL);
+    range.file_bytes = PAYLOAD + 100;
+    range.bytes = 100;
+    data[99] = 1;
+    CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_CHECKSUM);
+    drop(&shard);
+}
+
 /* ---- nothing to do ---- */
 
 TEST(disjoint_part_opens_no_file)

@@ -132,7 +132,7 @@ static bool store(stored *s, unsigned char *data, size_t bytes, size_t item)
     if (good) {
         take_checksums(s, to, end);
     }
-    s->coded = (mls_coded){.fd = fd,
+    s->coded = (mls_coded){.source = {.fd = fd},
                            .offset = OFFSET,
                            .bytes = end,
                            .crcs = s->crcs,

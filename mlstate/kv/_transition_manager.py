@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from typing import TYPE_CHECKING, Self, TypedDict
 
 from .. import _core
 from ..errors import CapacityError, CompatibilityError
@@ -89,7 +89,7 @@ class StateTransitionManager:
         self.models: dict[str, ModelConfig] = {}
         self.seq_axis: int = valid_axis(seq_axis)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.__dict__.setdefault("seq_axis", -2)  # pickles of earlier versions do not have it
 
