@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
         "--files-from", metavar="FOLDER", help="copy its config and tokenizer files too"
     )
     folder.add_argument(
-        "--max-shard-bytes", type=int, metavar="N", help="of a file (default: 5 GiB)"
+        "--max-shard-bytes", metavar="SIZE", help="of a file, such as 2GB (default: 5 GiB)"
     )
 
 
