@@ -840,8 +840,23 @@ class CheckpointManager:
         raise store_error(FileNotFoundError(2, reason), "cannot restore", self.directory)
 
 
-def find_root(files: CheckpointFiles, step: int) -> str:
+def find_root(files: CheckpointFiles, step: int | str) -> str:
     """Return the root of a step; in a folder without steps, its only root."""
+    if step == "best":
+        raise ValueError(
+            "step='best' needs the name of the metric: pass CheckpointManager(path, monitor=NAME)"
+            ".best_step(), on the command line --step best --monitor NAME"
+        )
+    if isinstance(step, str) and step != "latest":
+        raise ValueError(f"step must be an int or 'latest', got {step!r}")
+    if files.folder.is_local and os.path.isfile(files.path):
+        raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")
+    root = files.current_root()
+    if root != MANIFEST:
+        raise ValueError(f"{files.path} holds weights of another program: it has no steps")
+    if step == "latest":
+        return root
+    step = check_int("step", step, -1 << 63)
     if not files.list_roots() and files.read_manifest().step == step:
         return MANIFEST
     return CheckpointManager(files.path).checkpoint(step)._root
