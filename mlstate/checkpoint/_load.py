@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_flags, check_int, is_flag
 from .._common.backend import TensorBackend, torch_backend
-from .._common.dtypes import FLOAT8S, FLOATS, as_numbers, dtype_name, name_of, numpy_dtype
+from .._common.converted import converted, is_converted
+from .._common.dtypes import FLOATS, dtype_name, numpy_dtype
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
 from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
-from ..state._load_into import load_into
 from ._folder.names import SECTIONS
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
 from ._options import LOAD_DEFAULTS, complete_options, show_options
@@ -232,7 +232,7 @@ class Loader:
             )
             while loaded:
                 key, array = loaded.popitem()
-                arrays_loaded[key] = _cast(array, dtype) if dtype else array
+                arrays_loaded[key] = converted(array, dtype) if dtype else array
         arrays = {name: arrays_loaded[key] for name, key in zip(names, keys, strict=True)} | extra
         if (device := self.options["device"]) is not None:
             tensors = torch_backend("tensors on a device=", TensorBackend).tensors_of(arrays)
@@ -250,8 +250,7 @@ class Loader:
             return [(keys, "")]
         sizes: dict[str, int] = {}
         for where, key, _, _, stored, shape, *_ in self.merged_index.tensors():
-            is_float = stored in FLOATS or stored in FLOAT8S
-            if where == SECTIONS[section.number] and is_float and stored != dtype:
+            if where == SECTIONS[section.number] and is_converted(stored, dtype):
                 sizes[key] = prod(shape) * numpy_dtype(stored).itemsize
         batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
         room = 0
@@ -314,17 +313,6 @@ class Loader:
             key: np.zeros(facts[name], dtypes[like])
             for key, (name, like) in self.lacking(names).items()
         }
-
-
-def _cast(array: Any, dtype: str) -> Any:
-    """Return a new array of a float dtype, rounded to nearest."""
-    import numpy as np
-
-    if name_of(array.dtype) in FLOAT8S:
-        array = as_numbers(array).astype(np.float32)  # which has all values of 8-bit floats
-    converted = np.empty(array.shape, numpy_dtype(dtype))
-    load_into({"": converted}, {"": array}, cast=True)
-    return converted
 
 
 def _load_into_targets(loader: Loader) -> LoadedState:
