@@ -43,9 +43,9 @@ def converted(array: NDArray, dtype: str) -> NDArray:
 
 
 def converted_value(value: Any, dtype: str) -> Any:
-    """Return an array, or a tensor on its device, in a float dtype; others as they are.
+    """Return an array, or a tensor on its device, in a float dtype.
 
-    Values that are no floats, or have the dtype already, are returned without a copy.
+    Integers, bool, complex numbers, and values of this dtype are returned without a copy.
     """
     if not is_converted(name_of(value.dtype), dtype):
         return value

@@ -1,9 +1,9 @@
 /* scaled_codes: floats of 4 or 8 bits, with a scale for each block of a matrix.
  *
  * value = code * scale, computed in float and rounded once to the dtype of the values, to
- * nearest, ties to even. The formats of the codes are those of float_convert.h, and E2M1
- * of the OCP Microscaling Formats Specification 1.0 for MLS_F4: the first of two codes is
- * in the lower half of a byte.
+ * nearest, ties to even. Bytes have the formats of float_convert.h; MLS_F4 is E2M1 of the
+ * OCP Microscaling Formats Specification 1.0, with the first of two codes in the lower
+ * half of a byte.
  */
 #ifndef MLS_SCALED_CODES_H
 #define MLS_SCALED_CODES_H
