@@ -1,7 +1,8 @@
 """Weights and their scales, and the values of any part of a weight.
 
 Values are computed in float32 and rounded once to the wanted dtype, as transformers does for the
-methods ``fp8`` and ``mxfp4``. A scale of E8M0 is a power of two; its code 255 is NaN.
+methods ``fp8`` and ``mxfp4``. compressed-tensors rounds to the dtype of the scale first. A scale of
+E8M0 is a power of two; its code 255 is NaN.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Pair(NamedTuple):
     dtype: str  # of the codes
     block: Block
     problem: FormatError | None = None  # why it has no values
+    product_dtype: str = ""  # to round the products to before they are converted
 
     def check(self) -> None:
         """Raise FormatError if the scales are missing, or do not fit the weight."""
@@ -98,7 +100,10 @@ class Pair(NamedTuple):
             codes = read(self.codes, stored_part)
             if box.elements is not None:
                 codes = codes[box.slices()]
-            values = self._values_of_blocks(codes, read(self.scales, WHOLE), box, dtype)
+            product_dtype = self.product_dtype or dtype
+            values = self._values_of_blocks(codes, read(self.scales, WHOLE), box, product_dtype)
+            if product_dtype != dtype:
+                values = converted(values, dtype)
         return values if box.elements is None else values.reshape(-1)[box.elements].copy()
 
     def _values_of_blocks(
@@ -242,7 +247,9 @@ class _Finder:
             block, text = self._block_of(name, dtype, shape, self.tensors.get(scales))
             problem = self._problem(name, text) if text else None
             codes = name if name in self.tensors else scales
-            self._add(Pair(name, codes, scales, shape, dtype, block, problem))
+            kind = self.tensors[scales][0] if scales in self.tensors else ""
+            product_dtype = kind if self.suffix == "_scale" and kind in FLOATS else ""
+            self._add(Pair(name, codes, scales, shape, dtype, block, problem, product_dtype))
             layer = name[: -len("weight")] if name.endswith(".weight") else f"{name}_"
             self.hidden |= {layer + each for each in _OF_ACTIVATIONS} & self.tensors.keys()
 

@@ -38,10 +38,14 @@ static bool has_code_dtype(const mls_scaled_codes *codes)
     return is_packed(codes) || mls_dtype_of(codes->dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* Returns whether an axis has no gaps; one with less than two indices has none. */
+/* Returns whether an axis has no gaps; one with less than two indices has none, and
+ * neither have the axes of an empty view, whose strides mean nothing. */
 static bool is_dense(const mls_tensor *t, int axis)
 {
-    return t->shape[axis] < 2 || t->strides[axis] == (ptrdiff_t)mls_tensor_item_bytes(t);
+    size_t count;
+    return t->shape[axis] < 2 ||
+           t->strides[axis] == (ptrdiff_t)mls_tensor_item_bytes(t) ||
+           (mls_tensor_count(t, &count) && count == 0);
 }
 
 /* Returns whether an axis of `blocks` blocks covers `first` + `count` indices. */
