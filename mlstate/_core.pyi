@@ -111,6 +111,16 @@ def memory_overlap(
     other: tuple[int, int, tuple[int, ...], tuple[int, ...]] | None,
     /,
 ) -> bool: ...
+def scaled_codes_decode(
+    values: Array,
+    codes: Array,
+    scales: Array | None,
+    dtype: str,
+    skip: int,
+    block: tuple[int, int],
+    first: tuple[int, int],
+    /,
+) -> None: ...
 def cpu_offered() -> tuple[str, ...]: ...
 def copy_choices() -> dict[str, Any]: ...
 def measure_copies() -> None: ...
