@@ -429,7 +429,6 @@ GROUP = {"state": {}, "param_groups": [{"params": [0], "lr": 1.0}]}
     [
         {1: torch.ones(1), "1": torch.zeros(1)},
         {"model": {"w": torch.ones(1), "text": "a"}, "model.text": torch.ones(1)},
-        {"optimizer_states": [GROUP, GROUP], "optimizer_0": {"a": torch.ones(1)}},
         {"optimizer": GROUP | {"state": {0: {"m": torch.ones(1)}, "0": {"m": torch.zeros(1)}}}},
     ],
 )
@@ -437,6 +436,12 @@ def test_entries_with_one_name_are_refused(tmp_path, entries):
     torch.save({"model": {"w": torch.ones(1)}, **entries}, tmp_path / "a.pt")
     with pytest.raises(FormatError, match=r"two entries have the name|'param_0\.m' twice"):
         read_any(tmp_path / "a.pt")
+
+
+def test_a_list_of_optimizers_stays_one_entry_if_its_names_are_taken(tmp_path):
+    tree = {"optimizer_states": [GROUP, GROUP], "optimizer_0": {"a": torch.ones(1)}}
+    torch.save({"model": {"w": torch.ones(1)}, **tree}, tmp_path / "a.pt")
+    assert read_any(tmp_path / "a.pt").states == tree
 
 
 def test_a_state_keeps_the_name_of_an_entry_of_the_metadata(tmp_path):

@@ -258,8 +258,12 @@ def _add_rest(rest: Mapping[Any, Any], metadata: dict[str, Any], path: Path) -> 
         elif _is_optimizer(value):
             add(name, _restore_optimizer(value, {}, path))
         elif key == _LIGHTNING and value and all(map(_is_optimizer, value)):
-            for number, each in enumerate(value):
-                add(f"optimizer_{number}", _restore_optimizer(each, {}, path))
+            numbered = {f"optimizer_{number}": each for number, each in enumerate(value)}
+            if rest.keys() & numbered:
+                add(name, value)
+                continue
+            for own_name, each in numbered.items():
+                add(own_name, _restore_optimizer(each, {}, path))
         else:
             add(name, _state_value(value))
     return states
