@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.text import bytes_text, count_text, table_text
+from .._common.text import bytes_text, count_text, number_order, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._folder.names import SECTIONS
@@ -90,6 +91,11 @@ class TensorRecord(NamedTuple):
     stored_nbytes: int
     sparse_shards: int
     codec: str | None
+
+
+def in_order(tensors: list[TensorRecord]) -> list[TensorRecord]:
+    """Sort tensors for a table: by section, and by the numbers in their names."""
+    return sorted(tensors, key=lambda t: (SECTIONS.index(t.section), number_order(t.key)))
 
 
 class LayerRecord(NamedTuple):
@@ -329,6 +335,11 @@ class Checkpoint:
         """Bytes of all shards in files; differs from `nbytes` if some are sparse or compressed."""
         return sum(stored for *_, stored in self._merged_index.heads())
 
+    @property
+    def parameters(self) -> int:
+        """Number of elements of the model's tensors."""
+        return sum(prod(t[5]) for t in self._merged_index.tensors() if t[0] == SECTIONS[0])
+
     def tensors(self) -> list[TensorRecord]:
         """List the tensors, parameters first, by name.
 
@@ -415,6 +426,7 @@ class Checkpoint:
             label = "Hugging Face folder" if is_folder else self._root
         parts = [
             f"{label}: {count_text(tensors, 'tensor')}",
+            count_text(self.parameters, "parameter"),
             stored_text(self.nbytes, self.stored_nbytes),
             count_text(len(self.files()), "file"),
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
@@ -433,7 +445,7 @@ class Checkpoint:
                 stored_text(t.nbytes, t.stored_nbytes),
                 str(t.version),
             ]
-            for t in self.tensors()
+            for t in in_order(self.tensors())
         ]
 
     def __repr__(self) -> str:
@@ -494,7 +506,7 @@ def inspect(
     >>> path = tempfile.mkdtemp() + "/ckpt"
     >>> _ = mlstate.save(path, {"w": np.zeros((4, 2), np.float32)}, step=3)
     >>> mlstate.checkpoint.inspect(path)
-    Checkpoint: 1 tensor, 32 B, 1 file, 1 rank, step 3, ...
+    Checkpoint: 1 tensor, 8 parameters, 32 B, 1 file, 1 rank, step 3, ...
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """

@@ -85,17 +85,15 @@ def whole_path(folder: Folder) -> WholePath | None:
         return WholePath(path, "safetensors") if is_flat else None
     if not os.path.exists(path):
         return None
+    if os.path.isfile(path) and has_safetensors_header(path):
+        return WholePath(path, "safetensors")
     try:
         name = format_of(path)
     except ValueError:  # the suffix belongs to no format
         name = ""
     if name == "huggingface" and torch_weights_root(LocalFolder(path)) is not None:
         return WholePath(path, name)
-    if name in _WHOLE:
-        return WholePath(path, name)
-    if os.path.isfile(path) and has_safetensors_header(path):
-        return WholePath(path, "safetensors")
-    return None
+    return WholePath(path, name) if name in _WHOLE else None
 
 
 # ---- listing ----

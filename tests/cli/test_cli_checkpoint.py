@@ -85,7 +85,7 @@ def words(lines):
 def test_inspect_lists_tensors_under_a_title(place, run):
     status, out, err = run("inspect", "ckpt")
     assert (status, err) == (0, [])
-    assert out[0] == "ckpt: step 7, 3 tensors, 120 B in 3 files, 1 rank"
+    assert out[0] == "ckpt: step 7, 3 tensors, 15 parameters, 120 B in 3 files, 1 rank"
     assert out[1].startswith("saved 2")
     assert out[2] == 'metadata: {"run": "a"}'
     assert words(out[3:]) == [
@@ -163,7 +163,8 @@ def layered(place):
 
 def test_inspect_reports_stored_bytes_of_sparse_tensors(layered, run, run_json):
     _, out, _ = run("inspect", "sparse", "--shards")
-    assert out[0] == "sparse: checkpoint, 2 tensors, 26.56 KiB, 5.75 KiB stored in 2 files, 1 rank"
+    size = "6,600 parameters, 26.56 KiB, 5.75 KiB stored"
+    assert out[0] == f"sparse: checkpoint, 2 tensors, {size} in 2 files, 1 rank"
     lines = ["  ".join(line) for line in words(out)]
     assert any("25.00  KiB,  5.75  KiB  stored" in line for line in lines)
     assert any("1.56  KiB,  0  B  stored" in line for line in lines)
@@ -190,7 +191,7 @@ def test_diff_of_sparse_tensors(layered, run):
 def test_inspect_safetensors_file(place, run, run_json):
     status, out, _ = run("inspect", "w.safetensors")
     assert status == 0
-    assert out[0] == "w.safetensors: file, 2 tensors, 2.29 MiB, with checksums"
+    assert out[0] == "w.safetensors: file, 2 tensors, 300,002 parameters, 2.29 MiB, with checksums"
     assert out[1] == 'metadata: {"a": "1"}'
     assert words(out[3:]) == [
         ["b", "float64", "(2,)", "16", "B"],
@@ -387,9 +388,6 @@ def test_verify_safetensors_file(place, run, run_json):
 
 ZIP = b"PK\x03\x04" + bytes(40)
 OTHER_KINDS = {
-    "x.pt": (ZIP, "mlstate convert reads a .pt file (format torch)"),
-    "x.npz": (ZIP, "mlstate convert reads a .npz file (format npz)"),
-    "x.BIN": (b"\x80\x02", "mlstate convert reads a .bin file (format torch)"),
     "x.mlmodel": (b"\x08\x07" * 20, "mlstate coreml states reads a .mlmodel"),
     "x.h5": (b"\x89HDF\r\n\x1a\n" * 9, "mlstate convert reads .safetensors .npz"),
     "notes": (b"", "with --from any suffix"),
@@ -407,10 +405,7 @@ def test_a_good_file_of_another_kind_is_not_damaged(place, run, name, command):
 
 
 def test_verify_names_the_reader_of_a_folder_of_another_kind(place, run):
-    (place / "dcp").mkdir()
-    (place / "dcp" / ".metadata").touch()
     (place / "x.mlpackage").mkdir()
-    assert "mlstate convert reads a torch distributed" in run("verify", "dcp")[2][0]
     assert "mlstate coreml states reads" in run("verify", "x.mlpackage")[2][0]
 
 
@@ -419,6 +414,71 @@ def test_verify_knows_safetensors_files_by_suffix_or_header(place, run):
     assert run("verify", "w.bin")[0] == 0
     (place / "cut.safetensors").write_bytes(b"PK")
     assert run("verify", "cut.safetensors")[0] == 1
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.npz", "x.dcp"])
+def test_files_of_others_are_read_as_they_are(place, run, run_json, name):
+    if name != "x.npz":
+        pytest.importorskip("torch", reason="its files are read")
+    assert run("convert", "ckpt", name)[0] == 0
+    status, data = run_json("inspect", name, "--names", "layer")
+    assert (status, data["step"], data["parameters"] > 0) == (0, 7, True)
+    assert {tensor["parameter"] for tensor in data["tensors"]} <= {"layer.w", "layer.b"}
+    status, data = run_json("verify", name)
+    assert (status, data["good"], data["checksums"]) == (0, True, name != "x.dcp")
+    assert run("diff", "ckpt", name)[0] == 0
+    damaged = next(Path(name).glob("*.distcp")) if name == "x.dcp" else Path(name)
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    assert run("verify", name)[0] == 1
+    status, out, err = run("inspect", name)
+    assert (status, out, len(err)) == (2, [], 1)
+
+
+def test_a_summary_lists_no_tensors(place, run, run_json):
+    for name in ("ckpt", "w.safetensors"):
+        assert not any("float" in line for line in run("inspect", name, "--summary")[1])
+        assert run_json("inspect", name, "--summary")[1]["tensors"] == []
+
+
+def test_layers_are_sorted_by_number(place, run):
+    mlstate.save("deep", {f"layers.{i}.w": np.ones(1) for i in range(11)})
+    rows = [line.split()[0] for line in run("inspect", "deep")[1] if line.startswith("layers.")]
+    assert rows == [f"layers.{i}.w" for i in range(11)]
+    assert repr(mlstate.inspect("deep")).index("layers.2.") < repr(mlstate.inspect("deep")).index(
+        "layers.10."
+    )
+
+
+def test_tolerances_of_a_diff(place, run):
+    mlstate.save("a", {"w": np.array([1.0, 2.0]), "b": np.ones(2)})
+    mlstate.save("b", {"w": np.array([1.0, 2.001], np.float32), "b": np.ones(2)})
+    assert run("diff", "a", "b")[0] == 1
+    assert run("diff", "a", "b", "--rtol", "0.01")[0] == 0
+    assert run("diff", "a", "b", "--atol", "0.0001")[0] == 1
+    assert run("diff", "a", "b", "--names", "b")[0] == 0
+    assert run("diff", "a", "b", "--rtol", "-1")[0] == 2
+    assert "rtol" in run("diff", "a", "b", "--rtol", "-1")[2][0]
+
+
+def test_the_latest_and_the_best_step(place, run_json, run):
+    with mlstate.CheckpointManager("best", keep=None) as manager:
+        for step, loss in enumerate((0.5, 0.1, 0.3)):
+            manager.save(step, model={"w": np.full(2, step)}, metadata={"loss": loss})
+    assert run_json("inspect", "best", "--step", "latest")[1]["step"] == 2
+    best = ("--step", "best", "--monitor", "loss")
+    assert run_json("inspect", "best", *best)[1]["step"] == 1
+    assert run_json("inspect", "best", *best, "--mode", "max")[1]["step"] == 0
+    assert run_json("verify", "best", *best)[1]["checkpoints"][0]["step"] == 1
+    assert "needs --monitor" in run("inspect", "best", "--step", "best")[2][0]
+    assert "no step has a number 'x'" in run("inspect", "best", *best[:3], "x")[2][0]
+
+
+def test_errors_name_options(place, run):
+    assert "--lock-timeout must be 0 or more" in run("prune", "run", "--lock-timeout", "-1")[2][0]
+    error = run("convert", "ckpt", "w.safetensors")[2][0]
+    assert "--force" in error and "overwrite" not in error
+    error = run("convert", "ckpt", "hf", "--to", "huggingface", "--max-shard-bytes", "1 X")[2][0]
+    assert "--max-shard-bytes is '1 X'" in error
 
 
 def test_verify_reports_missing_checksums(place, run, run_json):
