@@ -304,18 +304,16 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     step = _step_of(parts)
     states = dict(parts.states) if request.names is None else {}
     if request.options["into"] is not None:
-        return LoadedState(*_fill(where, request, arrays), metadata, step, {})
+        filled, optimizer = _fill(where, request, arrays)
+        return LoadedState(filled, optimizer, metadata, step, {})
     device = request.options["device"]
     if device is not None:
         backend = torch_backend("tensors on a device=", TensorBackend)
         for each in arrays:
             tensors = backend.tensors_of(each)
             each.update({name: tensor.to(device) for name, tensor in tensors.items()})
-    loaded = [
-        _filled(state, each)
-        for state, each in zip((parts.model, parts.optimizer), arrays, strict=True)
-    ]
-    return LoadedState(*loaded, metadata, step, states)
+    result = _filled(parts.model, arrays[0]), _filled(parts.optimizer, arrays[1])
+    return LoadedState(result[0], result[1], metadata, step, states)
 
 
 # ---- verifying ----

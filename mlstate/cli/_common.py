@@ -139,11 +139,22 @@ def stat_path(path: str) -> None:
         raise FileNotFoundError(error.errno, text, path) from None
 
 
-def find(path: str, step: int | None, *, whole: bool = False) -> RootPath | WholePath | None:
-    """Return the checkpoint for a path and step; None if `path` is a plain safetensors file.
+def find(path: str, step: int | None) -> RootPath | None:
+    """Return the checkpoint for a path and step; None if `path` is a file."""
+    found = _find(path, step, whole=False)
+    assert not isinstance(found, WholePath)
+    return found
 
-    With `whole`, also the path of a file or folder of another program that is read whole.
+
+def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
+    """Return what `find` does, or the path of another program's file or folder.
+
+    None if `path` is a plain safetensors file, or a file of no known format.
     """
+    return _find(path, step, whole=True)
+
+
+def _find(path: str, step: int | None, *, whole: bool) -> RootPath | WholePath | None:
     if is_url(path):
         store = open_files(path, reads=True)
         root = MANIFEST

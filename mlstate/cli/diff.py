@@ -26,7 +26,7 @@ from ._common import (
     add_step,
     check_is_safetensors,
     chosen_keys,
-    find,
+    find_any,
     number_of_step,
     print_table,
     progress_of,
@@ -131,7 +131,7 @@ class _FileSide:
 
 
 def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
-    where = find(path, step, whole=True)
+    where = find_any(path, step)
     if where is None:
         check_is_safetensors(path)
         return _FileSide(path)

@@ -23,7 +23,7 @@ from ._common import (
     add_step,
     check_is_safetensors,
     chosen_keys,
-    find,
+    find_any,
     kind_of,
     number_of_step,
     print_table,
@@ -233,7 +233,7 @@ def _inspect_file(arguments: argparse.Namespace) -> None:
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the contents of the checkpoint or file."""
     step = number_of_step(arguments.path, arguments.step, arguments)
-    where = find(arguments.path, step, whole=True)
+    where = find_any(arguments.path, step)
     if where is None:
         check_is_safetensors(arguments.path)
         _inspect_file(arguments)

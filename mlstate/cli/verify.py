@@ -23,7 +23,7 @@ from ._common import (
     add_monitor,
     add_step,
     check_is_safetensors,
-    find,
+    find_any,
     kind_of,
     number_of_step,
     print_table,
@@ -224,8 +224,8 @@ def _reason(report: VerifyReport) -> str:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print the problems; return 1 if there are any and they were not repaired."""
-    step = number_of_step(arguments.path, arguments.step, arguments)
-    where = find(arguments.path, step, whole=True)
+    number = number_of_step(arguments.path, arguments.step, arguments)
+    where = find_any(arguments.path, number)
     checksums = True
     if where is None or isinstance(where, WholePath):
         kind = "safetensors" if where is None else where.format

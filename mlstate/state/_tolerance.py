@@ -32,7 +32,8 @@ def _numbers(value: Any) -> NDArray:
     """Return the elements of an array or tensor in main memory, with a dtype that computes."""
     if is_torch(value):
         value = backend_of(value, TensorBackend).arrays_of({"": value})[""]
-    return as_numbers(np.asarray(value)).reshape(-1)
+    array: NDArray = as_numbers(np.asarray(value))
+    return array.reshape(-1)
 
 
 def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:

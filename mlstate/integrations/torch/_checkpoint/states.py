@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._tensors.state import tensors_of
-from .load_targets import Filling, OwnLoad, fill_module, own_load, saved_module
+from .load_targets import Filling, fill_module, own_load, saved_module
+from .module_contract import OwnLoad
 from .optimizer import optimizer_dict as optimizer_dict
 from .optimizer import optimizer_state as optimizer_state
 
