@@ -20,7 +20,7 @@ def _is_path(value: object) -> bool:
 
 
 def _read(path: Any, *, only_model: bool) -> dict[str, Any]:
-    """Return the tensors of a path by name: those of the model, and all others with a prefix."""
+    """Return the tensors of a path by name; names outside the model have a prefix."""
     from .checkpoint._load import load
 
     loaded = load(path)

@@ -234,7 +234,7 @@ class Checkpoint:
             self._root, manifest = self._files.open_root(self._root)
         self._manifest = manifest or self._files.read_manifest(self._root)
         self._read_index: _core.MergedIndex | WholeIndex | None = None
-        self._whole: WholePath | None = None  # of what has no index
+        self._whole: WholePath | None = None  # for formats without an index
         self.written: dict[str, Any] | None = None
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
@@ -457,17 +457,17 @@ class Checkpoint:
         return checkpoint_html(self._title(), self.tensors())
 
 
-def _inspect_whole(files: CheckpointFiles, whole: WholePath) -> Checkpoint:
+def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
     """Return the description of a file or folder that is read whole."""
     from ._load_whole import WholeIndex, manifest_of
 
-    parts = whole.read()
-    manifest = manifest_of(whole, parts)
+    parts = foreign.read()
+    manifest = manifest_of(foreign, parts)
     assert manifest.weights is not None
     checkpoint = Checkpoint(RootPath(files, manifest.weights.root, manifest))
-    checkpoint.path = whole.path
-    checkpoint._read_index = WholeIndex(whole.path, parts)
-    checkpoint._whole = whole
+    checkpoint.path = foreign.path
+    checkpoint._read_index = WholeIndex(foreign.path, parts)
+    checkpoint._whole = foreign
     return checkpoint
 
 
@@ -516,14 +516,14 @@ def inspect(
         from ._manager import find_root
 
         root = find_root(files, step)
-    whole = find_whole(path, files)
-    if whole is None:
+    foreign = find_whole(path, files)
+    if foreign is None:
         try:
             root, read_manifest = files.open_root(root)
         except StoreError as error:
-            whole = find_whole(path, files, error)
-    if whole is not None:
-        return _inspect_whole(files, whole)
+            foreign = find_whole(path, files, error)
+    if foreign is not None:
+        return _inspect_whole(files, foreign)
 
     def read(manifest: Manifest) -> Checkpoint:
         checkpoint = Checkpoint(RootPath(files, root, manifest))

@@ -1,4 +1,4 @@
-"""Load what has no index: files and folders of other programs are read whole, then cut.
+"""Load formats without an index: their files and folders are read whole, then cut.
 
 whole_path   -> the format of a path, if only `read_any` reads it
 load_whole   -> the loaded state
@@ -76,7 +76,7 @@ def _has_parts(path: str) -> bool:
 
 
 def whole_path(folder: Folder) -> WholePath | None:
-    """Return path and format of what only `read_any` reads; None for what has an index."""
+    """Return path and format if only `read_any` reads it; None for a format with an index."""
     if not folder.is_local:
         return None
     path = os.path.join(folder.path, folder.file) if folder.file else str(folder.path)
@@ -198,7 +198,7 @@ def _refuse_options(where: WholePath, request: LoadRequest) -> None:
 
 
 def _cut(name: str, array: Any, cutting: tuple[Steps | None, int, int], parameter: Any) -> Any:
-    """Return a rank's part of a tensor as a new array; that of a parameter's state likewise."""
+    """Return a rank's part of a tensor as a new array; a state is cut as its parameter."""
     steps, index, world = cutting
     if not steps or not world:
         return array

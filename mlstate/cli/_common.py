@@ -141,9 +141,9 @@ def stat_path(path: str) -> None:
 
 def find(path: str, step: int | None) -> RootPath | None:
     """Return the checkpoint for a path and step; None if `path` is a file."""
-    found = _find(path, step, whole=False)
-    assert not isinstance(found, WholePath)
-    return found
+    where = _find(path, step, reads_whole=False)
+    assert not isinstance(where, WholePath)
+    return where
 
 
 def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
@@ -151,10 +151,10 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 
     None if `path` is a plain safetensors file, or a file of no known format.
     """
-    return _find(path, step, whole=True)
+    return _find(path, step, reads_whole=True)
 
 
-def _find(path: str, step: int | None, *, whole: bool) -> RootPath | WholePath | None:
+def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
     if is_url(path):
         store = open_files(path, reads=True)
         root = MANIFEST
@@ -174,9 +174,9 @@ def _find(path: str, step: int | None, *, whole: bool) -> RootPath | WholePath |
         return RootPath(files, root)
     if is_folder and any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
         return RootPath(files, MANIFEST if step is None else find_root(files, step))
-    found = whole_path(open_folder(path, reads=is_url(path))) if whole else None
-    if found is not None and (is_folder or found.format != "safetensors"):
-        return found
+    foreign = whole_path(open_folder(path, reads=is_url(path))) if reads_whole else None
+    if foreign is not None and (is_folder or foreign.format != "safetensors"):
+        return foreign
     if is_folder:
         hint = _reader_hint(place)
         text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")

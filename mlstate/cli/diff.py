@@ -102,7 +102,7 @@ class _CheckpointSide:
 
 
 class _FileSide:
-    """A plain file, memory-mapped, or parts in memory of what has no index."""
+    """A plain file, memory-mapped, or the parts of a format without an index, in memory."""
 
     step = None
 

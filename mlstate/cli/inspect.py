@@ -99,8 +99,8 @@ def _steps(checkpoint: Checkpoint) -> list[int]:
 
 
 def _kind(checkpoint: Checkpoint) -> str:
-    whole = checkpoint._whole
-    return kind_of(checkpoint._root) if whole is None else whole.format
+    foreign = checkpoint._whole
+    return kind_of(checkpoint._root) if foreign is None else foreign.format
 
 
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:

@@ -1,4 +1,4 @@
-"""Commands read whatever a path is: options that choose steps, tensors and tolerances."""
+"""Commands on paths of every format, and options for steps, tensors and tolerances."""
 
 from pathlib import Path
 
