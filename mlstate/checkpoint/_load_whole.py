@@ -283,7 +283,8 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
 
 def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     """Read a file or folder whole, and return the selected tensors, or this rank's parts."""
-    from ._load import LoadedState, cast_array, chosen_names
+    from .._common.converted import converted
+    from ._load import LoadedState, chosen_names
 
     _refuse_options(where, request)
     parts = where.read()
@@ -299,7 +300,7 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
             parameter = model.get(name.rpartition(".")[0]) if number == OPTIMIZER else None
             part = _cut(name, sections[number][name], request.cutting, parameter)
             is_cast = bool(request.dtype) and number != OPTIMIZER
-            arrays[-1][name] = cast_array(part, request.dtype) if is_cast else part
+            arrays[-1][name] = converted(part, request.dtype) if is_cast else part
     metadata = dict(parts.metadata)
     step = _step_of(parts)
     states = dict(parts.states) if request.names is None else {}

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from checkpoint_model import same
 from store_server import key_of
+from weight_folder import write_header
 
 import mlstate
 from mlstate import checkpoint
+from mlstate._common.dtypes import PACKED, name_of, stored_dtype
 from mlstate.checkpoint import CheckpointManager, export_huggingface
 from mlstate.checkpoint._files.convert import read_any, write_any
 from mlstate.cli import main
@@ -127,6 +129,29 @@ def test_file_replaced_during_a_read_is_never_mixed(file, store, options, number
     store.faults.reset(replace)
     got = mlstate.load(url, verify=False, storage_options=options).model
     assert same(got, old if np.array_equal(got["head"], old["head"]) else other)
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+def test_a_file_replaced_by_a_shorter_one_is_read_anew(file, store, options, number):
+    url, write = file
+    data, shorter = store.get(url), {"head": MODEL["head"] + 1}
+    write(shorter)
+    new = store.get(url)
+    store.put(url, data)
+
+    def replace(count, method, path):
+        if count == number:
+            store.put(url, new)
+
+    store.faults.reset(replace)
+    got = mlstate.load(url, storage_options=options).model
+    assert same(got, shorter if len(got) == 1 else MODEL)
+
+
+def test_an_empty_file_is_malformed(url, store, options):
+    store.put(f"{url}/model-a.safetensors", b"")
+    with pytest.raises(FormatError, match="0 bytes"):
+        mlstate.load(f"{url}/model-a.safetensors", storage_options=options)
 
 
 def test_replaced_file_named_like_a_shard_is_not_cached(url, store, file, tmp_path):
@@ -254,9 +279,9 @@ def test_copies_of_a_tensor_in_two_objects_are_compared(folder, store, options, 
     listed = json.loads(store.get(f"{folder}/model.safetensors.index.json"))["weight_map"]
     target, other = sorted(set(listed.values()))[:2]
     name = next(name for name, file in listed.items() if file == other)
-    own = {key: MODEL[key] for key, file in listed.items() if file == target}
+    arrays = {key: MODEL[key] for key, file in listed.items() if file == target}
     for value, is_equal in ((MODEL[name], True), (MODEL[name] + 1, False)):
-        mlstate.save_file({**own, name: value}, tmp_path / "file")
+        mlstate.save_file({**arrays, name: value}, tmp_path / "file")
         store.put(f"{folder}/{target}", (tmp_path / "file").read_bytes())
         if is_equal:
             assert same(mlstate.load(folder, storage_options=options).model, MODEL)
@@ -269,9 +294,9 @@ def test_names_load_from_a_partial_upload(folder, store, options):
     listed = json.loads(store.get(f"{folder}/model.safetensors.index.json"))["weight_map"]
     store.direct().delete(key_of(f"{folder}/{listed['head']}"))
     lost = [name for name, file in listed.items() if file == listed["head"]]
-    kept = [name for name in MODEL if name not in lost]
-    loaded = mlstate.load(folder, names=kept, storage_options=options)
-    assert same(loaded.model, {name: MODEL[name] for name in kept})
+    names = [name for name in MODEL if name not in lost]
+    loaded = mlstate.load(folder, names=names, storage_options=options)
+    assert same(loaded.model, {name: MODEL[name] for name in names})
     with pytest.raises(StoreNotFoundError, match="'head'"):
         mlstate.load(folder, names="head", storage_options=options)
     assert [p.kind for p in mlstate.verify(folder, storage_options=options).problems] == ["missing"]
@@ -294,3 +319,35 @@ def test_numbered_objects_without_an_index_are_read(folder, store, options):
     store.direct().delete(key_of(f"{folder}/model.safetensors.index.json"))
     with pytest.warns(UserWarning, match="no index of its"):
         assert same(mlstate.load(folder, storage_options=options).model, MODEL)
+
+
+# ---- packed dtypes ----
+
+
+def test_packed_floats_pass_through_a_store(url, store, options, tmp_path):
+    rng = np.random.default_rng(0)
+    model = {
+        name: rng.integers(0, 256, (64, 18), np.uint8).view(stored_dtype(name)) for name in PACKED
+    }
+    checkpoint.save(f"{url}/ckpt", model, storage_options=options)
+    loaded = mlstate.load(f"{url}/ckpt", storage_options=options).model
+    export_huggingface(tmp_path / "hf", loaded)
+    store.put(f"{url}/hf/model.safetensors", (tmp_path / "hf" / "model.safetensors").read_bytes())
+    again = mlstate.load(f"{url}/hf", storage_options=options).model
+    for state in (loaded, again):
+        assert {name: (name_of(array.dtype), array.shape) for name, array in state.items()} == {
+            name: (name, (64, 18)) for name in PACKED
+        }
+        assert all(state[name].tobytes() == array.tobytes() for name, array in model.items())
+
+
+def test_a_later_dtype_refuses_only_its_tensor_in_a_store(url, store, options, tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_header(path, {"w": ("F3_X", (8,), 3), "codes": ("F4", (2, 4), 4)}, b"abcdefg")
+    store.put(f"{url}/hf/model.safetensors", path.read_bytes())
+    model = mlstate.load(f"{url}/hf", names="codes", storage_options=options).model
+    assert model["codes"].shape == (2, 2) and model["codes"].tobytes() == b"defg"
+    with pytest.raises(FormatError, match="dtype 'F3_X'") as caught:
+        mlstate.load(f"{url}/hf", storage_options=options)
+    assert caught.value.name == "w"
+    assert checkpoint.verify(f"{url}/hf", storage_options=options)

@@ -1,11 +1,11 @@
-/* safetensors_header: build the header of a file.
+/* safetensors_header_build: build the header of a file; mls_safetensors_parse reads one.
  *
  * The header is laid out before any tensor is written: checksums have a fixed width, so
  * its length and the offsets of all tensors are known before the checksums. Used by
  * save_file and for the files of sharded checkpoints.
  */
-#ifndef MLS_SAFETENSORS_HEADER_H
-#define MLS_SAFETENSORS_HEADER_H
+#ifndef MLS_SAFETENSORS_HEADER_BUILD_H
+#define MLS_SAFETENSORS_HEADER_BUILD_H
 
 #include "array/dtype.h"
 #include "base/status.h"
@@ -40,6 +40,14 @@ typedef struct mls_header {
     size_t block_count;
     size_t header_crc, block_crcs; /* positions of their digits in `text` */
 } mls_header;
+
+/* Return the dtype under which a header lists items of this dtype and shape: MLS_U8 for
+ * bytes of a packed dtype that are not whole elements along the last axis, as in a part
+ * of a tensor. Readers of the format then see bytes. */
+mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape);
+
+/* Fail with MLS_E_SHAPE if a header would list a whole tensor under another dtype. */
+mls_code mls_header_check(const mls_header_tensor *tensor, mls_status *st);
 
 /* Sort `tensors` into file order (by descending item size, then by name, so that each
  * starts at a multiple of its item size), compute their offsets and build the header.
