@@ -24,6 +24,10 @@ fewer=
 ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 make --no-print-directory -s -j2 \
     -f tools/core.mk CC=gcc OPT="-O1 -g1" EXTRA="$sanitizers -fno-omit-frame-pointer $fewer" \
     LIB="$(ls build/temp.*/libmlstate.a)" run
+# The C examples against Python: the programs are instrumented, this Python runs plain.
+MLSTATE_KV_LIBRARY="$(ls build/core/public/*.o build/temp.*/libmlstate.a | xargs)" \
+    MLSTATE_KV_CC="gcc $sanitizers" PYTHONPATH=$OLDPWD "$python" -m pytest -q -c pyproject.toml \
+    tests/kv/test_c_library.py
 
 chosen=(tests --ignore=tests/lint --ignore=tests/package/test_core_c.py)
 if [ "$part" = slice ]; then
