@@ -30,6 +30,8 @@ let package = Package(
             ]
         ),
         .target(name: "MLState", dependencies: ["CMLState"], path: "swift/Sources/MLState"),
+        .executableTarget(
+            name: "GrowContext", dependencies: ["MLState"], path: "swift/Examples/GrowContext"),
         .testTarget(
             name: "MLStateTests", dependencies: ["MLState"], path: "swift/Tests/MLStateTests"),
     ],
