@@ -277,6 +277,9 @@ int mlstate_kv_mask(void *mask, int dtype, int64_t row_stride, int64_t seq_lengt
     mls_element element;
     mls_status st;
     int code = public_code(mls_mask_check(&request, &mask_names, &st));
+    if (code == MLSTATE_KV_OK && row_stride < 0) {
+        code = MLSTATE_KV_ERROR_CAPACITY;
+    }
     if (code != MLSTATE_KV_OK) {
         return code;
     }

@@ -3,8 +3,8 @@
  *
  * Arrays are plain pointers with a shape, strides and a dtype code.
  * - `shape` has `rank` lengths; no array has more than 8 axes.
- * - `strides` are in elements, as in DLPack and MLMultiArray, and may be negative in an
- *   input. NULL means packed in C order. The pointer is the element at index 0, 0, ...
+ * - `strides` are in elements, as in DLPack and MLMultiArray, and may be negative. NULL
+ *   means packed in C order. The pointer is the element at index 0, 0, ...
  * - Items have this machine's byte order. They need no alignment.
  * - `seq_axis` is the sequence; a negative number counts from the last axis.
  *

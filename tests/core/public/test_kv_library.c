@@ -188,6 +188,17 @@ TEST(shared_memory_is_refused)
     CHECK_REFUSED(source_strides = past_end, MLSTATE_KV_ERROR_SIZE);
 }
 
+TEST(strides_of_an_empty_array_may_be_any_numbers)
+{
+    static const int64_t strides[] = {INT64_MIN / 4, 0, INT64_MAX / 4, INT64_MAX / 4};
+    static const int64_t empty[] = {LAYERS, HEADS, LENGTH, 0};
+    arguments a = valid();
+    a.shape = empty;
+    a.source_strides = a.target_strides = strides;
+    CHECK(expand(a) == MLSTATE_KV_OK && compact(a) == MLSTATE_KV_OK);
+    CHECK(is_unchanged());
+}
+
 TEST(padding_must_fit_the_dtype)
 {
     arguments a = valid();
@@ -209,6 +220,7 @@ TEST(masks_are_checked)
     CHECK(mlstate_kv_mask(rows, F32, 3, 4, 1, 0, 0, 4, -1) == MLSTATE_KV_ERROR_OVERLAP);
     CHECK(mlstate_kv_mask(rows, F32, INT64_MAX, 4, 1, 0, 0, 4, -1) ==
           MLSTATE_KV_ERROR_SIZE);
+    CHECK(mlstate_kv_mask(rows, F32, -4, 4, 1, 0, 0, 4, -1) == MLSTATE_KV_ERROR_CAPACITY);
     CHECK(mlstate_kv_mask(rows, F32, 4, -4, 1, 0, 0, 0, -1) == MLSTATE_KV_ERROR_CAPACITY);
     CHECK(mlstate_kv_mask(rows, F32, 4, 4, -1, 0, 0, 4, -1) == MLSTATE_KV_ERROR_CAPACITY);
     CHECK(mlstate_kv_mask(rows, F32, 4, 4, 1, -1, 0, 4, -1) == MLSTATE_KV_ERROR_CAPACITY);
