@@ -254,23 +254,24 @@ def _new_cache(state: CacheState) -> Any:
 def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
     """Create an empty layer, which is as long as the arrays that it will use."""
     layout = layouts.layers[index]
-    before = positions = layout.options.get("max_cache_len")
-    if before is None:
+    if "max_cache_len" not in layout.options:
         return new_layer(layout)
+    before = layout.options.get("sliding_window", layout.options["max_cache_len"])
+    is_longer = layout.options["max_cache_len"] > before  # the cache than the window
     capacity, name = spec.capacity, f"{index}.keys"
     entry = spec._by_name.get(name)
+    positions = before
     if entry is not None:
         positions = entry.seq_length or 0
     elif capacity is not None and before == layouts.capacity:
         positions = capacity
     if "sliding_window" not in layout.options:
         return new_layer(layout, max_cache_len=positions)
-    if capacity != layouts.capacity == before:
+    if capacity != layouts.capacity == before and not is_longer:
         text = (
             f"layer {index} was as long as its cache of {before} positions, so its window is "
             "unknown: pass into=StaticCache(model.config, max_cache_len)"
         )
         raise incompatible(text, name, "into=", None)
-    return new_layer(
-        layout, max_cache_len=max(capacity or positions, positions), sliding_window=positions
-    )
+    longest = max(capacity or 0, positions + is_longer)
+    return new_layer(layout, max_cache_len=longest, sliding_window=positions)

@@ -71,7 +71,8 @@ class _Place(NamedTuple):
             return None
         entry = self.filler.spec.entry_of(name)
         if entry.kind not in kinds:
-            text = f"an entry of kind {entry.kind} does not fit layer {self.where}, a {self.known.name}"
+            layer = f"layer {self.where}, a {self.known.name}"
+            text = f"an entry of kind {entry.kind} does not fit {layer}"
             raise entry_error(name, text, " or ".join(kinds), entry.kind)
         self.filler.used.add(name)
         return entry
@@ -138,7 +139,7 @@ def _joined(pieces: list[Any], like: Any, axis: int) -> Any:
 
 
 def _are_same(first: Any, second: Any) -> bool:
-    return (
+    return bool(
         first.device == second.device
         and first.data_ptr() == second.data_ptr()
         and first.shape == second.shape
@@ -434,4 +435,3 @@ _PLANS: dict[str, Callable[[_Place], None]] = {
     "static": _plan_static,
     "fp8": _plan_fp8,
 }
-

@@ -114,7 +114,9 @@ def layer_class(layer: object, where: str) -> LayerClass:
     if found is not None:
         return found
     name = type(layer).__name__
-    library = next((_REFUSED[c.__name__] for c in type(layer).__mro__ if c.__name__ in _REFUSED), "")
+    library = next(
+        (_REFUSED[c.__name__] for c in type(layer).__mro__ if c.__name__ in _REFUSED), ""
+    )
     if library:
         text = (
             f"layer {where} is a {name}: its codes have the layout of {library}, which changes "

@@ -39,7 +39,9 @@ class Reader:
         if known.attention == "static":
             options["max_cache_len"] = value_of(layer, where, "max_cache_len", int)
             if known.is_sliding:
+                # A layer is not longer than its window, and 5.24 knows whether its cache is.
                 options["sliding_window"] = options["max_cache_len"]
+                options["max_cache_len"] += getattr(layer, "_is_croppable", None) is False
         elif known.is_sliding:
             options["sliding_window"] = value_of(layer, where, "sliding_window", int)
         if known.is_linear:
@@ -92,7 +94,7 @@ class _Place(NamedTuple):
 
     reader: Reader
     layer: Any
-    index: int
+    layer_index: int
     where: str
     known: LayerClass
 
@@ -102,7 +104,7 @@ class _Place(NamedTuple):
         shape = tuple(tensor.shape)
         role = part.partition(".")[0]
         entry = CacheEntry(
-            name, kind, shape, tensor.dtype, seq_axis, layer=self.index, role=role, **options
+            name, kind, shape, tensor.dtype, seq_axis, layer=self.layer_index, role=role, **options
         )
         self.reader.entries.append(entry)
         self.reader.arrays[name] = tensor
