@@ -1,0 +1,230 @@
+"""Models of transformers continue from moved caches with the bits of the unmoved cache."""
+
+import copy
+
+import pytest
+from needs import needs
+
+pytestmark = [pytest.mark.torch, needs("transformers")]
+torch = pytest.importorskip("torch", reason="transformers needs it")
+transformers = pytest.importorskip("transformers", reason="its models run")
+
+from transformers import DynamicCache, StaticCache  # noqa: E402
+
+from mlstate.integrations.transformers import from_cache, to_cache  # noqa: E402
+
+
+def _llama():
+    return transformers.LlamaForCausalLM, transformers.LlamaConfig(**COMMON)
+
+
+def _gemma3(window=16):
+    config = transformers.Gemma3TextConfig(
+        **COMMON, sliding_window=window, layer_types=["sliding_attention", "full_attention"]
+    )
+    return transformers.Gemma3ForCausalLM, config
+
+
+def _gemma3_wide():
+    return _gemma3(100)  # the first static cache is shorter than the window
+
+
+def _qwen3_next():
+    config = transformers.Qwen3NextConfig(
+        **COMMON,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    return transformers.Qwen3NextForCausalLM, config
+
+
+def _lfm2():
+    config = transformers.Lfm2Config(
+        **COMMON, layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8
+    )
+    return transformers.Lfm2ForCausalLM, config
+
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+MODELS = {
+    "llama": _llama,
+    "gemma3": _gemma3,
+    "gemma3 wide": _gemma3_wide,
+    "qwen3_next": _qwen3_next,
+    "lfm2": _lfm2,
+}
+# `cache=` since 5.24; before, and deprecated since, `past_key_values=`.
+HAS_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+ARGUMENT = "cache" if HAS_CACHE else "past_key_values"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model(name):
+        if name not in made:
+            torch.manual_seed(0)
+            create, config = MODELS[name]()
+            config._attn_implementation = "eager"
+            made[name] = create(config).eval()
+        return made[name]
+
+    return model
+
+
+def prompt(count=20, seed=1):
+    return torch.randint(2, 97, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def run(model, tokens, cache):
+    return model(tokens, use_cache=True, **{ARGUMENT: cache}).logits[:, -1]
+
+
+def steps(model, logits, cache, count):
+    """The logits of some greedy steps."""
+    results = [logits]
+    for _ in range(count):
+        results.append(run(model, results[-1].argmax(-1, keepdim=True), cache))
+    return torch.stack(results)
+
+
+def all_tensors(cache):
+    for index, layer in enumerate(cache.layers):
+        for name, value in vars(layer).items():
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            for key, part in parts:
+                is_counter = "length" in name or "window" in name
+                if isinstance(part, torch.Tensor) and not is_counter:
+                    yield f"{index}.{name}.{key}", part
+
+
+def assert_same_bytes(got, expected):
+    left, right = dict(all_tensors(got)), dict(all_tensors(expected))
+    assert left.keys() == right.keys()
+    for name, value in right.items():
+        assert torch.equal(left[name], value), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_ladder_of_static_caches_equals_a_fixed_one(models, name, dtype):
+    model = copy.deepcopy(models(name)).to(getattr(torch, dtype))
+    fixed, rung = StaticCache(model.config, 256), StaticCache(model.config, 64)
+    expected = run(model, prompt(), fixed)
+    logits = run(model, prompt(), rung)
+    assert torch.equal(logits, expected)
+    for capacity in (128, 256):
+        got = steps(model, logits, rung, 40)
+        want = steps(model, expected, fixed, 40)
+        assert torch.equal(got, want)
+        logits, expected = got[-1], want[-1]
+        larger = StaticCache(model.config, capacity)
+        rung = to_cache(from_cache(rung), into=larger)
+        assert rung is larger and rung.get_seq_length() == fixed.get_seq_length()
+    assert_same_bytes(rung, fixed)
+    assert torch.equal(steps(model, logits, rung, 40), steps(model, expected, fixed, 40))
+    assert_same_bytes(rung, fixed)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_used_static_cache_takes_other_tokens(models, name):
+    model = models(name)
+    cache, used = StaticCache(model.config, 64), StaticCache(model.config, 128)
+    logits = run(model, prompt(), cache)
+    run(model, prompt(50, seed=7), used)
+    addresses = {key: tensor.data_ptr() for key, tensor in all_tensors(used)}
+    to_cache(from_cache(cache), into=used)
+    assert {key: tensor.data_ptr() for key, tensor in all_tensors(used)} == addresses
+    fixed = StaticCache(model.config, 128)
+    expected = run(model, prompt(), fixed)
+    assert_same_bytes(used, fixed)
+    assert torch.equal(steps(model, logits, used, 20), steps(model, expected, fixed, 20))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("argument", ["past_key_values", "cache"] if HAS_CACHE else [ARGUMENT])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "dynamic to static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_continues_from_a_moved_cache(models, name, kind, argument):
+    model = models(name)
+
+    def cache_after(count):
+        tokens = prompt(count)
+        if kind == "static":
+            cache = StaticCache(model.config, 64)
+        else:
+            cache = DynamicCache(config=model.config)
+        run(model, tokens[:, :-1], cache)
+        return tokens, cache
+
+    def generate(tokens, cache):
+        settings = {"max_new_tokens": 20, "do_sample": False, "disable_compile": True}
+        return model.generate(tokens, **{argument: cache}, **settings).tolist()
+
+    tokens, cache = cache_after(24)
+    state = from_cache(cache).copy()
+    expected = generate(tokens, cache)
+    into = StaticCache(model.config, 128) if kind == "dynamic to static" else None
+    moved = to_cache(state, into)
+    assert generate(tokens, moved) == expected
+    assert len(expected[0]) == 44 and moved.get_seq_length() == 43
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rollback_equals_a_cache_that_never_went_ahead(models, name, kind):
+    model = models(name)
+
+    def new_cache():
+        if kind == "static":
+            return StaticCache(model.config, 64)
+        return DynamicCache(config=model.config)
+
+    cache, other = new_cache(), new_cache()
+    logits, expected = run(model, prompt(), cache), run(model, prompt(), other)
+    for rejected in range(1, 21):
+        state = from_cache(cache)
+        before = state.snapshot()
+        run(model, prompt(rejected, seed=rejected), cache)
+        assert cache.get_seq_length() == state.length + rejected
+        state.restore(before)
+        assert to_cache(state, into=cache) is cache
+        got, want = steps(model, logits, cache, 1), steps(model, expected, other, 1)
+        assert torch.equal(got, want), rejected
+        logits, expected = got[-1], want[-1]
+        assert cache.get_seq_length() == other.get_seq_length()
+    length = other.get_seq_length()
+    for name_of, tensor in all_tensors(other):
+        moved = dict(all_tensors(cache))[name_of]
+        if tensor.ndim == 4 and tensor.shape[2] == 64:  # later positions keep rejected tokens
+            moved, tensor = moved[:, :, :length], tensor[:, :, :length]
+        assert torch.equal(moved, tensor), name_of
