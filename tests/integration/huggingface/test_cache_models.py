@@ -228,3 +228,109 @@ def test_a_rollback_equals_a_cache_that_never_went_ahead(models, name, kind):
         if tensor.ndim == 4 and tensor.shape[2] == 64:  # later positions keep rejected tokens
             moved, tensor = moved[:, :, :length], tensor[:, :, :length]
         assert torch.equal(moved, tensor), name_of
+
+
+SETTINGS = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_generate_continues_with_a_moved_encoder_decoder_cache(kind):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    parts = [DynamicCache(config=config) for _ in range(2)]
+    if kind == "static":
+        parts = [StaticCache(config, 64), StaticCache(config, 9)]
+    cache = transformers.EncoderDecoderCache(*parts)
+    encoded, decoded = prompt(9), prompt(5, seed=2)
+    with torch.no_grad():
+        outputs = model.encoder(encoded)
+        model(
+            encoder_outputs=outputs,
+            decoder_input_ids=decoded[:, :-1],
+            use_cache=True,
+            **{ARGUMENT: cache},
+        )
+    state = from_cache(cache).copy()
+    assert state.length == 4 and state.spec["cross.0.keys"].shape[2] == 9
+
+    def generate(used):
+        inputs = {"encoder_outputs": outputs, "decoder_input_ids": decoded, ARGUMENT: used}
+        return model.generate(**inputs, **SETTINGS).tolist()
+
+    moved = to_cache(state)
+    assert generate(moved) == generate(cache)
+    assert_same_bytes(moved.self_attention_cache, cache.self_attention_cache)
+    assert_same_bytes(moved.cross_attention_cache, cache.cross_attention_cache)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generate_continues_with_a_moved_fp8_cache(models):
+    model = models("llama")
+    cache = transformers.QuantizedCache("fp8", model.config)
+    tokens = prompt(24)
+    run(model, tokens[:, :-1], cache)
+    state = from_cache(cache)
+    assert state.spec["0.quantized_keys"].dtype == "float8_e4m3fn"
+    moved = to_cache(state.copy())
+    assert type(moved) is transformers.QuantizedCache
+    expected = model.generate(tokens, **{ARGUMENT: cache}, **SETTINGS).tolist()
+    assert model.generate(tokens, **{ARGUMENT: moved}, **SETTINGS).tolist() == expected
+
+
+def test_a_model_of_linear_attention_continues_and_goes_back():
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=None
+    )
+    model = transformers.MambaForCausalLM(config).eval()
+    argument = "cache" if HAS_CACHE else "cache_params"
+    cache = DynamicCache(config=config)
+
+    @torch.no_grad()
+    def step(tokens, used):
+        return model(tokens, use_cache=True, **{argument: used}).logits[:, -1]
+
+    step(prompt(), cache)
+    state = from_cache(cache, length=20)
+    other = to_cache(state.copy())
+    before = state.snapshot()
+    for token in prompt(5, seed=3)[0]:
+        step(token.reshape(1, 1), cache)
+    state.restore(before)
+    to_cache(state, into=cache)
+    for token in prompt(5, seed=4)[0]:
+        assert torch.equal(step(token.reshape(1, 1), cache), step(token.reshape(1, 1), other))
+    assert_same_bytes(cache, other)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_layers_that_share_tensors_are_moved(kind):
+    torch.manual_seed(0)
+    options = {**COMMON, "num_hidden_layers": 4}
+    config = transformers.Gemma3nTextConfig(
+        **options,
+        vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        num_kv_shared_layers=2,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    model = transformers.Gemma3nForCausalLM(config).eval()
+    create = {"max_cache_len": 64} if kind is StaticCache else {}
+    cache = kind(config=config, **create)
+    run(model, prompt(), cache)
+    state = from_cache(cache)
+    assert {entry.layer for entry in state.spec} == {0, 1}
+    moved = to_cache(state.copy())
+    assert len(moved) == len(cache)
+    tokens = prompt(5, seed=3)
+    for token in tokens[0]:
+        token = token.reshape(1, 1)
+        assert torch.equal(run(model, token, moved), run(model, token, cache))
