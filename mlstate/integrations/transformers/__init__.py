@@ -4,7 +4,7 @@ The modules of this package import transformers inside functions.
 """
 
 from ..._exports import show_exports
-from ._caches import from_cache, to_cache
+from ._caches.conversions import from_cache, to_cache
 from ._trainer import MLStateCallback
 
 __all__ = ["MLStateCallback", "from_cache", "to_cache"]

@@ -87,13 +87,13 @@ def filled(create, steps, seed=0):
 
 def tensors_of(value):
     """All tensors in the attributes of a layer, by name."""
-    found = {}
+    tensors = {}
     for name, each in vars(value).items():
         parts = each.items() if isinstance(each, dict) else [("", each)]
         if isinstance(each, tuple):
             parts = enumerate(each)
-        found |= {f"{name}.{key}": part for key, part in parts}
-    return found
+        tensors |= {f"{name}.{key}": part for key, part in parts}
+    return tensors
 
 
 def assert_same_layer(got, expected, *, but=()):
@@ -298,11 +298,11 @@ def test_tokens_outside_of_inference_mode_reach_its_tensors():
 
 
 def test_an_encoder_decoder_cache_keeps_its_cross_attention():
-    own, cross = DynamicCache(), DynamicCache()
+    decoder, cross = DynamicCache(), DynamicCache()
     for index in range(2):
-        own.update(torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), index)
+        decoder.update(torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), index)
         cross.update(torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4), index)
-    cache = EncoderDecoderCache(own, cross)
+    cache = EncoderDecoderCache(decoder, cross)
     state = from_cache(cache)
     assert state.length == 5 and state.spec["cross.1.keys"].shape == (1, 2, 9, 4)
     moved = to_cache(state)
@@ -365,7 +365,7 @@ def test_layers_that_record_their_past_are_moved():
     assert padded[0, 0].tolist() == [0, 0, 1, 1]
 
 
-def test_a_number_of_tokens_is_needed_where_no_layer_counts_them():
+def test_linear_attention_alone_needs_a_number_of_tokens():
     cache = filled(LAYERS["linear"], [5])
     with pytest.raises(CompatibilityError, match="pass length="):
         from_cache(cache)
@@ -446,6 +446,60 @@ def test_another_layout_is_refused_before_use(number):
     with pytest.raises(CompatibilityError) as raised:
         from_cache(cache, **length_argument(cache, [5]))
     assert raised.value.name.startswith("0")
+
+
+JUNK = [None, 1, -1, True, 10**30, "x", [], {}, {0: None}, (1,), torch.tensor(1), torch.zeros(2, 3)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_junk_in_any_attribute_is_used_or_refused(name):
+    cache = filled(LAYERS[name], [5])
+    length = length_argument(cache, [5])
+    state = from_cache(cache, **length)
+    for attribute in vars(cache.layers[0]):
+        for junk in JUNK:
+            other = filled(LAYERS[name], [3])
+            setattr(other.layers[0], attribute, copy.copy(junk))
+            before = copy.deepcopy(other.layers[0])
+            for call in (lambda c: from_cache(c, **length), lambda c: to_cache(state, into=c)):
+                try:
+                    call(other)
+                except (CompatibilityError, CapacityError):
+                    assert_same_layer(other.layers[0], before)
+
+
+def ring_state(length, window=8):
+    """Tokens 0, 1, … in a ring as `RollingKVState` fills it."""
+    slots = np.zeros((1, 1, window, 1), np.float32)
+    for position in range(length):
+        slots[0, 0, position % window] = position
+    names = "0.keys", "0.values"
+    entries = [CacheEntry(n, "sliding", slots.shape, "float32", layer=0) for n in names]
+    return CacheState(CacheSpec(entries), dict.fromkeys(names, slots), length)
+
+
+@pytest.mark.parametrize("length", [3, 8, 9, 20])
+def test_a_ring_of_another_library_is_put_in_order(length):
+    newest = [*range(max(length - 8, 0), length)]
+    moved = to_cache(ring_state(length), into=Cache(layers=[DynamicSlidingWindowLayer(9)]))
+    assert moved.layers[0].keys.ravel().tolist() == newest
+    assert moved.get_seq_length() == length
+    moved = to_cache(ring_state(length), into=Cache(layers=[StaticSlidingWindowLayer(64, 8)]))
+    assert moved.layers[0].keys.ravel().tolist() == newest + [0] * (8 - len(newest))
+    assert moved.get_seq_length() == length
+
+
+def test_sinks_are_refused():
+    entries = [
+        CacheEntry(f"0.{part}", "sliding", (1, 1, 8, 1), "float32", sinks=2, layer=0)
+        for part in ("keys", "values")
+    ]
+    arrays = {each.name: np.zeros(each.shape, np.float32) for each in entries}
+    with pytest.raises(CompatibilityError, match="2 sinks: transformers has none"):
+        to_cache(
+            CacheState(CacheSpec(entries), arrays, 3),
+            into=Cache(layers=[DynamicSlidingWindowLayer(9)]),
+        )
 
 
 def test_a_state_without_layouts_needs_a_cache():

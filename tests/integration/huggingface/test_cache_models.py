@@ -87,15 +87,15 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
+    created = {}
 
     def model(name):
-        if name not in made:
+        if name not in created:
             torch.manual_seed(0)
             create, config = MODELS[name]()
             config._attn_implementation = "eager"
-            made[name] = create(config).eval()
-        return made[name]
+            created[name] = create(config).eval()
+        return created[name]
 
     return model
 
@@ -282,7 +282,7 @@ def test_generate_continues_with_a_moved_fp8_cache(models):
     assert model.generate(tokens, **{ARGUMENT: moved}, **SETTINGS).tolist() == expected
 
 
-def test_a_model_of_linear_attention_continues_and_goes_back():
+def test_a_model_of_linear_attention_is_taken_back():
     torch.manual_seed(0)
     config = transformers.MambaConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=None

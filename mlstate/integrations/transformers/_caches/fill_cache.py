@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.arrays import is_torch, overlaps_itself, overwrite, shares_elements
-from ...kv._arguments import incompatible, tokens_error
-from ...kv._cache_spec import CacheEntry, entry_error
-from ..torch._tensors.state import tensors_of
-from ._layer_classes import (
+from ...._common.arrays import is_torch, overlaps_itself, overwrite, shares_elements
+from ....kv._arguments import incompatible, tokens_error
+from ....kv._cache_spec import CacheEntry, entry_error
+from ...torch._tensors.state import tensors_of
+from .layer_classes import (
     LayerClass,
     checked_tensor,
     layer_class,
@@ -21,7 +21,7 @@ from ._layer_classes import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ...kv import CacheState
+    from ....kv import CacheState
 
 
 class Filler:
@@ -37,13 +37,13 @@ class Filler:
     def plan(self, layer: Any, index: int, prefix: str = "") -> None:
         """Check a layer, and add the writes for it."""
         where = f"{prefix}{index}"
-        known = layer_class(layer, where)
-        at = _Place(self, layer, where, known, is_cross=bool(prefix))
-        if known.attention:
-            _PLANS[known.attention](at)
-        if known.has_indexer:
+        cls = layer_class(layer, where)
+        at = _Place(self, layer, where, cls, is_cross=bool(prefix))
+        if cls.attention:
+            _PLANS[cls.attention](at)
+        if cls.has_indexer:
             _plan_indexer(at)
-        if known.is_linear:
+        if cls.is_linear:
             _plan_states(at)
 
     def check_used(self) -> None:
@@ -61,7 +61,7 @@ class _Place(NamedTuple):
     filler: Filler
     layer: Any
     where: str
-    known: LayerClass
+    cls: LayerClass
     is_cross: bool
 
     def entry(self, part: str, *kinds: str) -> CacheEntry | None:
@@ -71,7 +71,7 @@ class _Place(NamedTuple):
             return None
         entry = self.filler.spec.entry_of(name)
         if entry.kind not in kinds:
-            layer = f"layer {self.where}, a {self.known.name}"
+            layer = f"layer {self.where}, a {self.cls.name}"
             text = f"an entry of kind {entry.kind} does not fit {layer}"
             raise entry_error(name, text, " or ".join(kinds), entry.kind)
         self.filler.used.add(name)
@@ -80,8 +80,8 @@ class _Place(NamedTuple):
     def both(self, *kinds: str, prefix: str = "") -> list[CacheEntry]:
         """Return the entries of keys and values, or no entry."""
         parts = f"{prefix}keys", f"{prefix}values"
-        found = [self.entry(part, *kinds) for part in parts]
-        entries = [each for each in found if each is not None]
+        entries_or_none = [self.entry(part, *kinds) for part in parts]
+        entries = [each for each in entries_or_none if each is not None]
         if len(entries) == 1:
             text = f"the state has {entries[0].name!r} only"
             raise incompatible(text, self.where, " and ".join(parts), entries[0].name)
@@ -165,12 +165,12 @@ def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
     if entry.sinks:
         text = f"{entry.sinks} sinks: transformers has none"
         raise entry_error(entry.name, text, 0, entry.sinks)
-    held = min(length, entry.seq_length or 0)
-    if held < min(length, needed):
-        text = f"the window of layer {at.where} needs {min(length, needed)} tokens, not {held}"
-        raise entry_error(entry.name, f"{text}: older ones were evicted", needed, held)
+    stored = min(length, entry.seq_length or 0)
+    if stored < min(length, needed):
+        text = f"the window of layer {at.where} needs {min(length, needed)} tokens, not {stored}"
+        raise entry_error(entry.name, f"{text}: older ones were evicted", needed, stored)
     window = entry.window or 0
-    if at.known.attention == "static":
+    if at.cls.attention == "static":
         if needed + 1 < min(length, window):
             text = f"layer {at.where} has {needed + 1} positions for a window of {window}"
             raise entry_error(entry.name, f"{text} and {length} tokens", window, needed + 1)
@@ -181,26 +181,27 @@ def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
 
 def _plan_dynamic(at: _Place) -> None:
     layer = at.layer
-    kind = "opaque" if at.is_cross else "sliding" if at.known.is_sliding else "full"
+    kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
     entries = at.both(kind)
     initialized = value_of(layer, at.where, "is_initialized", bool)
     if not entries:
         at.require_empty(initialized and tensor_of(layer, at.where, "keys").numel())
         return
     most = None
-    if at.known.is_sliding:
+    if at.cls.is_sliding:
         value_of(layer, at.where, "cumulative_length", int)
-        kept = value_of(layer, at.where, "sliding_window", int) - 1
+        tensor_of(layer, at.where, "_sliding_window_tensor", 0)
+        window = value_of(layer, at.where, "sliding_window", int) - 1
         for entry in entries:
-            _check_window(at, entry, kept)
+            _check_window(at, entry, window)
         if not value_of(layer, at.where, "record_past", bool):
-            most = kept
+            most = window
     keys, values = (_joined(at.tokens(e, most), at.tensor(e), 2) for e in entries)
 
     def write() -> None:
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
-        if at.known.is_sliding:
+        if at.cls.is_sliding:
             layer.cumulative_length = at.filler.length
 
     at.write(write)
@@ -230,7 +231,7 @@ def _plan_fp8(at: _Place) -> None:
     ]
 
     def write() -> None:
-        # The constructor of the superclass of codes: that of the layer would quantize the tensors.
+        # Not the method of the layer, which would quantize the tensors.
         from transformers.cache_utils import DynamicLayer
 
         DynamicLayer.lazy_initialization(layer, keys, values)
@@ -242,7 +243,7 @@ def _plan_fp8(at: _Place) -> None:
 
 def _plan_static(at: _Place) -> None:
     layer = at.layer
-    kind = "opaque" if at.is_cross else "sliding" if at.known.is_sliding else "full"
+    kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
     entries = at.both(kind)
     is_new = not value_of(layer, at.where, "is_initialized", bool)
     counter = tensor_of(layer, at.where, "cumulative_length", 0)
@@ -251,7 +252,7 @@ def _plan_static(at: _Place) -> None:
         return
     positions = value_of(layer, at.where, "max_cache_len", int)
     length = _length_of(at, entries[0])
-    if at.known.is_sliding:
+    if at.cls.is_sliding:
         value_of(layer, at.where, "cumulative_length_int", int)
         for entry in entries:
             _check_window(at, entry, positions - 1)
@@ -259,7 +260,7 @@ def _plan_static(at: _Place) -> None:
         raise tokens_error(
             length, positions, f"layer {at.where} needs a larger max_cache_len", entries[0].name
         )
-    is_full = at.known.is_sliding and length >= positions
+    is_full = at.cls.is_sliding and length >= positions
     fills = [
         _plan_fill(at, entry, name, positions, is_full=is_full, is_new=is_new)
         for entry, name in zip(entries, ("keys", "values"), strict=True)
@@ -271,7 +272,7 @@ def _plan_static(at: _Place) -> None:
         for fill in fills:
             fill()
         _set(layer.cumulative_length, min(length, positions))
-        if at.known.is_sliding:
+        if at.cls.is_sliding:
             layer.cumulative_length_int = length
 
     at.write(write)
@@ -347,7 +348,7 @@ def _refuse_overlap(at: _Place, entry: CacheEntry, target: Any) -> None:
 
 
 def _plan_indexer(at: _Place) -> None:
-    layer, is_static = at.layer, at.known.attention == "static"
+    layer, is_static = at.layer, at.cls.attention == "static"
     entry = at.entry("indexer_keys", "full")
     ids = at.entry("indexer_position_ids", "full", "opaque")
     is_new = not value_of(layer, at.where, "is_indexer_initialized", bool)
@@ -360,6 +361,8 @@ def _plan_indexer(at: _Place) -> None:
     positions = value_of(layer, at.where, "max_cache_len", int) if is_static else 0
     length = at.filler.length
     if is_static:
+        if not is_new:
+            tensor_of(layer, at.where, "indexer_cumulative_length", 0)
         fill = _plan_fill(at, entry, "indexer_keys", positions, is_full=False, is_new=is_new)
     keys = at.tensor(entry)
 
@@ -399,6 +402,8 @@ def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | Non
     is_new = not state_of(layer, at.where, f"is_{attribute}_initialized", number)
     if entry is None:
         return
+    for name in ("has_previous_state", "conv_kernel_size"):
+        state_of(layer, at.where, name, number)
     tensor, is_conv = at.tensor(entry), part == "conv"
     is_recording = is_conv and value_of(layer, at.where, "record_past", bool)
     is_same = False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...kv._arguments import as_count, incompatible
-from ...kv._cache_spec import CacheEntry
-from ._layer_classes import (
+from ....kv._arguments import as_count, incompatible
+from ....kv._cache_spec import CacheEntry
+from .layer_classes import (
     LayerClass,
     Layout,
     checked_tensor,
@@ -33,40 +33,40 @@ class Reader:
         """Add the entries of the next layer."""
         index = len(self.layouts)
         where = f"{self.prefix}{index}"
-        known = layer_class(layer, where)
-        at = _Place(self, layer, index, where, known)
+        cls = layer_class(layer, where)
+        at = _Place(self, layer, index, where, cls)
         options: dict[str, int] = {}
-        if known.attention == "static":
+        if cls.attention == "static":
             options["max_cache_len"] = value_of(layer, where, "max_cache_len", int)
-            if known.is_sliding:
+            if cls.is_sliding:
                 # A layer is not longer than its window, and 5.24 knows whether its cache is.
                 options["sliding_window"] = options["max_cache_len"]
                 options["max_cache_len"] += getattr(layer, "_is_croppable", None) is False
-        elif known.is_sliding:
+        elif cls.is_sliding:
             options["sliding_window"] = value_of(layer, where, "sliding_window", int)
-        if known.is_linear:
+        if cls.is_linear:
             options["number_of_states"] = value_of(layer, where, "number_of_states", int)
-        self.layouts.append(Layout(known.name, options))
-        if known.attention and value_of(layer, where, "is_initialized", bool):
-            _READ[known.attention](at)
-        if known.has_indexer and value_of(layer, where, "is_indexer_initialized", bool):
+        self.layouts.append(Layout(cls.name, options))
+        if cls.attention and value_of(layer, where, "is_initialized", bool):
+            _READ[cls.attention](at)
+        if cls.has_indexer and value_of(layer, where, "is_indexer_initialized", bool):
             _read_indexer(at)
-        if known.is_linear:
+        if cls.is_linear:
             _read_states(at, options["number_of_states"])
 
     def read_cross(self, layer: Any) -> None:
         """Add the next layer of a cross-attention: its tokens do not change, so it is opaque."""
         index = len(self.layouts)
         where = f"{self.prefix}{index}"
-        known = layer_class(layer, where)
-        if known.name not in ("DynamicLayer", "StaticLayer"):
-            text = f"layer {where} is a {known.name}, which is unknown in a cross-attention"
-            raise incompatible(text, where, "DynamicLayer or StaticLayer", known.name)
-        at = _Place(self, layer, index, where, known)
-        is_static, options = known.attention == "static", {}
+        cls = layer_class(layer, where)
+        if cls.name not in ("DynamicLayer", "StaticLayer"):
+            text = f"layer {where} is a {cls.name}, which is unknown in a cross-attention"
+            raise incompatible(text, where, "DynamicLayer or StaticLayer", cls.name)
+        at = _Place(self, layer, index, where, cls)
+        is_static, options = cls.attention == "static", {}
         if is_static:
             options["max_cache_len"] = value_of(layer, where, "max_cache_len", int)
-        self.layouts.append(Layout(known.name, options))
+        self.layouts.append(Layout(cls.name, options))
         if not value_of(layer, where, "is_initialized", bool):
             return
         if is_static:
@@ -96,7 +96,7 @@ class _Place(NamedTuple):
     layer: Any
     layer_index: int
     where: str
-    known: LayerClass
+    cls: LayerClass
 
     def add(self, part: str, tensor: Any, kind: Any, seq_axis: int = 2, **options: Any) -> None:
         """Add an array of the layer."""
@@ -110,7 +110,7 @@ class _Place(NamedTuple):
         self.reader.arrays[name] = tensor
 
     def unknown(self, attribute: str, text: str) -> Exception:
-        """Return the exception for an attribute that no known version has like this."""
+        """Return the exception for an attribute that no cls version has like this."""
         return unknown_layout(self.layer, self.where, attribute, text)
 
 
@@ -135,7 +135,7 @@ def _read_dynamic(at: _Place) -> None:
     kind, options = "full", {}
     stored = 0 if keys is None else keys.shape[2]
     tokens = stored
-    if at.known.is_sliding:
+    if at.cls.is_sliding:
         tokens = value_of(at.layer, at.where, "cumulative_length", int)
         window = value_of(at.layer, at.where, "sliding_window", int) - 1
         if not min(tokens, window) <= stored <= tokens:
@@ -160,11 +160,11 @@ def _static_tensors(at: _Place) -> tuple[Any, Any, int]:
     length = tensor_of(at.layer, at.where, "cumulative_length", 0)
     if length.is_floating_point():
         raise at.unknown("cumulative_length", f"is of {length.dtype}, not of an integer dtype")
-    if at.known.is_sliding:
+    if at.cls.is_sliding:
         tokens = value_of(at.layer, at.where, "cumulative_length_int", int)
     else:
         tokens = int(length)
-    if tokens < 0 or (tokens > positions and not at.known.is_sliding):
+    if tokens < 0 or (tokens > positions and not at.cls.is_sliding):
         text = f"layer {at.where} counts {tokens} tokens and has {positions} positions"
         raise incompatible(text, at.where, f"0..{positions}", tokens)
     return keys, values, tokens
@@ -173,7 +173,7 @@ def _static_tensors(at: _Place) -> tuple[Any, Any, int]:
 def _read_static(at: _Place) -> None:
     keys, values, tokens = _static_tensors(at)
     kind, options = "full", {}
-    if at.known.is_sliding:
+    if at.cls.is_sliding:
         kind = "sliding"
         options = {"next_slot": tokens if tokens < keys.shape[2] else 0}
     at.add("keys", keys, kind, **options)
@@ -182,7 +182,7 @@ def _read_static(at: _Place) -> None:
 
 
 def _read_fp8(at: _Place) -> None:
-    """Add codes by position, and what belongs to them: one scale each, the dtype of the values."""
+    """Add codes by position, the scale of each, and the dtype of the values."""
     tokens = value_of(at.layer, at.where, "cumulative_length", int)
     for part in ("keys", "values"):
         attribute = f"_quantized_{part}"
@@ -210,7 +210,7 @@ def _read_indexer(at: _Place) -> None:
     if keys.numel() == 0:
         return
     keys = tensor_of(at.layer, at.where, "indexer_keys", 3)
-    tokens, is_static = keys.shape[1], at.known.attention == "static"
+    tokens, is_static = keys.shape[1], at.cls.attention == "static"
     if is_static:
         if tokens != value_of(at.layer, at.where, "max_cache_len", int):
             raise at.unknown("indexer_keys", f"has {tokens} positions, unlike max_cache_len")

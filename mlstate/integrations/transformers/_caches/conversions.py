@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.set_module import set_module
-from ...kv import CacheSpec, CacheState
-from ...kv._arguments import as_count, incompatible
-from ._fill_cache import Filler
-from ._layer_classes import Layout, check_cache, new_cache, new_layer
-from ._read_cache import Reader
+from ...._common.set_module import set_module
+from ....kv import CacheSpec, CacheState
+from ....kv._arguments import as_count, incompatible
+from .fill_cache import Filler
+from .layer_classes import Layout, check_cache, new_cache, new_layer
+from .read_cache import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..._types import Array
+    from ...._types import Array
 
 _CROSS = "cross."
 
@@ -64,9 +64,9 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
     Raises
     ------
     CompatibilityError
-        A layer or the cache is of an unknown class, or of quanto or hqq; its attributes are not
-        those of transformers 5.23 or 5.24; layers have different numbers of tokens; no layer has a
-        tensor; or the cache offloads its layers. A ValueError.
+        A layer or the cache is of an unknown class, or of quanto or hqq; it has other attributes
+        than in transformers 5.23 and 5.24; layers have different numbers of tokens; no layer has a
+        token; or the cache offloads its layers. A ValueError.
     TypeError
         `cache` is not a Cache of transformers.
 
@@ -105,9 +105,9 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
     7
     """
     check_cache(cache, "cache")
-    own, cross = _parts_of(cache, "cache")
+    decoder, cross = _parts_of(cache, "cache")
     reader, cross_reader = Reader(), Reader(_CROSS)
-    for layer in own.layers:
+    for layer in decoder.layers:
         reader.read(layer)
     for layer in () if cross is None else cross.layers:
         cross_reader.read_cross(layer)
@@ -116,7 +116,7 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
         raise incompatible(text, None, "a cache after a prefill", "an empty cache")
     spec = CacheSpec([*reader.entries, *cross_reader.entries])
     layouts = _Layouts(
-        type(own).__name__,
+        type(decoder).__name__,
         reader.layouts,
         None if cross is None else type(cross).__name__,
         cross_reader.layouts,
@@ -126,27 +126,27 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
     return _LaidOutState(spec, arrays, _checked_length(reader.length, length), layouts)
 
 
-def _checked_length(counted: int | None, given: int | None) -> int:
+def _checked_length(counted: int | None, passed: int | None) -> int:
     """Return the number of tokens that the layers count, or else the one that was passed."""
-    if given is not None:
-        given = as_count("length", given)
-    if counted is None and given is None:
+    if passed is not None:
+        passed = as_count("length", passed)
+    if counted is None and passed is None:
         text = "no layer counts the tokens: pass length="
         raise incompatible(text, None, "length=", None)
-    if counted is not None and given not in (None, counted):
-        text = f"the layers have {counted} tokens, and length is {given}"
-        raise incompatible(text, None, counted, given)
-    return counted if given is None else given  # type: ignore[return-value]
+    if counted is not None and passed not in (None, counted):
+        text = f"the layers have {counted} tokens, and length is {passed}"
+        raise incompatible(text, None, counted, passed)
+    return counted if passed is None else passed  # type: ignore[return-value]
 
 
-def _parts_of(cache: Any, what: str) -> tuple[Any, Any]:
+def _parts_of(cache: Any, label: str) -> tuple[Any, Any]:
     """Return a cache and None, or the two caches of an encoder-decoder cache."""
     if type(cache).__name__ != "EncoderDecoderCache":
         return cache, None
     parts = []
     for name in ("self_attention_cache", "cross_attention_cache"):
         part = getattr(cache, name, None)
-        check_cache(part, f"{what}.{name}")
+        check_cache(part, f"{label}.{name}")
         parts.append(part)
     return parts[0], parts[1]
 
@@ -206,16 +206,16 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
     filler = Filler(state, is_shared=into is None)
     cache = _new_cache(state) if into is None else into
     check_cache(cache, "into")
-    own, cross = _parts_of(cache, "into")
-    added = _missing_layers(state, own, ""), _missing_layers(state, cross, _CROSS)
-    for index, layer in enumerate([*own.layers, *added[0]]):
+    decoder, cross = _parts_of(cache, "into")
+    added = _missing_layers(state, decoder, ""), _missing_layers(state, cross, _CROSS)
+    for index, layer in enumerate([*decoder.layers, *added[0]]):
         filler.plan(layer, index)
     for index, layer in enumerate([] if cross is None else [*cross.layers, *added[1]]):
         filler.plan(layer, index, _CROSS)
     filler.check_used()
     for write in filler.writes:
         write()
-    own.layers.extend(added[0])
+    decoder.layers.extend(added[0])
     if cross is not None:
         cross.layers.extend(added[1])
         cache.is_updated = {
@@ -225,7 +225,7 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
 
 
 def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
-    """Return layers that a cache without a config would add on its own."""
+    """Return layers that a cache without a config would add on its decoder."""
     create = getattr(cache, "layer_class_to_replicate", None)
     if create is None:
         return []
@@ -244,11 +244,11 @@ def _new_cache(state: CacheState) -> Any:
     layouts = state._layouts
     spec = state.spec
     layers = [_new_layer(spec, layouts, index) for index in range(len(layouts.layers))]
-    own = new_cache(layouts.class_name, layers)
+    decoder = new_cache(layouts.class_name, layers)
     if layouts.cross_class_name is None:
-        return own
+        return decoder
     cross_layers = [new_layer(each) for each in layouts.cross_layers]
-    return EncoderDecoderCache(own, new_cache(layouts.cross_class_name, cross_layers))
+    return EncoderDecoderCache(decoder, new_cache(layouts.cross_class_name, cross_layers))
 
 
 def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:

@@ -1,7 +1,7 @@
 """The classes of transformers' cache layers, and access to their attributes, checked before use.
 
-The attributes are no public interface of transformers. These of 5.23 and 5.24 are known; an object
-with others is refused.
+The attributes are private to transformers. Those of 5.23 and 5.24 are known; an object with other
+attributes is refused.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ...kv._arguments import incompatible
+from ....kv._arguments import incompatible
 
 if TYPE_CHECKING:
-    from ...errors import CompatibilityError
+    from ....errors import CompatibilityError
 
 Attention = Literal["", "dynamic", "static", "fp8"]
 
 
 class LayerClass(NamedTuple):
-    """What the layers of one class hold."""
+    """A class of layers, and the tensors that these have."""
 
     name: str
     attention: Attention
@@ -57,7 +57,7 @@ _REFUSED = {
 
 
 class Layout(NamedTuple):
-    """What `to_cache` needs to create a layer like one that `from_cache` was given."""
+    """The facts that `to_cache` needs to create a layer like one that `from_cache` was given."""
 
     class_name: str
     options: dict[str, int]  # of the constructor
@@ -67,8 +67,8 @@ class Layout(NamedTuple):
 def _layer_classes() -> dict[type, LayerClass]:
     from transformers import cache_utils
 
-    found = ((getattr(cache_utils, each.name, None), each) for each in _CLASSES)
-    return {cls: each for cls, each in found if isinstance(cls, type)}
+    classes = ((getattr(cache_utils, each.name, None), each) for each in _CLASSES)
+    return {cls: each for cls, each in classes if isinstance(cls, type)}
 
 
 @cache
@@ -94,25 +94,25 @@ def new_cache(class_name: str, layers: list[Any]) -> Any:
     return new
 
 
-def check_cache(cache: Any, what: str) -> None:
+def check_cache(cache: Any, label: str) -> None:
     """Raise unless an object is a cache of a known class."""
     from transformers.cache_utils import Cache
 
     if not isinstance(cache, Cache):
-        raise TypeError(f"{what} must be a Cache of transformers, got {type(cache).__name__}")
+        raise TypeError(f"{label} must be a Cache of transformers, got {type(cache).__name__}")
     if type(cache) not in _cache_classes():
-        text = f"{what} is a {type(cache).__name__}, and what this class adds is unknown"
+        text = f"{label} is a {type(cache).__name__}, and the additions of this class are unknown"
         raise incompatible(text, None, ", ".join(_CACHES), type(cache).__name__)
     if getattr(cache, "offloading", False):
-        text = f"{what} offloads its layers: their tensors are being moved between devices"
+        text = f"{label} offloads its layers: their tensors are being moved between devices"
         raise incompatible(text, None, "offloading=False", "offloading=True")
 
 
 def layer_class(layer: object, where: str) -> LayerClass:
-    """Return what the layers of this class hold, or raise if it is unknown."""
-    found = _layer_classes().get(type(layer))
-    if found is not None:
-        return found
+    """Return the description of a class of layers, or raise if it is unknown."""
+    description = _layer_classes().get(type(layer))
+    if description is not None:
+        return description
     name = type(layer).__name__
     library = next(
         (_REFUSED[c.__name__] for c in type(layer).__mro__ if c.__name__ in _REFUSED), ""
@@ -168,7 +168,7 @@ def value_of(layer: object, where: str, attribute: str, kind: type) -> Any:
 
 
 def state_of(layer: object, where: str, attribute: str, number: int) -> Any:
-    """Return what a dictionary of a linear attention layer has for one of its states."""
+    """Return the entry that a dictionary of a linear attention layer has for one of its states."""
     values = value_of(layer, where, attribute, dict)
     if number not in values:
         raise unknown_layout(layer, where, attribute, f"has no state {number}")
