@@ -170,6 +170,9 @@ def test_a_cache_is_filled_in_place(name, history):
         names = before.keys() - {"indexer_position_ids."}
         assert {n: addresses(other)[n] for n in names} == {n: before[n] for n in names}
     assert_same_layer(other.layers[0], twin.layers[0], but=COUNTER)
+    if "static" in name:
+        most = WINDOW if "sliding" in name else SIZE
+        assert int(other.layers[0].cumulative_length) == min(sum(steps), most)
     assert_same_layer(cache.layers[0], twin.layers[0])
     assert_same_future(other.layers[0], twin.layers[0])
 
@@ -487,6 +490,17 @@ def test_a_ring_of_another_library_is_put_in_order(length):
     moved = to_cache(ring_state(length), into=Cache(layers=[StaticSlidingWindowLayer(64, 8)]))
     assert moved.layers[0].keys.ravel().tolist() == newest + [0] * (8 - len(newest))
     assert moved.get_seq_length() == length
+
+
+def test_keys_and_values_of_different_lengths_are_refused():
+    entries = [
+        CacheEntry(f"0.{part}", "sliding", (1, 1, size, 1), "float32", layer=0)
+        for part, size in (("keys", 8), ("values", 6))
+    ]
+    arrays = {each.name: np.zeros(each.shape, np.float32) for each in entries}
+    state = CacheState(CacheSpec(entries), arrays, 3)
+    with pytest.raises(CompatibilityError, match=r"0\.values: the array has shape"):
+        to_cache(state, into=Cache(layers=[DynamicSlidingWindowLayer(9)]))
 
 
 def test_sinks_are_refused():

@@ -267,7 +267,7 @@ def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
         positions = capacity
     if "sliding_window" not in layout.options:
         return new_layer(layout, max_cache_len=positions)
-    if capacity != layouts.capacity == before and not is_longer:
+    if capacity != layouts.capacity == before:
         text = (
             f"layer {index} was as long as its cache of {before} positions, so its window is "
             "unknown: pass into=StaticCache(model.config, max_cache_len)"

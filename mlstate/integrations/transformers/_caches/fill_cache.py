@@ -85,6 +85,9 @@ class _Place(NamedTuple):
         if len(entries) == 1:
             text = f"the state has {entries[0].name!r} only"
             raise incompatible(text, self.where, " and ".join(parts), entries[0].name)
+        if entries and entries[0].shape[:3] != entries[1].shape[:3]:
+            text = f"the array has shape {entries[1].shape}, and the keys {entries[0].shape}"
+            raise entry_error(entries[1].name, text, entries[0].shape[:3], entries[1].shape[:3])
         return entries
 
     def tensor(self, entry: CacheEntry) -> Any:
