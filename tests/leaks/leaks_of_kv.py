@@ -233,3 +233,46 @@ def combined_strategy(_):
         raises(ValueError, kv.CombinedStrategy, prefill=8, generate=16)()
 
     return run, [stage]
+
+
+@case("from_cache", "to_cache")
+def caches_of_transformers(_):
+    pytest.importorskip("transformers", reason="its caches are moved")
+    import torch
+    from transformers.cache_utils import (
+        Cache,
+        DynamicLayer,
+        LinearAttentionLayer,
+        StaticLayer,
+        StaticSlidingWindowLayer,
+    )
+
+    from mlstate.integrations.transformers import from_cache, to_cache
+
+    def filled(full):
+        layers = [full, StaticSlidingWindowLayer(16, 4), LinearAttentionLayer()]
+        for layer in layers[:2]:
+            layer.update(torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4))
+        layers[2].update_conv_state(torch.ones(1, 6, 4))
+        layers[2].update_recurrent_state(torch.ones(1, 2, 4, 4))
+        return Cache(layers=layers)
+
+    cache, target, other = filled(StaticLayer(16)), filled(StaticLayer(32)), filled(DynamicLayer())
+
+    def rollback():
+        state = from_cache(cache)
+        before = state.snapshot()
+        state.restore(before)
+        to_cache(state, into=cache)
+
+    few = Cache(layers=cache.layers[:1])
+    return each(
+        lambda: to_cache(from_cache(cache)),
+        lambda: to_cache(from_cache(cache), into=target),
+        lambda: to_cache(from_cache(other).copy()),
+        lambda: pickle.loads(pickle.dumps(from_cache(other))),
+        rollback,
+        raises(errors.CompatibilityError, lambda: to_cache(from_cache(cache), into=few)),
+        raises(errors.CompatibilityError, lambda: from_cache(Cache(layers=[DynamicLayer()]))),
+        raises(TypeError, from_cache, "no cache"),
+    ), [cache, target, other]

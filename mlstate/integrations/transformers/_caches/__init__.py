@@ -1,0 +1,1 @@
+"""Caches of transformers as `CacheState`, and back."""

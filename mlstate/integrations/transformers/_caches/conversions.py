@@ -1,0 +1,277 @@
+"""Caches of transformers as `CacheState`, and back; see `from_cache` and `to_cache`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...._common.set_module import set_module
+from ....kv import CacheSpec, CacheState
+from ....kv._arguments import as_count, incompatible
+from .fill_cache import Filler
+from .layer_classes import Layout, check_cache, new_cache, new_layer
+from .read_cache import Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ...._types import Array
+
+_CROSS = "cross."
+
+
+class _Layouts(NamedTuple):
+    """The classes of a cache and of its layers."""
+
+    class_name: str
+    layers: list[Layout]
+    cross_class_name: str | None  # of an encoder-decoder cache
+    cross_layers: list[Layout]
+    capacity: int | None
+
+
+class _LaidOutState(CacheState):
+    """A state that knows the classes of the cache that it was made from."""
+
+    __slots__ = ("_layouts",)
+
+    def __init__(
+        self, spec: CacheSpec, arrays: Mapping[str, Array], length: int, layouts: _Layouts
+    ) -> None:
+        super().__init__(spec, arrays, length)
+        self._layouts = layouts
+
+
+@set_module("mlstate.integrations.transformers")
+def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
+    """Return the tensors of a cache of transformers as a `CacheState`, without copying them.
+
+    Parameters
+    ----------
+    cache : transformers.Cache
+        A DynamicCache, StaticCache, QuantizedCache of the fp8 backend, EncoderDecoderCache, or a
+        Cache of such layers. It is not changed.
+    length : int, optional
+        Number of tokens of a cache that consists of linear attention only, whose layers do not
+        count them. For another cache, this must be its number of tokens.
+
+    Returns
+    -------
+    CacheState
+        Entries with the names ``"<layer>.<array>"``, such as ``"0.keys"``, ``"1.conv_states.0"``,
+        and ``"cross.0.keys"`` for cross-attention. The arrays are the tensors of the cache or views
+        of them. Layers that have no token, or use the tensors of others, have no entry.
+
+    Raises
+    ------
+    CompatibilityError
+        A layer or the cache is of an unknown class, or of quanto or hqq; it has other attributes
+        than in transformers 5.23 and 5.24; layers have different numbers of tokens; no layer has a
+        token; or the cache offloads its layers. A ValueError.
+    TypeError
+        `cache` is not a Cache of transformers.
+
+    Notes
+    -----
+    ====================================  ===============================================
+    layer                                 entries
+    ====================================  ===============================================
+    DynamicLayer, StaticLayer             ``keys``, ``values``: full
+    DynamicSlidingWindowLayer             the same, sliding: a window of one token less
+    StaticSlidingWindowLayer              the same, sliding
+    DynamicIndexedLayer                   also ``indexer_keys``, ``indexer_position_ids``: full
+    StaticIndexedLayer                    the same; ``indexer_position_ids`` is opaque
+    LinearAttentionLayer and mixtures     also ``conv_states.<i>``, ``recurrent_states.<i>``
+    Fp8QuantizedLayer                     ``quantized_keys`` and ``quantized_values``: full, of
+                                          float8_e4m3fn; the rest is opaque
+    layers of a cross-attention           ``keys``, ``values``: opaque
+    ====================================  ===============================================
+
+    Later tokens change the arrays of static and of linear attention layers in place; dynamic layers
+    replace their tensors.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import DynamicCache
+    >>> from mlstate.integrations.transformers import from_cache, to_cache
+    >>> cache = DynamicCache()
+    >>> for layer in range(2):
+    ...     _ = cache.update(torch.zeros(1, 4, 10, 64), torch.zeros(1, 4, 10, 64), layer)
+    >>> state = from_cache(cache)
+    >>> state
+    CacheState(10 of 10 positions; 4 entries: 4 full)
+    >>> state.trim(3)
+    >>> to_cache(state).get_seq_length()
+    7
+    """
+    check_cache(cache, "cache")
+    decoder, cross = _parts_of(cache, "cache")
+    reader, cross_reader = Reader(), Reader(_CROSS)
+    for layer in decoder.layers:
+        reader.read(layer)
+    for layer in () if cross is None else cross.layers:
+        cross_reader.read_cross(layer)
+    if not reader.entries:
+        text = "no layer of the cache has a token: there is nothing to move"
+        raise incompatible(text, None, "a cache after a prefill", "an empty cache")
+    spec = CacheSpec([*reader.entries, *cross_reader.entries])
+    layouts = _Layouts(
+        type(decoder).__name__,
+        reader.layouts,
+        None if cross is None else type(cross).__name__,
+        cross_reader.layouts,
+        spec.capacity,
+    )
+    arrays = reader.arrays | cross_reader.arrays
+    return _LaidOutState(spec, arrays, _checked_length(reader.length, length), layouts)
+
+
+def _checked_length(counted: int | None, passed: int | None) -> int:
+    """Return the number of tokens that the layers count, or else the one that was passed."""
+    if passed is not None:
+        passed = as_count("length", passed)
+    if counted is None and passed is None:
+        text = "no layer counts the tokens: pass length="
+        raise incompatible(text, None, "length=", None)
+    if counted is not None and passed not in (None, counted):
+        text = f"the layers have {counted} tokens, and length is {passed}"
+        raise incompatible(text, None, counted, passed)
+    return counted if passed is None else passed  # type: ignore[return-value]
+
+
+def _parts_of(cache: Any, label: str) -> tuple[Any, Any]:
+    """Return a cache and None, or the two caches of an encoder-decoder cache."""
+    if type(cache).__name__ != "EncoderDecoderCache":
+        return cache, None
+    parts = []
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        part = getattr(cache, name, None)
+        check_cache(part, f"{label}.{name}")
+        parts.append(part)
+    return parts[0], parts[1]
+
+
+@set_module("mlstate.integrations.transformers")
+def to_cache(state: CacheState, into: Any = None) -> Any:
+    """Return a cache of transformers with the tokens of a state.
+
+    Parameters
+    ----------
+    state : CacheState
+        A state from `from_cache`, or another one whose arrays have the same names.
+    into : transformers.Cache, optional
+        The cache to fill, for example a StaticCache of another size. Its tokens are replaced.
+        Default: a new cache with layers of the classes that `from_cache` was given.
+
+    Returns
+    -------
+    transformers.Cache
+        `into`, or a new cache, which uses the arrays of the state: nothing is copied. To keep the
+        state or the cache it came from, pass ``state.copy()``.
+
+    Raises
+    ------
+    CompatibilityError
+        The layers of `into` do not fit the arrays: another class, window, shape, dtype or number;
+        a window needs tokens that were evicted; memory overlaps; or a new cache needs `into`.
+        Nothing is changed then. A ValueError.
+    CapacityError
+        The tokens exceed a static layer. Nothing is changed then. A ValueError.
+    TypeError
+        `state` is not a CacheState, or `into` not a Cache.
+
+    Notes
+    -----
+    Static and linear attention layers of `into` are filled in place, so that their tensors keep
+    their addresses: the tokens are copied, and other positions become zero. Tensors that are those
+    of the state already are left as they are, for example after `CacheState.restore`: then only the
+    lengths are set. Dynamic layers use views of the arrays.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import DynamicCache
+    >>> from mlstate.integrations.transformers import from_cache, to_cache
+    >>> cache = DynamicCache()
+    >>> _ = cache.update(torch.zeros(1, 4, 10, 64), torch.zeros(1, 4, 10, 64), 0)
+    >>> state = from_cache(cache)
+    >>> before = state.snapshot()
+    >>> _ = cache.update(torch.ones(1, 4, 5, 64), torch.ones(1, 4, 5, 64), 0)  # a rejected draft
+    >>> state.restore(before)
+    >>> to_cache(state, into=cache) is cache, cache.get_seq_length()
+    (True, 10)
+    """
+    if not isinstance(state, CacheState):
+        raise TypeError(f"state must be a CacheState, got {type(state).__name__}")
+    filler = Filler(state, is_shared=into is None)
+    cache = _new_cache(state) if into is None else into
+    check_cache(cache, "into")
+    decoder, cross = _parts_of(cache, "into")
+    added = _missing_layers(state, decoder, ""), _missing_layers(state, cross, _CROSS)
+    for index, layer in enumerate([*decoder.layers, *added[0]]):
+        filler.plan(layer, index)
+    for index, layer in enumerate([] if cross is None else [*cross.layers, *added[1]]):
+        filler.plan(layer, index, _CROSS)
+    filler.check_used()
+    for write in filler.writes:
+        write()
+    decoder.layers.extend(added[0])
+    if cross is not None:
+        cross.layers.extend(added[1])
+        cache.is_updated = {
+            index: f"{_CROSS}{index}.keys" in filler.used for index in range(len(cross.layers))
+        }
+    return cache
+
+
+def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
+    """Return layers that a cache without a config would add on its decoder."""
+    create = getattr(cache, "layer_class_to_replicate", None)
+    if create is None:
+        return []
+    layers = [e.layer for e in state.spec if e.name.startswith(_CROSS) == bool(prefix)]
+    count = max((layer + 1 for layer in layers if layer is not None), default=0)
+    return [create() for _ in range(count - len(cache.layers))]
+
+
+def _new_cache(state: CacheState) -> Any:
+    """Create an empty cache like the one that the state was made from."""
+    if not isinstance(state, _LaidOutState):
+        text = "from_cache did not make the state, so the classes of its layers are unknown"
+        raise incompatible(f"{text}: pass into=", None, "into=", None)
+    from transformers import EncoderDecoderCache
+
+    layouts = state._layouts
+    spec = state.spec
+    layers = [_new_layer(spec, layouts, index) for index in range(len(layouts.layers))]
+    decoder = new_cache(layouts.class_name, layers)
+    if layouts.cross_class_name is None:
+        return decoder
+    cross_layers = [new_layer(each) for each in layouts.cross_layers]
+    return EncoderDecoderCache(decoder, new_cache(layouts.cross_class_name, cross_layers))
+
+
+def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
+    """Create an empty layer, which is as long as the arrays that it will use."""
+    layout = layouts.layers[index]
+    if "max_cache_len" not in layout.options:
+        return new_layer(layout)
+    before = layout.options.get("sliding_window", layout.options["max_cache_len"])
+    is_longer = layout.options["max_cache_len"] > before  # the cache than the window
+    capacity, name = spec.capacity, f"{index}.keys"
+    entry = spec._by_name.get(name)
+    positions = before
+    if entry is not None:
+        positions = entry.seq_length or 0
+    elif capacity is not None and before == layouts.capacity:
+        positions = capacity
+    if "sliding_window" not in layout.options:
+        return new_layer(layout, max_cache_len=positions)
+    if capacity != layouts.capacity == before:
+        text = (
+            f"layer {index} was as long as its cache of {before} positions, so its window is "
+            "unknown: pass into=StaticCache(model.config, max_cache_len)"
+        )
+        raise incompatible(text, name, "into=", None)
+    longest = max(capacity or 0, positions + is_longer)
+    return new_layer(layout, max_cache_len=longest, sliding_window=positions)

@@ -1,0 +1,445 @@
+"""The arrays of a `CacheState` as tensors of transformers' caches: all checks, then all writes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...._common.arrays import is_torch, overlaps_itself, overwrite, shares_elements
+from ....kv._arguments import incompatible, tokens_error
+from ....kv._cache_spec import CacheEntry, entry_error
+from ...torch._tensors.state import tensors_of
+from .layer_classes import (
+    LayerClass,
+    checked_tensor,
+    layer_class,
+    state_of,
+    tensor_of,
+    value_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ....kv import CacheState
+
+
+class Filler:
+    """Collects the writes that bring the tokens of a state into layers."""
+
+    def __init__(self, state: CacheState, *, is_shared: bool) -> None:
+        self.spec, self.arrays, self.length = state.spec, state.arrays, state.length
+        self.ring_of = state._cache.ring
+        self.is_shared = is_shared  # the layers are new: they use the arrays themselves
+        self.writes: list[Callable[[], object]] = []
+        self.used: set[str] = set()
+
+    def plan(self, layer: Any, index: int, prefix: str = "") -> None:
+        """Check a layer, and add the writes for it."""
+        where = f"{prefix}{index}"
+        cls = layer_class(layer, where)
+        at = _Place(self, layer, where, cls, is_cross=bool(prefix))
+        if cls.attention:
+            _PLANS[cls.attention](at)
+        if cls.has_indexer:
+            _plan_indexer(at)
+        if cls.is_linear:
+            _plan_states(at)
+
+    def check_used(self) -> None:
+        """Raise if the cache has no place for an array."""
+        left = [name for name in self.arrays if name not in self.used]
+        if left:
+            text = f"the cache has no place for {left[0]!r}"
+            more = f" and {len(left) - 1} more arrays" if len(left) > 1 else ""
+            raise incompatible(f"{text}{more}: the layers differ", left[0], "its layer", "none")
+
+
+class _Place(NamedTuple):
+    """A layer that is being planned."""
+
+    filler: Filler
+    layer: Any
+    where: str
+    cls: LayerClass
+    is_cross: bool
+
+    def entry(self, part: str, *kinds: str) -> CacheEntry | None:
+        """Return the entry of an array of the layer, or None if the state does not have it."""
+        name = f"{self.where}.{part}"
+        if name not in self.filler.arrays:
+            return None
+        entry = self.filler.spec.entry_of(name)
+        if entry.kind not in kinds:
+            layer = f"layer {self.where}, a {self.cls.name}"
+            text = f"an entry of kind {entry.kind} does not fit {layer}"
+            raise entry_error(name, text, " or ".join(kinds), entry.kind)
+        self.filler.used.add(name)
+        return entry
+
+    def both(self, *kinds: str, prefix: str = "") -> list[CacheEntry]:
+        """Return the entries of keys and values, or no entry."""
+        parts = f"{prefix}keys", f"{prefix}values"
+        entries_or_none = [self.entry(part, *kinds) for part in parts]
+        entries = [each for each in entries_or_none if each is not None]
+        if len(entries) == 1:
+            text = f"the state has {entries[0].name!r} only"
+            raise incompatible(text, self.where, " and ".join(parts), entries[0].name)
+        if entries and entries[0].shape[:3] != entries[1].shape[:3]:
+            text = f"the array has shape {entries[1].shape}, and the keys {entries[0].shape}"
+            raise entry_error(entries[1].name, text, entries[0].shape[:3], entries[1].shape[:3])
+        return entries
+
+    def tensor(self, entry: CacheEntry) -> Any:
+        """Return an array of the state as a tensor over the same memory."""
+        array = self.filler.arrays[entry.name]
+        return array if is_torch(array) else tensors_of({entry.name: array})[entry.name]
+
+    def tokens(self, entry: CacheEntry, most: int | None = None) -> list[Any]:
+        """Return the tokens of an array by increasing position, as views."""
+        tensor = self.tensor(entry)
+        if entry.seq_axis is None:
+            return [tensor]
+        runs = self.filler.ring_of(entry).runs(most)
+        return [tensor.narrow(entry.seq_axis, run.start, len(run)) for run in runs]
+
+    def require_empty(self, has_tokens: object) -> None:
+        """Raise if the layer has tokens, although the state has none for it."""
+        if has_tokens:
+            text = f"layer {self.where} has tokens, but the state has none for it"
+            raise incompatible(text, self.where, "an array of the layer", "none")
+
+    def check_target(self, target: Any, shape: tuple[int, ...], entry: CacheEntry) -> None:
+        """Raise unless the tokens of an entry can be copied into a tensor."""
+        tensor = self.tensor(entry)
+        got = tuple(target.shape)
+        if got != shape:
+            text = f"the array needs a tensor of {shape}, and layer {self.where} has {got}"
+            raise entry_error(entry.name, text, shape, got)
+        if target.dtype != tensor.dtype:
+            text = f"the array is {tensor.dtype}, and the tensor of layer {self.where} "
+            raise entry_error(
+                entry.name, f"{text}{target.dtype}", str(tensor.dtype), str(target.dtype)
+            )
+        if overlaps_itself(target):
+            text = f"elements of the tensor of layer {self.where} share memory"
+            raise entry_error(entry.name, text, "separate elements", "shared ones")
+
+    def write(self, call: Callable[[], object]) -> None:
+        """Add a write."""
+        self.filler.writes.append(call)
+
+
+def _joined(pieces: list[Any], like: Any, axis: int) -> Any:
+    """Return tokens as one tensor: a view if they are adjacent."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if not pieces:
+        return like.narrow(axis, 0, 0)
+    import torch
+
+    return torch.cat(pieces, axis)
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    return bool(
+        first.device == second.device
+        and first.data_ptr() == second.data_ptr()
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+    )
+
+
+def _set(tensor: Any, value: int) -> None:
+    """Set all elements of a tensor, also of one that was created in inference mode."""
+    import torch
+
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():
+        tensor.fill_(value)
+
+
+def _length_of(at: _Place, entry: CacheEntry) -> int:
+    return entry.shape[2] if at.is_cross else at.filler.length
+
+
+def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
+    """Raise unless an entry has the tokens that the window of a layer needs, and no others."""
+    length = at.filler.length
+    if entry.sinks:
+        text = f"{entry.sinks} sinks: transformers has none"
+        raise entry_error(entry.name, text, 0, entry.sinks)
+    stored = min(length, entry.seq_length or 0)
+    if stored < min(length, needed):
+        text = f"the window of layer {at.where} needs {min(length, needed)} tokens, not {stored}"
+        raise entry_error(entry.name, f"{text}: older ones were evicted", needed, stored)
+    window = entry.window or 0
+    if at.cls.attention == "static":
+        if needed + 1 < min(length, window):
+            text = f"layer {at.where} has {needed + 1} positions for a window of {window}"
+            raise entry_error(entry.name, f"{text} and {length} tokens", window, needed + 1)
+    elif not window - 1 <= needed <= window and length > min(needed, window):
+        text = f"layer {at.where} keeps {needed} tokens, and the array has a window of {window}"
+        raise entry_error(entry.name, text, window, needed)
+
+
+def _plan_dynamic(at: _Place) -> None:
+    layer = at.layer
+    kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
+    entries = at.both(kind)
+    initialized = value_of(layer, at.where, "is_initialized", bool)
+    if not entries:
+        at.require_empty(initialized and tensor_of(layer, at.where, "keys").numel())
+        return
+    most = None
+    if at.cls.is_sliding:
+        value_of(layer, at.where, "cumulative_length", int)
+        tensor_of(layer, at.where, "_sliding_window_tensor", 0)
+        window = value_of(layer, at.where, "sliding_window", int) - 1
+        for entry in entries:
+            _check_window(at, entry, window)
+        if not value_of(layer, at.where, "record_past", bool):
+            most = window
+    keys, values = (_joined(at.tokens(e, most), at.tensor(e), 2) for e in entries)
+
+    def write() -> None:
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if at.cls.is_sliding:
+            layer.cumulative_length = at.filler.length
+
+    at.write(write)
+
+
+def _plan_fp8(at: _Place) -> None:
+    layer = at.layer
+    initialized = value_of(layer, at.where, "is_initialized", bool)
+    codes = at.both("full", prefix="quantized_")
+    if not codes:
+        at.require_empty(initialized)
+        return
+    rest = at.both("opaque")
+    scales = [at.entry(f"quantized_{part}.scale", "opaque") for part in ("keys", "values")]
+    if len(rest) != 2 or scales[0] is None or scales[1] is None:
+        text = f"layer {at.where} lacks the scale or the dtype of its codes"
+        raise incompatible(text, at.where, "keys, values and two scales", "less")
+    for code in codes:
+        if at.tensor(code).dtype != layer.fp8_dtype:
+            text = f"the codes are {code.dtype}, those of layer {at.where} {layer.fp8_dtype}"
+            raise entry_error(code.name, text, layer.fp8_dtype, code.dtype)
+    keys, values = (at.tensor(entry) for entry in rest)
+    pairs = [
+        (_joined(at.tokens(code), at.tensor(code), 2), at.tensor(scale))
+        for code, scale in zip(codes, scales, strict=True)
+        if scale is not None
+    ]
+
+    def write() -> None:
+        # Not the method of the layer, which would quantize the tensors.
+        from transformers.cache_utils import DynamicLayer
+
+        DynamicLayer.lazy_initialization(layer, keys, values)
+        layer._quantized_keys, layer._quantized_values = pairs
+        layer.cumulative_length = at.filler.length
+
+    at.write(write)
+
+
+def _plan_static(at: _Place) -> None:
+    layer = at.layer
+    kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
+    entries = at.both(kind)
+    is_new = not value_of(layer, at.where, "is_initialized", bool)
+    counter = tensor_of(layer, at.where, "cumulative_length", 0)
+    if not entries:
+        at.require_empty(not is_new and int(counter))
+        return
+    positions = value_of(layer, at.where, "max_cache_len", int)
+    length = _length_of(at, entries[0])
+    if at.cls.is_sliding:
+        value_of(layer, at.where, "cumulative_length_int", int)
+        for entry in entries:
+            _check_window(at, entry, positions - 1)
+    elif length > positions:
+        raise tokens_error(
+            length, positions, f"layer {at.where} needs a larger max_cache_len", entries[0].name
+        )
+    is_full = at.cls.is_sliding and length >= positions
+    fills = [
+        _plan_fill(at, entry, name, positions, is_full=is_full, is_new=is_new)
+        for entry, name in zip(entries, ("keys", "values"), strict=True)
+    ]
+
+    def write() -> None:
+        if is_new:
+            _initialize_static(at, entries, positions)
+        for fill in fills:
+            fill()
+        _set(layer.cumulative_length, min(length, positions))
+        if at.cls.is_sliding:
+            layer.cumulative_length_int = length
+
+    at.write(write)
+
+
+def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) -> None:
+    """Allocate the tensors of a layer, or none if it will use the arrays."""
+    layer = at.layer
+    keys, values = (at.tensor(entry) for entry in entries)
+    if _is_adopted(at, entries[0], positions) and _is_adopted(at, entries[1], positions):
+        layer.max_cache_len = 0
+    try:
+        layer.lazy_initialization(keys, values)
+    finally:
+        layer.max_cache_len = positions
+
+
+def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:
+    """Return whether a new layer can use the array itself."""
+    if not at.filler.is_shared or at.is_cross or entry.seq_length != positions:
+        return False
+    if entry.kind == "full":
+        return True
+    runs = at.filler.ring_of(entry).runs()
+    return not runs or (len(runs) == 1 and runs[0].start == 0)
+
+
+def _adopt(at: _Place, attribute: str, tensor: Any) -> None:
+    import torch
+
+    setattr(at.layer, attribute, tensor)
+    torch._dynamo.mark_static_address(tensor)
+
+
+def _plan_fill(
+    at: _Place, entry: CacheEntry, attribute: str, positions: int, *, is_full: bool, is_new: bool
+) -> Callable[[], None]:
+    """Return the call that writes the tokens of an entry into a tensor with fixed positions.
+
+    A full window ends with the newest token; anything else begins with the first one.
+    """
+    layer, axis = at.layer, 2 if entry.seq_axis is None else entry.seq_axis
+    if is_new and _is_adopted(at, entry, positions):
+        return lambda: _adopt(at, attribute, at.tensor(entry))
+    pieces = at.tokens(entry, positions if is_full else None)
+    count = sum(piece.shape[axis] for piece in pieces)
+    start = positions - count if is_full else 0
+    if not is_new:
+        shape = (*entry.shape[:axis], positions, *entry.shape[axis + 1 :])
+        target = tensor_of(layer, at.where, attribute, len(shape))
+        at.check_target(target, shape, entry)
+        if len(pieces) == 1 and _are_same(pieces[0], target.narrow(axis, start, count)):
+            return lambda: None
+        _refuse_overlap(at, entry, target)
+
+    def fill() -> None:
+        target, place = getattr(layer, attribute), start
+        for piece in pieces:
+            overwrite(target.narrow(axis, place, piece.shape[axis]), piece)
+            place += piece.shape[axis]
+        if not is_new:
+            _set(target.narrow(axis, 0, start), 0)
+            _set(target.narrow(axis, place, positions - place), 0)
+
+    return fill
+
+
+def _refuse_overlap(at: _Place, entry: CacheEntry, target: Any) -> None:
+    tensor = at.tensor(entry)
+    if tensor.device == target.device and shares_elements(tensor, target):
+        text = f"the array shares memory with layer {at.where}, at other positions: copy the state"
+        raise entry_error(entry.name, text, "other memory", "shared memory")
+
+
+def _plan_indexer(at: _Place) -> None:
+    layer, is_static = at.layer, at.cls.attention == "static"
+    entry = at.entry("indexer_keys", "full")
+    ids = at.entry("indexer_position_ids", "full", "opaque")
+    is_new = not value_of(layer, at.where, "is_indexer_initialized", bool)
+    if entry is None:
+        has_tokens = not is_new and tensor_of(layer, at.where, "indexer_keys").numel()
+        if has_tokens and is_static:
+            has_tokens = int(tensor_of(layer, at.where, "indexer_cumulative_length", 0))
+        at.require_empty(has_tokens)
+        return
+    positions = value_of(layer, at.where, "max_cache_len", int) if is_static else 0
+    length = at.filler.length
+    if is_static:
+        if not is_new:
+            tensor_of(layer, at.where, "indexer_cumulative_length", 0)
+        fill = _plan_fill(at, entry, "indexer_keys", positions, is_full=False, is_new=is_new)
+    keys = at.tensor(entry)
+
+    def write() -> None:
+        if not is_static:
+            layer.lazy_initialization_indexer(keys)
+            layer.indexer_keys = _joined(at.tokens(entry), keys, 1)
+        else:
+            if is_new:
+                is_adopted = _is_adopted(at, entry, positions)
+                layer.max_cache_len = 0 if is_adopted else positions
+                layer.lazy_initialization_indexer(keys)
+                layer.max_cache_len = positions
+            fill()
+            _set(layer.indexer_cumulative_length, length)
+        layer.indexer_position_ids = (
+            None if ids is None else _joined(at.tokens(ids), at.tensor(ids), 2)
+        )
+
+    at.write(write)
+
+
+def _plan_states(at: _Place) -> None:
+    for number in range(value_of(at.layer, at.where, "number_of_states", int)):
+        conv = at.entry(f"conv_states.{number}", "conv")
+        recurrent = at.entry(f"recurrent_states.{number}", "recurrent")
+        for name, entry in (("conv_states", conv), ("recurrent_states", recurrent)):
+            _plan_state(at, name, number, entry)
+        if conv is None and recurrent is None:
+            of = at.layer, at.where
+            at.require_empty(state_of(*of, "has_previous_state", number))
+
+
+def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | None) -> None:
+    """Add the write of one state: into the tensor of the layer, or a new one."""
+    layer, part = at.layer, attribute.partition("_")[0]
+    is_new = not state_of(layer, at.where, f"is_{attribute}_initialized", number)
+    if entry is None:
+        return
+    for name in ("has_previous_state", "conv_kernel_size"):
+        state_of(layer, at.where, name, number)
+    tensor, is_conv = at.tensor(entry), part == "conv"
+    is_recording = is_conv and value_of(layer, at.where, "record_past", bool)
+    is_same = False
+    if not is_new:
+        target = state_of(layer, at.where, attribute, number)
+        target = checked_tensor(target, layer, at.where, attribute)
+        is_same = _are_same(tensor, target)
+        if not is_recording:
+            at.check_target(target, entry.shape, entry)
+        if not is_same:
+            _refuse_overlap(at, entry, target)
+
+    def write() -> None:
+        states = getattr(layer, attribute)
+        if is_new:
+            layer.lazy_initialization(**{attribute: tensor[:0], "state_idx": number})
+        if is_conv:
+            layer.has_previous_state[number] = True
+        if is_same:
+            return
+        if is_new or is_recording:
+            import torch
+
+            states[number] = tensor if at.filler.is_shared else tensor.clone()
+            torch._dynamo.mark_static_address(states[number])
+        else:
+            overwrite(states[number], tensor)
+
+    at.write(write)
+
+
+_PLANS: dict[str, Callable[[_Place], None]] = {
+    "dynamic": _plan_dynamic,
+    "static": _plan_static,
+    "fp8": _plan_fp8,
+}

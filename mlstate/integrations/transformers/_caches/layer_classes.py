@@ -1,0 +1,179 @@
+"""The classes of transformers' cache layers, and access to their attributes, checked before use.
+
+The attributes are private to transformers. Those of 5.23 and 5.24 are known; an object with other
+attributes is refused.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ....kv._arguments import incompatible
+
+if TYPE_CHECKING:
+    from ....errors import CompatibilityError
+
+Attention = Literal["", "dynamic", "static", "fp8"]
+
+
+class LayerClass(NamedTuple):
+    """A class of layers, and the tensors that these have."""
+
+    name: str
+    attention: Attention
+    is_sliding: bool = False
+    has_indexer: bool = False
+    is_linear: bool = False
+
+
+_CLASSES = (
+    LayerClass("DynamicLayer", "dynamic"),
+    LayerClass("DynamicSlidingWindowLayer", "dynamic", is_sliding=True),
+    LayerClass("DynamicIndexedLayer", "dynamic", has_indexer=True),
+    LayerClass("StaticLayer", "static"),
+    LayerClass("StaticSlidingWindowLayer", "static", is_sliding=True),
+    LayerClass("StaticIndexedLayer", "static", has_indexer=True),
+    LayerClass("Fp8QuantizedLayer", "fp8"),
+    LayerClass("LinearAttentionLayer", "", is_linear=True),
+    LayerClass("LinearAttentionAndFullAttentionLayer", "dynamic", is_linear=True),
+    LayerClass(
+        "LinearAttentionAndSlidingWindowAttentionLayer", "dynamic", is_sliding=True, is_linear=True
+    ),
+    LayerClass("LinearAttentionAndStaticFullAttentionLayer", "static", is_linear=True),
+    LayerClass(
+        "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+        "static",
+        is_sliding=True,
+        is_linear=True,
+    ),
+    LayerClass("DummyLayer", ""),
+)
+_CACHES = ("Cache", "DynamicCache", "StaticCache", "QuantizedCache", "EncoderDecoderCache")
+_REFUSED = {
+    "QuantoQuantizedLayer": "quanto",
+    "HQQQuantizedLayer": "hqq",
+}
+
+
+class Layout(NamedTuple):
+    """The facts that `to_cache` needs to create a layer like one that `from_cache` was given."""
+
+    class_name: str
+    options: dict[str, int]  # of the constructor
+
+
+@cache
+def _layer_classes() -> dict[type, LayerClass]:
+    from transformers import cache_utils
+
+    classes = ((getattr(cache_utils, each.name, None), each) for each in _CLASSES)
+    return {cls: each for cls, each in classes if isinstance(cls, type)}
+
+
+@cache
+def _cache_classes() -> tuple[type, ...]:
+    from transformers import cache_utils
+
+    return tuple(getattr(cache_utils, name) for name in _CACHES if hasattr(cache_utils, name))
+
+
+def new_layer(layout: Layout, **options: int) -> Any:
+    """Create a layer of a class, without tensors."""
+    from transformers import cache_utils
+
+    return getattr(cache_utils, layout.class_name)(**{**layout.options, **options})
+
+
+def new_cache(class_name: str, layers: list[Any]) -> Any:
+    """Create a cache of layers, as the constructors do from the config of a model."""
+    from transformers import cache_utils
+
+    new = object.__new__(getattr(cache_utils, class_name))
+    cache_utils.Cache.__init__(new, layers=layers)
+    return new
+
+
+def check_cache(cache: Any, label: str) -> None:
+    """Raise unless an object is a cache of a known class."""
+    from transformers.cache_utils import Cache
+
+    if not isinstance(cache, Cache):
+        raise TypeError(f"{label} must be a Cache of transformers, got {type(cache).__name__}")
+    if type(cache) not in _cache_classes():
+        text = f"{label} is a {type(cache).__name__}, and the additions of this class are unknown"
+        raise incompatible(text, None, ", ".join(_CACHES), type(cache).__name__)
+    if getattr(cache, "offloading", False):
+        text = f"{label} offloads its layers: their tensors are being moved between devices"
+        raise incompatible(text, None, "offloading=False", "offloading=True")
+
+
+def layer_class(layer: object, where: str) -> LayerClass:
+    """Return the description of a class of layers, or raise if it is unknown."""
+    description = _layer_classes().get(type(layer))
+    if description is not None:
+        return description
+    name = type(layer).__name__
+    library = next(
+        (_REFUSED[c.__name__] for c in type(layer).__mro__ if c.__name__ in _REFUSED), ""
+    )
+    if library:
+        text = (
+            f"layer {where} is a {name}: its codes have the layout of {library}, which changes "
+            "between versions; use the fp8 backend, or CacheState.quantize"
+        )
+    else:
+        text = f"layer {where} is a {name}, which is an unknown class"
+    raise incompatible(text, where, ", ".join(each.name for each in _CLASSES), name)
+
+
+def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
+    """Return the exception for an attribute that no known version has like this."""
+    import transformers
+
+    got = f"transformers {transformers.__version__}"
+    return incompatible(
+        f"layer {where}: {type(layer).__name__}.{attribute} {text}: the layout of {got} is unknown",
+        where,
+        "the layout of transformers 5.23 or 5.24",
+        got,
+    )
+
+
+def tensor_of(layer: object, where: str, attribute: str, rank: int | None = None) -> Any:
+    """Return a tensor of a layer, or raise if it is another object or has another rank."""
+    return checked_tensor(getattr(layer, attribute, None), layer, where, attribute, rank)
+
+
+def checked_tensor(
+    value: Any, layer: object, where: str, attribute: str, rank: int | None = None
+) -> Any:
+    """Return a value that must be a tensor of a rank."""
+    from torch import Tensor
+
+    if not isinstance(value, Tensor):
+        raise unknown_layout(layer, where, attribute, f"is {_kind(value)}, not a tensor")
+    if rank is not None and value.ndim != rank:
+        shape = tuple(value.shape)
+        raise unknown_layout(layer, where, attribute, f"has shape {shape}, not {rank} axes")
+    return value
+
+
+def value_of(layer: object, where: str, attribute: str, kind: type) -> Any:
+    """Return an attribute of a layer, or raise unless it has exactly this type."""
+    value = getattr(layer, attribute, None)
+    if type(value) is not kind:
+        raise unknown_layout(layer, where, attribute, f"is {_kind(value)}, not {kind.__name__}")
+    return value
+
+
+def state_of(layer: object, where: str, attribute: str, number: int) -> Any:
+    """Return the entry that a dictionary of a linear attention layer has for one of its states."""
+    values = value_of(layer, where, attribute, dict)
+    if number not in values:
+        raise unknown_layout(layer, where, attribute, f"has no state {number}")
+    return values[number]
+
+
+def _kind(value: object) -> str:
+    return "absent" if value is None else f"{type(value).__name__}"

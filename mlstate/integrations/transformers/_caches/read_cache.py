@@ -1,0 +1,255 @@
+"""The tensors of transformers' caches as entries of a `CacheState`, without copies."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ....kv._arguments import as_count, incompatible
+from ....kv._cache_spec import CacheEntry
+from .layer_classes import (
+    LayerClass,
+    Layout,
+    checked_tensor,
+    layer_class,
+    state_of,
+    tensor_of,
+    unknown_layout,
+    value_of,
+)
+
+
+class Reader:
+    """Collects the entries of layers, and the number of tokens that all of them have."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
+        self.entries: list[CacheEntry] = []
+        self.arrays: dict[str, Any] = {}
+        self.layouts: list[Layout] = []
+        self.length: int | None = None
+        self._counted_by = ""
+
+    def read(self, layer: Any) -> None:
+        """Add the entries of the next layer."""
+        index = len(self.layouts)
+        where = f"{self.prefix}{index}"
+        cls = layer_class(layer, where)
+        at = _Place(self, layer, index, where, cls)
+        options: dict[str, int] = {}
+        if cls.attention == "static":
+            options["max_cache_len"] = value_of(layer, where, "max_cache_len", int)
+            if cls.is_sliding:
+                # A layer is not longer than its window, and 5.24 knows whether its cache is.
+                options["sliding_window"] = options["max_cache_len"]
+                options["max_cache_len"] += getattr(layer, "_is_croppable", None) is False
+        elif cls.is_sliding:
+            options["sliding_window"] = value_of(layer, where, "sliding_window", int)
+        if cls.is_linear:
+            options["number_of_states"] = value_of(layer, where, "number_of_states", int)
+        self.layouts.append(Layout(cls.name, options))
+        if cls.attention and value_of(layer, where, "is_initialized", bool):
+            _READ[cls.attention](at)
+        if cls.has_indexer and value_of(layer, where, "is_indexer_initialized", bool):
+            _read_indexer(at)
+        if cls.is_linear:
+            _read_states(at, options["number_of_states"])
+
+    def read_cross(self, layer: Any) -> None:
+        """Add the next layer of a cross-attention: its tokens do not change, so it is opaque."""
+        index = len(self.layouts)
+        where = f"{self.prefix}{index}"
+        cls = layer_class(layer, where)
+        if cls.name not in ("DynamicLayer", "StaticLayer"):
+            text = f"layer {where} is a {cls.name}, which is unknown in a cross-attention"
+            raise incompatible(text, where, "DynamicLayer or StaticLayer", cls.name)
+        at = _Place(self, layer, index, where, cls)
+        is_static, options = cls.attention == "static", {}
+        if is_static:
+            options["max_cache_len"] = value_of(layer, where, "max_cache_len", int)
+        self.layouts.append(Layout(cls.name, options))
+        if not value_of(layer, where, "is_initialized", bool):
+            return
+        if is_static:
+            keys, values, count = _static_tensors(at)
+        else:
+            keys, values = _dynamic_tensors(at)
+            count = 0 if keys is None else keys.shape[2]
+        if count:
+            at.add("keys", keys[:, :, :count], "opaque")
+            at.add("values", values[:, :, :count], "opaque")
+
+    def count(self, tokens: int, where: str) -> None:
+        """Note the number of tokens of a layer, or raise if another layer has another number."""
+        if self.length is None:
+            self.length, self._counted_by = tokens, where
+        elif self.length != tokens:
+            text = f"layer {where} has {tokens} tokens, but layer {self._counted_by} {self.length}"
+            raise incompatible(
+                f"{text}: the layers of one cache have the same number", where, self.length, tokens
+            )
+
+
+class _Place(NamedTuple):
+    """A layer that is being read."""
+
+    reader: Reader
+    layer: Any
+    layer_index: int
+    where: str
+    cls: LayerClass
+
+    def add(self, part: str, tensor: Any, kind: Any, seq_axis: int = 2, **options: Any) -> None:
+        """Add an array of the layer."""
+        name = f"{self.where}.{part}"
+        shape = tuple(tensor.shape)
+        role = part.partition(".")[0]
+        entry = CacheEntry(
+            name, kind, shape, tensor.dtype, seq_axis, layer=self.layer_index, role=role, **options
+        )
+        self.reader.entries.append(entry)
+        self.reader.arrays[name] = tensor
+
+    def unknown(self, attribute: str, text: str) -> Exception:
+        """Return the exception for an attribute that no cls version has like this."""
+        return unknown_layout(self.layer, self.where, attribute, text)
+
+
+def _key_values(at: _Place) -> tuple[Any, Any]:
+    """Return keys and values of shape (batch, heads, positions, head_dim)."""
+    keys, values = (tensor_of(at.layer, at.where, name, 4) for name in ("keys", "values"))
+    if keys.shape[:3] != values.shape[:3]:
+        text = f"has shape {tuple(values.shape)}, and the keys {tuple(keys.shape)}"
+        raise at.unknown("values", text)
+    return keys, values
+
+
+def _dynamic_tensors(at: _Place) -> tuple[Any, Any]:
+    """Return keys and values, or None for a layer that has no token yet."""
+    if tensor_of(at.layer, at.where, "keys").numel() == 0:
+        return None, None
+    return _key_values(at)
+
+
+def _read_dynamic(at: _Place) -> None:
+    keys, values = _dynamic_tensors(at)
+    kind, options = "full", {}
+    stored = 0 if keys is None else keys.shape[2]
+    tokens = stored
+    if at.cls.is_sliding:
+        tokens = value_of(at.layer, at.where, "cumulative_length", int)
+        window = value_of(at.layer, at.where, "sliding_window", int) - 1
+        if not min(tokens, window) <= stored <= tokens:
+            text = f"has {stored} positions after {tokens} tokens with a window of {window}"
+            raise at.unknown("keys", text)
+        if window < 1:
+            raise at.unknown("sliding_window", "leaves no position for earlier tokens")
+        kind, options = "sliding", {"window": window, "next_slot": 0}
+    if keys is None:
+        return
+    at.add("keys", keys, kind, **options)
+    at.add("values", values, kind, **options)
+    at.reader.count(tokens, at.where)
+
+
+def _static_tensors(at: _Place) -> tuple[Any, Any, int]:
+    """Return keys, values and the number of tokens of a static layer."""
+    keys, values = _key_values(at)
+    positions = value_of(at.layer, at.where, "max_cache_len", int)
+    if keys.shape[2] != positions:
+        raise at.unknown("keys", f"has {keys.shape[2]} positions, and max_cache_len {positions}")
+    length = tensor_of(at.layer, at.where, "cumulative_length", 0)
+    if length.is_floating_point():
+        raise at.unknown("cumulative_length", f"is of {length.dtype}, not of an integer dtype")
+    if at.cls.is_sliding:
+        tokens = value_of(at.layer, at.where, "cumulative_length_int", int)
+    else:
+        tokens = int(length)
+    if tokens < 0 or (tokens > positions and not at.cls.is_sliding):
+        text = f"layer {at.where} counts {tokens} tokens and has {positions} positions"
+        raise incompatible(text, at.where, f"0..{positions}", tokens)
+    return keys, values, tokens
+
+
+def _read_static(at: _Place) -> None:
+    keys, values, tokens = _static_tensors(at)
+    kind, options = "full", {}
+    if at.cls.is_sliding:
+        kind = "sliding"
+        options = {"next_slot": tokens if tokens < keys.shape[2] else 0}
+    at.add("keys", keys, kind, **options)
+    at.add("values", values, kind, **options)
+    at.reader.count(tokens, at.where)
+
+
+def _read_fp8(at: _Place) -> None:
+    """Add codes by position, the scale of each, and the dtype of the values."""
+    tokens = value_of(at.layer, at.where, "cumulative_length", int)
+    for part in ("keys", "values"):
+        attribute = f"_quantized_{part}"
+        pair = value_of(at.layer, at.where, attribute, tuple)
+        if len(pair) != 2:
+            raise at.unknown(attribute, f"has {len(pair)} parts, not codes and a scale")
+        codes = checked_tensor(pair[0], at.layer, at.where, attribute, 4)
+        scale = checked_tensor(pair[1], at.layer, at.where, attribute, 0)
+        if codes.shape[2] != tokens or codes.element_size() != 1:
+            text = f"has {codes.shape[2]} positions of {codes.dtype} after {tokens} tokens"
+            raise at.unknown(attribute, text)
+        rest = tensor_of(at.layer, at.where, part, 1)
+        at.add(part, rest, "opaque")  # empty: its dtype is the one of the values
+        at.add(f"quantized_{part}", codes, "full")
+        at.add(f"quantized_{part}.scale", scale, "opaque")
+    at.reader.count(tokens, at.where)
+
+
+_READ = {"dynamic": _read_dynamic, "static": _read_static, "fp8": _read_fp8}
+
+
+def _read_indexer(at: _Place) -> None:
+    """Add the keys of a sparse attention's indexer, and its position ids if it has them."""
+    keys = tensor_of(at.layer, at.where, "indexer_keys")
+    if keys.numel() == 0:
+        return
+    keys = tensor_of(at.layer, at.where, "indexer_keys", 3)
+    tokens, is_static = keys.shape[1], at.cls.attention == "static"
+    if is_static:
+        if tokens != value_of(at.layer, at.where, "max_cache_len", int):
+            raise at.unknown("indexer_keys", f"has {tokens} positions, unlike max_cache_len")
+        tokens = int(tensor_of(at.layer, at.where, "indexer_cumulative_length", 0))
+    at.add("indexer_keys", keys, "full", 1)
+    at.reader.count(tokens, f"{at.where}.indexer_keys")
+    if getattr(at.layer, "indexer_position_ids", None) is None:
+        return
+    ids = tensor_of(at.layer, at.where, "indexer_position_ids", 3)
+    at.add("indexer_position_ids", ids, "opaque" if is_static else "full")
+    at.reader.count(ids.shape[2], f"{at.where}.indexer_position_ids")
+
+
+def _read_states(at: _Place, number_of_states: int) -> None:
+    """Add the states of a linear attention that has seen a token."""
+    as_count(f"{at.where}: number_of_states", number_of_states)
+    for number in range(number_of_states):
+        of = at.layer, at.where
+        has_conv = state_of(*of, "is_conv_states_initialized", number)
+        if has_conv and not state_of(*of, "has_previous_state", number):
+            continue  # the layer was reset
+        if has_conv:
+            conv = state_of(*of, "conv_states", number)
+            at.add(f"conv_states.{number}", _last_inputs(at, conv, number), "conv")
+        if state_of(*of, "is_recurrent_states_initialized", number):
+            state = state_of(*of, "recurrent_states", number)
+            state = checked_tensor(state, at.layer, at.where, "recurrent_states")
+            at.add(f"recurrent_states.{number}", state, "recurrent")
+
+
+def _last_inputs(at: _Place, conv: Any, number: int) -> Any:
+    """Return as many inputs of a convolution as its kernel has; a recording layer keeps more."""
+    conv = checked_tensor(conv, at.layer, at.where, "conv_states")
+    size = state_of(at.layer, at.where, "conv_kernel_size", number)
+    if type(size) is not int or conv.ndim < 2:
+        raise at.unknown("conv_kernel_size", f"is {size!r} for inputs of {tuple(conv.shape)}")
+    missing = size - conv.shape[-1]
+    if missing > 0:  # a short prefill of a recording layer, which is not padded
+        from torch.nn.functional import pad
+
+        return pad(conv, (missing, 0))
+    return conv[..., -missing:] if missing else conv

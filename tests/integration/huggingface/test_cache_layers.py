@@ -1,0 +1,623 @@
+"""Every kind of layer of transformers as a CacheState and back: no copies, no silent changes."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from needs import needs
+
+from mlstate.errors import CapacityError, CompatibilityError
+from mlstate.kv import CacheEntry, CacheSpec, CacheState
+
+pytestmark = [pytest.mark.torch, needs("transformers")]
+torch = pytest.importorskip("torch", reason="transformers needs it")
+pytest.importorskip("transformers", reason="its caches are the subject")
+
+from transformers import cache_utils  # noqa: E402
+from transformers.cache_utils import (  # noqa: E402
+    Cache,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    Fp8QuantizedLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+    StaticIndexedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from mlstate.integrations.transformers import from_cache, to_cache  # noqa: E402
+
+WINDOW, SIZE = 8, 40
+LAYERS = {
+    "dynamic": DynamicLayer,
+    "dynamic sliding": lambda: DynamicSlidingWindowLayer(WINDOW),
+    "dynamic indexed": DynamicIndexedLayer,
+    "static": lambda: StaticLayer(SIZE),
+    "static sliding": lambda: StaticSlidingWindowLayer(SIZE, WINDOW),
+    "static indexed": lambda: StaticIndexedLayer(SIZE),
+    "fp8": Fp8QuantizedLayer,
+    "linear": LinearAttentionLayer,
+    "two states": lambda: LinearAttentionLayer(number_of_states=2),
+    "linear and full": LinearAttentionAndFullAttentionLayer,
+    "linear and sliding": lambda: LinearAttentionAndSlidingWindowAttentionLayer(WINDOW),
+    "linear and static": lambda: LinearAttentionAndStaticFullAttentionLayer(SIZE),
+    "linear and static sliding": lambda: LinearAttentionAndStaticSlidingWindowAttentionLayer(
+        SIZE, WINDOW
+    ),
+}
+HISTORIES = {"short": [3], "exact": [8], "long": [20], "decode": [5] + [1] * 9, "two": [5, 7]}
+
+
+def write(layer, count, generator):
+    """Run a layer for some tokens; return all that the attention would read."""
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    results = []
+    if hasattr(layer, "update"):
+        results += layer.update(random(2, 3, count, 4), random(2, 3, count, 6))
+    if hasattr(layer, "update_indexer"):
+        results.append(layer.update_indexer(random(2, count, 5)))
+        ids = torch.arange(count).expand(3, 2, count)
+        before = layer.indexer_position_ids
+        layer.indexer_position_ids = ids if before is None else torch.cat([before, ids], -1)
+        results.append(layer.indexer_position_ids)
+    for number in range(getattr(layer, "number_of_states", 0)):
+        results.append(layer.update_conv_state(random(2, 6, 4), number))
+        results.append(layer.update_recurrent_state(random(2, 3, 4, 4), number))
+    return [each.clone() for each in results]
+
+
+def filled(create, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    layer = create()
+    for count in steps:
+        write(layer, count, generator)
+    return Cache(layers=[layer])
+
+
+def tensors_of(value):
+    """All tensors in the attributes of a layer, by name."""
+    tensors = {}
+    for name, each in vars(value).items():
+        parts = each.items() if isinstance(each, dict) else [("", each)]
+        if isinstance(each, tuple):
+            parts = enumerate(each)
+        tensors |= {f"{name}.{key}": part for key, part in parts}
+    return tensors
+
+
+def assert_same_layer(got, expected, *, but=()):
+    assert type(got) is type(expected)
+    left, right = tensors_of(got), tensors_of(expected)
+    assert left.keys() == right.keys()
+    for name, value in right.items():
+        if name in but:
+            continue
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(
+                left[name].view(torch.uint8) if value.element_size() == 1 else left[name],
+                value.view(torch.uint8) if value.element_size() == 1 else value,
+                rtol=0, atol=0, msg=name,
+            )  # fmt: skip
+        else:
+            assert left[name] == value, name
+
+
+def assert_same_future(got, expected, steps=(1, 1, 3, 1, 9, 1)):
+    """Both layers return the same for all later tokens."""
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    for count in steps:
+        results = [
+            write(layer, count, generator)
+            for layer, generator in zip((got, expected), generators, strict=True)
+        ]
+        for left, right in zip(*results, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def length_argument(cache, steps):
+    is_linear = type(cache.layers[0]) is LinearAttentionLayer
+    return {"length": sum(steps)} if is_linear else {}
+
+
+def addresses(cache):
+    layer = cache.layers[0]
+    return {
+        name: each.data_ptr()
+        for name, each in tensors_of(layer).items()
+        if isinstance(each, torch.Tensor) and "length" not in name and "window" not in name
+    }
+
+
+# A full window's tensor counter is not used; transformers leaves it where the window filled up.
+COUNTER = ("cumulative_length.",)
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_new_cache_uses_the_tensors_themselves(name, history):
+    steps = HISTORIES[history]
+    cache, twin = filled(LAYERS[name], steps), filled(LAYERS[name], steps)
+    state = from_cache(cache, **length_argument(cache, steps))
+    assert state.length == sum(steps)
+    moved = to_cache(state)
+    assert addresses(moved) == addresses(cache)
+    assert_same_layer(cache.layers[0], twin.layers[0])
+    assert_same_layer(moved.layers[0], twin.layers[0], but=COUNTER)
+    assert_same_future(moved.layers[0], twin.layers[0])
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_cache_is_filled_in_place(name, history):
+    steps = HISTORIES[history]
+    cache, twin = filled(LAYERS[name], steps), filled(LAYERS[name], steps)
+    state = from_cache(cache, **length_argument(cache, steps))
+    other = filled(LAYERS[name], [11, 2], seed=3)
+    before = addresses(other)
+    assert to_cache(state, into=other) is other
+    if "static" in name or name in ("linear", "two states"):
+        names = before.keys() - {"indexer_position_ids."}
+        assert {n: addresses(other)[n] for n in names} == {n: before[n] for n in names}
+    assert_same_layer(other.layers[0], twin.layers[0], but=COUNTER)
+    if "static" in name:
+        most = WINDOW if "sliding" in name else SIZE
+        assert int(other.layers[0].cumulative_length) == min(sum(steps), most)
+    assert_same_layer(cache.layers[0], twin.layers[0])
+    assert_same_future(other.layers[0], twin.layers[0])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_fresh_cache_is_filled(name):
+    steps = [5, 7]
+    cache, twin = filled(LAYERS[name], steps), filled(LAYERS[name], steps)
+    state = from_cache(cache, **length_argument(cache, steps))
+    fresh = to_cache(state, into=Cache(layers=[LAYERS[name]()]))
+    assert_same_layer(fresh.layers[0], twin.layers[0], but=COUNTER)
+    assert_same_future(fresh.layers[0], twin.layers[0])
+    assert_same_layer(cache.layers[0], filled(LAYERS[name], steps).layers[0])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, CacheState.copy, "pickle"])
+def test_copies_of_a_state_are_independent(name, duplicate):
+    if name == "fp8" and duplicate == "pickle":
+        pytest.skip("torch does not pickle float8 tensors")
+    steps = [5, 7]
+    cache, twin = filled(LAYERS[name], steps), filled(LAYERS[name], steps)
+    state = from_cache(cache, **length_argument(cache, steps))
+    other = pickle.loads(pickle.dumps(state)) if duplicate == "pickle" else duplicate(state)
+    moved = to_cache(other)
+    assert_same_future(cache.layers[0], twin.layers[0])
+    assert_same_future(moved.layers[0], filled(LAYERS[name], steps).layers[0])
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("dynamic", "static"),
+        ("static", "dynamic"),
+        ("dynamic sliding", "static sliding"),
+        ("static sliding", "dynamic sliding"),
+        ("dynamic indexed", "static indexed"),
+        ("linear and sliding", "linear and static sliding"),
+        ("linear and static", "linear and full"),
+    ],
+)
+def test_dynamic_and_static_layers_take_each_others_tokens(source, target, history):
+    steps = HISTORIES[history]
+    state = from_cache(filled(LAYERS[source], steps))
+    moved = to_cache(state, into=Cache(layers=[LAYERS[target]()]))
+    expected = filled(LAYERS[target], steps)
+    assert moved.get_seq_length() == expected.get_seq_length()
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    for count in (1, 3, 1):
+        assert moved.get_mask_sizes(count, 0) == expected.get_mask_sizes(count, 0)
+        got = write(moved.layers[0], count, generators[0])
+        want = write(expected.layers[0], count, generators[1])
+        for left, right in zip(got, want, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["static", "static indexed", "linear and static"])
+def test_a_resized_state_becomes_a_longer_static_cache(name):
+    steps = [5, 7]
+    state = from_cache(filled(LAYERS[name], steps))
+    if name == "static indexed":
+        with pytest.raises(CompatibilityError, match="indexer_position_ids"):
+            state.resize(64)
+        return
+    state.resize(64)
+    moved = to_cache(state)
+    assert moved.layers[0].max_cache_len == 64
+    assert moved.layers[0].keys.data_ptr() == state.arrays["0.keys"].data_ptr()
+    longer = Cache(layers=[type(moved.layers[0])(64)])
+    generator = torch.Generator().manual_seed(0)
+    for count in steps:
+        write(longer.layers[0], count, generator)
+    assert_same_layer(moved.layers[0], longer.layers[0])
+    assert_same_future(moved.layers[0], longer.layers[0])
+
+
+def test_a_window_as_long_as_its_cache_is_unknown_after_a_resize():
+    layers = [StaticLayer(16), StaticSlidingWindowLayer(16, 512)]
+    cache = Cache(layers=layers)
+    for layer in layers:
+        write(layer, 10, torch.Generator())
+    state = from_cache(cache)
+    state.resize(64)
+    with pytest.raises(CompatibilityError, match=r"layer 1 .*its window is unknown: pass into="):
+        to_cache(state)
+    longer = Cache(layers=[StaticLayer(64), StaticSlidingWindowLayer(64, 512)])
+    moved = to_cache(state, into=longer)
+    assert moved.layers[1].keys.shape[2] == 64
+    assert torch.equal(moved.layers[1].keys[:, :, :10], layers[1].keys[:, :, :10])
+    assert moved.layers[1].cumulative_length_int == int(moved.layers[1].cumulative_length) == 10
+
+
+def test_a_static_layer_continues_after_a_restore():
+    layers = [StaticLayer(SIZE), StaticSlidingWindowLayer(SIZE, WINDOW), LinearAttentionLayer()]
+    cache, generator = Cache(layers=layers), torch.Generator().manual_seed(0)
+    for layer in layers:
+        write(layer, 10, generator)
+    before_bytes = copy.deepcopy(layers)
+    state = from_cache(cache)
+    before, tensors = state.snapshot(), [layers[0].keys, layers[1].keys, layers[2].conv_states[0]]
+    for layer in layers:
+        write(layer, 5, generator)
+    state.restore(before)
+    assert to_cache(state, into=cache) is cache
+    assert layers[0].keys is tensors[0] and layers[1].keys is tensors[1]
+    assert layers[2].conv_states[0] is tensors[2]
+    assert int(layers[0].cumulative_length) == layers[1].cumulative_length_int == 10
+    assert_same_layer(layers[1], before_bytes[1], but=COUNTER)
+    for left, right in zip(layers, before_bytes, strict=True):
+        generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+        left_results, right_results = write(left, 1, generators[0]), write(right, 1, generators[1])
+        for got, expected in zip(left_results, right_results, strict=True):
+            if got.shape[2:3] == (SIZE,):  # positions of dropped tokens keep their content
+                got, expected = got[:, :, :11], expected[:, :, :11]
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_tokens_outside_of_inference_mode_reach_its_tensors():
+    with torch.inference_mode():
+        cache = filled(LAYERS["static"], [5])
+        target = filled(LAYERS["static"], [9], seed=4)
+    to_cache(from_cache(cache), into=target)
+    assert target.get_seq_length() == 5
+    assert torch.equal(target.layers[0].keys, cache.layers[0].keys)
+
+
+def test_an_encoder_decoder_cache_keeps_its_cross_attention():
+    decoder, cross = DynamicCache(), DynamicCache()
+    for index in range(2):
+        decoder.update(torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), index)
+        cross.update(torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4), index)
+    cache = EncoderDecoderCache(decoder, cross)
+    state = from_cache(cache)
+    assert state.length == 5 and state.spec["cross.1.keys"].shape == (1, 2, 9, 4)
+    moved = to_cache(state)
+    assert type(moved) is EncoderDecoderCache and moved.is_updated == {0: True, 1: True}
+    assert moved.cross_attention_cache.layers[1].keys.data_ptr() == cross.layers[1].keys.data_ptr()
+    static = EncoderDecoderCache(
+        Cache(layers=[StaticLayer(16) for _ in range(2)]),
+        Cache(layers=[StaticLayer(12) for _ in range(2)]),
+    )
+    to_cache(state, into=static)
+    assert static.get_seq_length() == 5 and static.is_updated == {0: True, 1: True}
+    assert static.cross_attention_cache.get_seq_length(1) == 9
+    back = to_cache(from_cache(static))
+    layer = back.cross_attention_cache.layers[1]
+    assert layer.max_cache_len == 12 and torch.equal(layer.keys[:, :, :9], cross.layers[1].keys)
+    with pytest.raises(CompatibilityError, match=r"no place for 'cross\.0\.keys'"):
+        to_cache(state, into=DynamicCache())
+    with pytest.raises(CompatibilityError, match=r"no place for '1\.keys'"):
+        to_cache(state, into=EncoderDecoderCache(Cache(layers=[DynamicLayer()]), DynamicCache()))
+
+
+def test_shared_and_unused_layers_have_no_entry():
+    layers = [cache_utils.DummyLayer(), DynamicLayer(), DynamicLayer(), cache_utils.DummyLayer()]
+    cache = Cache(layers=layers)
+    cache.update(torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), 1)
+    state = from_cache(cache)
+    assert list(state.arrays) == ["1.keys", "1.values"]
+    moved = to_cache(state)
+    assert [type(each) for each in moved.layers] == [type(each) for each in layers]
+    assert not moved.layers[2].is_initialized and moved.get_seq_length() == 5
+
+
+def test_a_reset_layer_has_no_entry():
+    layers = [LinearAttentionLayer(), DynamicLayer()]
+    for layer in layers:
+        write(layer, 5, torch.Generator())
+    layers[0].reset()
+    assert list(from_cache(Cache(layers=layers)).arrays) == ["1.keys", "1.values"]
+    layers[1].reset()
+    with pytest.raises(CompatibilityError, match="no layer of the cache has a token"):
+        from_cache(Cache(layers=layers))
+
+
+def test_layers_that_record_their_past_are_moved():
+    layers = [DynamicSlidingWindowLayer(WINDOW), LinearAttentionLayer()]
+    layers[1].activate_past_recording()
+    layers[0].activate_past_recording()
+    layers[0].update(torch.randn(1, 2, 20, 4), torch.randn(1, 2, 20, 4))
+    layers[1].update_conv_state(torch.randn(1, 6, 9), conv_kernel_size=4)
+    state = from_cache(Cache(layers=layers))
+    assert state.spec["0.keys"].shape[2] == 20 and state.spec["1.conv_states.0"].shape[2] == 4
+    state.trim(0)
+    moved = to_cache(state)
+    assert torch.equal(moved.layers[0].keys, layers[0].keys[:, :, -7:])
+    assert torch.equal(moved.layers[1].conv_states[0], layers[1].conv_states[0][..., -4:])
+    short = LinearAttentionLayer()
+    short.activate_past_recording()
+    short.update_conv_state(torch.ones(1, 6, 2), conv_kernel_size=4)
+    padded = from_cache(Cache(layers=[short]), length=2).arrays["0.conv_states.0"]
+    assert padded[0, 0].tolist() == [0, 0, 1, 1]
+
+
+def test_linear_attention_alone_needs_a_number_of_tokens():
+    cache = filled(LAYERS["linear"], [5])
+    with pytest.raises(CompatibilityError, match="pass length="):
+        from_cache(cache)
+    assert from_cache(cache, length=5).length == 5
+    with pytest.raises(CompatibilityError, match="have 5 tokens, and length is 6"):
+        from_cache(filled(LAYERS["dynamic"], [5]), length=6)
+
+
+@pytest.mark.parametrize("name", ["QuantoQuantizedLayer", "HQQQuantizedLayer"])
+def test_codes_of_other_libraries_are_refused_by_name(name):
+    layer = object.__new__(getattr(cache_utils, name))  # the constructor needs the library
+    library = "quanto" if "Quanto" in name else "hqq"
+    with pytest.raises(CompatibilityError, match=f"a {name}: .* layout of {library}"):
+        from_cache(Cache(layers=[DynamicLayer(), layer]))
+
+
+class OwnLayer(DynamicLayer):
+    pass
+
+
+class OwnCache(DynamicCache):
+    pass
+
+
+def test_unknown_classes_are_refused():
+    with pytest.raises(CompatibilityError, match="layer 0 is a OwnLayer, which is an unknown"):
+        from_cache(filled(OwnLayer, [3]))
+    with pytest.raises(CompatibilityError, match="cache is a OwnCache"):
+        from_cache(OwnCache())
+    with pytest.raises(TypeError, match="must be a Cache of transformers, got tuple"):
+        from_cache(((torch.zeros(1), torch.zeros(1)),))
+    with pytest.raises(TypeError, match="state must be a CacheState"):
+        to_cache({})
+
+
+def test_layers_with_different_numbers_of_tokens_are_refused():
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4), 0)
+    cache.update(torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4), 1)
+    with pytest.raises(CompatibilityError, match="layer 1 has 6 tokens, but layer 0 5"):
+        from_cache(cache)
+
+
+MUTATIONS = [
+    ("dynamic", "keys", torch.zeros(2, 3, 4)),
+    ("dynamic", "values", torch.zeros(2, 3, 9, 4)),
+    ("dynamic", "keys", [1]),
+    ("dynamic", "is_initialized", 1),
+    ("dynamic sliding", "cumulative_length", torch.tensor(5)),
+    ("dynamic sliding", "cumulative_length", 50),
+    ("dynamic sliding", "sliding_window", None),
+    ("static", "cumulative_length", 5),
+    ("static", "cumulative_length", torch.tensor([5])),
+    ("static", "cumulative_length", torch.tensor(5.0)),
+    ("static", "cumulative_length", torch.tensor(50)),
+    ("static", "max_cache_len", 31),
+    ("static sliding", "cumulative_length_int", torch.tensor(5)),
+    ("static sliding", "cumulative_length_int", -1),
+    ("dynamic indexed", "indexer_keys", torch.zeros(2, 4, 5)),
+    ("dynamic indexed", "indexer_keys", None),
+    ("static indexed", "indexer_cumulative_length", torch.tensor(4)),
+    ("fp8", "_quantized_keys", torch.zeros(2)),
+    ("fp8", "_quantized_keys", (torch.zeros(2), torch.zeros(()))),
+    ("fp8", "cumulative_length", 4),
+    ("linear", "conv_states", [torch.zeros(1)]),
+    ("linear", "conv_states", {1: torch.zeros(1)}),
+    ("linear", "conv_kernel_size", {0: None}),
+    ("linear", "recurrent_states", {0: None}),
+    ("linear", "number_of_states", "1"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MUTATIONS)))
+def test_another_layout_is_refused_before_use(number):
+    name, attribute, value = MUTATIONS[number]
+    cache = filled(LAYERS[name], [5])
+    setattr(cache.layers[0], attribute, value)
+    with pytest.raises(CompatibilityError) as raised:
+        from_cache(cache, **length_argument(cache, [5]))
+    assert raised.value.name.startswith("0")
+
+
+JUNK = [None, 1, -1, True, 10**30, "x", [], {}, {0: None}, (1,), torch.tensor(1), torch.zeros(2, 3)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_junk_in_any_attribute_is_used_or_refused(name):
+    cache = filled(LAYERS[name], [5])
+    length = length_argument(cache, [5])
+    state = from_cache(cache, **length)
+    for attribute in vars(cache.layers[0]):
+        for junk in JUNK:
+            other = filled(LAYERS[name], [3])
+            setattr(other.layers[0], attribute, copy.copy(junk))
+            before = copy.deepcopy(other.layers[0])
+            for call in (lambda c: from_cache(c, **length), lambda c: to_cache(state, into=c)):
+                try:
+                    call(other)
+                except (CompatibilityError, CapacityError):
+                    assert_same_layer(other.layers[0], before)
+
+
+def ring_state(length, window=8):
+    """Tokens 0, 1, … in a ring as `RollingKVState` fills it."""
+    slots = np.zeros((1, 1, window, 1), np.float32)
+    for position in range(length):
+        slots[0, 0, position % window] = position
+    names = "0.keys", "0.values"
+    entries = [CacheEntry(n, "sliding", slots.shape, "float32", layer=0) for n in names]
+    return CacheState(CacheSpec(entries), dict.fromkeys(names, slots), length)
+
+
+@pytest.mark.parametrize("length", [3, 8, 9, 20])
+def test_a_ring_of_another_library_is_put_in_order(length):
+    newest = [*range(max(length - 8, 0), length)]
+    moved = to_cache(ring_state(length), into=Cache(layers=[DynamicSlidingWindowLayer(9)]))
+    assert moved.layers[0].keys.ravel().tolist() == newest
+    assert moved.get_seq_length() == length
+    moved = to_cache(ring_state(length), into=Cache(layers=[StaticSlidingWindowLayer(64, 8)]))
+    assert moved.layers[0].keys.ravel().tolist() == newest + [0] * (8 - len(newest))
+    assert moved.get_seq_length() == length
+
+
+def test_keys_and_values_of_different_lengths_are_refused():
+    entries = [
+        CacheEntry(f"0.{part}", "sliding", (1, 1, size, 1), "float32", layer=0)
+        for part, size in (("keys", 8), ("values", 6))
+    ]
+    arrays = {each.name: np.zeros(each.shape, np.float32) for each in entries}
+    state = CacheState(CacheSpec(entries), arrays, 3)
+    with pytest.raises(CompatibilityError, match=r"0\.values: the array has shape"):
+        to_cache(state, into=Cache(layers=[DynamicSlidingWindowLayer(9)]))
+
+
+def test_sinks_are_refused():
+    entries = [
+        CacheEntry(f"0.{part}", "sliding", (1, 1, 8, 1), "float32", sinks=2, layer=0)
+        for part in ("keys", "values")
+    ]
+    arrays = {each.name: np.zeros(each.shape, np.float32) for each in entries}
+    with pytest.raises(CompatibilityError, match="2 sinks: transformers has none"):
+        to_cache(
+            CacheState(CacheSpec(entries), arrays, 3),
+            into=Cache(layers=[DynamicSlidingWindowLayer(9)]),
+        )
+
+
+def test_a_state_without_layouts_needs_a_cache():
+    entries = [
+        CacheEntry(f"0.{part}", "full", (1, 2, 16, 4), "float32", layer=0)
+        for part in ("keys", "values")
+    ]
+    arrays = {e.name: np.ones(e.shape, np.float32) for e in entries}
+    state = CacheState(CacheSpec(entries), arrays, 5)
+    with pytest.raises(CompatibilityError, match="pass into="):
+        to_cache(state)
+    cache = to_cache(state, into=DynamicCache())
+    assert cache.get_seq_length() == 5
+    assert cache.layers[0].keys.data_ptr() == arrays["0.keys"].ctypes.data
+    static = to_cache(state, into=Cache(layers=[StaticLayer(8)]))
+    assert static.layers[0].keys[0, 0, :, 0].tolist() == [1] * 5 + [0] * 3
+
+
+def refusals():
+    """Caches that cannot be filled with 12 tokens of a layer, by name of the layer."""
+    yield "static", "needs a larger max_cache_len", lambda: StaticLayer(8)
+    yield (
+        "static",
+        "an entry of kind full does not fit",
+        lambda: StaticSlidingWindowLayer(SIZE, WINDOW),
+    )
+    yield "static", "no place for '1.keys'", LinearAttentionLayer
+    yield "static", "shape|needs a tensor", lambda: other_shape(StaticLayer(SIZE))
+    yield "static", "torch.float16", lambda: other_shape(StaticLayer(SIZE), torch.float16)
+    yield "static sliding", "12 tokens, not 8", lambda: StaticSlidingWindowLayer(64, 64)
+    yield "static sliding", "has 4 positions", lambda: StaticSlidingWindowLayer(4, WINDOW)
+    yield "dynamic sliding", "keeps 5 tokens", lambda: DynamicSlidingWindowLayer(6)
+    yield "dynamic sliding", "older ones were", lambda: DynamicSlidingWindowLayer(20)
+    yield "linear", "needs a tensor", lambda: other_states()
+    yield "linear", "no place for '1.conv_states.0'", lambda: StaticLayer(8)
+    yield "fp8", "kind opaque does not fit layer 1, a DynamicLayer", DynamicLayer
+
+
+def other_shape(layer, dtype=torch.float32):
+    heads = 3 if dtype is torch.float16 else 1
+    layer.update(torch.ones(2, heads, 2, 4, dtype=dtype), torch.ones(2, heads, 2, 6, dtype=dtype))
+    return layer
+
+
+def other_states():
+    layer = LinearAttentionLayer()
+    layer.update_conv_state(torch.ones(2, 5, 4))
+    layer.update_recurrent_state(torch.ones(2, 3, 4, 4))
+    return layer
+
+
+@pytest.mark.parametrize("number", range(len(list(refusals()))))
+def test_a_cache_that_does_not_fit_is_unchanged(number):
+    name, text, create = list(refusals())[number]
+    cache = filled(LAYERS[name], [12])
+    kind = {"fp8": lambda _: DynamicLayer(), "linear": lambda _: LinearAttentionLayer()}
+    create_first = kind.get(name, StaticLayer)
+    first = create_first(SIZE)
+    write(first, 12, torch.Generator().manual_seed(2))
+    cache.layers.insert(0, first)
+    state = from_cache(cache, **length_argument(cache, [12]))
+    layers = [create_first(SIZE), create()]
+    write(layers[0], 2, torch.Generator())
+    before = copy.deepcopy(layers)
+    with pytest.raises((CompatibilityError, CapacityError), match=text):
+        to_cache(state, into=Cache(layers=layers))
+    for layer, unchanged in zip(layers, before, strict=True):
+        assert_same_layer(layer, unchanged)
+
+
+def test_memory_at_other_positions_is_refused():
+    cache = filled(LAYERS["static"], [5])
+    state = from_cache(cache)
+    keys = torch.zeros(2, 3, SIZE + 1, 4)
+    entries = {"0.keys": keys[:, :, 1:], "0.values": state.arrays["0.values"]}
+    shifted = CacheState(state.spec, entries, 5)
+    cache.layers[0].keys = keys[:, :, :-1]
+    with pytest.raises(CompatibilityError, match="shares memory with layer 0"):
+        to_cache(shifted, into=cache)
+
+
+def test_layers_with_tokens_are_not_left_behind():
+    state = from_cache(filled(LAYERS["dynamic"], [5]))
+    cache = DynamicCache()
+    for index in range(2):
+        cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), index)
+    with pytest.raises(CompatibilityError, match="layer 1 has tokens, but the state has none"):
+        to_cache(state, into=cache)
+    assert cache.get_seq_length(0) == cache.get_seq_length(1) == 3
+
+
+def test_quantized_codes_of_mlstate_are_refused():
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 5, 64), torch.zeros(1, 2, 5, 64), 0)
+    state = from_cache(cache)
+    state.quantize()
+    with pytest.raises(CompatibilityError, match="kind quantized does not fit layer 0"):
+        to_cache(state)
+    state.dequantize()
+    assert torch.equal(to_cache(state).layers[0].keys, cache.layers[0].keys)
+
+
+def test_an_offloading_cache_is_refused():
+    cache = filled(LAYERS["dynamic"], [5])
+    cache.offloading = True
+    with pytest.raises(CompatibilityError, match="offloads its layers"):
+        from_cache(cache)
