@@ -17,7 +17,8 @@ from ... import _core
 from ..._common.converted import converted
 from ..._common.dtypes import FLOAT8S, FLOATS, name_of, numpy_dtype
 from ..._common.store_error import format_error
-from .config import read_quantization
+from ...errors import CompatibilityError
+from .config import CONFIG, read_quantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -332,3 +333,16 @@ def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pair
     else:
         finder.find_bytes()
     return Pairs(finder.pairs, finder.hidden)
+
+
+def refuse_quantized(folder: Folder, tensors: dict[str, Stored]) -> None:
+    """Raise CompatibilityError if a folder's config says that any of the tensors is quantized."""
+    pairs = find_pairs(folder, lambda: tensors)
+    if pairs is not None and pairs.by_name:
+        name = min(pairs.by_name)
+        error = CompatibilityError(
+            f"{name!r} is quantized, as {os.path.join(folder.path, CONFIG)} says, and its numbers "
+            "alone are not its values: load the model with cast=, which computes them"
+        )
+        error.name, error.path = name, folder.path
+        raise error

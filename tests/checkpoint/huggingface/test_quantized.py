@@ -15,6 +15,7 @@ EIGHT = ml_dtypes.float8_e4m3fn
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 FOUR_BITS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")
 rng = np.random.default_rng(8)
 
 
