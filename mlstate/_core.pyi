@@ -209,7 +209,7 @@ _Cutting: TypeAlias = tuple[_Steps | None, int, int]
 # shape of the whole tensor; then layout and index, or begin and end of a range of elements
 _Place: TypeAlias = tuple[tuple[int, ...], _Steps | int, int]
 # a folder; or a URL, and path, begin, end, length of the file, and bytes of ranges in memory
-_Source: TypeAlias = str | tuple[str, tuple[tuple[str, int, int, int, Any], ...]]
+_Source: TypeAlias = str | tuple[str, tuple[tuple[str, int, int, int, Any], ...], bool]
 _Problem: TypeAlias = tuple[str, str, str | None, int | None, int, int, int, str]
 
 def layout_names() -> tuple[str, ...]: ...

@@ -31,7 +31,7 @@ from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import Names, listed_names
-from ._store.open_path import open_root_path
+from ._store.open_path import RootPath, open_root_path
 from ._store.rank_indexes import Indexes
 from ._store.weight_files import listed_only_error, warn_of_total, without_missing
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ..collectives import ProcessGroup
     from ..state import ModelStateDict, OptimizerStateDict
     from ._load_targets import Prepared
+    from ._load_whole import WholePath
     from ._options import LoadOptions
     from ._quantized.pairs import Cutting, Pairs
     from ._sections import Section
@@ -103,6 +104,13 @@ class LoadedState:
         self.states = {}  # pickles of older versions lack it
         for name, value in state[1].items():
             setattr(self, name, value)
+
+    def __getitem__(self, name: object) -> Any:
+        where = f'["{name}"]'
+        raise TypeError(
+            f"a LoadedState holds several states: use .model{where}, .optimizer{where} or "
+            f".states{where}"
+        )
 
     def __repr__(self) -> str:
         def shown(state: object) -> str:
@@ -532,8 +540,31 @@ def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: _core.Merged
         raise problems[0].as_error(files.path)
 
 
+def find_whole(
+    path: object, files: CheckpointFiles, error: StoreError | None = None
+) -> WholePath | None:
+    """Return the path of a caller if it is read whole, else None; or raise the error instead.
+
+    Folders are looked at only after the error that they hold no checkpoint.
+    """
+    if not isinstance(path, RootPath) and (error is not None or files.folder.file):
+        from ._load_whole import whole_path
+
+        whole = whole_path(files.folder)
+        if whole is not None:
+            return whole
+    if error is not None:
+        raise error
+    return None
+
+
 @show_options(LOAD_DEFAULTS)
-def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadedState:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    step: int | str | None = None,
+    **options: Unpack[LoadOptions],
+) -> LoadedState:
     """
     Load a checkpoint, or any part of it.
 
@@ -544,6 +575,12 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
         ``model.safetensors.index.json`` with its files, or the names of PEFT, diffusers and
         Mistral); or one ``.safetensors`` file or index; or the URL of one of these in an object
         store. An index that differs from the headers of its files causes a warning.
+        Or the path of a file ``.safetensors``, ``.npz``, ``.pt`` (weights only: no code of it runs)
+        or ``.ckpt``, or of a folder of torch.distributed.checkpoint. All but the first are read
+        whole; ``mmap``, ``missing``, ``verify="first"`` and torch optimizers in ``into`` are
+        refused for these.
+    step : int or "latest", optional
+        The step of a run, the folder of a `CheckpointManager`. Default: the newest.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
@@ -678,14 +715,28 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
             raise ValueError(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
-    if manifest is None:
-        root, manifest = files.open_root(root)
+    if step is not None:
+        from ._manager import find_root
+
+        root, manifest = find_root(files, step), None
     by_target = layout is None and rank is None and world_size is None
     if group is not None:
         rank, world_size = group.rank, group.world_size
     request = LoadRequest(
         files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
     )
+    if manifest is None:
+        whole = find_whole(path, files)
+        if whole is None:
+            try:
+                root, manifest = files.open_root(root)
+            except StoreError as error:
+                whole = find_whole(path, files, error)
+        if whole is not None:
+            from ._load_whole import load_whole
+
+            return load_whole(whole, request)
+        request = request._replace(root=root)
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets

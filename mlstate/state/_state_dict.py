@@ -11,9 +11,10 @@ import numpy as np
 
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.backend import TensorBackend, backend_named
+from .._common.backend import TensorBackend, backend_named, backend_of, is_module
 from .._common.converted import converted_value, float_name
 from .._common.text import shorten
+from ._backend import StateBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +69,8 @@ class StateDict(_core.StateDict):
     Parameters
     ----------
     *args, **kwargs
-        The arguments of `dict`: a mapping, an iterable of pairs, keywords.
+        The arguments of `dict`: a mapping, an iterable of pairs, keywords; or a torch module, whose
+        entries are those that `save` stores.
 
     Raises
     ------
@@ -113,6 +115,11 @@ class StateDict(_core.StateDict):
     """
 
     __slots__ = ()
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        if len(args) == 1 and is_module(args[0]):
+            args = (backend_of(args[0], StateBackend).module_entries(args[0]),)
+        super().__init__(*args, **kwargs)
 
     @property
     def nbytes(self) -> int:

@@ -131,6 +131,29 @@ def test_file_replaced_during_a_read_is_never_mixed(file, store, options, number
     assert same(got, old if np.array_equal(got["head"], old["head"]) else other)
 
 
+@pytest.mark.parametrize("number", range(1, 4))
+def test_a_file_replaced_by_a_shorter_one_is_read_anew(file, store, options, number):
+    url, write = file
+    data, shorter = store.get(url), {"head": MODEL["head"] + 1}
+    write(shorter)
+    new = store.get(url)
+    store.put(url, data)
+
+    def replace(count, method, path):
+        if count == number:
+            store.put(url, new)
+
+    store.faults.reset(replace)
+    got = mlstate.load(url, storage_options=options).model
+    assert same(got, shorter if len(got) == 1 else MODEL)
+
+
+def test_an_empty_file_is_malformed(url, store, options):
+    store.put(f"{url}/model-a.safetensors", b"")
+    with pytest.raises(FormatError, match="0 bytes"):
+        mlstate.load(f"{url}/model-a.safetensors", storage_options=options)
+
+
 def test_replaced_file_named_like_a_shard_is_not_cached(url, store, file, tmp_path):
     cached = store.options(cache_folder=tmp_path / "cache")
     other = {name: array + 1 for name, array in MODEL.items()}

@@ -51,10 +51,11 @@ def _renamed(model: Any, optimizer: Any, rules: dict[str, str]) -> tuple[Any, An
     states = [state for state in (model, optimizer) if state is not None]
     names = dict.fromkeys((name for state in states for name in dict(state)), 0)
     rename_state(dict(names), rules)  # raises for a rule without a match
-    return tuple(
-        None if state is None else rename_state(state, rules, unused="ignore")
-        for state in (model, optimizer)
-    )
+    if model is not None:
+        model = rename_state(model, rules, unused="ignore")
+    if optimizer is not None:
+        optimizer = rename_state(optimizer, rules, unused="ignore")
+    return model, optimizer
 
 
 def _restricted(state: State | None, names: list[str]) -> State | None:

@@ -49,7 +49,7 @@ from ...errors import (
     StoreError,
     StoreNotFoundError,
 )
-from ...state._kind import KEY, describe, restore
+from ...state._kind import describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._folder.local import LocalFolder
@@ -423,8 +423,7 @@ def _read_safetensors(path: Place) -> Parts:
     loaded = checkpoint.load(path)
     texts = dict(loaded.metadata or {})
     assert loaded.model is not None
-    state = _restore_state(Path(path.folder.file), dict(loaded.model), texts.pop(KEY, None))
-    return _parts_of_texts(Path(path.folder.file), state, texts)
+    return _parts_of_texts(Path(path.folder.file), loaded.model, texts)
 
 
 def read_file(path: Path, *, mmap: bool) -> Parts:

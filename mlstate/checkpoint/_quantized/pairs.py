@@ -336,7 +336,7 @@ def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pair
 
 
 def refuse_quantized(folder: Folder, tensors: dict[str, Stored]) -> None:
-    """Raise CompatibilityError if a folder's config says that any of the tensors is quantized."""
+    """Raise CompatibilityError if some tensors are quantized according to a folder's config."""
     pairs = find_pairs(folder, lambda: tensors)
     if pairs is not None and pairs.by_name:
         name = min(pairs.by_name)

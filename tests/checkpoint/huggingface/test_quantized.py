@@ -1,4 +1,4 @@
-"""Quantized weights: cast= gives their values; what does not fit is refused by name."""
+"""Quantized weights: cast= computes their values, and wrong scales are refused by name."""
 
 import json
 
