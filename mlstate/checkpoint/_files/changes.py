@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ... import _core
 from ...state import rename as rename_state
+from ...state._load_into import unused_rules
 from .._load import chosen_names
 from .parts import Parts
 
@@ -48,13 +50,20 @@ class Changes(NamedTuple):
 
 def _renamed(model: Any, optimizer: Any, rules: dict[str, str]) -> tuple[Any, Any]:
     """Return both states renamed; each rule must match a name of one of them."""
-    states = [state for state in (model, optimizer) if state is not None]
-    names = dict.fromkeys((name for state in states for name in dict(state)), 0)
-    rename_state(dict(names), rules)  # raises for a rule without a match
+    rename = tuple(rules.items())
+    names = {name: name for state in (model, optimizer) if state is not None for name in state}
+    numbers = _core.state_rename(names, rename)[1]
+    if numbers:
+        raise unused_rules(names, [list(rules)[number] for number in numbers])
     if model is not None:
         model = rename_state(model, rules, unused="ignore")
     if optimizer is not None:
         optimizer = rename_state(optimizer, rules, unused="ignore")
+        groups = []
+        for group in optimizer.param_groups:
+            listed = {str(name): str(name) for name in group.get("params", ())}
+            groups.append({**group, "params": list(_core.state_rename(listed, rename)[0])})
+        optimizer.param_groups = groups
     return model, optimizer
 
 
