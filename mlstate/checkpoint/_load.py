@@ -206,7 +206,7 @@ class Loader:
             self.verify = False
 
     def _find_pairs(self) -> Pairs | None:
-        """Find the quantized weights to compute values of; their names replace those of parts."""
+        """Find the quantized weights to compute values of, and hide their scales."""
         if not self.request.dtype or self.manifest.weights is None:
             return None
 

@@ -479,8 +479,8 @@ def export_huggingface(
         `path` is a URL, or the ranks pass different arguments or do not hold all parts of a
         tensor.
     FormatError, CompatibilityError
-        With `dtype`, the ``config.json`` of `files_from` says that weights of the model are
-        quantized: `mlstate.load` with ``cast=`` returns their values.
+        With `dtype`, some weights are quantized according to the ``config.json`` of `files_from`:
+        `mlstate.load` with ``cast=`` returns their values.
     TypeError, CompatibilityError
         As for `save`. Every rank raises if any rank does.
 

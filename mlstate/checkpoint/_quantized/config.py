@@ -116,9 +116,9 @@ def read_quantization(folder: Folder) -> Quantization | None:
         config = json.loads(data)
     except (FormatError, ValueError) as error:
         raise format_error(f"{path}: not valid JSON: {error}", path) from None
-    found = config.get("quantization_config") if isinstance(config, dict) else None
-    if found is None:
+    entry = config.get("quantization_config") if isinstance(config, dict) else None
+    if entry is None:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(entry, dict):
         raise _bad(path, "is not a JSON object")
-    return _parse(path, found)
+    return _parse(path, entry)

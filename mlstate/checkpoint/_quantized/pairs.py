@@ -258,18 +258,18 @@ class _Finder:
         self, name: str, dtype: str, shape: Shape, scales: Stored | None
     ) -> tuple[Block, str]:
         """Return the block that a scale is for, and why there is none."""
-        nothing = (1, 1)
+        no_block = (1, 1)
         if scales is None:
-            return nothing, f"{name + self.suffix!r}, its scale, is missing"
+            return no_block, f"{name + self.suffix!r}, its scale, is missing"
         if not dtype:
-            return nothing, f"{name + self.suffix!r} is the scale of a tensor that is missing"
+            return no_block, f"{name + self.suffix!r} is the scale of a tensor that is missing"
         if dtype not in FLOAT8S:
-            return nothing, f"{dtype} has a scale, but is no 8-bit float"
+            return no_block, f"{dtype} has a scale, but is no 8-bit float"
         if f"{name}_zero_point" in self.tensors:
-            return nothing, f"it has the zero points {name + '_zero_point'!r}"
+            return no_block, f"it has the zero points {name + '_zero_point'!r}"
         kind, grid = scales
         if kind not in FLOATS and kind not in (_EXPONENTS, "uint8"):
-            return nothing, f"its scale is {kind}, not a float"
+            return no_block, f"its scale is {kind}, not a float"
         *outer, rows, columns = (1, 1, *shape)[-max(len(shape), 2) :]
         size = (max(rows, 1), max(columns, 1))
         has_channels = self.suffix == "_scale"
@@ -281,7 +281,7 @@ class _Finder:
             if grid == expected[-1] or (block == size and prod(grid) == 1):
                 return block, ""
         shapes = " or ".join(map(str, dict.fromkeys(expected)))
-        return nothing, f"its scale has the shape {grid} instead of {shapes}"
+        return no_block, f"its scale has the shape {grid} instead of {shapes}"
 
     # ---- groups of 4-bit floats ----
 
@@ -299,8 +299,8 @@ class _Finder:
             if name in self.tensors:
                 text = "it is the name of a tensor too"
             problem = self._problem(name, text) if text else None
-            held = codes if codes in self.tensors else scales
-            self._add(Pair(name, held, scales, shape, _FOUR_BITS, (1, _GROUP), problem))
+            stored_key = codes if codes in self.tensors else scales
+            self._add(Pair(name, stored_key, scales, shape, _FOUR_BITS, (1, _GROUP), problem))
 
     @staticmethod
     def _values_shape(blocks: Stored | None, scales: Stored | None) -> tuple[Shape, str]:

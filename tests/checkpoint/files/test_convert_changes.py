@@ -107,9 +107,7 @@ def test_quantized_folders_give_values(tmp_path, form, skip, capsys):
     ],
 )
 @pytest.mark.parametrize("source", ["own", "a.npz"])
-def test_wrong_options_are_refused_before_anything_is_written(
-    tmp_path, source, options, text, capsys
-):
+def test_wrong_options_are_refused_before_a_write(tmp_path, source, options, text, capsys):
     write_any(tmp_path / source, MODEL)
     for target in (["new"], ["hf", "--to", "huggingface"]):
         words = ["convert", str(tmp_path / source), str(tmp_path / target[0]), *target[1:]]

@@ -114,7 +114,7 @@ def test_the_config_follows(tmp_path):
     assert copied == {"dtype": "bfloat16", "size": 3}
 
 
-def test_quantized_weights_are_refused_before_anything_is_written(tmp_path):
+def test_quantized_weights_are_refused_before_a_write(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     config = {"quantization_config": {"quant_method": "fp8"}}

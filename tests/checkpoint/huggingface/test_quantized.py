@@ -162,10 +162,10 @@ def test_any_part_is_the_part_of_the_whole(tmp_path, layout):
     fp8 = write(tmp_path / "fp8", FP8, w=codes, w_scale_inv=scales(2, 2, 2))
     mxfp4 = write(tmp_path / "mxfp4", MXFP4, w_blocks=blocks, w_scales=exponents)
     for folder in (fp8, mxfp4):
-        whole = mlstate.load(folder, cast="bfloat16").model["w"]
+        values = mlstate.load(folder, cast="bfloat16").model["w"]
         for rank in range(layout.parts):
             part = mlstate.load(folder, cast="bfloat16", layout=layout, rank=rank).model["w"]
-            expected = layout.take(whole, rank)
+            expected = layout.take(values, rank)
             assert part.shape == expected.shape
             assert part.tobytes() == expected.tobytes()
 
@@ -254,7 +254,7 @@ def test_weights_and_scales_that_do_not_fit_are_refused_by_name(
         (b"\xff\xfe", FormatError, "not valid JSON"),
     ],
 )
-def test_configs_that_say_nothing_usable_are_refused(tmp_path, quantization, error, text):
+def test_unusable_configs_are_refused(tmp_path, quantization, error, text):
     folder = write(tmp_path / "m", quantization, w=np.ones(2))
     with pytest.raises(error, match=text) as caught:
         mlstate.load(folder, cast="float32")
@@ -270,7 +270,7 @@ def test_folders_without_quantization_are_converted_by_value(tmp_path, config):
     assert list(mlstate.load(folder, cast="float32").model) == ["w", "w_scale_inv"]
 
 
-def test_a_config_that_is_no_file_is_refused(tmp_path):
+def test_a_fifo_as_config_is_refused(tmp_path):
     import os
 
     folder = write(tmp_path / "m", FP8, w=np.ones(2))

@@ -12,7 +12,7 @@
 #include <stddef.h>
 
 /* Copy elements `first` .. `first + count` of `t` to `to`, in this machine's byte order,
- * as elements of `dtype`, to which those of `t` convert. The range must be inside the
+ * converted to `dtype`. The dtypes must convert, and the range must be inside the
  * tensor. */
 void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
                     size_t first, size_t count, unsigned char *to);
