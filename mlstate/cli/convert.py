@@ -30,8 +30,8 @@ from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._load import load
 from ..checkpoint._quantized.config import read_quantization
-from ..checkpoint._quantized.pairs import refuse_quantized
-from ..checkpoint._store.open_path import is_url, open_folder
+from ..checkpoint._quantized.pairs import refuse_quantized_state
+from ..checkpoint._store.open_path import open_folder
 from ._common import FORCE_HELP, Commands, add_command, find, kind_of, stat_path
 
 if TYPE_CHECKING:
@@ -151,12 +151,7 @@ def _read(arguments: argparse.Namespace, name: str) -> Parts:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
     parts = read_any(path, format=name, selection=chosen)
     if changes.dtype and name in ("safetensors", "huggingface") and parts.model is not None:
-        is_folder = is_url(path) or Path(path).is_dir()
-        folder = path if is_folder else str(Path(path).parent)
-        refuse_quantized(
-            open_folder(folder, reads=True),
-            {key: (name_of(each.dtype), tuple(each.shape)) for key, each in parts.model.items()},
-        )
+        refuse_quantized_state(path, parts.model)
     return changes.apply(parts, path)
 
 

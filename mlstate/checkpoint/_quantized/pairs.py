@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,11 @@ from ..._common.converted import converted
 from ..._common.dtypes import FLOAT8S, FLOATS, name_of, numpy_dtype
 from ..._common.store_error import format_error
 from ...errors import CompatibilityError
+from .._store.open_path import is_url, open_folder
 from .config import CONFIG, read_quantization
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from typing import TypeAlias
 
     from ..._sharding.layout import Steps
@@ -342,7 +344,15 @@ def refuse_quantized(folder: Folder, tensors: dict[str, Stored]) -> None:
         name = min(pairs.by_name)
         error = CompatibilityError(
             f"{name!r} is quantized, as {os.path.join(folder.path, CONFIG)} says, and its numbers "
-            "alone are not its values: load the model with cast=, which computes them"
+            "alone are not its values: load its folder of safetensors files with cast="
         )
         error.name, error.path = name, folder.path
         raise error
+
+
+def refuse_quantized_state(path: str, state: Mapping[str, Any]) -> None:
+    """Do as `refuse_quantized` for tensors of a Hugging Face folder, or of one of its files."""
+    is_folder = is_url(path) or Path(path).is_dir()
+    folder = path if is_folder else str(Path(path).parent)
+    tensors = {name: (name_of(each.dtype), tuple(each.shape)) for name, each in state.items()}
+    refuse_quantized(open_folder(folder, reads=True), tensors)

@@ -278,3 +278,19 @@ def test_a_fifo_as_config_is_refused(tmp_path):
     os.mkfifo(folder / "config.json")
     with pytest.raises(mlstate.MLStateError):
         mlstate.load(folder, cast="float32")
+
+
+def test_files_of_torch_are_refused_and_integers_stay(tmp_path):
+    torch = pytest.importorskip("torch")
+    folder = write(tmp_path / "m", FP8)
+    (folder / "model.safetensors").unlink()
+    tensors = {"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(CompatibilityError, match="'w' is quantized"):
+        mlstate.load(folder, cast="bfloat16")
+    torch.save({"v": torch.ones(2), "n": torch.arange(3)}, folder / "pytorch_model.bin")
+    model = mlstate.load(folder, cast="bfloat16").model
+    assert {name: str(each.dtype) for name, each in model.items()} == {
+        "v": "bfloat16",
+        "n": "int64",
+    }
