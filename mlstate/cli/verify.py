@@ -12,6 +12,7 @@ from .._common.text import bytes_text, count_text, printable, shorten
 from ..checkpoint._checkpoint import inspect
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST
+from ..checkpoint._load_whole import WholePath
 from ..checkpoint._store.checkpoint_files import CheckpointFiles
 from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
@@ -19,9 +20,12 @@ from ._common import (
     PATH_HELP,
     Commands,
     add_command,
+    add_monitor,
+    add_step,
     check_is_safetensors,
-    find,
+    find_any,
     kind_of,
+    number_of_step,
     print_table,
     progress_of,
 )
@@ -50,13 +54,14 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "verify", help_text, run_verify, no="damaged")
     parser.add_argument("path", help=PATH_HELP)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    add_step(which)
     which.add_argument("--all-steps", action="store_true", help="verify every step of a run")
     which.add_argument(
         "--repair",
         action="store_true",
         help="put the newest good step in the place of a damaged newest one; good if there is one",
     )
+    add_monitor(parser)
 
 
 # ---- verification ----
@@ -219,12 +224,19 @@ def _reason(report: VerifyReport) -> str:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print the problems; return 1 if there are any and they were not repaired."""
-    where = find(arguments.path, arguments.step)
-    kind = "safetensors" if where is None else kind_of(where.root)
+    number = number_of_step(arguments.path, arguments.step, arguments)
+    where = find_any(arguments.path, number)
     checksums = True
-    if where is None:
+    if where is None or isinstance(where, WholePath):
+        kind = "safetensors" if where is None else where.format
         if arguments.repair or arguments.all_steps:
             raise ValueError(f"{arguments.path} is one file: it has no steps")
+    else:
+        kind = kind_of(where.root)
+    if isinstance(where, WholePath):
+        rest = verify(where.path)
+        items, checksums = [_Verified(None, rest)], rest.checksums
+    elif where is None:
         check_is_safetensors(arguments.path)
         item, checksums = _verify_file(arguments.path)
         items, rest = [item], item.report
