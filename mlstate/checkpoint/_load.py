@@ -206,7 +206,7 @@ class Loader:
             self.verify = False
 
     def _find_pairs(self) -> Pairs | None:
-        """Find the quantized weights to compute values of; their names replace those of parts."""
+        """Find the quantized weights to compute values of, and hide their scales."""
         if not self.request.dtype or self.manifest.weights is None:
             return None
 
@@ -634,8 +634,11 @@ def load(
         another dtype, rounding to nearest. This needs memory for these tensors. With one of these
         four dtypes, of NumPy, ml_dtypes or torch, or its name, return the floating-point tensors of
         the model, and of named states that are modules or dicts of tensors alone, in this dtype.
-        8-bit floats are converted by their values. Integers, bool and complex numbers keep their
-        dtypes, and so do all tensors of optimizers and of other named states. Besides the result
+        8-bit floats are converted by their values. If the ``config.json`` of a Hugging Face folder
+        has a ``quantization_config``, the result has the values of weights with scales instead of
+        both: of the methods fp8, mxfp4, and compressed-tensors with 8-bit floats. Integers, bool
+        and complex numbers keep their dtypes, and so do all tensors of optimizers and of other
+        named states. Besides the result
         this needs memory for one tensor, or 64 MiB. A dtype cannot be combined with `into` or
         `mmap`.
     device : torch.device or str, optional
@@ -661,14 +664,16 @@ def load(
     StoreError
         The operating system refused. Also a `FileNotFoundError` if there is no checkpoint.
     FormatError
-        The manifest, an index or a file is malformed, or a part of a tensor was not stored.
+        The manifest, an index or a file is malformed, or a part of a tensor was not stored. With
+        a dtype as `cast`, the scales of a quantized weight are missing or have a wrong shape.
     ChecksumError
         Bytes changed since they were written. (A `FormatError`.)
     TensorNotFoundError
         One of `names` matches no tensor. (A `KeyError`.)
     CompatibilityError
         `into` has other names, shapes or dtypes, or an object refuses its state; or two names
-        would become the same by `rename`. `into` is unchanged.
+        would become the same by `rename`. `into` is unchanged. With a dtype as `cast`, a Hugging
+        Face folder is quantized by a method whose values mlstate cannot compute.
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of
         `into` are read-only or overlap without being the same array. `into` is unchanged.

@@ -283,11 +283,14 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
 
 def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     """Read a file or folder whole, and return the selected tensors, or this rank's parts."""
-    from .._common.converted import converted
+    from .._common.converted import converted_value
     from ._load import LoadedState, chosen_names
+    from ._quantized.pairs import refuse_quantized_state
 
     _refuse_options(where, request)
     parts = where.read()
+    if request.dtype and where.format == "huggingface" and parts.model is not None:
+        refuse_quantized_state(where.path, parts.model)
     sections = _sections(where, parts, request.options["rename"])
     if request.options["progress"] is not None:
         request.options["progress"](sum(a.nbytes for each in sections for a in each.values()))
@@ -300,7 +303,7 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
             parameter = model.get(name.rpartition(".")[0]) if number == OPTIMIZER else None
             part = _cut(name, sections[number][name], request.cutting, parameter)
             is_cast = bool(request.dtype) and number != OPTIMIZER
-            arrays[-1][name] = converted(part, request.dtype) if is_cast else part
+            arrays[-1][name] = converted_value(part, request.dtype) if is_cast else part
     metadata = dict(parts.metadata)
     step = _step_of(parts)
     states = dict(parts.states) if request.names is None else {}

@@ -68,7 +68,7 @@ class Section:
         return None if self.kind is None else restore_kind(arrays, self.kind, folder)
 
     def replace(self, keys: Mapping[str, str]) -> None:
-        """Replace the tensors by those of some keys, given by their names."""
+        """Replace all tensors; `keys` has the key of each new name."""
         self.names = list(keys)
         self._stored = {name: key for name, key in keys.items() if name != key}
 

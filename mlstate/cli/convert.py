@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._common.atomic_file import Target
+from .._common.converted import float_name, is_converted
+from .._common.dtypes import name_of, numpy_dtype
 from .._common.text import bytes_text, count_text, printable
+from ..checkpoint._files.changes import Changes
 from ..checkpoint._files.convert import (
     FORMATS,
     SUFFIXES,
@@ -25,6 +29,8 @@ from ..checkpoint._files.parts import Selection
 from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._load import load
+from ..checkpoint._quantized.config import read_quantization
+from ..checkpoint._quantized.pairs import refuse_quantized_state
 from ..checkpoint._store.open_path import open_folder
 from ._common import (
     FORCE_HELP,
@@ -69,6 +75,23 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--skip", action="append", default=[], metavar="NAMES", help="convert all but these"
     )
+    parser.add_argument(
+        "--names",
+        action="append",
+        metavar="NAME",
+        help="convert only these tensors: a name, a layer, or a pattern such as 'layers.*'",
+    )
+    parser.add_argument(
+        "--rename",
+        action="append",
+        metavar="OLD=NEW",
+        help="replace a prefix of names; --names has the new ones",
+    )
+    parser.add_argument(
+        "--dtype",
+        metavar="DTYPE",
+        help="of the model's floats: float16, bfloat16, float32 or float64",
+    )
     folder = parser.add_argument_group("--to huggingface")
     folder.add_argument(
         "--files-from",
@@ -96,37 +119,51 @@ def _export(
 ) -> StateDict:
     """Export the model of the source; local checkpoints are verified, then mapped."""
     source = open_folder(arguments.source, reads=True)
-    is_torch = read == "huggingface" and torch_weights_root(source) is not None
+    is_torch = read == "huggingface" and _is_torch(arguments.source)
     where = None
     if read in ("mlstate", "huggingface") and not is_torch:
         where = find(arguments.source, arguments.step)
+    changes = _changes(arguments)
     if where is None:
         model = _read(arguments, read).model
     elif (chosen := _selection(arguments)) is not None:
-        model = chosen.apply(parts_of(load(where)), arguments.source).model
-    elif source.is_local:
-        model = load(where, mmap=True, verify="first").model
+        parts = parts_of(load(where, **changes.load_options()))
+        model = chosen.apply(parts, arguments.source).model
+    elif source.is_local and not (changes.dtype and read_quantization(source)):
+        stored = changes._replace(dtype=None)
+        model = load(where, mmap=True, verify="first", **stored.load_options()).model
     else:
-        model = load(where).model
+        model = load(where, **changes.load_options()).model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
     is_folder = is_torch or (where is not None and kind_of(where.root) == "huggingface")
     default = source.path if is_folder else None
     files_from = options.pop("files_from", default)
-    export(take_export(arguments.target, model, **options), files_from, start)
+    request = take_export(arguments.target, model, dtype=changes.dtype, **options)
+    export(request, files_from, start)
     return model
+
+
+def _is_torch(path: str) -> bool:
+    """Return whether a Hugging Face folder has files of torch."""
+    return torch_weights_root(open_folder(path, reads=True)) is not None
 
 
 def _read(arguments: argparse.Namespace, name: str) -> Parts:
     """Return the chosen parts of the source."""
-    path, chosen = arguments.source, _selection(arguments)
-    if arguments.step is None:
-        return read_any(path, format=name, selection=chosen)
-    where = find(path, arguments.step) if name == "mlstate" else None
-    if where is None:
+    path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
+    where = None
+    if name == "mlstate" or (name == "huggingface" and any(changes) and not _is_torch(path)):
+        where = find(path, arguments.step) if any(changes) or arguments.step is not None else None
+    if where is not None:
+        parts = parts_of(load(where, **changes.load_options()))
+        return parts if chosen is None else chosen.apply(parts, path)
+    if arguments.step is not None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
-    parts = parts_of(load(where))
-    return parts if chosen is None else chosen.apply(parts, path)
+    parts = read_any(path, format=name, selection=chosen)
+    if changes.dtype and name in ("safetensors", "huggingface") and parts.model is not None:
+        refuse_quantized_state(path, parts.model)
+    return changes.apply(parts, path)
 
 
 def _selection(arguments: argparse.Namespace) -> Selection | None:
@@ -138,6 +175,18 @@ def _selection(arguments: argparse.Namespace) -> Selection | None:
     return Selection(only, skip) if only or skip else None
 
 
+def _changes(arguments: argparse.Namespace) -> Changes:
+    """Return the changes to tensors; raise ValueError or TypeError for options that are none."""
+    rules: dict[str, str] | None = None
+    for rule in arguments.rename or ():
+        old, equals, new = rule.partition("=")
+        if not equals:
+            raise ValueError(f"--rename {rule}: write OLD=NEW, such as 'module.=' or 'a.=b.'")
+        rules = {**(rules or {}), old: new}
+    dtype = arguments.dtype and float_name(arguments.dtype, "--dtype")
+    return Changes(dtype, arguments.names, rules)
+
+
 def _load_folder(arguments: argparse.Namespace) -> Any:
     """Return the checkpoint of the source, with tensors of torch."""
     where = find(arguments.source, arguments.step)
@@ -146,8 +195,17 @@ def _load_folder(arguments: argparse.Namespace) -> Any:
     return load(where, device="cpu")
 
 
-def _part_data(state: StateDict | None) -> dict[str, int] | None:
-    return None if state is None else {"tensors": len(state), "bytes": state.nbytes}
+def _part_data(state: StateDict | None, dtype: str | None = None) -> dict[str, int] | None:
+    """Return the number of tensors, and their bytes when their floats have a dtype."""
+    if state is None:
+        return None
+    sizes = (
+        prod(value.shape) * numpy_dtype(dtype).itemsize
+        if dtype and is_converted(name_of(value.dtype), dtype)
+        else value.nbytes
+        for value in state.values()
+    )
+    return {"tensors": len(state), "bytes": sum(sizes)}
 
 
 def _is_same(source: Place, target: Place) -> bool:
@@ -176,7 +234,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
     check_format(source, read)
     check_format(target, write)
     chosen = _selection(arguments)
-    is_whole = {read, write} == {"mlstate", "lightning"} and chosen is None
+    changes = _changes(arguments)
+    is_whole = {read, write} == {"mlstate", "lightning"} and chosen is None and not any(changes)
     # Lightning names folders .ckpt
     start = begin_write(target, write, arguments.force, any_suffix=is_whole)
     options = _export_options(arguments, write)
@@ -189,10 +248,10 @@ def run_convert(arguments: argparse.Namespace) -> int:
     elif write == "huggingface":
         assert isinstance(start, Target)
         model = _export(arguments, read, options, start)
+        parts["model"] = _part_data(model, changes.dtype)
     else:
         model, optimizer, metadata, states = _read(arguments, read)
         write_any(target, model, optimizer, metadata, states, format=write, target=start)
-    if not is_whole:
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

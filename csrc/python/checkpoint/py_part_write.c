@@ -177,11 +177,16 @@ static void args_fini(parts_args *a)
 /* Look up the place of an item. */
 static int take_place(const mls_shard_item *item, PyObject *places, mls_placed_item *out)
 {
-    PyObject *name = mlspy_str_of(item->id.name), *place = NULL;
+    PyObject *name = mlspy_str_of(item->id.name), *place = NULL, *dtype;
+    mls_str text;
     out->item = item;
-    const int failed = name == NULL || mlspy_dict_need(places, name, &place) < 0 ||
-                       mlspy_take_tuple(place, "place", "LLLL", &out->file, &out->offset,
-                                        &out->block, &out->number) < 0;
+    int failed = name == NULL || mlspy_dict_need(places, name, &place) < 0 ||
+                 mlspy_take_tuple(place, "place", "LLLLO", &out->file, &out->offset,
+                                  &out->block, &out->number, &dtype) < 0 ||
+                 mlspy_take_text(dtype, "dtype", &text) < 0;
+    if (!failed && !mls_dtype_from_name(text.data, text.length, &out->dtype)) {
+        failed = MLSPY_REFUSE(PyExc_ValueError, "%R is no dtype", dtype);
+    }
     Py_XDECREF(name);
     Py_XDECREF(place);
     return failed ? -1 : 0;
@@ -232,8 +237,9 @@ static int take_args(const mlspy_state *state, PyObject *const *args, parts_args
 /* parts_write(items, folder, files, places, crcs, written, sync, progress)
  *
  * Write the items of shards_collect into existing files, and sync these if `sync`.
- * `places` maps each name to (file, offset, first block, number). Shares of checksums are
- * XORed to `crcs`, a buffer of uint32, and `written`, of uint64, counts bytes by number.
+ * `places` maps each name to (file, offset, first block, number, dtype). Shares of
+ * checksums are XORed to `crcs`, a buffer of uint32, and `written`, of uint64, counts
+ * bytes by number.
  */
 PyObject *core_parts_write(mlspy_state *state, PyObject *const *args)
 {

@@ -42,19 +42,21 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
     return is_changed
 
 
-def config_of_dtype(data: bytes, dtype: str | None) -> bytes:
+def config_of_dtype(data: bytes, dtype: str | None, *, is_plain: bool = False) -> bytes:
     """Return a ``config.json`` with the dtype of the weights, and its own bytes if it has that.
 
     The dtype of a quantized model is the one of its computations, and stays. So does a file that
-    is not a JSON object.
+    is not a JSON object. With `is_plain`, the weights are not quantized any more, and the
+    ``quantization_config`` is removed.
     """
     import json
 
     try:
         config = json.loads(data) if dtype is not None and len(data) <= _MOST_BYTES else None
-        if not isinstance(config, dict) or _is_quantized(config):
+        if not isinstance(config, dict) or (_is_quantized(config) and not is_plain):
             return data
-        if dtype is None or not _set_dtype(config, dtype):
+        is_changed = is_plain and config.pop(_QUANTIZATION, None) is not None
+        if dtype is None or not (_set_dtype(config, dtype) or is_changed):
             return data
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     except (ValueError, RecursionError):

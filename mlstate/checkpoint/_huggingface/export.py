@@ -25,6 +25,7 @@ from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
 from ..._common.budget import parse_size
+from ..._common.converted import float_name
 from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
 from ..._common.store_error import store_error
@@ -36,6 +37,7 @@ from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
 from .._folder.weight_names import INDEX, is_index
 from .._options import SAVE_DEFAULTS
+from .._quantized.pairs import refuse_quantized
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES
 from .._store.open_path import is_url, open_folder
@@ -69,6 +71,7 @@ class Export(NamedTuple):
     max_shard_bytes: int
     content: SaveContent
     table: StateTable
+    dtype: str  # of all floats; "" for their own
 
 
 def together(group: ProcessGroup | None, error: BaseException | None) -> None:
@@ -124,7 +127,7 @@ def _refuse_entries(content: SaveContent) -> None:
 
 
 def _take_state(
-    target: SaveTarget, model: Any, rename: Mapping[str, str] | None
+    target: SaveTarget, model: Any, rename: Mapping[str, str] | None, dtype: str
 ) -> tuple[SaveContent, StateTable]:
     """Return this rank's part of the state, and its table; with a group, errors are kept."""
     content = take_content(target, model, None, None, SAVE_DEFAULTS)
@@ -143,7 +146,7 @@ def _take_state(
                 entries = dict(rename_state(entries, rename, unused=unused))
                 tied = set()  # the old names are gone
             content.dicts = (entries, None, None)
-            table = table_of(entries, tied)
+            table = table_of(entries, tied, dtype)
     except BaseException as error:
         if target.group is None:
             raise
@@ -228,7 +231,8 @@ def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPl
     """Copy a file durably; ``config.json`` receives the dtype of the weights."""
     with opened() as read, open(os.path.join(folder, name), "xb") as write:
         if name == _CONFIG:
-            write.write(config_of_dtype(read.read(), weights_dtype(chain(*plan.tensors))))
+            dtype = weights_dtype(chain(*plan.tensors))
+            write.write(config_of_dtype(read.read(), dtype, is_plain=plan.is_converted))
         else:
             shutil.copyfileobj(read, write)
         write.flush()
@@ -308,7 +312,7 @@ def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
         crcs[at] ^= values
         at, values, _ = _unpack(rest, "<u8")
         written[at] += values
-    for name, (*_, number) in plan.places.items():
+    for name, (*_, number, _) in plan.places.items():
         if written[number] != plan.nbytes[number]:
             raise ValueError(
                 f"{name!r} is incomplete: the ranks hold {int(written[number]):,} of its "
@@ -343,6 +347,9 @@ def write_folder(
         try:
             if is_first:
                 copied = _files_to_copy(files_from)
+                if plan.is_converted and files_from is not None:
+                    tensors = {name: (kind, shape) for name, kind, shape in chain(*plan.tensors)}
+                    refuse_quantized(open_folder(files_from, reads=True), tensors)
                 end = _refuse_existing(folder, start)
                 temporary = _temporary_name(folder)
                 _begin(temporary, plan)
@@ -378,11 +385,13 @@ def take_export(
     group: ProcessGroup | None = None,
     max_shard_bytes: int | str = MAX_SHARD_BYTES,
     rename: Mapping[str, str] | None = None,
+    dtype: object = None,
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
     target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group})
     most = parse_size("max_shard_bytes", max_shard_bytes, 1)
-    return Export(target, most, *_take_state(target, model, rename))
+    name = "" if dtype is None else float_name(dtype)
+    return Export(target, most, *_take_state(target, model, rename, name), name)
 
 
 def gather_parts(
@@ -392,7 +401,7 @@ def gather_parts(
 
     `copy` copies tensors on a device. If any rank fails, all raise.
     """
-    target, most, content, own_table = request
+    target, most, content, own_table, dtype = request
     together(target.group, content.error)
     table = exchange_tables(target.group, own_table, [os.path.realpath(target.path), most])
     state = content.dicts[0]
@@ -402,7 +411,8 @@ def gather_parts(
     drop_copies(target.group, table.tensors, state)
     gathered = gather_shards(target, content, copy)
     together(target.group, gathered.error)
-    return gathered, make_plan(table.tensors, most)
+    plan = make_plan(table.tensors, most)
+    return gathered, plan._replace(is_converted=bool(dtype))
 
 
 def export(
@@ -426,6 +436,7 @@ def export_huggingface(
     max_shard_bytes: int | str = MAX_SHARD_BYTES,
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
+    dtype: object = None,
 ) -> None:
     """
     Write the weights of a model as a Hugging Face folder.
@@ -452,7 +463,12 @@ def export_huggingface(
         Folder, or its URL in an object store, whose files are copied, such as ``config.json`` and
         the tokenizer's files. Hidden files, subfolders and files of weights are not copied. If
         ``config.json`` has an entry ``dtype`` or ``torch_dtype``, the copy has the dtype of most
-        floats of the weights, unless it has a ``quantization_config``.
+        floats of the weights, unless it has a ``quantization_config``. With `dtype`, the copy
+        has no ``quantization_config``.
+    dtype : dtype or str, optional
+        float16, bfloat16, float32 or float64: its name, or the dtype of NumPy, ml_dtypes or
+        torch. All floats are written in this dtype, rounded to nearest; 8-bit floats by their
+        values. Integers, bool and complex numbers keep their dtypes.
 
     Raises
     ------
@@ -462,6 +478,9 @@ def export_huggingface(
     ValueError
         `path` is a URL, or the ranks pass different arguments or do not hold all parts of a
         tensor.
+    FormatError, CompatibilityError
+        With `dtype`, some weights are quantized according to the ``config.json`` of `files_from`:
+        `mlstate.load` with ``cast=`` returns their values.
     TypeError, CompatibilityError
         As for `save`. Every rank raises if any rank does.
 
@@ -473,8 +492,9 @@ def export_huggingface(
 
     Tied weights are stored under the first of their names, as ``save_pretrained`` does. The files
     have the checksums of `save_file`, which `load` and `verify` compare. A rank's memory does not
-    grow with the number of ranks: it needs 256 KiB, and 12 bytes for each MiB of the model.
-    Tensors on a device are copied to main memory first.
+    grow with the number of ranks, nor with `dtype`, as tensors are converted while they are
+    written: it needs 512 KiB, and 12 bytes for each MiB of the model. Tensors on a device are
+    copied to main memory first.
 
     Examples
     --------
@@ -485,4 +505,4 @@ def export_huggingface(
     >>> sorted(mlstate.checkpoint.inspect(path).files())
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    export(take_export(path, model, group, max_shard_bytes, rename), files_from)
+    export(take_export(path, model, group, max_shard_bytes, rename, dtype), files_from)

@@ -79,6 +79,7 @@ def export_huggingface_async(
     max_shard_bytes: int | str = MAX_SHARD_BYTES,
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
+    dtype: object = None,
     staging: Staging | None = None,
 ) -> SaveHandle:
     """
@@ -89,7 +90,7 @@ def export_huggingface_async(
 
     Parameters
     ----------
-    path, model, max_shard_bytes, rename, files_from
+    path, model, max_shard_bytes, rename, files_from, dtype
         As for `export_huggingface`. Files of `files_from` are read during the export.
     group : ProcessGroup, optional
         The ranks that hold the model; all of them must call this function, which returns when
@@ -131,7 +132,7 @@ def export_huggingface_async(
     memory = staging_of(staging)
     group = optional_group(group)
     refuse_default_group(group)
-    request = take_export(path, model, group, max_shard_bytes, rename)
+    request = take_export(path, model, group, max_shard_bytes, rename, dtype)
     source = None if files_from is None else local_folder(files_from)  # the thread reads it
     job = _ExportJob(request, memory, source, began)
     return start_job(job, devices_of(request.content), until_staged=True)

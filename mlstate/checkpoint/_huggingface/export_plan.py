@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.converted import is_converted
 from ..._common.dtypes import DTYPES, name_of
 from ..._sharding.layout import Shard
 from .._folder.weight_names import SINGLE
@@ -38,11 +39,12 @@ class ExportPlan(NamedTuple):
 
     files: tuple[str, ...]
     tensors: list[tuple[tuple[str, str, tuple[int, ...]], ...]]  # name, dtype and shape, by file
-    # of each tensor: file, offset of the first byte, first block of all files, and number
-    places: dict[str, tuple[int, int, int, int]]
+    # of each tensor: file, offset of the first byte, first block of all files, number and dtype
+    places: dict[str, tuple[int, int, int, int, str]]
     sizes: list[int]  # bytes of each file
     starts: list[int]  # first block of each file, and the number of all blocks
     nbytes: list[int]  # of each tensor, by number
+    is_converted: bool = False  # whether all floats are written in one dtype
 
     def header(self, file: int, crcs: Any) -> bytes:
         """Return the header of a file, with the checksums of all blocks of all files."""
@@ -62,12 +64,15 @@ class ExportPlan(NamedTuple):
 # ---- the tensors of all ranks ----
 
 
-def table_of(state: Mapping[str, Any], tied: Iterable[str]) -> StateTable:
-    """Return the table of one rank's state; arrays and shards have a dtype and a whole shape."""
+def table_of(state: Mapping[str, Any], tied: Iterable[str], dtype: str = "") -> StateTable:
+    """Return the table of one rank's state; arrays and shards have a dtype and a whole shape.
+
+    Floats are written as `dtype`, if it is given.
+    """
     left_out = set(tied)
     tensors = {
         name: (
-            name_of(getattr(value, "array", value).dtype),
+            _written_dtype(name_of(getattr(value, "array", value).dtype), dtype),
             tuple(map(int, value.shape)),
             value.layout.steps if isinstance(value, Shard) else None,
         )
@@ -75,6 +80,10 @@ def table_of(state: Mapping[str, Any], tied: Iterable[str]) -> StateTable:
         if name not in left_out
     }
     return StateTable(tensors, sorted(left_out))
+
+
+def _written_dtype(stored: str, dtype: str) -> str:
+    return dtype if dtype and is_converted(stored, dtype) else stored
 
 
 def _facts_text(facts: Facts) -> str:
@@ -249,8 +258,9 @@ def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
     plan = ExportPlan(files if count > 1 else (SINGLE,), divided, {}, [], [0], [*sizes.values()])
     for number, file in enumerate(divided):
         _, size, blocks, places = _core.safetensors_layout(file, FORMAT, None)
-        for (name, *_), (offset, block) in zip(file, places, strict=True):
-            plan.places[name] = (number, offset, plan.starts[-1] + block, len(plan.places))
+        for (name, dtype, _), (offset, block) in zip(file, places, strict=True):
+            place = number, offset, plan.starts[-1] + block, len(plan.places), dtype
+            plan.places[name] = place
         plan.sizes.append(size)
         plan.starts.append(plan.starts[-1] + blocks)
     return plan

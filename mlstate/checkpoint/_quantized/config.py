@@ -23,7 +23,7 @@ from ...errors import CompatibilityError, FormatError, StoreNotFoundError
 if TYPE_CHECKING:
     from .._folder.protocol import Folder
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 _MOST_BYTES = 16 << 20
 _MOST_DEPTH = 64  # of nested arrays and objects
 _LONGEST = 60  # characters of a name in errors
@@ -104,21 +104,21 @@ def read_quantization(folder: Folder) -> Quantization | None:
     """
     import json
 
-    path = os.path.join(folder.path, _CONFIG)
+    path = os.path.join(folder.path, CONFIG)
     try:
-        data = folder.read(_CONFIG, follow_links=True)
+        data = folder.read(CONFIG, follow_links=True)
     except StoreNotFoundError:
         return None
     if len(data) > _MOST_BYTES:
         raise format_error(f"{path}: too long", path)
     try:
-        _core.json_check(data, _MOST_DEPTH, _CONFIG)
+        _core.json_check(data, _MOST_DEPTH, CONFIG)
         config = json.loads(data)
     except (FormatError, ValueError) as error:
         raise format_error(f"{path}: not valid JSON: {error}", path) from None
-    found = config.get("quantization_config") if isinstance(config, dict) else None
-    if found is None:
+    entry = config.get("quantization_config") if isinstance(config, dict) else None
+    if entry is None:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(entry, dict):
         raise _bad(path, "is not a JSON object")
-    return _parse(path, found)
+    return _parse(path, entry)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +18,12 @@ from ... import _core
 from ..._common.converted import converted
 from ..._common.dtypes import FLOAT8S, FLOATS, name_of, numpy_dtype
 from ..._common.store_error import format_error
-from .config import read_quantization
+from ...errors import CompatibilityError
+from .._store.open_path import is_url, open_folder
+from .config import CONFIG, read_quantization
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from typing import TypeAlias
 
     from ..._sharding.layout import Steps
@@ -257,18 +260,18 @@ class _Finder:
         self, name: str, dtype: str, shape: Shape, scales: Stored | None
     ) -> tuple[Block, str]:
         """Return the block that a scale is for, and why there is none."""
-        nothing = (1, 1)
+        no_block = (1, 1)
         if scales is None:
-            return nothing, f"{name + self.suffix!r}, its scale, is missing"
+            return no_block, f"{name + self.suffix!r}, its scale, is missing"
         if not dtype:
-            return nothing, f"{name + self.suffix!r} is the scale of a tensor that is missing"
+            return no_block, f"{name + self.suffix!r} is the scale of a tensor that is missing"
         if dtype not in FLOAT8S:
-            return nothing, f"{dtype} has a scale, but is no 8-bit float"
+            return no_block, f"{dtype} has a scale, but is no 8-bit float"
         if f"{name}_zero_point" in self.tensors:
-            return nothing, f"it has the zero points {name + '_zero_point'!r}"
+            return no_block, f"it has the zero points {name + '_zero_point'!r}"
         kind, grid = scales
         if kind not in FLOATS and kind not in (_EXPONENTS, "uint8"):
-            return nothing, f"its scale is {kind}, not a float"
+            return no_block, f"its scale is {kind}, not a float"
         *outer, rows, columns = (1, 1, *shape)[-max(len(shape), 2) :]
         size = (max(rows, 1), max(columns, 1))
         has_channels = self.suffix == "_scale"
@@ -280,7 +283,7 @@ class _Finder:
             if grid == expected[-1] or (block == size and prod(grid) == 1):
                 return block, ""
         shapes = " or ".join(map(str, dict.fromkeys(expected)))
-        return nothing, f"its scale has the shape {grid} instead of {shapes}"
+        return no_block, f"its scale has the shape {grid} instead of {shapes}"
 
     # ---- groups of 4-bit floats ----
 
@@ -298,8 +301,8 @@ class _Finder:
             if name in self.tensors:
                 text = "it is the name of a tensor too"
             problem = self._problem(name, text) if text else None
-            held = codes if codes in self.tensors else scales
-            self._add(Pair(name, held, scales, shape, _FOUR_BITS, (1, _GROUP), problem))
+            stored_key = codes if codes in self.tensors else scales
+            self._add(Pair(name, stored_key, scales, shape, _FOUR_BITS, (1, _GROUP), problem))
 
     @staticmethod
     def _values_shape(blocks: Stored | None, scales: Stored | None) -> tuple[Shape, str]:
@@ -332,3 +335,24 @@ def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pair
     else:
         finder.find_bytes()
     return Pairs(finder.pairs, finder.hidden)
+
+
+def refuse_quantized(folder: Folder, tensors: dict[str, Stored]) -> None:
+    """Raise CompatibilityError if some tensors are quantized according to a folder's config."""
+    pairs = find_pairs(folder, lambda: tensors)
+    if pairs is not None and pairs.by_name:
+        name = min(pairs.by_name)
+        error = CompatibilityError(
+            f"{name!r} is quantized, as {os.path.join(folder.path, CONFIG)} says, and its numbers "
+            "alone are not its values: load its folder of safetensors files with cast="
+        )
+        error.name, error.path = name, folder.path
+        raise error
+
+
+def refuse_quantized_state(path: str, state: Mapping[str, Any]) -> None:
+    """Do as `refuse_quantized` for tensors of a Hugging Face folder, or of one of its files."""
+    is_folder = is_url(path) or Path(path).is_dir()
+    folder = path if is_folder else str(Path(path).parent)
+    tensors = {name: (name_of(each.dtype), tuple(each.shape)) for name, each in state.items()}
+    refuse_quantized(open_folder(folder, reads=True), tensors)

@@ -340,15 +340,19 @@ def test_the_core_refuses_places_outside_the_files(tmp_path):
     items, _ = _core.shards_collect((0, 1), state, mlstate.checkpoint.Shard, None, ())
     (tmp_path / "f").touch()
     crcs, written = np.zeros(1, np.uint32), np.zeros(1, np.uint64)
+    rest = crcs, written, True, None
     for place in ((1, 0, 0, 0), (0, -1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, -1, 0)):
         with pytest.raises(ValueError, match="outside the files"):
-            _core.parts_write(items, str(tmp_path), ("f",), {"w": place}, crcs, written, True, None)
+            _core.parts_write(items, str(tmp_path), ("f",), {"w": (*place, "float64")}, *rest)
     with pytest.raises(KeyError):
         _core.parts_write(items, str(tmp_path), ("f",), {}, crcs, written, True, None)
     with pytest.raises(FileNotFoundError):
         _core.parts_write(
-            items, str(tmp_path), ("g",), {"w": (0, 0, 0, 0)}, crcs, written, True, None
+            items, str(tmp_path), ("g",), {"w": (0, 0, 0, 0, "float64")}, crcs, written, True, None
         )
+    for dtype, error in (("int64", mlstate.CompatibilityError), ("none", ValueError)):
+        with pytest.raises(error, match=dtype):
+            _core.parts_write(items, str(tmp_path), ("f",), {"w": (0, 0, 0, 0, dtype)}, *rest)
     with pytest.raises(ValueError, match="4 bytes of checksums for 0 blocks"):
         _core.safetensors_layout((), "pt", crcs)
     with pytest.raises(mlstate.CompatibilityError, match="complex128"):

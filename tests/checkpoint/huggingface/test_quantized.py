@@ -1,4 +1,4 @@
-"""Quantized weights: cast= gives their values; what does not fit is refused by name."""
+"""Quantized weights: cast= computes their values, and wrong scales are refused by name."""
 
 import json
 
@@ -15,6 +15,7 @@ EIGHT = ml_dtypes.float8_e4m3fn
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 FOUR_BITS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")
 rng = np.random.default_rng(8)
 
 
@@ -161,10 +162,10 @@ def test_any_part_is_the_part_of_the_whole(tmp_path, layout):
     fp8 = write(tmp_path / "fp8", FP8, w=codes, w_scale_inv=scales(2, 2, 2))
     mxfp4 = write(tmp_path / "mxfp4", MXFP4, w_blocks=blocks, w_scales=exponents)
     for folder in (fp8, mxfp4):
-        whole = mlstate.load(folder, cast="bfloat16").model["w"]
+        values = mlstate.load(folder, cast="bfloat16").model["w"]
         for rank in range(layout.parts):
             part = mlstate.load(folder, cast="bfloat16", layout=layout, rank=rank).model["w"]
-            expected = layout.take(whole, rank)
+            expected = layout.take(values, rank)
             assert part.shape == expected.shape
             assert part.tobytes() == expected.tobytes()
 
@@ -253,7 +254,7 @@ def test_weights_and_scales_that_do_not_fit_are_refused_by_name(
         (b"\xff\xfe", FormatError, "not valid JSON"),
     ],
 )
-def test_configs_that_say_nothing_usable_are_refused(tmp_path, quantization, error, text):
+def test_unusable_configs_are_refused(tmp_path, quantization, error, text):
     folder = write(tmp_path / "m", quantization, w=np.ones(2))
     with pytest.raises(error, match=text) as caught:
         mlstate.load(folder, cast="float32")
@@ -269,7 +270,7 @@ def test_folders_without_quantization_are_converted_by_value(tmp_path, config):
     assert list(mlstate.load(folder, cast="float32").model) == ["w", "w_scale_inv"]
 
 
-def test_a_config_that_is_no_file_is_refused(tmp_path):
+def test_a_fifo_as_config_is_refused(tmp_path):
     import os
 
     folder = write(tmp_path / "m", FP8, w=np.ones(2))
@@ -277,3 +278,19 @@ def test_a_config_that_is_no_file_is_refused(tmp_path):
     os.mkfifo(folder / "config.json")
     with pytest.raises(mlstate.MLStateError):
         mlstate.load(folder, cast="float32")
+
+
+def test_files_of_torch_are_refused_and_integers_stay(tmp_path):
+    torch = pytest.importorskip("torch")
+    folder = write(tmp_path / "m", FP8)
+    (folder / "model.safetensors").unlink()
+    tensors = {"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(CompatibilityError, match="'w' is quantized"):
+        mlstate.load(folder, cast="bfloat16")
+    torch.save({"v": torch.ones(2), "n": torch.arange(3)}, folder / "pytorch_model.bin")
+    model = mlstate.load(folder, cast="bfloat16").model
+    assert {name: str(each.dtype) for name, each in model.items()} == {
+        "v": "bfloat16",
+        "n": "int64",
+    }

@@ -24,10 +24,10 @@ static mls_tensor box_at(const mls_tensor *t, const size_t *inner, int axis, siz
 
 /* Each iteration of the outer loop copies one box. Its axis is the outermost one for
  * which `first` is at the start of an index and the range includes that whole index. */
-void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, size_t first,
-                    size_t count, unsigned char *to)
+void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
+                    size_t first, size_t count, unsigned char *to)
 {
-    const size_t item = mls_tensor_item_bytes(t);
+    const size_t item = mls_dtype_of(dtype)->item_bytes;
     size_t inner[MLS_MAX_RANK]; /* elements inside one index of each axis */
     size_t element_count = 1;
     for (int i = t->rank - 1; i >= 0; i--) {
@@ -54,7 +54,7 @@ void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, size_t firs
         }
         mls_tensor packed;
         mls_status ignored; /* cannot fail: the box is part of a tensor in memory */
-        (void)mls_tensor_init(&packed, to, t->dtype, box.rank, box.shape, &ignored);
+        (void)mls_tensor_init(&packed, to, dtype, box.rank, box.shape, &ignored);
         mls_copy(kernels, &packed, &box, mls_cached());
         to += run_elements * item;
         first += run_elements;

@@ -2,7 +2,9 @@
 #include "checkpoint/write/part_write.h"
 
 #include "array/copy/pack_range.h"
+#include "array/copy/scaled_codes.h"
 #include "base/memory.h"
+#include "base/size.h"
 #include "io/file.h"
 #include "safetensors/safetensors.h"
 
@@ -15,7 +17,8 @@
 typedef struct part_file {
     int fd;
     uint64_t started;      /* end of the bytes whose writeback has started */
-    unsigned char *buffer; /* MLS_PART_STEP bytes */
+    unsigned char *buffer; /* 2 * MLS_PART_STEP bytes: elements as in the file, and 8-bit
+                              floats before they are converted */
 } part_file;
 
 /* One item that is being written. */
@@ -34,15 +37,59 @@ typedef struct writing {
     uint32_t zeros;
 } writing;
 
-/* Return bytes `at` .. of the item, packed into the buffer if its memory is strided. */
+/* Convert 8-bit floats to another dtype. */
+static void convert_bytes(const mls_kernels *kernels, mls_dtype from, mls_dtype to,
+                          const unsigned char *codes, size_t count, unsigned char *out)
+{
+    const size_t shape[] = {1, 1, count};
+    mls_scaled_codes source = {.dtype = from};
+    mls_tensor values;
+    mls_status ignored; /* cannot fail: the elements are in memory */
+    (void)mls_tensor_init(&values, out, to, 3, shape, &ignored);
+    (void)mls_tensor_init(&source.codes, (void *)(uintptr_t)codes, from, 3, shape,
+                          &ignored);
+    mls_scaled_codes_decode(kernels, NULL, &values, &source);
+}
+
+/* Convert elements of the item into the buffer. */
+static const unsigned char *converted_at(const writing *w, size_t first, size_t count)
+{
+    const mls_kernels *kernels = w->job->kernels;
+    const mls_shard_item *item = w->placed->item;
+    const mls_dtype from = item->dtype, to = w->placed->dtype;
+    const size_t size = mls_dtype_of(from)->item_bytes;
+    unsigned char *out = w->file->buffer, *spare = out + MLS_PART_STEP;
+    const unsigned char *data =
+        item->data == NULL ? NULL : item->data + (item->first + first) * size;
+    if (mls_dtype_of(from)->kind == MLS_KIND_FLOAT8) {
+        if (data == NULL) {
+            mls_pack_range(kernels, item->strided, from, item->first + first, count,
+                           spare);
+            data = spare;
+        }
+        convert_bytes(kernels, from, to, data, count, out);
+    } else if (data == NULL) {
+        mls_pack_range(kernels, item->strided, to, item->first + first, count, out);
+    } else {
+        kernels->convert[from][to](out, data, count, MLS_STORE_CACHED);
+    }
+    return out;
+}
+
+/* Return bytes `at` .. of the item as they are in the file, in the buffer if its memory
+ * is strided or has another dtype. */
 static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t count)
 {
     const mls_shard_item *item = w->placed->item;
+    if (item->dtype != w->placed->dtype) {
+        return converted_at(w, at / w->item_bytes, count / w->item_bytes);
+    }
     if (item->data != NULL) {
         return item->data + item->first * w->item_bytes + at;
     }
-    mls_pack_range(w->job->kernels, item->strided, item->first + at / w->item_bytes,
-                   count / w->item_bytes, w->file->buffer);
+    mls_pack_range(w->job->kernels, item->strided, item->dtype,
+                   item->first + at / w->item_bytes, count / w->item_bytes,
+                   w->file->buffer);
     return w->file->buffer;
 }
 
@@ -140,7 +187,7 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
                                                   &full_part, st)) != MLS_OK) {
         return code;
     }
-    const size_t size = mls_dtype_of(item->dtype)->item_bytes;
+    const size_t size = mls_dtype_of(placed->dtype)->item_bytes;
     writing w = {.job = job,
                  .placed = placed,
                  .file = file,
@@ -179,15 +226,24 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
 static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
 {
     const mls_shard_item *item = placed->item;
-    size_t bytes = mls_dtype_of(item->dtype)->item_bytes;
+    size_t bytes = mls_dtype_of(placed->dtype)->item_bytes;
     for (int i = 0; i < item->rank; i++) {
-        bytes *= item->shape[i]; /* fits: checked when the item was made */
+        if (!mls_size_mul(bytes, item->shape[i], &bytes)) {
+            return false;
+        }
     }
     return placed->file >= 0 && (size_t)placed->file < job->file_count &&
            placed->offset >= 0 && placed->block >= 0 &&
            (size_t)placed->block <= job->block_count &&
            mls_safetensors_blocks(bytes) <= job->block_count - (size_t)placed->block &&
            placed->number >= 0 && (size_t)placed->number < job->written_count;
+}
+
+static bool converts(const mls_placed_item *placed)
+{
+    const mls_dtype from = placed->item->dtype, to = placed->dtype;
+    return mls_dtype_converts(from, to) ||
+           (mls_dtype_of(from)->kind == MLS_KIND_FLOAT8 && (int)to < MLS_CONVERTIBLE);
 }
 
 /* For qsort: by file and offset. */
@@ -207,10 +263,15 @@ mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_stat
         if (!is_inside(job, &job->items[i])) {
             return mls_fail(st, MLS_E_VALUE, "a place is outside the files");
         }
+        if (!converts(&job->items[i])) {
+            return mls_fail(st, MLS_E_DTYPE, "%s cannot be written as %s",
+                            mls_dtype_of(job->items[i].item->dtype)->name,
+                            mls_dtype_of(job->items[i].dtype)->name);
+        }
     }
-    part_file file = {.buffer = mls_alloc(MLS_PART_STEP, 1)};
+    part_file file = {.buffer = mls_alloc(2, MLS_PART_STEP)};
     if (file.buffer == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of 256 KiB");
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of 512 KiB");
     }
     qsort(job->items, job->count, sizeof *job->items, compare_places);
     for (size_t i = 0, next; code == MLS_OK && i < job->count; i = next) {

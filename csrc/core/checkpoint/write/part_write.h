@@ -20,10 +20,12 @@
 /* An item, and the place of its whole tensor. */
 typedef struct mls_placed_item {
     const mls_shard_item *item;
-    int64_t file;   /* index of the file's name */
-    int64_t offset; /* of the tensor's first byte in the file */
-    int64_t block;  /* index of the checksum of the tensor's first block */
-    int64_t number; /* index in `written` */
+    int64_t file;    /* index of the file's name */
+    int64_t offset;  /* of the tensor's first byte in the file */
+    int64_t block;   /* index of the checksum of the tensor's first block */
+    int64_t number;  /* index in `written` */
+    mls_dtype dtype; /* in the file: the item's, or a float that 8-bit and other floats
+                        are converted to in the copy */
 } mls_placed_item;
 
 /* What to write, and where. Everything is borrowed. */
@@ -49,6 +51,7 @@ enum { MLS_PART_STEP = 256 << 10 }; /* bytes of one write, at most */
  * file. The bytes of the items must not change meanwhile. On failure, `*failed` is the
  * name of the file that the error is about, or NULL.
  * MLS_E_VALUE: a place is outside the files or the results, and nothing was written.
+ * MLS_E_DTYPE: an item does not convert to its place's dtype; nothing was written.
  * MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED: `progress` returned false. */
 mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_status *st);
 

@@ -205,8 +205,8 @@ static void copy_bytes(const copy_state *c, const staged_item *staged, size_t st
     unsigned char *to = c->to->memory + staged->place + start;
     /* any strides and either byte order, or plain bytes */
     if (item->data == NULL) {
-        mls_pack_range(c->to->kernels, item->strided, item->first + start / size,
-                       bytes / size, to);
+        mls_pack_range(c->to->kernels, item->strided, item->dtype,
+                       item->first + start / size, bytes / size, to);
     } else {
         mls_copy_bytes(c->to->kernels, to, item->data + item->first * size + start, bytes,
                        (mls_destination){.bytes = c->bytes});

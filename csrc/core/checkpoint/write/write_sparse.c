@@ -25,7 +25,8 @@ const unsigned char *mls_planned_elements(const mls_shard_job *job,
     if (item->data != NULL) {
         return item->data + (item->first + first) * mls_dtype_of(item->dtype)->item_bytes;
     }
-    mls_pack_range(job->kernels, item->strided, item->first + first, count, room);
+    mls_pack_range(job->kernels, item->strided, item->dtype, item->first + first, count,
+                   room);
     return room;
 }
 

@@ -44,7 +44,7 @@ static bool range_is_right(const mls_tensor *t, const unsigned char *expected,
     const size_t item = mls_tensor_item_bytes(t), bytes = n * item;
     unsigned char *got = malloc(bytes + 2 * GUARD);
     memset(got, 0xA5, bytes + 2 * GUARD);
-    mls_pack_range(kernels, t, first, n, got + GUARD);
+    mls_pack_range(kernels, t, t->dtype, first, n, got + GUARD);
     bool good = memcmp(got + GUARD, expected + first * item, bytes) == 0;
     for (size_t i = 0; i < GUARD; i++) {
         good = good && got[i] == 0xA5 && got[GUARD + bytes + i] == 0xA5;

@@ -118,7 +118,7 @@ static void write_all(mls_layout layout, bool strided)
         } else {
             item.data = (const unsigned char *)packed;
         }
-        mls_placed_item placed = {.item = &item, .offset = OFFSET};
+        mls_placed_item placed = {.item = &item, .offset = OFFSET, .dtype = MLS_F32};
         const mls_parts_job job = job_of(&placed, crcs, &written);
         CHECK(mls_parts_write(&job, &failed, &st) == MLS_OK);
     }
@@ -168,7 +168,7 @@ TEST(a_stop_and_a_failed_write_are_reported)
     write_text(file_path, "");
     const mls_progress progress = {stop, &progress_bytes};
     const mls_shard_item item = full_item();
-    mls_placed_item placed = {.item = &item, .offset = OFFSET};
+    mls_placed_item placed = {.item = &item, .offset = OFFSET, .dtype = MLS_F32};
     mls_parts_job job = job_of(&placed, crcs, &written);
     job.progress = &progress;
     CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_STOPPED && progress_bytes > 0);
@@ -206,7 +206,7 @@ TEST(items_are_written_file_by_file)
                                     .rank = 1,
                                     .shape = three,
                                     .data = (unsigned char *)(numbers + i * SMALL)};
-        placed[i] = (mls_placed_item){&items[i], order[i][0], order[i][1], i, i};
+        placed[i] = (mls_placed_item){&items[i], order[i][0], order[i][1], i, i, MLS_F32};
     }
     mls_parts_job job = job_of(placed, crcs, written);
     job.folder = folder_fd;
@@ -231,10 +231,11 @@ TEST(items_are_written_file_by_file)
 TEST(places_outside_the_files_are_refused)
 {
     const mls_shard_item item = {.dtype = MLS_F32, .rank = 2, .shape = shape};
-    const mls_placed_item wrong[] = {{&item, 1, 0, 0, 0},          {&item, -1, 0, 0, 0},
-                                     {&item, 0, -1, 0, 0},         {&item, 0, 0, 1, 0},
-                                     {&item, 0, 0, BLOCKS + 1, 0}, {&item, 0, 0, -1, 0},
-                                     {&item, 0, 0, 0, 1},          {&item, 0, 0, 0, -1}};
+    const mls_placed_item wrong[] = {
+        {&item, 1, 0, 0, 0, MLS_F32},          {&item, -1, 0, 0, 0, MLS_F32},
+        {&item, 0, -1, 0, 0, MLS_F32},         {&item, 0, 0, 1, 0, MLS_F32},
+        {&item, 0, 0, BLOCKS + 1, 0, MLS_F32}, {&item, 0, 0, -1, 0, MLS_F32},
+        {&item, 0, 0, 0, 1, MLS_F32},          {&item, 0, 0, 0, -1, MLS_F32}};
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         uint32_t crcs[BLOCKS] = {0};
         uint64_t written = 0;
