@@ -180,14 +180,14 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
     from .manifest import IndexRecord, Manifest
 
     # the name of one file, which the caller passed, may look like a pattern
-    is_pattern = is_set(root) and root != folder.file
+    is_set_root = is_set(root) and root != folder.file
     if data is not None:
         weights = parse_index(folder, root, data)
-    elif is_pattern:
+    elif is_set_root:
         weights = list_set(folder, root)
     else:
         weights = WeightFiles(root, (root,))
-    names = sorted({*weights.files, *([] if is_pattern else [root])})
+    names = sorted({*weights.files, *([] if is_set_root else [root])})
     noted = folder.note_files(names)
     weights = weights._replace(missing=tuple(name for name in weights.files if noted[name] is None))
     if weights.missing == (root,):
@@ -263,10 +263,10 @@ def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
     """
     indexes: dict[str, _core.MergedIndex] = {}
     copies = merged.copies()
-    known = {info.name for info in DTYPES}
+    dtypes = {info.name for info in DTYPES}
     opaque: set[str] = set()
     if copies:
-        opaque = {key for _, key, _, _, dtype, *_ in merged.tensors() if dtype not in known}
+        opaque = {key for _, key, _, _, dtype, *_ in merged.tensors() if dtype not in dtypes}
     for key, file, first_file in copies:
         if key in opaque:
             continue

@@ -77,14 +77,14 @@ def test_convert_keeps_the_files_of_a_hugging_face_folder(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.safetensors"]
 
 
-def test_sections_without_and_with_quantization(tmp_path):
+def test_quantized_sections_keep_their_dtype(tmp_path):
     quantized = {"dtype": "bfloat16", "quantization_config": {"dtype": "bfloat16"}}
     config = {"dtype": "bfloat16", "quantization_config": None, "text_config": quantized}
     written = json.loads(exported_config(tmp_path, config, {"w": np.ones(2, np.float32)}))
     assert written == config | {"dtype": "float32"}
 
 
-def test_half_of_a_surrogate_pair_stays(tmp_path):
+def test_invalid_unicode_of_a_config_is_kept(tmp_path):
     config = {"dtype": "bfloat16", "token": "\ud800"}
     written = json.loads(exported_config(tmp_path, config, {"w": np.ones(2, np.float32)}))
     assert written == config | {"dtype": "float32"}

@@ -119,7 +119,7 @@ def test_a_malformed_index_is_refused(tmp_path, text):
         read_any(folder)
 
 
-def test_entries_beside_the_weights_are_named(tmp_path):
+def test_entries_beside_the_weights_are_listed(tmp_path):
     weights = {name: torch.ones(2) for name in ("w", "v")}
     torch.save({"model": weights, "ema": weights, "note": "x"}, tmp_path / "pytorch_model.bin")
     with pytest.warns(UserWarning, match="left out: 'ema', 'note'"):

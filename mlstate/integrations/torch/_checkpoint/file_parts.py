@@ -124,7 +124,7 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
                 )
             default = member if isinstance(member, str) else f"param_{len(names)}"
             # of members that are names, `param_names` may have another order: flattened optimizers
-            # list each member by itself
+            # have one entry for each member
             is_name = isinstance(member, str) and not member.isdecimal()
             names[member] = str(param_names[number]) if param_names and not is_name else default
     if len(set(names.values())) != len(names):
