@@ -174,6 +174,9 @@ class Loader:
         self.manifest = manifest
         self.folder = request.files.path
         self.verify = bool(request.options["verify"])
+        if manifest.weights is not None and not self.verify:
+            weights = manifest.weights._replace(checked=False)
+            self.manifest = manifest = manifest._replace(weights=weights)
         self.indexes = Indexes(request.files, manifest, request.rank)
         self.sections = sections_of(self.merged_index, manifest)
         if request.options["rename"] is not None:

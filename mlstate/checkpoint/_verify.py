@@ -34,7 +34,9 @@ class Problem(NamedTuple):
     kind : str
         ``"missing"``, ``"unreadable"``, ``"length"`` (truncated, or longer than written),
         ``"foreign"`` (replaced by another file), ``"header"``, ``"altered"`` (changed bytes of
-        a tensor), ``"manifest"`` or ``"index"`` (this file is damaged).
+        a tensor), ``"manifest"`` or ``"index"`` (this file is damaged), ``"changed"`` (a file of
+        another program differs from its checksums, or from the name of its blob in the Hub's
+        cache) or ``"checksums"`` (the file of these checksums is damaged).
     path : str
         The file, relative to the checkpoint's folder.
     name : str or None
@@ -87,7 +89,11 @@ class VerifyReport:
     leftover : list of str
         Files of mlstate that no root needs; `prune` deletes them.
     strange : list of str
-        Files that were not written by mlstate.
+        Files that were not written by mlstate. Of a folder of another program, the files that its
+        index or its checksums do not list.
+    compared : list of str
+        For files of another program: descriptions of the checksums that their bytes were compared
+        with. Without any, only the structure was checked, or the files' own checksums.
     bytes : int
         Number of bytes read.
     step : int or None
@@ -105,13 +111,16 @@ class VerifyReport:
     True
     """
 
-    __slots__ = ("bytes", "leftover", "path", "problems", "repaired", "step", "strange")
+    __slots__ = (
+        "bytes", "compared", "leftover", "path", "problems", "repaired", "step", "strange"
+    )  # fmt: skip
 
     def __init__(self, path: str) -> None:
         self.path: str = path
         self.problems: list[Problem] = []
         self.leftover: list[str] = []
         self.strange: list[str] = []
+        self.compared: list[str] = []
         self.bytes: int = 0
         self.step: int | None = None
         self.repaired: str | None = None
@@ -195,6 +204,11 @@ def verify_files(
         count, problems = files.folder.verify(merged, progress)
         return count, [Problem(*problem) for problem in problems]
     count, file_problems = _verify_weight_files(files, manifest, progress)
+    if manifest.weights.checked:
+        from ._files.checksum import compare_weights
+
+        recorded, problems = compare_weights(files.folder, manifest.weights.files, progress)
+        count, file_problems = count + recorded, file_problems + problems
     try:
         check_total(files.folder, manifest, merged)
     except FormatError as error:
@@ -256,6 +270,8 @@ def _verify_once(
             raise
         report.problems.append(_root_problem("manifest", name, 0, error))
         return None
+    if manifest.weights is not None:  # `verify` compares all files of the folder
+        manifest = manifest._replace(weights=manifest.weights._replace(checked=False))
     report.step = manifest.step
     try:
         merged = files.load_merged_index(manifest)
@@ -439,7 +455,10 @@ def verify(
     path : str or os.PathLike
         Folder of the checkpoint, or of a Hugging Face model; or the URL of one of these, or of
         one ``.safetensors`` file, in an object store. Of files that another program wrote without
-        checksums, only the structure is checked.
+        checksums, only the structure is checked. Also any local file or folder that
+        `mlstate.checkpoint.checksum` was called for: every file is compared with its checksums.
+        In the cache of the Hugging Face Hub, files are compared with the SHA-256, or git's SHA-1,
+        in the names of their blobs.
     repair : bool, default False
         Rewrite damaged headers of shard files. If tensors are damaged, replace the checkpoint by
         the newest older one whose tensors are all good (`CheckpointManager` keeps older ones).
@@ -483,6 +502,12 @@ def verify(
     """
     check_flags(repair=repair)
     files, root, _ = open_root_path(path, storage_options)
+    if files.folder.is_local and root == MANIFEST and not repair:
+        from ._files.checksum import verify_foreign
+
+        foreign_report = verify_foreign(files.path, progress)
+        if foreign_report is not None:
+            return foreign_report
     if repair:
         remedy = "copy the checkpoint to a local folder to repair it"
         files.folder.require_local("repair=True", remedy)
@@ -500,6 +525,10 @@ def verify(
         with suppress(MLStateError):  # the problems give the reason
             weights = files.read_manifest(root).weights
             report.strange = [] if weights is None else unlisted_files(files.folder, weights)
+        from ._files.checksum import verify_weights_folder
+
+        verify_weights_folder(files.folder, report, progress)
+        report.strange = sorted(set(report.strange))
         return report
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
         report.leftover = files.prune(dry_run=True, merged_indexes=indexes)

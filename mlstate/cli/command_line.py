@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from .._common.text import names_hint, printable
 from .._version import __version__
 from ..errors import MLStateError
+from . import checksum as checkpoint_checksum
 from . import convert as checkpoint_convert
 from . import coreai, coreml, demo, info
 from . import diff as checkpoint_diff
@@ -32,6 +33,7 @@ __all__ = ["run_command_line"]
 _COMMANDS = (
     checkpoint_inspect,
     checkpoint_verify,
+    checkpoint_checksum,
     checkpoint_diff,
     checkpoint_reshard,
     checkpoint_convert,

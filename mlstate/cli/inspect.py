@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from .._common.file_checksums import find_of_file
 from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable, shorten, steps_text
 from ..checkpoint import CheckpointManager, inspect, load_metadata
@@ -88,6 +89,11 @@ def _steps(checkpoint: Checkpoint) -> list[int]:
     return sorted(CheckpointManager(checkpoint.path).steps()) if is_run else []
 
 
+def _has_checksums(checkpoint: Checkpoint) -> bool:
+    """Return whether all bytes have checksums, in the files or beside them."""
+    return all(shard.crc32c is not None or shard.layers for shard in checkpoint.shards())
+
+
 def _checkpoint_data(checkpoint: Checkpoint, shards: bool) -> dict[str, Any]:
     data = {
         "path": checkpoint.path,
@@ -101,6 +107,7 @@ def _checkpoint_data(checkpoint: Checkpoint, shards: bool) -> dict[str, Any]:
         "created": checkpoint.created,
         "writer": checkpoint.writer,
         "world_size": checkpoint.world_size,
+        "checksums": _has_checksums(checkpoint),
         "files": checkpoint.files(),
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
@@ -129,6 +136,8 @@ def _print_checkpoint(checkpoint: Checkpoint, path: str, shards: bool) -> None:
         f"{count_text(len(checkpoint.files()), 'file')}",
         count_text(checkpoint.world_size, "rank"),
     ]
+    if kind != "checkpoint":
+        parts.append("with checksums" if _has_checksums(checkpoint) else "no checksums")
     print(f"{printable(path)}: {', '.join(parts)}")
     if kind == "checkpoint":
         text = (
@@ -155,6 +164,7 @@ def _inspect_file(path: str, as_json: bool) -> None:
     place = local_folder(path)
     header = read_header(place)
     metadata = load_metadata(place)
+    has_checksums = header.has_checksums or find_of_file(place) is not None
     if as_json:
         tensors = [
             {
@@ -170,13 +180,13 @@ def _inspect_file(path: str, as_json: bool) -> None:
             "path": place,
             "format": "safetensors",
             "bytes": header.nbytes,
-            "checksums": header.has_checksums,
+            "checksums": has_checksums,
             "metadata": metadata,
             "tensors": tensors,
         }
         print(json.dumps(data, indent=2))
         return
-    checksums = "with checksums" if header.has_checksums else "no checksums"
+    checksums = "with checksums" if has_checksums else "no checksums"
     tensors_text = count_text(len(header.tensors), "tensor")
     print(f"{printable(path)}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
     _print_value("metadata", metadata)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.atomic_file import Target, new_file
 from ..._common.backend import TensorBackend, torch_backend
+from ..._common.file_checksums import require_unchanged
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
@@ -203,6 +204,8 @@ def read_any(
     with _store_errors(place):
         if isinstance(place, Path):
             place.stat()  # a missing path raises FileNotFoundError for every format
+            if name in ("npz", "torch", "dcp"):
+                require_unchanged(str(place))
         return FORMATS[name].read(place)
 
 

@@ -16,6 +16,7 @@ from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError
 from .._folder.names import INDEX
+from .weight_checksums import records_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +38,7 @@ class WeightFiles(NamedTuple):
     files: tuple[str, ...]  # sorted names
     tensors: dict[str, str] | None  # file of each tensor; None for a folder without index
     total_bytes: int | None  # the index's total_size, if it has one
+    checked: bool = True  # with the checksums of `mlstate.checkpoint.checksum`, if they exist
 
 
 def is_weights_root(root: str) -> bool:
@@ -195,8 +197,9 @@ def read_merged_index(folder: Folder, manifest: Manifest) -> _core.MergedIndex:
     """Read the headers of all files, and return them as a merged index."""
     weights = manifest.weights
     assert weights is not None
+    records = records_of(folder, manifest.indexes[0].path, weights.files) if weights.checked else ()
     with folder.header_files(weights.files) as local:
-        merged = _core.MergedIndex.of_files(local, weights.files)
+        merged = _core.MergedIndex.of_files(local, weights.files, records)
     if weights.tensors is not None:
         files_by_name = {shard[1]: shard[5] for shard in merged.shards()}
         if files_by_name != weights.tensors:
