@@ -7,8 +7,10 @@ Environment variables, all unset in a release build:
 
 import os
 import re
+import shutil
 import sys
 import sysconfig
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,11 +76,30 @@ def is_current(obj):
         return False
 
 
+def check_compiler(compiler):
+    """Exit with the remedy if the compiler or Python's headers are missing."""
+    remedy = "install them (Debian: apt install gcc python3-dev; macOS: xcode-select --install)"
+    command = compiler.compiler_so[0]
+    if shutil.which(command) is None:
+        sys.exit(f"mlstate needs a C compiler; {command} was not found: {remedy} or set CC")
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        sys.exit(f"mlstate needs the headers of Python; {headers} has no Python.h: {remedy}")
+
+
+def page():
+    """Return the README with absolute links, for places outside the repository."""
+    urls = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    text = Path("README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?!https?:|#)", f"]({urls['Source']}/blob/main/", text)
+
+
 class IncrementalBuild(build_ext):
     """Compile the changed sources of the extension in parallel."""
 
     def build_extensions(self):
         """Build as setuptools does, but with a thread for each processor."""
+        check_compiler(self.compiler)
         if self.editable_mode:  # pip would use a temporary folder
             self.build_temp = str(
                 Path("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
@@ -123,6 +144,8 @@ def files(*patterns):
 
 compile_args, link_args = flags()
 setup(
+    long_description=page(),
+    long_description_content_type="text/markdown",
     ext_modules=[
         Extension(
             "mlstate._core",

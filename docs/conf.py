@@ -1,20 +1,27 @@
 """Sphinx settings of the documentation; `make docs` builds it.
 
 Pages are Markdown (MyST).  The reference, docs/api/, is written here at each build from
-the `__all__` of every public module, so a new public name needs no entry elsewhere.
+the `__all__` of every public module, so a new public name needs no entry elsewhere; beside it are
+copies of the notebooks, and the index of error messages.
 """
 
 import ast
 import importlib
 import inspect
 import pkgutil
+import re
+import shutil
 import sys
 from pathlib import Path
 
+from docutils import nodes
+from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from error_index import write_error_index  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate._common.set_module import set_module  # noqa: E402
@@ -29,7 +36,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.viewcode",
     "numpydoc",
-    "myst_parser",
+    "myst_nb",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["README.md"]
@@ -45,6 +52,8 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 default_role = "py:obj"
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # notebooks are stored with outputs, and a test runs them
+nb_merge_streams = True
 myst_enable_extensions = ["colon_fence", "deflist"]
 autodoc_typehints = "none"  # docstrings contain types and shapes
 autodoc_member_order = "bysource"
@@ -172,10 +181,59 @@ def complete_inventory(app, env):
         logging.getLogger(__name__).warning("not in objects.inv: %s", name)
 
 
+class LinkPublicNames(SphinxPostTransform):
+    """Link inline code that is a public name, such as `load` or `KVState.grow()`."""
+
+    default_priority = 5  # before references are resolved
+
+    def run(self, **_):
+        """Put a link around each literal text that names one documented object."""
+        for literal in list(self.document.findall(nodes.literal)):
+            name = re.fullmatch(r"(?:mlstate\.)?([\w.]+)(?:\(.*)?", literal.astext(), re.DOTALL)
+            if name is None or isinstance(literal.parent, nodes.reference | nodes.title):
+                continue
+            method = name[1].rpartition(".")[2]  # `manager.save_async` names a method too
+            names = self.config.public_names
+            places = names.get(name[1]) or names.get(method if "_" in method else "", ())
+            if len(places) == 1:
+                [(page, anchor)] = places
+                folder = self.app.builder.get_relative_uri(self.env.docname, page)
+                link = nodes.reference("", "", internal=True, refuri=f"{folder}#{anchor}")
+                literal.replace_self(link)
+                link += literal
+
+
+def collect_public_names(app, env):
+    """Map each public name, with and without its modules, to the places that document it."""
+    names = {}
+    for full, entry in env.get_domain("py").objects.items():
+        if entry.objtype == "module" or not full.startswith("mlstate."):
+            continue
+        parts = full.split(".")[1:]
+        is_member = entry.objtype in ("method", "attribute", "property")
+        # A method needs its class, unless its name says enough.
+        last = len(parts) - (1 + is_member * ("_" not in parts[-1]))
+        for start in range(last + 1):
+            places = names.setdefault(".".join(parts[start:]), set())
+            places.add((entry.docname, entry.node_id))
+    app.config.public_names = names
+
+
+def write_pages():
+    """Write the generated pages beside the reference: error messages and notebooks."""
+    write_error_index(HERE.parent, HERE / "api" / "error_messages.md")
+    for notebook in (HERE.parent / "examples").glob("*.ipynb"):
+        shutil.copy(notebook, HERE / "api" / notebook.name)
+
+
 def setup(app):
     """Connect the functions above."""
+    app.add_config_value("public_names", {}, "", dict)
+    app.add_post_transform(LinkPublicNames)
     app.connect("env-updated", complete_inventory)
+    app.connect("env-updated", collect_public_names, priority=600)
 
 
 write_reference()
+write_pages()
 report_source_modules()

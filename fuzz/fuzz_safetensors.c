@@ -19,7 +19,8 @@ static void require(bool condition)
     }
 }
 
-/* The number of bytes of a shape, by plain multiplication: the reader has checked it. */
+/* The number of bytes of a shape in items, by plain multiplication: the reader has
+ * checked it. */
 static size_t bytes_of(const mls_stored *t)
 {
     size_t bytes = mls_dtype_of(t->dtype)->item_bytes;
@@ -32,9 +33,12 @@ static size_t bytes_of(const mls_stored *t)
 static void check_file(const mls_safetensors *file, const uint8_t *data, size_t size)
 {
     size_t total = 0;
+    mls_status st;
     for (size_t i = 0; i < file->count; i++) {
         const mls_stored *t = &file->tensors[i];
-        require(t->bytes == bytes_of(t) && t->offset <= size);
+        require((t->opaque.length > 0 || t->bytes == bytes_of(t)) && t->offset <= size);
+        require((mls_stored_check(t, &st) == MLS_OK) == (t->opaque.length == 0));
+        require(t->opaque.length == 0 || t->dtype == MLS_U8);
         require(t->bytes <= size - t->offset);
         require(mls_utf8_valid(t->name.data, t->name.length));
         (void)mls_crc_scalar.update(0, data + t->offset, t->bytes);

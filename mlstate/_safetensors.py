@@ -87,7 +87,8 @@ def save_file(
     BufferError
         A tensor has no memory to export, such as one on torch's ``meta`` device.
     CompatibilityError
-        Safetensors has no name for a dtype (``complex128``, ``datetime64``, ...).
+        Safetensors has no name for a dtype (``complex128``, ``datetime64``, ...), or the last
+        axis of packed 4- or 6-bit floats is not a whole number of elements.
     CapacityError
         Names and metadata take more than the 100 MB that the format allows.
     StoreError
@@ -174,16 +175,18 @@ def load_file(
         New NumPy arrays, or views of the mapping, in file order. A `ModelStateDict` or
         `OptimizerStateDict` if one was saved. bfloat16 and 8-bit floats have dtypes of
         ml_dtypes; without it they are uint16 and uint8, and
-        ``array.dtype.metadata["mlstate.dtype"]`` names the true dtype. New arrays below 4 MiB
-        may be views of shared blocks of 4 to 20 MiB; a block stays allocated as long as any of
-        its arrays exists.
+        ``array.dtype.metadata["mlstate.dtype"]`` names the true dtype. Packed 4- and 6-bit
+        floats always are labelled uint8 in this way, with the shape in bytes. New arrays below
+        4 MiB may be views of shared blocks of 4 to 20 MiB; a block stays allocated as long as
+        any of its arrays exists.
 
     Raises
     ------
     FormatError
         The file is not a safetensors file, or is damaged: truncated, with overlaps, gaps,
-        duplicate names, wrong shapes or an unknown element type. ``offset`` is the position,
-        ``name`` the tensor. No allocation exceeds what the file's size justifies.
+        duplicate names or wrong shapes; or it has a tensor that no array can hold, of an
+        unknown dtype. ``offset`` is the position, ``name`` the tensor. No allocation exceeds
+        what the file's size justifies.
     ChecksumError
         The bytes changed since `save_file` wrote them. (A `FormatError`.)
     StoreError

@@ -1,6 +1,7 @@
-"""The exceptions of mlstate.
+"""The exceptions and warnings of mlstate.
 
-All of them derive from `MLStateError` and from a builtin exception class. Their fields describe
+All exceptions derive from `MLStateError` and from a builtin exception class; all warnings, except
+those of deprecations, from `MLStateWarning`. Their fields describe
 the failure: ``name``, ``expected``, ``got``, ``path``, ``offset``, ``rank`` (None if a field does
 not apply).
 
@@ -42,15 +43,30 @@ class UnstorableError(CompatibilityError, TypeError, BufferError):
     """A value of a save cannot be stored: files cannot name its type, or it has no elements."""
 
 
+class MLStateWarning(UserWarning):
+    """A warning of mlstate: the call succeeded, but its result may surprise the caller."""
+
+
+class CheckpointWarning(MLStateWarning):
+    """A save, a load or a conversion left something out, or passed over a damaged step."""
+
+
+class GradientWarning(MLStateWarning, RuntimeWarning):
+    """An optimizer steps over parameters without gradients."""
+
+
 __all__ = [
     "CapacityError",
+    "CheckpointWarning",
     "ChecksumError",
     "CollectiveError",
     "CompatibilityError",
     "FormatError",
     "GradientMismatchError",
     "GradientNamesError",
+    "GradientWarning",
     "MLStateError",
+    "MLStateWarning",
     "StoreError",
     "StoreNotFoundError",
     "StorePermissionError",

@@ -19,9 +19,11 @@ class Caller(NamedTuple):
         """Issue a warning."""
         import warnings
 
+        from ..errors import CheckpointWarning
+
         registry = self.names.setdefault("__warningregistry__", {})  # as `warnings.warn` does
         module = self.names.get("__name__", "<string>")
-        warnings.warn_explicit(text, UserWarning, self.path, self.line, module, registry)
+        warnings.warn_explicit(text, CheckpointWarning, self.path, self.line, module, registry)
 
 
 def find_caller() -> Caller:

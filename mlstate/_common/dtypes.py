@@ -1,7 +1,8 @@
 """Names of dtypes, and labelled integers for bfloat16 and 8-bit floats without ml_dtypes.
 
 NumPy has these dtypes only with ml_dtypes. Without it, their arrays are unsigned integers of the
-same size, and the metadata of the integers' dtype names the true dtype.
+same size, and the metadata of the integers' dtype names the true dtype. Arrays of packed dtypes,
+such as ``float4_e2m1fn_x2`` with two elements in a byte, always are labelled uint8.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ class DtypeInfo(NamedTuple):
     name: str  # of NumPy, ml_dtypes and torch
     file_name: str  # of safetensors
     item_bytes: int
-    kind: str  # "float", "int", "uint", "bool", "complex" or "float8"
+    kind: str  # "float", "int", "uint", "bool", "complex", "float8" or "packed"
     in_numpy: bool  # without ml_dtypes
+    element_bits: int  # in a file; fewer than those of an item if the dtype is packed
 
 
 DTYPES = tuple(DtypeInfo(*row) for row in _core.dtypes())
 _NAMES = frozenset(info.name for info in DTYPES)
 FILE_DTYPES = {info.file_name: info for info in DTYPES}
-FLOATS, FLOAT8S, INTEGERS = (
+FLOATS, FLOAT8S, INTEGERS, PACKED = (
     frozenset(info.name for info in DTYPES if info.kind in kinds)
-    for kinds in (("float",), ("float8",), ("int", "uint"))
+    for kinds in (("float",), ("float8",), ("int", "uint"), ("packed",))
 )
 NARROW_FLOATS = frozenset(
     info.name for info in DTYPES if info.kind in ("float", "float8") and info.item_bytes <= 2
@@ -85,7 +87,12 @@ def text_of(dtype: NumpyDType) -> str:
 
 
 def ml_dtype(name: str) -> NumpyDType:
-    """Return a dtype of ml_dtypes; the ImportError names the extra to install."""
+    """Return a dtype of ml_dtypes; the ImportError names the extra to install.
+
+    Raises TypeError for packed dtypes, whose bytes are not numbers.
+    """
+    if name in PACKED:
+        raise TypeError(f"NumPy cannot compute with {name}: its bytes hold several elements each")
     try:
         import ml_dtypes
     except ImportError:
@@ -99,11 +106,12 @@ def ml_dtype(name: str) -> NumpyDType:
 
 def stored_dtype(name: str) -> NumpyDType:
     """Return a dtype to move elements with: of ml_dtypes, or labelled unsigned integers."""
-    try:
-        return ml_dtype(name)
-    except ImportError as error:
-        if name not in EXTENSIONS or not isinstance(error.__context__, ModuleNotFoundError):
-            raise  # ml_dtypes is installed but broken
+    if name not in PACKED:
+        try:
+            return ml_dtype(name)
+        except ImportError as error:
+            if name not in EXTENSIONS or not isinstance(error.__context__, ModuleNotFoundError):
+                raise  # ml_dtypes is installed but broken
     dtype: NumpyDType = np.dtype(f"u{EXTENSIONS[name]}", metadata={LABEL: name})
     return dtype
 
@@ -114,6 +122,6 @@ def numpy_dtype(name: str) -> NumpyDType:
 
 
 def as_numbers(array: Any) -> Any:
-    """Return an array to compute with; labelled integers get their true dtype, or ImportError."""
+    """Return an array to compute with; labelled integers get their true dtype, or as `ml_dtype`."""
     label = label_of(array.dtype)
     return array.view(ml_dtype(label)) if label else array

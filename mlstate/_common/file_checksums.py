@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _core
 from ..errors import ChecksumError, FormatError, StorePermissionError
 from .regular_file import open_regular
-from .store_error import store_error
+from .store_error import format_error, store_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -169,6 +169,10 @@ def read_local(path: str) -> Checksums | None:
             return parse(file.read(_MOST_BYTES + 1), path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError:
+        raise format_error(
+            f"{path}: a folder has the name of the file of checksums", path
+        ) from None
     except OSError as error:
         raise store_error(error, "cannot read the checksums", path) from None
 

@@ -47,7 +47,8 @@ class TensorRecord(NamedTuple):
     state : str or None
         Name of the optimizer state, such as ``"m"``; None for a parameter.
     dtype : str
-        Name of the dtype in NumPy or ml_dtypes.
+        Name of the dtype in NumPy, ml_dtypes or torch; of a tensor that no array can hold, the
+        name in its file.
     shape : tuple of int
         Shape of the whole tensor.
     layout : Layout

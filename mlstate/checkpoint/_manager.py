@@ -14,7 +14,7 @@ from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import steps_text
 from ..collectives._arguments import optional_group
-from ..errors import ChecksumError, FormatError, MLStateError
+from ..errors import CheckpointWarning, ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._folder.names import MANIFEST, Root
 from ._load import LoadedState, load
@@ -89,7 +89,7 @@ class CheckpointManager:
 
     Warns
     -----
-    UserWarning
+    CheckpointWarning
         `keep` will delete steps that this manager did not save. The warning is issued once,
         before the first such deletion, and names the steps; every rank of a group warns. Or the
         model did not change between two steps: then another object may be trained than the one
@@ -586,6 +586,7 @@ class CheckpointManager:
         warnings.warn(
             f"the model of step {saved.step} has the same bytes as that of step {before}: is this "
             "the model that is trained? warn_unchanged=False allows it",
+            CheckpointWarning,
             stacklevel=3,
         )
 
@@ -625,6 +626,7 @@ class CheckpointManager:
         warnings.warn(
             f"keep={self.keep} deletes steps that this manager did not save: "
             f"{steps_text(foreign, _SHOWN)}{more}; keep=None keeps every step",
+            CheckpointWarning,
             stacklevel=3,
         )
         self._has_warned = True  # not set if the warning was raised: then nothing is deleted
@@ -839,7 +841,9 @@ class CheckpointManager:
                 is_there = self._checkpoints.folder.exists(root)
                 if error is not None and is_there:  # else a writer has deleted it
                     log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
-                    warnings.warn(f"{root} cannot be restored: {error}", stacklevel=2)
+                    warnings.warn(
+                        f"{root} cannot be restored: {error}", CheckpointWarning, stacklevel=2
+                    )
                 first = first or error
         if first is not None:
             raise first

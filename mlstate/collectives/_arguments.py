@@ -15,7 +15,7 @@ import numpy as np
 from .._common.arguments import is_flag
 from .._common.arrays import is_torch, overlaps_itself, shares_elements
 from .._common.backend import TensorBackend, backend_of, imported_backends
-from .._common.dtypes import label_of, name_of
+from .._common.dtypes import PACKED, label_of, name_of
 from ..errors import CollectiveError, CompatibilityError
 from ._backend import GroupBackend
 
@@ -203,7 +203,7 @@ def check_op(operation: str, op: object, array: Array) -> str:
     except KeyError:
         raise ValueError(f"{operation}: op {op!r} is not one of {', '.join(_REDUCIBLE)}") from None
     dtype = dtype_name(array)
-    if not dtype.startswith(kinds):
+    if dtype in PACKED or not dtype.startswith(kinds):
         raise _mismatch_error(
             operation,
             f"op {name!r} is not defined for dtype",

@@ -13,6 +13,7 @@ import numpy as np
 
 from .._common.local_path import local_path
 from .._common.text import shorten
+from ..errors import MLStateWarning
 from ..kv._model_states import FunctionStates, choose_function
 from ..kv._moved_positions import AXES, SEQUENCE
 from ._compiled import metadata_path, read_compiled
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _ENGINE_MULTIPLE = 32
 
 
-class StateShapeWarning(UserWarning):
+class StateShapeWarning(MLStateWarning):
     """A state has a dimension that is known to fail on the Neural Engine."""
 
 

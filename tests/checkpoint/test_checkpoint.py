@@ -23,13 +23,13 @@ from thread_team import calling_in_background, run_in_threads
 from tries import tries
 
 import mlstate
-from mlstate._common.dtypes import DTYPES, EXTENSIONS
+from mlstate._common.dtypes import DTYPES, EXTENSIONS, PACKED
 from mlstate.checkpoint import load_file, load_metadata, save_file
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 and 8-bit floats come from it")
 
 NATIVE = [np.dtype(info.name).type for info in DTYPES if info.in_numpy]
-EXTRA = list(EXTENSIONS)
+EXTRA = [name for name in EXTENSIONS if name not in PACKED]  # see files/test_packed_dtypes.py
 ALL = NATIVE + [getattr(ml_dtypes, name) for name in EXTRA]
 
 
@@ -481,7 +481,7 @@ def test_reads_files_of_the_safetensors_package(tmp_path):
     assert load_metadata(tmp_path / "f") == {"ключ": "значение"}
 
 
-TORCH_NAMES = [info.name for info in DTYPES]
+TORCH_NAMES = [info.name for info in DTYPES if info.name not in PACKED]
 
 
 @pytest.mark.torch

@@ -26,6 +26,7 @@ from traced_memory import traced
 from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
+from mlstate._common.dtypes import PACKED, name_of, stored_dtype
 from mlstate.collectives import LocalGroup, ProcessGroup
 
 pytestmark = pytest.mark.timeout(120)
@@ -98,6 +99,20 @@ def test_sums_that_the_core_does_not_round_are_refused_by_all():
         return str(caught)
 
     assert len(set(ranks(work, 2))) == 1
+
+
+@pytest.mark.parametrize("dtype", sorted(PACKED))
+def test_packed_floats_travel_but_have_no_sum(dtype):
+    def work(group):
+        array = (np.arange(6, dtype=np.uint8) + group.rank).view(stored_dtype(dtype))
+        rows = group.all_gather(array)
+        assert name_of(rows.dtype) == dtype and rows.tolist() == [*range(6), *range(1, 7)]
+        for op in ("sum", "mean", "max"):
+            raises(
+                CompatibilityError, f"not defined for dtype {dtype}", group.all_reduce, array, op=op
+            )
+
+    ranks(work, 2)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -36,7 +36,7 @@ from mlstate.state import check_compatibility, diff, load_into, rename
 
 BYTES = [info.name for info in DTYPES if info.kind == "float8"]
 NAMES = ["bfloat16", *BYTES]
-FILE_NAMES = [info.file_name for info in DTYPES if not info.in_numpy]
+FILE_NAMES = [info.file_name for info in DTYPES if info.name in NAMES]
 WITHOUT = "import sys; sys.modules['ml_dtypes'] = sys.modules['torch'] = None\n"
 
 
@@ -92,6 +92,8 @@ TABLE = [
     ("bool", "BOOL", 1), ("complex64", "C64", 8), ("float8_e4m3fn", "F8_E4M3", 1),
     ("float8_e5m2", "F8_E5M2", 1), ("float8_e8m0fnu", "F8_E8M0", 1),
     ("float8_e4m3fnuz", "F8_E4M3FNUZ", 1), ("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
+    ("float4_e2m1fn_x2", "F4", 1), ("float6_e2m3fn_x4", "F6_E2M3", 1),
+    ("float6_e3m2fn_x4", "F6_E3M2", 1),
 ]  # fmt: skip
 
 
@@ -101,13 +103,27 @@ def test_dtype_table_matches_the_formats():
 
 @pytest.mark.parametrize("info", DTYPES, ids=lambda info: info.name)
 def test_table_dtypes_match_numpy_and_ml_dtypes(info):
-    dtype = np.dtype(info.name) if info.in_numpy else ml_dtype(info.name)
-    assert (dtype.name, dtype.itemsize) == (info.name, info.item_bytes)
+    if info.kind == "packed":  # of no package: labelled bytes
+        dtype = stored_dtype(info.name)
+        with pytest.raises(TypeError, match=f"cannot compute with {info.name}: its bytes hold"):
+            ml_dtype(info.name)
+    else:
+        dtype = np.dtype(info.name) if info.in_numpy else ml_dtype(info.name)
+        assert dtype.name == info.name
+    assert dtype.itemsize == info.item_bytes
     state = StateDict(w=np.ones(3, dtype))
     assert name_of(state["w"].dtype) == info.name and state.nbytes == 3 * info.item_bytes
-    kinds = {"float": "fV", "float8": "fV", "int": "i", "uint": "u", "bool": "b", "complex": "c"}
+    kinds = {
+        "float": "fV",
+        "float8": "fV",
+        "packed": "u",
+        "int": "i",
+        "uint": "u",
+        "bool": "b",
+        "complex": "c",
+    }
     assert dtype.kind in kinds[info.kind]
-    assert info.in_numpy == (dtype.isbuiltin == 1)
+    assert info.in_numpy == (dtype.isbuiltin == 1 and not label_of(dtype))
 
 
 # ---- names ----

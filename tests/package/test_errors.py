@@ -10,7 +10,12 @@ import pytest
 import mlstate
 from mlstate import errors
 
-ALL = [getattr(errors, name) for name in errors.__all__]
+WARNINGS = {
+    "MLStateWarning": UserWarning,
+    "CheckpointWarning": errors.MLStateWarning,
+    "GradientWarning": RuntimeWarning,
+}
+ALL = [getattr(errors, name) for name in errors.__all__ if name not in WARNINGS]
 FIELDS = ("name", "expected", "got", "path", "offset", "rank")
 BUILTIN = {
     "MLStateError": Exception,
@@ -30,10 +35,17 @@ BUILTIN = {
 
 
 def test_every_error_class_is_exported():
-    assert set(errors.__all__) == set(BUILTIN)
+    assert set(errors.__all__) == {*BUILTIN, *WARNINGS}
     for name in mlstate.__all__:
         if name.endswith("Error"):
             assert getattr(mlstate, name) is getattr(errors, name)
+
+
+def test_one_category_selects_all_warnings():
+    for name, base in {**WARNINGS, "StateShapeWarning": UserWarning}.items():
+        home = errors if name in WARNINGS else mlstate.coreml
+        assert issubclass(getattr(home, name), base)
+        assert issubclass(getattr(home, name), errors.MLStateWarning)
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda error: error.__name__)

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from checkpoint_model import same
 from store_server import key_of
+from weight_folder import write_header
 
 import mlstate
 from mlstate import checkpoint
+from mlstate._common.dtypes import PACKED, name_of, stored_dtype
 from mlstate.checkpoint import CheckpointManager, export_huggingface
 from mlstate.checkpoint._files.convert import read_any, write_any
 from mlstate.cli import main
@@ -247,3 +249,35 @@ def test_other_files_at_a_url_are_refused_with_the_remedy(url, options):
         read_any(f"{url}/model", storage_options=options)
     with pytest.raises(ValueError, match=r"mlstate\.load and mlstate convert read such a file"):
         mlstate.load_file(f"{url}/model.safetensors")
+
+
+# ---- packed dtypes ----
+
+
+def test_packed_floats_pass_through_a_store(url, store, options, tmp_path):
+    rng = np.random.default_rng(0)
+    model = {
+        name: rng.integers(0, 256, (64, 18), np.uint8).view(stored_dtype(name)) for name in PACKED
+    }
+    checkpoint.save(f"{url}/ckpt", model, storage_options=options)
+    loaded = mlstate.load(f"{url}/ckpt", storage_options=options).model
+    export_huggingface(tmp_path / "hf", loaded)
+    store.put(f"{url}/hf/model.safetensors", (tmp_path / "hf" / "model.safetensors").read_bytes())
+    again = mlstate.load(f"{url}/hf", storage_options=options).model
+    for state in (loaded, again):
+        assert {name: (name_of(array.dtype), array.shape) for name, array in state.items()} == {
+            name: (name, (64, 18)) for name in PACKED
+        }
+        assert all(state[name].tobytes() == array.tobytes() for name, array in model.items())
+
+
+def test_a_later_dtype_refuses_only_its_tensor_in_a_store(url, store, options, tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_header(path, {"w": ("F3_X", (8,), 3), "codes": ("F4", (2, 4), 4)}, b"abcdefg")
+    store.put(f"{url}/hf/model.safetensors", path.read_bytes())
+    model = mlstate.load(f"{url}/hf", names="codes", storage_options=options).model
+    assert model["codes"].shape == (2, 2) and model["codes"].tobytes() == b"defg"
+    with pytest.raises(FormatError, match="dtype 'F3_X'") as caught:
+        mlstate.load(f"{url}/hf", storage_options=options)
+    assert caught.value.name == "w"
+    assert checkpoint.verify(f"{url}/hf", storage_options=options)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlstate._common.dtypes import DTYPES, EXTENSIONS
+from mlstate._common.dtypes import DTYPES, EXTENSIONS, stored_dtype
 
 PLAIN = [np.dtype(info.name) for info in DTYPES if info.in_numpy]
 REGISTERED = tuple(EXTENSIONS)  # bfloat16 first
@@ -15,8 +15,8 @@ ALL_DTYPES = [dtype.name for dtype in PLAIN] + list(REGISTERED)
 def dtype_of(name):
     """A dtype by name, also one of ml_dtypes; skips the test if that is not installed."""
     if name in REGISTERED:
-        ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has no such dtype of its own")
-        return np.dtype(getattr(ml_dtypes, name))
+        pytest.importorskip("ml_dtypes", reason="NumPy has no such dtype of its own")
+        return stored_dtype(name)
     return np.dtype(name)
 
 

@@ -7,6 +7,7 @@
 #include "array/dtype.h"
 
 #include "array/float_convert.h"
+#include "base/size.h"
 
 #include <string.h>
 
@@ -19,7 +20,9 @@ MLS_DTYPES(CHECK_ITEM)
 
 /* The first name is NumPy's or ml_dtypes'; the safetensors format defines the second. */
 #define ENTRY(kind, id, suffix, name, file_name, item, code, decode)                     \
-    [MLS_##id] = {name, file_name, sizeof(item), kind},
+    [MLS_##id] = {name, file_name, sizeof(item), 8 * sizeof(item), kind},
+#define PACKED_ENTRY(id, suffix, name, file_name, item, code, bits)                      \
+    [MLS_##id] = {name, file_name, sizeof(item), bits, MLS_KIND_PACKED},
 #define FLOAT_ENTRY(...)   ENTRY(MLS_KIND_FLOAT, __VA_ARGS__)
 #define INT_ENTRY(...)     ENTRY(MLS_KIND_INT, __VA_ARGS__)
 #define UINT_ENTRY(...)    ENTRY(MLS_KIND_UINT, __VA_ARGS__)
@@ -29,7 +32,7 @@ MLS_DTYPES(CHECK_ITEM)
 static const mls_dtype_info infos[MLS_DTYPE_COUNT] = {
     MLS_FLOAT_DTYPES(FLOAT_ENTRY) MLS_INT_DTYPES(INT_ENTRY) MLS_UINT_DTYPES(UINT_ENTRY)
         MLS_BOOL_DTYPES(BOOLEAN_ENTRY) MLS_COMPLEX_DTYPES(COMPLEX_ENTRY)
-            MLS_FLOAT8_DTYPES(FLOAT8_ENTRY)};
+            MLS_FLOAT8_DTYPES(FLOAT8_ENTRY) MLS_PACKED_DTYPES(PACKED_ENTRY)};
 
 const mls_dtype_info *mls_dtype_of(mls_dtype dtype)
 {
@@ -57,6 +60,33 @@ bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out)
 bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out)
 {
     return find_dtype(name, length, true, out);
+}
+
+/* Convert `count` units of `from` bits each to units of `to` bits. */
+static bool convert_count(size_t count, size_t from, size_t to, size_t *out)
+{
+    size_t bits;
+    if (from == to) {
+        *out = count;
+        return true;
+    }
+    if (!mls_size_mul(count, from, &bits) || bits % to != 0) {
+        return false;
+    }
+    *out = bits / to;
+    return true;
+}
+
+bool mls_dtype_items(mls_dtype dtype, size_t elements, size_t *items)
+{
+    const mls_dtype_info *info = &infos[dtype];
+    return convert_count(elements, info->element_bits, 8 * info->item_bytes, items);
+}
+
+bool mls_dtype_elements(mls_dtype dtype, size_t items, size_t *elements)
+{
+    const mls_dtype_info *info = &infos[dtype];
+    return convert_count(items, 8 * info->item_bytes, info->element_bits, elements);
 }
 
 /* A type that does not convert can still be copied to the same type. */

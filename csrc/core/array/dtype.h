@@ -27,13 +27,15 @@ typedef enum mls_dtype_kind {
     MLS_KIND_UINT,
     MLS_KIND_BOOL,
     MLS_KIND_COMPLEX,
-    MLS_KIND_FLOAT8
+    MLS_KIND_FLOAT8,
+    MLS_KIND_PACKED
 } mls_dtype_kind;
 
 typedef struct mls_dtype_info {
     const char *name;      /* NumPy's or ml_dtypes' name, such as "float16" */
     const char *file_name; /* the safetensors name, such as "F16" */
     size_t item_bytes;
+    size_t element_bits; /* fewer than those of an item only for MLS_KIND_PACKED */
     mls_dtype_kind kind;
 } mls_dtype_info;
 
@@ -44,6 +46,12 @@ const mls_dtype_info *mls_dtype_of(mls_dtype dtype);
  * name is unknown. */
 bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out);
 bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out);
+
+/* Convert the length of a tensor's last axis between the elements that a safetensors file
+ * counts and the items of an array; both are equal unless the dtype is packed. Returns
+ * false if the result is not a whole number or does not fit. */
+bool mls_dtype_items(mls_dtype dtype, size_t elements, size_t *items);
+bool mls_dtype_elements(mls_dtype dtype, size_t items, size_t *elements);
 
 /* Return whether elements of `from` can be converted to `to`; true for equal types. */
 bool mls_dtype_converts(mls_dtype from, mls_dtype to);

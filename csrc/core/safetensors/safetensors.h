@@ -2,8 +2,8 @@
  *
  * The format is defined by the safetensors package: 8 bytes with the header's length, the
  * header (a JSON object), then the tensors without gaps. This library reads every file
- * that the package accepts if its element types are in dtype.h, and writes files that the
- * package accepts.
+ * that the package accepts, and writes files that the package accepts. A dtype of a later
+ * version of the format does not make a file invalid: only its tensor cannot be read.
  *
  * Files written by mlstate contain checksums in the header's "__metadata__". Other
  * readers treat them as user metadata and ignore them:
@@ -48,7 +48,8 @@ uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes);
 
 /* ---- reading ---- */
 
-/* Header entry of one tensor. Name and shape belong to the header. */
+/* Header entry of one tensor. Name and shape belong to the header. The shape counts the
+ * items of an array, also for packed dtypes, whose elements the file counts. */
 typedef struct mls_stored {
     mls_str name;
     const size_t *shape;
@@ -56,12 +57,20 @@ typedef struct mls_stored {
     size_t bytes;    /* match shape and dtype, and fit the address space */
     mls_dtype dtype;
     int rank;
-    const char *blocks; /* 8 digits for each block; valid only with `has_crc` */
+    mls_str opaque; /* empty, or the dtype in the file of a tensor that no array can hold:
+                       the dtype is unknown, or the last axis of a packed dtype has no
+                       whole bytes. Then `dtype` is MLS_U8, and only `bytes` counts:
+                       `shape` is the file's. */
+    uint64_t opaque_offset; /* of that dtype in the file */
+    const char *blocks;     /* 8 digits for each block; valid only with `has_crc` */
 } mls_stored;
 
 typedef struct mls_str_pair {
     mls_str key, value;
 } mls_str_pair;
+
+/* Fail with MLS_E_FORMAT, name and offset if a tensor is opaque. */
+mls_code mls_stored_check(const mls_stored *tensor, mls_status *st);
 
 /* A parsed header. Everything in it was checked: the tensors cover the file exactly. */
 typedef struct mls_safetensors {
@@ -75,6 +84,9 @@ typedef struct mls_safetensors {
     size_t *dims;
 } mls_safetensors;
 
+/* The same for the first opaque tensor of a file. */
+mls_code mls_safetensors_check(const mls_safetensors *file, mls_status *st);
+
 /* Parse a header from the first `head_bytes` bytes of a file of `file_bytes` bytes.
  * `head` holds the 8 length bytes and the header, and need not outlive the call. Memory
  * grows with the header only. If `verify` is true, the header is compared with its
@@ -82,7 +94,7 @@ typedef struct mls_safetensors {
  * is untouched on failure.
  * MLS_E_FORMAT, with offset and tensor name if they apply: truncated file, wrong length,
  * invalid JSON, duplicate name, overlap, gap, bytes after the last tensor, a shape that
- * does not match its bytes, an unknown type.
+ * does not match its bytes.
  * MLS_E_CHECKSUM: the header changed since it was written. MLS_E_MEMORY. */
 mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                                uint64_t file_bytes, const mls_crc_kernels *crc,
@@ -132,6 +144,7 @@ typedef struct mls_safetensors_content {
  * MLS_E_VALUE: a name or key is not UTF-8, is a duplicate, or is reserved ("__metadata__"
  * for a tensor; for metadata, any key that starts with "mlstate." except
  * MLS_SAFETENSORS_STATE).
+ * MLS_E_SHAPE: see mls_header_check.
  * MLS_E_SIZE: a header over 100 MB. MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,

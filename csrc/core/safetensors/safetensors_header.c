@@ -6,6 +6,7 @@
  */
 #include "safetensors/safetensors_header.h"
 
+#include "array/tensor.h"
 #include "base/memory.h"
 #include "base/size.h"
 #include "io/json_checksum.h"
@@ -176,18 +177,48 @@ static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t cou
     mls_json_writer_text(b, "}");
 }
 
+/* A 0-d item of a packed dtype has several elements. */
+mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape)
+{
+    size_t ignored;
+    const bool is_packed = mls_dtype_of(dtype)->kind == MLS_KIND_PACKED;
+    return is_packed &&
+                   (rank == 0 || !mls_dtype_elements(dtype, shape[rank - 1], &ignored))
+               ? MLS_U8
+               : dtype;
+}
+
+mls_code mls_header_check(const mls_header_tensor *t, mls_status *st)
+{
+    char shape[MLS_FACT_BYTES];
+    if (mls_header_dtype(t->dtype, t->rank, t->shape) == t->dtype) {
+        return MLS_OK;
+    }
+    mls_shape_text(shape, sizeof shape, t->rank, t->shape);
+    mls_fail(st, MLS_E_SHAPE,
+             "a tensor of %s with shape %s in bytes: its last axis is not a whole number "
+             "of elements with %zu bits",
+             mls_dtype_of(t->dtype)->name, shape, mls_dtype_of(t->dtype)->element_bits);
+    return mls_status_got(st, "%s", shape);
+}
+
 /* Append one tensor's entry, with members in the package's order. Offsets count from the
- * first tensor. */
+ * first tensor, and the shape counts elements. */
 static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
 {
+    const mls_dtype dtype = mls_header_dtype(t->dtype, t->rank, t->shape);
     mls_json_writer_text(b, ",");
     mls_json_writer_json(b, t->name);
     mls_json_writer_text(b, ":{\"dtype\":\"");
-    mls_json_writer_text(b, mls_dtype_of(t->dtype)->file_name);
+    mls_json_writer_text(b, mls_dtype_of(dtype)->file_name);
     mls_json_writer_text(b, "\",\"shape\":[");
     for (int axis = 0; axis < t->rank; axis++) {
+        size_t length = t->shape[axis];
+        if (axis == t->rank - 1) {
+            (void)mls_dtype_elements(dtype, length, &length); /* whole: see dtype */
+        }
         mls_json_writer_text(b, axis == 0 ? "" : ",");
-        mls_json_writer_number(b, t->shape[axis]);
+        mls_json_writer_number(b, length);
     }
     mls_json_writer_text(b, "],\"data_offsets\":[");
     mls_json_writer_number(b, t->offset);

@@ -41,6 +41,14 @@ typedef struct mls_header {
     size_t header_crc, block_crcs; /* positions of their digits in `text` */
 } mls_header;
 
+/* Return the dtype under which a header lists items of this dtype and shape: MLS_U8 for
+ * bytes of a packed dtype that are not whole elements along the last axis, as in a part
+ * of a tensor. Readers of the format then see bytes. */
+mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape);
+
+/* Fail with MLS_E_SHAPE if a header would list a whole tensor under another dtype. */
+mls_code mls_header_check(const mls_header_tensor *tensor, mls_status *st);
+
 /* Sort `tensors` into file order (by descending item size, then by name, so that each
  * starts at a multiple of its item size), compute their offsets and build the header.
  * The first tensor starts at a multiple of `alignment`. Metadata is sorted by key, and

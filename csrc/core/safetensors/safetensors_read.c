@@ -28,6 +28,7 @@ enum {
     LENGTH_BYTES = 8,     /* before the header */
     HEADER_DEPTH = 16,    /* the format needs 3; other writers may nest deeper */
     SHOWN_NAME = 100,     /* bytes of a name in a message */
+    SHOWN_DTYPE = 32,     /* the same for a dtype that is not known */
     READ_STEP = 256 << 10 /* small enough to stay cached between reading and checksum */
 };
 
@@ -98,8 +99,7 @@ static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
     return MLS_OK;
 }
 
-/* Names must match exactly. The package has types of less than a byte, which this library
- * does not support; they are refused by name. */
+/* Names must match exactly. The bytes of an unknown dtype are opaque. */
 static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     mls_json_node node;
@@ -107,22 +107,76 @@ static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
         return MLS_E_FORMAT;
     }
     const mls_str text = mls_json_text(r->file.json, node);
+    if (text.length == 0) {
+        return fail_tensor(r, node, t->name, "its dtype is empty");
+    }
     if (!mls_dtype_from_file_name(text.data, text.length, &t->dtype)) {
-        char message[96];
-        const int width = (int)(text.length < 32 ? text.length : 32);
-        snprintf(message, sizeof message, "element type '%.*s' is not supported", width,
-                 text.data);
-        fail_tensor(r, node, t->name, message);
-        return mls_status_got(r->st, "%.*s", width, text.data);
+        t->dtype = MLS_U8;
+        t->opaque = text;
+    }
+    t->opaque_offset = LENGTH_BYTES + mls_json_offset(r->file.json, node);
+    return MLS_OK;
+}
+
+/* Tell an unknown dtype from a packed one whose last axis has no whole bytes. */
+static bool is_unknown(const mls_stored *t)
+{
+    mls_dtype ignored;
+    return t->opaque.length > 0 &&
+           !mls_dtype_from_file_name(t->opaque.data, t->opaque.length, &ignored);
+}
+
+mls_code mls_stored_check(const mls_stored *tensor, mls_status *st)
+{
+    const mls_str dtype = tensor->opaque;
+    const bool unknown = is_unknown(tensor);
+    if (dtype.length == 0) {
+        return MLS_OK;
+    }
+    const int width =
+        (int)(tensor->name.length < SHOWN_NAME ? tensor->name.length : SHOWN_NAME);
+    const int dtype_width =
+        (int)(dtype.length < SHOWN_DTYPE ? dtype.length : SHOWN_DTYPE);
+    mls_fail_at(st, tensor->opaque_offset,
+                "tensor '%.*s': dtype '%.*s' %s; the other tensors can be loaded by name",
+                width, tensor->name.data, dtype_width, dtype.data,
+                unknown ? "is not supported by this version of mlstate"
+                        : "has several elements in a byte, and the last axis does not "
+                          "fill whole bytes");
+    mls_status_name(st, tensor->name.data, tensor->name.length);
+    return mls_status_got(st, "%.*s", dtype_width, dtype.data);
+}
+
+/* Convert the last axis of a packed dtype to bytes. The format only demands whole bytes
+ * for the whole tensor, so an axis without whole bytes makes the tensor opaque. */
+static mls_code pack_last_axis(header_reader *r, mls_json_node node, size_t *shape,
+                               size_t elements, bool is_empty, mls_stored *t)
+{
+    const mls_dtype_info *info = mls_dtype_of(t->dtype);
+    size_t bits;
+    if (!mls_size_mul(elements, info->element_bits, &bits)) {
+        return fail_tensor(r, node, t->name, "its shape is larger than memory");
+    }
+    t->bytes = is_empty ? 0 : bits / 8;
+    if (!is_empty && bits % 8 != 0) {
+        return fail_tensor(r, node, t->name, "its elements do not fill whole bytes");
+    }
+    if (t->rank == 0 ||
+        !mls_dtype_items(t->dtype, shape[t->rank - 1], &shape[t->rank - 1])) {
+        t->opaque.data = info->file_name;
+        t->opaque.length = strlen(info->file_name);
+        t->dtype = MLS_U8;
     }
     return MLS_OK;
 }
 
 /* The product skips empty axes, as in mls_tensor_init, so that every accepted shape can
- * become an array. A product that fits PTRDIFF_MAX fits a size_t. */
+ * become an array. A product that fits PTRDIFF_MAX fits a size_t. The bytes of an opaque
+ * tensor are those of its offsets. */
 static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
+    const bool is_packed = mls_dtype_of(t->dtype)->kind == MLS_KIND_PACKED;
     mls_json_node node;
     if (find_member(r, entry, t->name, "shape", MLS_JSON_ARRAY, &node) != MLS_OK) {
         return MLS_E_FORMAT;
@@ -151,7 +205,8 @@ static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
         r->dims_used++;
     }
     t->bytes = is_empty ? 0 : bytes;
-    return MLS_OK;
+    return is_packed ? pack_last_axis(r, node, shape - t->rank, bytes, is_empty, t)
+                     : MLS_OK;
 }
 
 /* Offsets count from the end of the header. They are compared with the file's length
@@ -178,6 +233,9 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
                  (unsigned long long)end,
                  (unsigned long long)(r->file_bytes - r->payload));
         return fail_tensor(r, node, t->name, text);
+    }
+    if (is_unknown(t) && !mls_size_from_u64(end - begin, &t->bytes)) {
+        return fail_tensor(r, node, t->name, "it is larger than memory");
     }
     if (end - begin != t->bytes) {
         snprintf(text, sizeof text, "its shape takes %zu bytes, its offsets span %llu",
@@ -526,6 +584,15 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
     }
     *out = r.file;
     return MLS_OK;
+}
+
+mls_code mls_safetensors_check(const mls_safetensors *file, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    for (size_t i = 0; code == MLS_OK && i < file->count; i++) {
+        code = mls_stored_check(&file->tensors[i], st);
+    }
+    return code;
 }
 
 /* Tensors are in the header's order, which may differ from the order of their offsets. */

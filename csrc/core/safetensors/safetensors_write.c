@@ -80,9 +80,12 @@ static mls_code describe_tensors(const mls_safetensors_content *content,
                                          .rank = t->rank,
                                          .dtype = t->dtype,
                                          .number = i};
-        if (!mls_tensor_bytes(t, &tensors[i].bytes)) {
+        const mls_code code =
+            mls_tensor_bytes(t, &tensors[i].bytes)
+                ? mls_header_check(&tensors[i], st)
+                : mls_fail(st, MLS_E_SIZE, "a tensor is larger than memory");
+        if (code != MLS_OK) {
             mls_free(tensors);
-            mls_fail(st, MLS_E_SIZE, "a tensor is larger than memory");
             return mls_status_name(st, name.data, name.length);
         }
     }

@@ -8,7 +8,7 @@
  * A dtype of the core is identified by NumPy's type number if NumPy has the type,
  * otherwise by the name under which ml_dtypes registered it. Without ml_dtypes, such
  * tensors are read as unsigned integers of the same size, whose descriptor has the name
- * in its metadata.
+ * in its metadata; tensors of packed dtypes always are.
  */
 #include "array/array_view.h"
 
@@ -180,6 +180,9 @@ PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype)
     if (number != NPY_NOTYPE) {
         return PyArray_DescrFromType(number);
     }
+    if (mls_dtype_of(dtype)->kind == MLS_KIND_PACKED) {
+        return labelled_descr(dtype); /* ml_dtypes does not pack */
+    }
     PyArray_Descr *descr = registered_descr(dtype);
     /* an ml_dtypes that is installed but broken is an error */
     if (descr == NULL && PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) {
@@ -194,6 +197,9 @@ PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype)
 static PyArray_Descr *requested_descr(mls_dtype dtype)
 {
     const int number = type_number(dtype);
+    if (mls_dtype_of(dtype)->kind == MLS_KIND_PACKED) {
+        return labelled_descr(dtype);
+    }
     PyArray_Descr *descr =
         number == NPY_NOTYPE ? registered_descr(dtype) : PyArray_DescrFromType(number);
     if (descr == NULL && PyErr_ExceptionMatches(PyExc_ImportError)) {
@@ -272,12 +278,13 @@ static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
 
 /* ---- DLPack ---- */
 
-/* Find the core's dtype of a DLPack element. Returns false if the core has none or the
- * element has several lanes. */
+/* Find the core's dtype of a DLPack element. Returns false if the core has none. Only an
+ * item of a packed dtype has several lanes. */
 static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
 {
-    return kind.lanes == 1 && kind.bits % 8 == 0 &&
-           dtype_of_code(kind.code, kind.bits / 8, out);
+    const size_t bits = (size_t)kind.bits * kind.lanes;
+    return bits % 8 == 0 && dtype_of_code(kind.code, bits / 8, out) &&
+           mls_dtype_of(*out)->element_bits == kind.bits;
 }
 
 /* Get an attribute that most exporters lack. Returns 1, 0 if it is missing, or -1 with an

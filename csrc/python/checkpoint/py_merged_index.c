@@ -299,7 +299,7 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
 }
 
 /* Describe a tensor over all of its shards. The dtype is NumPy's name, not the name in
- * the file.
+ * the file, except that an opaque tensor has dtype and shape of its file.
  *
  * The tuple contains: section, key, parameter, state or None, dtype, shape, layout, axes
  * or None, number of shards, their uncompressed bytes, highest version, tier or None,
@@ -312,15 +312,21 @@ static PyObject *tensor_tuple(const mlspy_merged_index *self,
     const mls_index_shard *facts = t->facts;
     const mls_tensor_summary sum = mls_tensor_summarize(&self->merged, t);
     const char *tier = facts->tier == MLS_TIER_NONE ? NULL : mls_tier_name(facts->tier);
+    const mls_stored *opaque = facts->opaque;
+    const char *name = mls_dtype_of(facts->dtype)->name;
+    PyObject *dtype =
+        opaque == NULL ? PyUnicode_FromString(name) : mlspy_str_of(opaque->opaque);
+    PyObject *shape = opaque == NULL ? mlspy_sizes_tuple(facts->shape, facts->rank)
+                                     : mlspy_sizes_tuple(opaque->shape, opaque->rank);
     PyObject *state =
         facts->id.has_state ? mlspy_str_of(facts->id.state) : Py_NewRef(Py_None);
-    return Py_BuildValue(
-        "(sNNNsNNNnKKzKnz)", mls_section_name(facts->id.section),
-        mlspy_merged_index_key(&facts->id), mlspy_str_of(facts->id.name), state,
-        mls_dtype_of(facts->dtype)->name, mlspy_sizes_tuple(facts->shape, facts->rank),
-        mlspy_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
-        (unsigned long long)sum.bytes, (unsigned long long)sum.version, tier,
-        (unsigned long long)sum.stored_bytes, (Py_ssize_t)sum.sparse, sum.codec);
+    return Py_BuildValue("(sNNNNNNNnKKzKnz)", mls_section_name(facts->id.section),
+                         mlspy_merged_index_key(&facts->id), mlspy_str_of(facts->id.name),
+                         state, dtype, shape, mlspy_layout_tuple(&facts->layout),
+                         axes_tuple(facts), (Py_ssize_t)t->count,
+                         (unsigned long long)sum.bytes, (unsigned long long)sum.version,
+                         tier, (unsigned long long)sum.stored_bytes,
+                         (Py_ssize_t)sum.sparse, sum.codec);
 }
 
 /* tensors() -> [tuple, ...] */

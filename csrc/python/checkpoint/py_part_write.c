@@ -68,6 +68,11 @@ static int take_tensor(const mlspy_state *state, PyObject *object, size_t *shape
         return -1;
     }
     (void)mls_tensor_bytes(&full_tensor, &out->bytes); /* fits: the shape was checked */
+    if (mls_header_check(out, &st) != MLS_OK) {
+        mls_status_name(&st, out->name.data, out->name.length);
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
     return 0;
 }
 

@@ -285,6 +285,7 @@ static PyObject *load_file(const mlspy_state *state, PyObject *path, PyObject *m
     const char *text = PyBytes_AS_STRING(encoded);
     MLSPY_WITHOUT_GIL(
         code = mls_safetensors_open(text, mlspy_crc(state), verifies, &fd, &file, &st));
+    code = code == MLS_OK && mmap != NULL ? mls_safetensors_check(&file, &st) : code;
     if (code == MLS_OK && mmap != NULL) {
         code = maps ? load_mapped(fd, &file, &arrays, &st)
                     : load_copied(state, fd, &file, &arrays, &st);

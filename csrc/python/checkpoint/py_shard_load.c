@@ -168,6 +168,10 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
                                 "Tensor '%.200U' not found in checkpoint", key);
         }
         job->results[i] = (load_result){.key = Py_NewRef(key)};
+        const mls_stored *opaque = w->tensor->facts->opaque;
+        if (opaque != NULL && check_core(job, mls_stored_check(opaque, &st), &st) < 0) {
+            return -1;
+        }
         if ((places != NULL
                  ? take_place(job, PyList_GET_ITEM(places, i), w)
                  : check_core(job, mls_load_item_select(w, how, &st), &st)) < 0) {

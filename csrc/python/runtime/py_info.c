@@ -17,11 +17,13 @@ static const char *kind_name(mls_dtype_kind kind)
         [MLS_KIND_FLOAT] = "float",     [MLS_KIND_INT] = "int",
         [MLS_KIND_UINT] = "uint",       [MLS_KIND_BOOL] = "bool",
         [MLS_KIND_COMPLEX] = "complex", [MLS_KIND_FLOAT8] = "float8",
+        [MLS_KIND_PACKED] = "packed",
     };
     return names[kind];
 }
 
-/* dtypes() -> ((name, file name, item bytes, kind, whether NumPy has it), ...) */
+/* dtypes() -> ((name, file name, item bytes, kind, whether NumPy has it, element bits),
+ *              ...) */
 PyObject *core_dtypes(mlspy_state *state, PyObject *const *args)
 {
     (void)state;
@@ -30,9 +32,10 @@ PyObject *core_dtypes(mlspy_state *state, PyObject *const *args)
     for (int i = 0; table != NULL && i < MLS_DTYPE_COUNT; i++) {
         const mls_dtype_info *info = mls_dtype_of((mls_dtype)i);
         mlspy_put(&table, i,
-                  Py_BuildValue("(ssnsO)", info->name, info->file_name,
+                  Py_BuildValue("(ssnsOn)", info->name, info->file_name,
                                 (Py_ssize_t)info->item_bytes, kind_name(info->kind),
-                                mlspy_dtype_in_numpy((mls_dtype)i) ? Py_True : Py_False));
+                                mlspy_dtype_in_numpy((mls_dtype)i) ? Py_True : Py_False,
+                                (Py_ssize_t)info->element_bits));
     }
     return table;
 }

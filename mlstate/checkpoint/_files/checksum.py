@@ -404,11 +404,13 @@ def verify_weights_folder(
             report.bytes += count
             report.problems += problems
             report.compared.append(f"the checksums in {checksums.path}")
-    except FormatError as error:
+    except (FormatError, StoreError) as error:
+        if folder.is_outage(error):
+            raise
         report.problems.append(_checksums_problem(error))
 
 
-def _checksums_problem(error: FormatError) -> Problem:
+def _checksums_problem(error: FormatError | StoreError) -> Problem:
     name = os.path.basename(str(error.path)) if error.path else NAME
     return Problem("checksums", name, None, None, 0, 0, 0, str(error))
 
@@ -431,10 +433,8 @@ def verify_foreign(
         if compared is None:
             return None
         compare_files(compared, report, progress)
-    except FormatError as error:
+    except (FormatError, StoreError) as error:
         report.problems.append(_checksums_problem(error))
-    except StoreError:
-        raise
     except OSError as error:
         raise store_error(error, "cannot list the folder", path) from None
     report.strange.sort()

@@ -39,7 +39,14 @@ from ..._common.file_checksums import require_unchanged
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
-from ...errors import CompatibilityError, FormatError, MLStateError, StoreError, StoreNotFoundError
+from ...errors import (
+    CheckpointWarning,
+    CompatibilityError,
+    FormatError,
+    MLStateError,
+    StoreError,
+    StoreNotFoundError,
+)
 from ...state._kind import KEY, describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
@@ -464,6 +471,7 @@ def parts_of(loaded: LoadedState) -> Parts:
         warnings.warn(
             f"named states are not converted: {', '.join(sorted(loaded.states))}; only checkpoints "
             "of mlstate.save hold them",
+            CheckpointWarning,
             stacklevel=3,
         )
     if optimizer is None and loaded.step is not None:

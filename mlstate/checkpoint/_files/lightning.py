@@ -17,7 +17,7 @@ from ..._common.arrays import is_torch
 from ..._common.atomic_file import replacing
 from ..._common.backend import torch_backend
 from ..._common.file_checksums import require_unchanged
-from ...errors import CompatibilityError
+from ...errors import CheckpointWarning, CompatibilityError
 from .._states.generators import library_of
 from .backend import FileBackend
 
@@ -128,5 +128,6 @@ def warn_of_other_entries(checkpoint: Mapping[str, object]) -> None:
         warnings.warn(
             f"only the model of the checkpoint of Lightning is converted, without {others}: a "
             "folder (--to mlstate) holds all of it",
+            CheckpointWarning,
             stacklevel=3,
         )

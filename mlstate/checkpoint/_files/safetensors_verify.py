@@ -44,6 +44,17 @@ class FileHeader(NamedTuple):
         return CHECKSUMS in self.texts
 
 
+def _as_array(dtype: str, shape: list[int]) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of a tensor's array; for a tensor without one, those in the file."""
+    info = FILE_DTYPES.get(dtype)
+    if info is not None and info.kind == "packed":
+        bits = shape[-1] * info.element_bits if shape else 1
+        if bits % 8:
+            return dtype, tuple(shape)
+        shape = [*shape[:-1], bits // 8]
+    return dtype if info is None else info.name, tuple(shape)
+
+
 def read_header(path: str) -> FileHeader:
     """Read the header of a file after the core has validated it; raises as `mlstate.load_file`."""
     import json
@@ -66,8 +77,7 @@ def read_header(path: str) -> FileHeader:
     tensors = [
         FileTensor(
             key,
-            FILE_DTYPES[entry["dtype"]].name,
-            tuple(entry["shape"]),
+            *_as_array(entry["dtype"], entry["shape"]),
             start + entry["data_offsets"][0],
             entry["data_offsets"][1] - entry["data_offsets"][0],
         )

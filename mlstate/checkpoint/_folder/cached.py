@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
-from ...errors import ChecksumError, FormatError
+from ...errors import CheckpointWarning, ChecksumError, FormatError
 from .._remote.read_cache import ReadCache
 from .object import ObjectFolder
 
@@ -80,7 +80,7 @@ class CachedFolder(ObjectFolder):
             self._cache.finish()
             problem = self._cache.problem()
             if problem is not None:
-                warnings.warn(problem, stacklevel=2)
+                warnings.warn(problem, CheckpointWarning, stacklevel=2)
 
     def _read_unit(self, call: LoadCall, unit: Unit) -> int:
         """Read the answers of a unit; if they are damaged, ask the store again.

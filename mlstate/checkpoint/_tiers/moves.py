@@ -24,7 +24,7 @@ from ..._common.text import names_hint
 from ..._sharding.layout import TIERS, Shard, Tier
 from ...distributed._byte_ranges import place_key
 from ...distributed._merge import like
-from ...errors import CapacityError, FormatError, TensorNotFoundError
+from ...errors import CapacityError, CheckpointWarning, FormatError, TensorNotFoundError
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import ModelStateDict, StateDict
 from .._folder.local import LocalFolder, make_path
@@ -211,7 +211,7 @@ class TierMoves:
             try:
                 self._insert(open_unit(os.path.join(self._directory, file)))
             except FormatError as error:
-                warnings.warn(f"a unit is left out: {error}", stacklevel=3)
+                warnings.warn(f"a unit is left out: {error}", CheckpointWarning, stacklevel=3)
         units = self._units.values()
         self._choose_device([part.array for unit in units for part in unit.parts])
 

@@ -15,6 +15,7 @@ from ..._common.store_error import store_error
 from ...checkpoint import load
 from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
 from ...checkpoint._save import SaveFolder
+from ...errors import CheckpointWarning
 from ._errors import is_checkpoint, name_conversion_in_errors
 
 
@@ -179,13 +180,14 @@ class MLStateCheckpointIO:
 
         Warns
         -----
-        UserWarning
+        CheckpointWarning
             The path is a file: Lightning wrote it without this plugin.
         """
         if os.path.isfile(path):
             warnings.warn(
                 f"{os.fspath(path)} is a file of Lightning, not a folder of mlstate: it has no "
                 "checksums. mlstate convert FILE.ckpt FOLDER converts it",
+                CheckpointWarning,
                 stacklevel=2,
             )
             return read_ckpt(Path(path))

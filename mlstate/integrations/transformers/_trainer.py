@@ -16,7 +16,7 @@ from ...checkpoint import CheckpointManager
 from ...checkpoint._rank_messages import gather_bytes
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
 from ...checkpoint._store.open_path import is_url
-from ...errors import CompatibilityError, FormatError, StoreNotFoundError
+from ...errors import CheckpointWarning, CompatibilityError, FormatError, StoreNotFoundError
 from ._trainer_folders import (
     folder_of,
     is_complete,
@@ -263,7 +263,7 @@ class MLStateCallback:
 
         Warns
         -----
-        UserWarning
+        CheckpointWarning
             The checkpoint was written by the Trainer alone.
         """
         _check_arguments(args, state, self._directory)
@@ -294,6 +294,7 @@ class MLStateCallback:
                 f"{manager.directory} has no step {state.global_step} of this run: the training "
                 "resumes with the optimizer, scheduler and generators that the Trainer itself "
                 "has saved",
+                CheckpointWarning,
                 stacklevel=2,
             )
 

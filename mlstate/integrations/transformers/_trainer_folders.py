@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.atomic_file import Target, new_path
 from ..._safetensors import load_file, save_file
-from ...errors import CompatibilityError, MLStateError
+from ...errors import CheckpointWarning, CompatibilityError, MLStateError
 
 if TYPE_CHECKING:
     from ...checkpoint import CheckpointManager
@@ -179,6 +179,7 @@ def last_checkpoint(output: Path, manager: CheckpointManager) -> str | None:
             warnings.warn(
                 f"{folder} is passed over: its weights are newer than its optimizer, which may be "
                 "of another run; if the folder was only copied, resume from its path",
+                CheckpointWarning,
                 stacklevel=4,
             )
     if newest is not None and newest[1] is not None:

@@ -26,6 +26,21 @@ TEST(convertible_dtypes_come_first)
     CHECK(mls_dtype_of(MLS_U64)->kind == MLS_KIND_UINT);
 }
 
+TEST(packed_lengths_are_whole_numbers)
+{
+    size_t count = 7;
+    CHECK(mls_dtype_items(MLS_F32, 5, &count) && count == 5);
+    CHECK(mls_dtype_items(MLS_F4, 32, &count) && count == 16);
+    CHECK(mls_dtype_elements(MLS_F4, 16, &count) && count == 32);
+    CHECK(mls_dtype_items(MLS_F6_E2M3, 8, &count) && count == 6);
+    CHECK(mls_dtype_elements(MLS_F6_E3M2, 6, &count) && count == 8);
+    CHECK(mls_dtype_items(MLS_F6_E3M2, 0, &count) && count == 0);
+    CHECK(!mls_dtype_items(MLS_F4, 3, &count));
+    CHECK(!mls_dtype_items(MLS_F6_E2M3, 6, &count));
+    CHECK(!mls_dtype_elements(MLS_F6_E2M3, 4, &count));
+    CHECK(!mls_dtype_elements(MLS_F4, SIZE_MAX, &count) && count == 0);
+}
+
 TEST(unknown_names_and_prefixes_are_refused)
 {
     mls_dtype dtype = MLS_F16;

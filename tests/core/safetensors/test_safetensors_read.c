@@ -84,8 +84,18 @@ TEST(inconsistent_headers_are_refused)
         {"{", 0, ""},
         {"{\"a\":1}", 0, "a"},
         {"{\"a\":{}}", 0, "a"},
-        {"{" T("a", "F31", "1", 0, 4) "}", 4, "a"},
-        {"{" T("a", "f32", "1", 0, 4) "}", 4, "a"},
+        {"{" T("a", "", "1", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F31", "1", 0, 4) "}", 5, ""},
+        {"{" T("a", "F31", "1", 4, 0) "}", 4, "a"},
+        {"{" T("a", "F31", "4611686018427387905,4", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F4", "", 0, 1) "}", 1, "a"},
+        {"{" T("a", "F4", "8", 0, 8) "}", 8, "a"},
+        {"{" T("a", "F4", "3,3", 0, 5) "}", 5, "a"},
+        {"{" T("a", "F4", "2,3", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F4", "4611686018427387904", 0, 0) "}", 0, "a"},
+        {"{" T("a", "F6_E2M3", "4", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F6_E2M3", "2", 0, 2) "}", 2, "a"},
+        {"{" T("a", "F6_E3M2", "4611686018427387904,0", 0, 0) "}", 0, "a"},
         {"{" T("a", "F32", "2", 0, 4) "}", 4, "a"},
         {"{" T("a", "F32", "1", 0, 4) "}", 3, "a"},
         {"{" T("a", "F32", "1", 0, 4) "}", 5, ""},
@@ -125,6 +135,67 @@ TEST(inconsistent_headers_are_refused)
             printf("    accepted: %s\n", cases[i].header);
             mls_safetensors_fini(&f);
         }
+    }
+}
+
+/* The single tensor of a file with `payload` bytes; no tensor if the header is refused.
+ */
+static mls_stored parse_one(const char *header, size_t payload, size_t *shape)
+{
+    const image file = image_of(header, payload);
+    mls_safetensors f;
+    mls_stored tensor = {0};
+    if (parse(&file, &f, &status) == MLS_OK) {
+        tensor = f.tensors[0];
+        memcpy(shape, tensor.shape, (size_t)tensor.rank * sizeof *shape);
+        tensor.opaque.data = NULL; /* owned by the file */
+        mls_safetensors_fini(&f);
+    }
+    return tensor;
+}
+
+TEST(last_axis_of_a_packed_dtype_becomes_bytes)
+{
+    size_t shape[MLS_MAX_RANK] = {0};
+    mls_stored t = parse_one("{" T("a", "F4", "2,32", 0, 32) "}", 32, shape);
+    CHECK(t.dtype == MLS_F4 && t.rank == 2 && shape[0] == 2 && shape[1] == 16);
+    CHECK(t.bytes == 32 && t.opaque.length == 0);
+    t = parse_one("{" T("a", "F6_E2M3", "3,8", 0, 18) "}", 18, shape);
+    CHECK(t.dtype == MLS_F6_E2M3 && shape[0] == 3 && shape[1] == 6 && t.bytes == 18);
+    t = parse_one("{" T("a", "F6_E3M2", "5,0", 0, 0) "}", 0, shape);
+    CHECK(t.dtype == MLS_F6_E3M2 && shape[1] == 0 && t.bytes == 0 &&
+          t.opaque.length == 0);
+}
+
+/* An unknown dtype, and axes that have whole bytes only together, as the format allows.
+ */
+TEST(opaque_tensors_do_not_make_the_file_invalid)
+{
+    static const struct {
+        const char *header;
+        size_t bytes;
+        const char *dtype;
+    } cases[] = {
+        {"{" T("a", "F3_X", "8", 0, 3) "}", 3, "F3_X"},
+        {"{" T("a", "f32", "1", 0, 4) "}", 4, "f32"},
+        {"{" T("a", "I4", "", 0, 0) "}", 0, "I4"},
+        {"{" T("a", "F4", "2,3", 0, 3) "}", 3, "F4"},
+        {"{" T("a", "F4", "0,3", 0, 0) "}", 0, "F4"},
+        {"{" T("a", "F6_E3M2", "4,2", 0, 6) "}", 6, "F6_E3M2"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        size_t shape[MLS_MAX_RANK];
+        const mls_stored t = parse_one(cases[i].header, cases[i].bytes, shape);
+        CHECK(t.dtype == MLS_U8 && t.bytes == cases[i].bytes);
+        CHECK(t.opaque.length == strlen(cases[i].dtype));
+        const image file = image_of(cases[i].header, cases[i].bytes);
+        mls_safetensors f;
+        REQUIRE(parse(&file, &f, &status) == MLS_OK);
+        CHECK(mls_safetensors_check(&f, &status) == MLS_E_FORMAT);
+        CHECK_TEXT(status.name, "a");
+        CHECK_TEXT(status.got, cases[i].dtype);
+        CHECK(status.has_offset && status.offset == 8 + strlen("{\"a\":{\"dtype\":"));
+        mls_safetensors_fini(&f);
     }
 }
 

@@ -103,6 +103,8 @@ typedef struct mls_index_shard {
     uint32_t crc;             /* CRC32C of all bytes */
     const uint32_t *crcs;     /* CRC32C of each block; NULL: the file has no checksums */
     const mls_layers *layers; /* NULL: plain */
+    const mls_stored *opaque; /* NULL, or the header entry of a tensor that no array can
+                                 hold; this struct describes its bytes */
 } mls_index_shard;
 
 typedef struct mls_index {

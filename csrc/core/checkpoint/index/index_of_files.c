@@ -56,7 +56,7 @@ static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_s
     const mls_safetensors *header = &x->headers[file];
     for (size_t i = 0; i < header->count; i++) {
         const mls_stored *t = &header->tensors[i];
-        if (t->rank > MLS_LAYOUT_RANK) {
+        if (t->rank > MLS_LAYOUT_RANK && t->opaque.length == 0) {
             mls_fail(st, MLS_E_FORMAT, "%d dimensions, but at most %d are supported",
                      t->rank, (int)MLS_LAYOUT_RANK);
             return mls_status_name(st, t->name.data, t->name.length);
@@ -66,6 +66,11 @@ static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_s
         shard->dtype = t->dtype;
         shard->rank = t->rank;
         shard->shape = t->shape;
+        if (t->opaque.length > 0) {
+            shard->opaque = t;
+            shard->rank = 1;
+            shard->shape = &t->bytes;
+        }
         shard->version = 1;
         shard->file = file;
         shard->offset = t->offset;

@@ -13,7 +13,8 @@
 #include <stddef.h>
 
 /* Read the headers of `count` files in `folder`, in the order of `names`, and list their
- * tensors as parameters. Names have at most MLS_PATH_BYTES bytes; the caller has checked
+ * tensors as parameters. The bytes of an opaque tensor are listed as an array of uint8.
+ * Names have at most MLS_PATH_BYTES bytes; the caller has checked
  * that they do not leave the folder. Symbolic links are followed. The index has no
  * generation. Shards of files without checksums have `crcs` NULL, and `header_crc` of
  * such files is 0. Gives: release with mls_index_fini.

@@ -172,6 +172,12 @@ static bool open_file(verifier *v, size_t file, bool reports, int *fd)
     return false;
 }
 
+/* See mls_header_dtype. */
+static bool is_listed_as_bytes(mls_dtype dtype, mls_dtype listed)
+{
+    return mls_dtype_of(dtype)->kind == MLS_KIND_PACKED && listed == MLS_U8;
+}
+
 /* Return whether the header lists all places of its file as recorded; place `first` in
  * `order` is the first of them. In a file, a layer of rows or a compressed layer is an
  * array of bytes. A full, uncompressed layer was a plain shard when it was written. */
@@ -199,7 +205,8 @@ static bool is_header_recorded(const verifier *v, const mls_safetensors *header,
         /* an empty tensor has the offset of the next one, so several may match */
         while (low < header->count && header->tensors[low].offset == place.offset &&
                (header->tensors[low].bytes != place.bytes ||
-                header->tensors[low].dtype != dtype)) {
+                (header->tensors[low].dtype != dtype &&
+                 !is_listed_as_bytes(dtype, header->tensors[low].dtype)))) {
             low++;
         }
         if (low == header->count || header->tensors[low].offset != place.offset) {

@@ -220,6 +220,8 @@ MLS_DEFINE_DIFF(u8, 1, floats)
 MLS_DEFINE_DIFF(u16, 2, floats)
 MLS_DEFINE_DIFF(u32, 4, doubles)
 
+/* Packed dtypes are compared as bytes. */
+#    define PACKED_RUN(id, ...) [MLS_##id] = diff_u8,
 const mls_diff_kernels mls_diff_vector = {{[MLS_F16] = diff_f16,
                                            [MLS_BF16] = diff_bf16,
                                            [MLS_F32] = diff_f32,
@@ -231,6 +233,6 @@ const mls_diff_kernels mls_diff_vector = {{[MLS_F16] = diff_f16,
                                            [MLS_U16] = diff_u16,
                                            [MLS_U32] = diff_u32,
                                            [MLS_BOOL] = diff_u8,
-                                           MLS_DIFF_RARE}};
+                                           MLS_PACKED_DTYPES(PACKED_RUN) MLS_DIFF_RARE}};
 
 #endif

@@ -10,7 +10,7 @@ import warnings
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ....errors import CompatibilityError
+from ....errors import CheckpointWarning, CompatibilityError
 from .optimizer_contract import EXACT, NOT_VALUES, as_json, decode_value, has_own_loader, quoted
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def _by_position(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[
         warnings.warn(
             f"the {len(saved)} groups of the optimizer were saved without names of parameters "
             "and are matched by position: save the model with the optimizer to store the names",
+            CheckpointWarning,
             stacklevel=2,
         )
     return list(range(len(saved)))
@@ -133,7 +134,9 @@ def _by_name(
             unlisted = [name for name in group_names if name not in groups_of]
             if scope.strict and not (unlisted and scope.recorded.issuperset(unlisted)):
                 raise
-            warnings.warn(f"group {number} keeps its own values: {error}", stacklevel=2)
+            warnings.warn(
+                f"group {number} keeps its own values: {error}", CheckpointWarning, stacklevel=2
+            )
             matches.append(None)
     return matches
 
@@ -173,6 +176,7 @@ def _with_defaults(
         warnings.warn(
             f"the checkpoint lacks {quoted(unsaved)} of the optimizer's groups, which keep "
             "their values",
+            CheckpointWarning,
             stacklevel=2,
         )
     return {**values, **unsaved}

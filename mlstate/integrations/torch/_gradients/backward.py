@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.text import names_hint
 from ....collectives._arguments import check_group, check_timeout, dtype_name
-from ....errors import CollectiveError
+from ....errors import CollectiveError, GradientWarning
 from ....fsdp._hook_registry import Hooks, live_hooks
 from .bindings import Bindings
 
@@ -268,7 +268,7 @@ def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: object) -> No
                 f"({', '.join(empty[:3])}{', ...' if len(empty) > 3 else ''}): their gradients "
                 "are in unit.local_gradient, and parameter.grad is None. Pass gradients='full' "
                 "to register_hooks, or give the optimizer this rank's parts",
-                RuntimeWarning,
+                GradientWarning,
                 stacklevel=3,
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...._common.dtypes import DTYPES, EXTENSIONS, FLOAT8S, name_of
+from ...._common.dtypes import DTYPES, EXTENSIONS, FLOAT8S, PACKED, name_of
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +14,9 @@ SHARED = frozenset(info.name for info in DTYPES if info.in_numpy) | {"complex128
 # Dtypes of ml_dtypes: exchanged as integers, which torch and NumPy both have.
 VIEWED = {name: "uint8" if size == 1 else f"int{8 * size}" for name, size in EXTENSIONS.items()}
 # Dtypes that torch cannot read from a pickle; they are pickled as integers of the same size.
-PICKLED = dict.fromkeys(FLOAT8S, "uint8") | {f"uint{bits}": f"int{bits}" for bits in (16, 32, 64)}
+PICKLED = dict.fromkeys(FLOAT8S | PACKED, "uint8") | {
+    f"uint{bits}": f"int{bits}" for bits in (16, 32, 64)
+}
 
 
 def dtype_of(name: str) -> torch.dtype:

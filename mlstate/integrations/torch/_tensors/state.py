@@ -365,7 +365,7 @@ def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, 
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, NDArray] = {}
     tensors_by_id: dict[int, NDArray] = {}
-    checked: set[NumpyDType] = set()
+    checked: set[str] = set()
     entries = dict(state)
     for name, value in entries.items():
         if isinstance(value, torch.Tensor) or (
@@ -378,10 +378,11 @@ def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, 
             continue
         if copy or id(value) not in tensors_by_id:
             array = np.asarray(value)
-            if array.dtype not in checked:
-                if not torch_has(name_of(array.dtype)):
-                    raise _dtype_error(name, array.dtype)
-                checked.add(array.dtype)
+            dtype = name_of(array.dtype)  # labelled integers equal plain ones
+            if dtype not in checked:
+                if not torch_has(dtype):
+                    raise _dtype_error(name, label_of(array.dtype) or array.dtype)
+                checked.add(dtype)
             if copy or not sharable(array):
                 array = array.astype(array.dtype.newbyteorder("="), order="K", copy=True)
             tensors_by_id[id(value)] = array

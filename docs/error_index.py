@@ -1,0 +1,119 @@
+"""Write the page of error messages: those of the sources, with the page that explains each."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+# The page that explains the errors of a folder, the most specific folder first.
+PAGES = {
+    "mlstate/integrations/lightning": "run_state",
+    "mlstate/integrations/transformers": "run_state",
+    "mlstate/integrations/torch/_activation": "activation",
+    "mlstate/integrations/torch/_checkpoint": "training",
+    "mlstate/integrations/torch/_collectives": "groups",
+    "mlstate/integrations/torch/_gradients": "gradients",
+    "mlstate/integrations/torch": "state",
+    "mlstate/activation": "activation",
+    "mlstate/checkpoint/_huggingface": "huggingface",
+    "mlstate/checkpoint/_remote": "object_stores",
+    "mlstate/checkpoint/_tiers": "tiers",
+    "mlstate/checkpoint": "checkpoints",
+    "mlstate/cli": "commands",
+    "mlstate/collectives": "groups",
+    "mlstate/coreai": "coreai",
+    "mlstate/coreml": "coreml",
+    "mlstate/distributed": "distributed",
+    "mlstate/fsdp": "gradients",
+    "mlstate/kv": "kv",
+    "mlstate/plot": "activation",
+    "mlstate": "state",
+    "csrc/core/activation": "activation",
+    "csrc/core/planning": "activation",
+    "csrc/core/checkpoint": "checkpoints",
+    "csrc/core/collectives": "groups",
+    "csrc/core/kv": "kv",
+    "csrc/core/safetensors": "files",
+    "csrc/core/sharding": "checkpoints",
+    "csrc/python/activation": "activation",
+    "csrc/python/checkpoint": "checkpoints",
+    "csrc/python/collectives": "groups",
+    "csrc/python/kv": "kv",
+    "csrc": "state",
+}
+HEAD = """\
+# Error messages
+
+Every message of mlstate, by its first words, with the page that explains its subject. `…` stands
+for a name, a number or a path. Search this page, or the site, for the first words of a message.
+"""
+# A call of C that raises, and the text that follows its status and class.
+RAISES_IN_C = re.compile(
+    r"\b(?:mls_fail\w*|PyErr_Format|PyErr_SetString|mlspy_\w*(?:fail|raise|error)\w*)\s*\("
+    r'[^"();]*((?:"(?:[^"\\\n]|\\.)*"\s*(?:PRI\w+\s*)?)+)'
+)
+CONVERSION = re.compile(r"%[-+0-9.*]*(?:hh?|ll?|z|j|t)?[a-zA-Z]")
+
+
+def page_of(path):
+    """Return the page that explains the errors of a file."""
+    folder = next(f for f in PAGES if path.as_posix().startswith(f"{f}/"))
+    return PAGES[folder]
+
+
+def text_of(node):
+    """Return the literal text of an expression, with … for what is inserted."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(value) for value in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text_of(node.left) + text_of(node.right)
+    return "…"
+
+
+def python_messages(source):
+    """Yield the texts that a Python source raises or warns of."""
+    for node in ast.walk(ast.parse(source)):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if not isinstance(call, ast.Call):
+            continue
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        if isinstance(node, ast.Raise) or name.endswith(("Error", "warn")):
+            yield from (text_of(argument) for argument in call.args)
+
+
+def c_messages(source):
+    """Yield the texts that a C source raises."""
+    for call in RAISES_IN_C.finditer(source):
+        text = re.sub(r'%[-0-9]*"\s*PRI\w+\s*("|$)', r"…\1", call[1]).replace('…"', "…")
+        parts = re.findall(r'"((?:[^"\\]|\\.)*)(?:"|$)', text)
+        yield CONVERSION.sub("…", "".join(parts).replace('\\"', '"'))
+
+
+def messages(root):
+    """Return the pages, and for each the sorted messages of its sources."""
+    texts = defaultdict(set)
+    for folder, pattern, extract in (
+        ("mlstate", "*.py", python_messages),
+        ("csrc", "*.c", c_messages),
+    ):
+        for path in sorted((root / folder).rglob(pattern)):
+            page = page_of(path.relative_to(root))
+            for text in extract(path.read_text(encoding="utf-8")):
+                text = re.sub(r"\s+", " ", re.sub("…+", "…", text)).strip()
+                if len(re.findall("[a-z]{2,}", text)) >= 3:  # a sentence, not a name
+                    texts[page].add(text)
+    return texts
+
+
+def write_error_index(root: Path, target: Path):
+    """Write the page, grouped by the pages that explain the errors."""
+    lines = [HEAD]
+    for page, texts in sorted(messages(root).items()):
+        source = (root / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        title = source[source.index("# ") + 2 :].partition("\n")[0]
+        lines += [f"## {title}", "", f"See [{title}](../{page}.md).", ""]
+        lines += [f"- `` {text} ``" for text in sorted(texts, key=lambda t: t.lstrip("… ").lower())]
+        lines.append("")
+    target.write_text("\n".join(lines), encoding="utf-8")

@@ -1,0 +1,54 @@
+"""What a package index and a machine without a compiler see of the package."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2]
+
+
+def setup(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, "setup.py", *map(str, arguments)],
+        cwd=SOURCES,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_page_of_the_index_has_absolute_links_to_files_that_exist():
+    page = setup("-q", "--long-description").stdout
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(targets) > 20
+    for target in targets:
+        assert target.startswith(("https://", "#"))
+        _, is_own, path = target.partition("/blob/main/")
+        assert not is_own or (SOURCES / path.partition("#")[0]).is_file()
+
+
+@pytest.mark.parametrize("missing", ["compiler", "headers"])
+def test_build_without_its_tools_ends_in_one_line_with_the_remedy(tmp_path, missing):
+    build = ("-q", "build_ext", "--build-temp", tmp_path, "--build-lib", tmp_path)
+    if missing == "compiler":
+        run = setup(*build, CC="no-such-compiler")
+        problem = "needs a C compiler; no-such-compiler was not found"
+    else:
+        (tmp_path / "sitecustomize.py").write_text(
+            "import sysconfig\n"
+            "get_path = sysconfig.get_path\n"
+            "sysconfig.get_path = lambda name, *rest: (\n"
+            "    '/no/headers' if name == 'include' else get_path(name, *rest)\n"
+            ")\n"
+        )
+        run = setup(*build, PYTHONPATH=str(tmp_path))
+        problem = "/no/headers has no Python.h"
+    assert run.returncode == 1
+    last = run.stderr.strip().splitlines()[-1]
+    assert problem in last and "apt install gcc python3-dev" in last
+    assert "Traceback" not in run.stderr
