@@ -174,9 +174,6 @@ class Loader:
         self.manifest = manifest
         self.folder = request.files.path
         self.verify = bool(request.options["verify"])
-        if manifest.weights is not None and not self.verify:
-            weights = manifest.weights._replace(checked=False)
-            self.manifest = manifest = manifest._replace(weights=weights)
         self.indexes = Indexes(request.files, manifest, request.rank)
         self.sections = sections_of(self.merged_index, manifest)
         if request.options["rename"] is not None:
@@ -643,6 +640,7 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
     names = None if options["names"] is None else listed_names(options["names"])
     if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
+    files = CheckpointFiles(files.folder, checked=bool(verify))
     if not isinstance(missing, str) or missing not in MISSING:
         raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
     options["device"] = _checked_device(options["device"], mmap=mmap)

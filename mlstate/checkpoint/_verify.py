@@ -204,7 +204,7 @@ def verify_files(
         count, problems = files.folder.verify(merged, progress)
         return count, [Problem(*problem) for problem in problems]
     count, file_problems = _verify_weight_files(files, manifest, progress)
-    if manifest.weights.checked:
+    if files.checked:
         from ._files.checksum import compare_weights
 
         recorded, problems = compare_weights(files.folder, manifest.weights.files, progress)
@@ -270,8 +270,6 @@ def _verify_once(
             raise
         report.problems.append(_root_problem("manifest", name, 0, error))
         return None
-    if manifest.weights is not None:  # `verify` compares all files of the folder
-        manifest = manifest._replace(weights=manifest.weights._replace(checked=False))
     report.step = manifest.step
     try:
         merged = files.load_merged_index(manifest)
@@ -511,7 +509,8 @@ def verify(
     if repair:
         remedy = "copy the checkpoint to a local folder to repair it"
         files.folder.require_local("repair=True", remedy)
-    files = CheckpointFiles(files.folder.without_cache())
+    # the checksums of files of another program are compared below, for all files of the folder
+    files = CheckpointFiles(files.folder.without_cache(), checked=False)
     report = VerifyReport(files.path)
     root = _root_to_verify(files, root)
     indexes: dict[str, Any] = {}

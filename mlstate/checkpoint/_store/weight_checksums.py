@@ -45,8 +45,19 @@ def changed_text(data: bytes, record: Record) -> str:
     return f"bytes {ranges[0][0]} to {sum(ranges[0])} have changed" if ranges else ""
 
 
-def records_of(folder: Folder, root: str, files: tuple[str, ...]) -> tuple[Record | None, ...]:
-    """Return the records of files; () without checksums. Raise if their index has changed.
+def require_index(folder: Folder, root: str, data: bytes) -> None:
+    """Raise ChecksumError if the content of an index differs from its record, if it has one."""
+    checksums = find_checksums(folder)
+    if checksums is not None and root in checksums.records:
+        text = changed_text(data, checksums.records[root])
+        if text:
+            error = ChecksumError(f"{root}: {text} since {checksums.path} was written")
+            error.path = os.path.join(folder.path, root)
+            raise error
+
+
+def records_of(folder: Folder, files: tuple[str, ...]) -> tuple[Record | None, ...]:
+    """Return the records of files; () without checksums.
 
     A file that the checksums do not list causes a warning.
     """
@@ -58,10 +69,4 @@ def records_of(folder: Folder, root: str, files: tuple[str, ...]) -> tuple[Recor
         if record is None:
             text = f"{checksums.path} does not list {name}: its bytes are not verified"
             find_caller().warn(text)
-    if root in checksums.records and root not in files:
-        text = changed_text(folder.read(root, follow_links=True), checksums.records[root])
-        if text:
-            error = ChecksumError(f"{root}: {text} since {checksums.path} was written")
-            error.path = os.path.join(folder.path, root)
-            raise error
     return records

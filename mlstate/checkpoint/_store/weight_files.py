@@ -38,7 +38,6 @@ class WeightFiles(NamedTuple):
     files: tuple[str, ...]  # sorted names
     tensors: dict[str, str] | None  # file of each tensor; None for a folder without index
     total_bytes: int | None  # the index's total_size, if it has one
-    checked: bool = True  # with the checksums of `mlstate.checkpoint.checksum`, if they exist
 
 
 def is_weights_root(root: str) -> bool:
@@ -193,11 +192,15 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
     )
 
 
-def read_merged_index(folder: Folder, manifest: Manifest) -> _core.MergedIndex:
-    """Read the headers of all files, and return them as a merged index."""
+def read_merged_index(folder: Folder, manifest: Manifest, checked: bool) -> _core.MergedIndex:
+    """Read the headers of all files, and return them as a merged index.
+
+    If they are `checked`, the headers are compared with the checksums of `checksum`, and the index
+    has those of the tensors.
+    """
     weights = manifest.weights
     assert weights is not None
-    records = records_of(folder, manifest.indexes[0].path, weights.files) if weights.checked else ()
+    records = records_of(folder, weights.files) if checked else ()
     with folder.header_files(weights.files) as local:
         merged = _core.MergedIndex.of_files(local, weights.files, records)
     if weights.tensors is not None:
