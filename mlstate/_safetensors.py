@@ -218,11 +218,11 @@ def load_file(
     """
     check_flags(mmap=mmap, verify=verify)
     file_path = local_path(path)
-    found = find_of_file(os.fsdecode(file_path)) if verify else None
-    if found is None:
+    recorded = find_of_file(os.fsdecode(file_path)) if verify else None
+    if recorded is None:
         arrays, texts = _core.file_load(file_path, mmap, verify)
     else:
-        arrays, texts = _load_recorded(os.fsdecode(file_path), found[0], mmap)
+        arrays, texts = _load_recorded(os.fsdecode(file_path), recorded[0], mmap)
     return restore(arrays, texts.get(KEY), file_path)
 
 
@@ -262,8 +262,8 @@ def load_metadata(
     """
     check_flags(verify=verify)
     file_path = local_path(path)
-    if verify and (found := find_of_file(os.fsdecode(file_path))) is not None:
-        _recorded_index(os.fsdecode(file_path), found[0])  # which compares the header
+    if verify and (recorded := find_of_file(os.fsdecode(file_path))) is not None:
+        _recorded_index(os.fsdecode(file_path), recorded[0])  # which compares the header
     texts = _core.file_metadata(file_path, verify)
     texts.pop(KEY, None)
     return texts

@@ -1,6 +1,6 @@
 """Read ``mlstate.checksums.json``: sizes and checksums of files that another program wrote.
 
-`mlstate.checkpoint.checksum` writes it beside the files, and docs/format.md specifies it. A file
+`mlstate.checkpoint.checksum` writes it next to the files, and docs/format.md specifies it. A file
 is divided into parts, of a safetensors file the header and each tensor; each MiB of a part has a
 CRC32C.
 """
@@ -189,10 +189,10 @@ def below(checksums: Checksums, prefix: str) -> Checksums | None:
 
 def find_of_folder(folder: str) -> Checksums | None:
     """Return the checksums of a local folder: its own file, or the parts of its parent's."""
-    own = read_local(os.path.join(folder, NAME))
+    checksums = read_local(os.path.join(folder, NAME))
     parent, name = os.path.split(os.path.abspath(folder))
-    if own is not None or not name:
-        return own
+    if checksums is not None or not name:
+        return checksums
     try:
         above = read_local(os.path.join(parent, NAME))
     except StorePermissionError:
@@ -203,11 +203,11 @@ def find_of_folder(folder: str) -> Checksums | None:
 def find_of_file(path: str) -> tuple[Record, str] | None:
     """Return the record of a local file, and the file that holds it.
 
-    It is beside the file, under its name or for the whole folder, or in the parent folder.
+    It is next to the file, under its name or for the whole folder, or in the parent folder.
     """
     folder, name = os.path.split(os.path.abspath(path))
-    own = read_local(f"{os.path.join(folder, name)}.{NAME}")
-    checksums = own or find_of_folder(folder)
+    checksums = read_local(f"{os.path.join(folder, name)}.{NAME}")
+    checksums = checksums or find_of_folder(folder)
     if checksums is None or name not in checksums.records:
         return None
     return checksums.records[name], checksums.path
@@ -263,5 +263,5 @@ def require_unchanged(path: str) -> None:
         checksums = find_of_folder(path)
         for name, record in checksums.records.items() if checksums else ():
             _require_file(os.path.join(path, name), record, checksums.path if checksums else "")
-    elif (found := find_of_file(path)) is not None:
-        _require_file(path, *found)
+    elif (recorded := find_of_file(path)) is not None:
+        _require_file(path, *recorded)

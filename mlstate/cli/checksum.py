@@ -1,4 +1,4 @@
-"""``mlstate checksum``: write checksums of files that another program wrote beside them."""
+"""``mlstate checksum``: write checksums of files that another program wrote next to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["add"]
 
 def add(commands: Commands) -> None:
     """Add the parser of ``checksum``."""
-    help_text = "write checksums beside files of another program, for load and verify"
+    help_text = "write checksums next to files of another program, for load and verify"
     parser = add_command(commands, "checksum", help_text, run_checksum)
     parser.add_argument("path", help="a folder, or a file of any format; it does not change")
     parser.add_argument("--force", action="store_true", help="replace existing checksums")

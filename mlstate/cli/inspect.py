@@ -90,7 +90,7 @@ def _steps(checkpoint: Checkpoint) -> list[int]:
 
 
 def _has_checksums(checkpoint: Checkpoint) -> bool:
-    """Return whether all bytes have checksums, in the files or beside them."""
+    """Return whether all bytes have checksums, in the files or next to them."""
     return all(shard.crc32c is not None or shard.layers for shard in checkpoint.shards())
 
 

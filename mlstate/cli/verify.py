@@ -132,7 +132,7 @@ def _verify_file(path: str) -> tuple[_Verified, bool]:
 
 
 def _verify_foreign(path: str) -> VerifyReport | None:
-    """Return the report on files with checksums beside them, or in the Hub's cache, if any."""
+    """Return the report on files with checksums next to them, or in the Hub's cache, if any."""
     place = None if is_url(path) else Path(local_folder(path))
     if place is None or not place.exists():
         return None

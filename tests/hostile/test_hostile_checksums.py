@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 
 def rewrite(folder, document):
-    """Write a document with a correct checksum of its own."""
+    """Write a document with its own correct checksum."""
     document = {key: value for key, value in document.items() if key != "checksum"}
     text = b'{"checksum":"00000000",' + json.dumps(document).encode()[1:]
     (folder / NAME).write_bytes(_core.json_checksum_set(text))

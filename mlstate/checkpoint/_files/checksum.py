@@ -48,7 +48,7 @@ _READ = 1 << 20  # bytes
 
 
 def _list_files(folder: str, *, refuses_links: bool) -> list[str]:
-    """Return the relative paths of all files, without those of hidden subfolders.
+    """Return the relative paths of all files, without hidden subfolders.
 
     A link to a folder is not followed, because its files may be another folder's. It raises
     ValueError, or is skipped.
@@ -95,15 +95,15 @@ def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str
         nbytes = before[2]
         starts = starts if nbytes else []
         digits, buffer = [], memoryview(bytearray(min(BLOCK, nbytes)))
-        is_whole = all(start < nbytes for start in starts)
+        is_complete = all(start < nbytes for start in starts)
         for start, end in zip(starts, [*starts[1:], nbytes], strict=True):
             for offset in range(start, end, BLOCK):
                 block = buffer[: min(BLOCK, end - offset)]
-                is_whole = is_whole and file.readinto(block) == len(block)
+                is_complete = is_complete and file.readinto(block) == len(block)
                 digits.append(f"{_core.crc32c(block):08x}")
                 if progress is not None:
                     progress(len(block))
-        if not is_whole or _identity(file) != before:
+        if not is_complete or _identity(file) != before:
             reason = OSError(errno.EBUSY, "it changed while it was read; try again")
             raise store_error(reason, "cannot write the checksums of the file", path)
     entry: dict[str, Any] = {"bytes": nbytes}
@@ -140,7 +140,7 @@ def checksum(
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, int]:
     """
-    Write sizes and checksums of files that another program wrote to a file beside them.
+    Write sizes and checksums of files that another program wrote to a file next to them.
 
     `load`, `load_file`, `verify` and ``mlstate convert`` use the file: they name each file that
     changed since. The files themselves, their times and their permissions do not change.
@@ -150,12 +150,12 @@ def checksum(
     path : str or os.PathLike
         A folder with files of any formats: of Hugging Face, diffusers, PEFT or
         torch.distributed.checkpoint. All files in it and its subfolders are listed in
-        ``mlstate.checksums.json`` in the folder, except those of subfolders whose names start
+        ``mlstate.checksums.json`` in the folder, except in subfolders whose names start
         with a dot. Links to files are followed. Or one file, such as a ``.safetensors``, ``.pt``
         or ``.npz`` file, whose checksums are in the file with its name and
         ``.mlstate.checksums.json``.
     overwrite : bool, default False
-        Replace existing checksums, by those of the files as they are now.
+        Replace existing checksums by new ones.
     progress : callable, optional
         Called with the number of bytes read since the last call.
 
@@ -177,7 +177,7 @@ def checksum(
 
     Notes
     -----
-    The file is written atomically, and has a checksum of its own. docs/format.md specifies it.
+    The file is written atomically, and has its own checksum. docs/format.md specifies it.
     The checksums, CRC32C of each MiB of the header and of each tensor, or of other files, detect
     every changed bit and nearly all other changes (all but one of 4 billion), but do not protect
     from an attacker, who can write new ones.
@@ -222,7 +222,7 @@ def checksum(
 
 
 class _Compared(NamedTuple):
-    """What the files of a folder are compared with."""
+    """The checksums and digests of the files of a folder."""
 
     folder: str
     checksums: Checksums | None
@@ -246,14 +246,14 @@ def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_compared(path: str) -> _Compared | None:
-    """Return what the files at a local path can be compared with; None: with nothing."""
+    """Return the checksums and digests of the files at a local path; None without any."""
     if os.path.isdir(path):
         folder, names = path, _list_files(path, refuses_links=False)
         checksums = find_of_folder(path)
     else:
         folder, name = os.path.split(path)
-        names, found = [name], find_of_file(path)
-        checksums = found and Checksums(found[1], {name: found[0]})
+        names, recorded = [name], find_of_file(path)
+        checksums = recorded and Checksums(recorded[1], {name: recorded[0]})
     blobs = _blobs_of(folder, names)
     return _Compared(folder, checksums, blobs, names) if checksums or blobs else None
 
@@ -350,7 +350,7 @@ def compare_files(
         with suppress(OSError):
             report.bytes += os.path.getsize(path)
     if checksums:
-        report.compared.append(f"the checksums in {checksums.path}")
+        report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
         report.strange += [name for name in compared.names if name not in records]
     if compared.blobs:
         count = len(compared.blobs)
@@ -403,7 +403,7 @@ def verify_weights_folder(
             count, problems = compare_weights(folder, names, progress)
             report.bytes += count
             report.problems += problems
-            report.compared.append(f"the checksums in {checksums.path}")
+            report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
     except (FormatError, StoreError) as error:
         if folder.is_outage(error):
             raise

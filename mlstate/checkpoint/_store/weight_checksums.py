@@ -1,4 +1,4 @@
-"""The checksums that `mlstate.checkpoint.checksum` wrote beside files of another program."""
+"""The checksums that `mlstate.checkpoint.checksum` wrote next to files of another program."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def find_checksums(folder: Folder) -> Checksums | None:
     """Return the checksums of a folder, or of the one file that its URL or path names."""
     if folder.is_local:
         if folder.file:
-            found = find_of_file(os.path.join(folder.path, folder.file))
-            return found and Checksums(found[1], {folder.file: found[0]})
+            recorded = find_of_file(os.path.join(folder.path, folder.file))
+            return recorded and Checksums(recorded[1], {folder.file: recorded[0]})
         return find_of_folder(folder.path)
     for name in [f"{folder.file}.{NAME}", NAME] if folder.file else [NAME]:
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Checksums beside files of other programs: nothing changes, and every later change is named."""
+"""Checksums next to files of other programs: nothing changes, and every later change is named."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-/* file_checksums: checksums of whole files of another program, kept in a file beside
- * them.
+/* file_checksums: checksums of whole files of another program, kept in another
+ * file.
  *
  * A record divides its file into parts: of a safetensors file the header and each tensor,
  * of any other file the whole of it. Each MiB of a part has a CRC32C; the last block of a
@@ -36,7 +36,7 @@ mls_code mls_file_checksums_compare(const mls_file_checksums *records, const cha
                                     mls_status *st);
 
 /* Give each tensor of an index that mls_index_of_files made the checksums of its blocks,
- * so that reading verifies it. The records are those of its files.
+ * so that reading verifies it. There is one record for each file.
  * `*failed` as above. MLS_E_FORMAT: a part of a record is not the tensor, or the size of
  * a file has changed. MLS_E_MEMORY. The index is unchanged on failure. */
 mls_code mls_index_use_checksums(mls_index *index, const mls_file_checksums *records,
