@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.text import bytes_text, count_text, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
-from ._folder.names import ROOTS, SECTIONS
+from ._folder.names import SECTIONS
+from ._folder.weight_names import weights_root
 from ._load import LoadedState, load
 from ._options import LOAD_DEFAULTS, show_options
 from ._store.manifest import build, parse
@@ -397,7 +398,8 @@ class Checkpoint:
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
         label = "Checkpoint"
         if self._manifest.weights is not None:
-            label = "Hugging Face folder" if self._root in ROOTS else self._root
+            is_folder = weights_root([self._root]) is not None
+            label = "Hugging Face folder" if is_folder else self._root
         parts = [
             f"{label}: {count_text(tensors, 'tensor')}",
             stored_text(self.nbytes, self.stored_nbytes),

@@ -19,6 +19,7 @@ from ._store.checkpoint_files import patterns_of
 from ._store.name_globs import listed_names
 from ._store.open_path import open_files
 from ._store.rank_indexes import Indexes
+from ._store.weight_files import without_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -300,9 +301,12 @@ def plan_load(
     root, read_manifest = files.open_root(root)
 
     def plan(manifest: Manifest) -> LoadPlan:
+        manifest = without_missing(files.folder, manifest, listed)
         indexes = Indexes(files, manifest, rank)
         sections = [indexes.merged_index.keys(section) for section in range(len(SECTIONS))]
-        chosen = list(enumerate(chosen_names(sections[:2], listed, files.path)[1]))
+        chosen = list(
+            enumerate(chosen_names(sections[:2], listed, files.path, manifest.weights)[1])
+        )
         if listed is None:
             chosen.append((STATES, sections[STATES]))
         read = set(indexes.ranks)

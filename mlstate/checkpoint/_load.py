@@ -32,7 +32,7 @@ from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import Names, listed_names
 from ._store.open_path import open_root_path
 from ._store.rank_indexes import Indexes
-from ._store.weight_files import check_total
+from ._store.weight_files import listed_only_error, warn_of_total, without_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ._options import LoadOptions
     from ._sections import Section
     from ._store.manifest import Manifest
+    from ._store.weight_files import WeightFiles
 
 MISSING = ("skip", "zeros", "error")
 _CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
@@ -126,7 +127,10 @@ class LoadedState:
 
 
 def chosen_names(
-    sections: list[list[str]], listed: list[str] | None, folder: str
+    sections: list[list[str]],
+    listed: list[str] | None,
+    folder: str,
+    weights: WeightFiles | None = None,
 ) -> tuple[Names, list[list[str]]]:
     """Return the name matcher, and the matching names of model and optimizer."""
     if listed is None:
@@ -140,6 +144,9 @@ def chosen_names(
         used |= meant
     unused = [name for name in listed if name not in used]
     if unused:
+        listed_only = listed_only_error(weights, unused[0], folder)
+        if listed_only is not None:
+            raise listed_only
         hint = names_hint(unused[0], chain.from_iterable(sections))
         error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint{hint}")
         error.name, error.path = unused[0], folder
@@ -169,6 +176,8 @@ class Loader:
     """Loads one root; `sections` are model, optimizer, and the named states with tensors."""
 
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
+        if request.options["rename"] is None:
+            manifest = without_missing(request.files.folder, manifest, request.names)
         self.request = request
         self.options = request.options
         self.manifest = manifest
@@ -179,7 +188,7 @@ class Loader:
         if request.options["rename"] is not None:
             rename_sections(self.sections, request.options["rename"])
         if self.verify:
-            check_total(request.files.folder, manifest, self.merged_index)
+            warn_of_total(request.files.folder, manifest, self.merged_index)
         if request.options["verify"] == "first":
             self.indexes.read_all()
             _verify_all(request.files, manifest, self.merged_index)
@@ -204,7 +213,7 @@ class Loader:
     def chosen(self) -> tuple[Names, list[list[str]]]:
         """Return the name matcher, and the selected names of model and optimizer."""
         names = [section.names for section in self.sections[:STATES]]
-        return chosen_names(names, self.request.names, self.folder)
+        return chosen_names(names, self.request.names, self.folder, self.manifest.weights)
 
     def need(self, requests: Iterable[tuple[Section, list[str], object]]) -> None:
         """Read the indexes that list the requested parts, given as section, names and cutting."""
@@ -513,8 +522,9 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
     ----------
     path : str or os.PathLike
         Folder of the checkpoint, or of a Hugging Face model (``model.safetensors``, or
-        ``model.safetensors.index.json`` with its files); or the URL of one of these, or of one
-        ``.safetensors`` file, in an object store.
+        ``model.safetensors.index.json`` with its files, or the names of PEFT, diffusers and
+        Mistral); or one ``.safetensors`` file or index; or the URL of one of these in an object
+        store. An index that differs from the headers of its files causes a warning.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any

@@ -15,7 +15,7 @@ from ..errors import ChecksumError, FormatError, MLStateError, StoreError, Store
 from ._folder.names import MANIFEST, Root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.open_path import open_root_path
-from ._store.weight_files import check_total, is_weights_root, unlisted_files
+from ._store.weight_files import is_weights_root, unlisted_files, warn_of_total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -209,10 +209,7 @@ def verify_files(
 
         recorded, problems = compare_weights(files.folder, manifest.weights.files, progress)
         count, file_problems = count + recorded, file_problems + problems
-    try:
-        check_total(files.folder, manifest, merged)
-    except FormatError as error:
-        file_problems.append(_root_problem("index", manifest.indexes[0].path, 0, error))
+    warn_of_total(files.folder, manifest, merged)
     return count, file_problems
 
 

@@ -15,7 +15,8 @@ from .._common.text import table_text
 from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._folder.local import hub_hint
-from ..checkpoint._folder.names import FOLDERS, MANIFEST, ROOTS
+from ..checkpoint._folder.names import FOLDERS, MANIFEST
+from ..checkpoint._folder.weight_names import weights_root
 from ..checkpoint._manager import find_root
 from ..checkpoint._store.open_path import RootPath, is_url, open_files
 from ..checkpoint._store.weight_files import is_weights_root
@@ -66,7 +67,7 @@ def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
 
 def kind_of(root: str) -> str:
     """Return what a root describes: ``checkpoint``, ``huggingface``, or one file in a store."""
-    if root in ROOTS:
+    if weights_root([root]) is not None:
         return "huggingface"
     return "safetensors" if is_weights_root(root) else "checkpoint"
 

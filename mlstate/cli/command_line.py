@@ -104,14 +104,14 @@ def _describe(error: Exception) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run the command; each warning becomes one line without its source line."""
+    """Run the command; each warning becomes one line, once, without its source line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             status: int = arguments.run(arguments)
         finally:
-            for warning in caught:
-                _print_error(f"warning: {warning.message}")
+            for text in dict.fromkeys(str(warning.message) for warning in caught):
+                _print_error(f"warning: {text}")
     return status
 
 

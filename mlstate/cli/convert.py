@@ -21,12 +21,16 @@ from ..checkpoint._files.convert import (
     read_any,
     write_any,
 )
+from ..checkpoint._files.parts import Selection
+from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._load import load
-from ._common import FORCE_HELP, Commands, add_command, find, stat_path
+from ..checkpoint._store.open_path import open_folder
+from ._common import FORCE_HELP, Commands, add_command, find, kind_of, stat_path
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
+    from ..checkpoint._files.parts import Parts
     from ..state import StateDict
 
 __all__ = ["add"]
@@ -43,9 +47,22 @@ def add(commands: Commands) -> None:
     parser.add_argument("--to", dest="target_format", choices=names, help="whatever the suffix")
     parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
     parser.add_argument("--force", action="store_true", help=FORCE_HELP)
+    entries = "model, optimizer, or the name of another entry; several by commas"
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help=f"convert only these: {entries}",
+    )
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="NAMES", help="convert all but these"
+    )
     folder = parser.add_argument_group("--to huggingface")
     folder.add_argument(
-        "--files-from", metavar="FOLDER", help="copy its config and tokenizer files too"
+        "--files-from",
+        metavar="FOLDER",
+        help="copy its config and tokenizer files too (default: those of a Hugging Face source)",
     )
     folder.add_argument(
         "--max-shard-bytes", type=int, metavar="N", help="of a file (default: 5 GiB)"
@@ -67,27 +84,47 @@ def _export(
     arguments: argparse.Namespace, read: str, options: dict[str, Any], start: Target
 ) -> StateDict:
     """Export the model of the source; local checkpoints are verified, then mapped."""
-    where = find(arguments.source, arguments.step) if read in ("mlstate", "huggingface") else None
+    source = open_folder(arguments.source, reads=True)
+    is_torch = read == "huggingface" and torch_weights_root(source) is not None
+    where = None
+    if read in ("mlstate", "huggingface") and not is_torch:
+        where = find(arguments.source, arguments.step)
     if where is None:
-        model = _read(arguments.source, read, arguments.step)[0]
-    elif where.files.folder.is_local:
+        model = _read(arguments, read).model
+    elif (chosen := _selection(arguments)) is not None:
+        model = chosen.apply(parts_of(load(where)), arguments.source).model
+    elif source.is_local:
         model = load(where, mmap=True, verify="first").model
     else:
         model = load(where).model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
-    files_from = options.pop("files_from", None)
+    is_folder = is_torch or (where is not None and kind_of(where.root) == "huggingface")
+    default = source.path if is_folder else None
+    files_from = options.pop("files_from", default)
     export(take_export(arguments.target, model, **options), files_from, start)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
-def _read(path: str, name: str, step: int | None) -> Any:
-    if step is None:
-        return read_any(path, format=name)
-    where = find(path, step) if name == "mlstate" else None
+def _read(arguments: argparse.Namespace, name: str) -> Parts:
+    """Return the chosen parts of the source."""
+    path, chosen = arguments.source, _selection(arguments)
+    if arguments.step is None:
+        return read_any(path, format=name, selection=chosen)
+    where = find(path, arguments.step) if name == "mlstate" else None
     if where is None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
-    return parts_of(load(where))
+    parts = parts_of(load(where))
+    return parts if chosen is None else chosen.apply(parts, path)
+
+
+def _selection(arguments: argparse.Namespace) -> Selection | None:
+    """Return the entries to convert; None for all."""
+    only, skip = (
+        [name for names in values for name in names.split(",")]
+        for values in (arguments.only, arguments.skip)
+    )
+    return Selection(only, skip) if only or skip else None
 
 
 def _load_folder(arguments: argparse.Namespace) -> Any:
@@ -126,20 +163,23 @@ def run_convert(arguments: argparse.Namespace) -> int:
     write = arguments.target_format or format_of(target)
     check_format(source, read)
     check_format(target, write)
-    is_whole = {read, write} == {"mlstate", "lightning"}
+    chosen = _selection(arguments)
+    is_whole = {read, write} == {"mlstate", "lightning"} and chosen is None
     # Lightning names folders .ckpt
     start = begin_write(target, write, arguments.force, any_suffix=is_whole)
     options = _export_options(arguments, write)
     parts: dict[str, Any] = {"model": None, "optimizer": None}
+    model: StateDict | None
+    optimizer, states = None, dict[str, Any]()
     if is_whole:
         origin = _load_folder(arguments) if read == "mlstate" else Path(arguments.source)
         parts["model"] = convert_lightning(origin, start)
     elif write == "huggingface":
         assert isinstance(start, Target)
-        model, optimizer = _export(arguments, read, options, start), None
+        model = _export(arguments, read, options, start)
     else:
-        model, optimizer, metadata = _read(arguments.source, read, arguments.step)
-        write_any(target, model, optimizer, metadata, format=write, target=start)
+        model, optimizer, metadata, states = _read(arguments, read)
+        write_any(target, model, optimizer, metadata, states, format=write, target=start)
     if not is_whole:
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
@@ -149,6 +189,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
             "target": _absolute(target),
             "target_format": write,
             **parts,
+            "states": sorted(states),
         }
         print(json.dumps(data, indent=2))
         return 0
@@ -157,5 +198,6 @@ def run_convert(arguments: argparse.Namespace) -> int:
         for name, part in parts.items()
         if part is not None
     ]
+    written += [f"states {', '.join(map(printable, sorted(states)))}"] if states else []
     print(f"{printable(arguments.target)} ({write}): {'; '.join(written)}")
     return 0

@@ -96,7 +96,7 @@ class _FileSide:
 
     def __init__(self, path: str) -> None:
         self.path = local_folder(path)
-        model, optimizer, _ = read_file(Path(self.path), mmap=True)
+        model, optimizer, *_ = read_file(Path(self.path), mmap=True)
         self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), {})
 
     def is_replaced(self) -> bool:

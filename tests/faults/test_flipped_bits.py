@@ -99,8 +99,9 @@ def test_each_flipped_bit_is_found(folder):
         name, offset, mask = flips.choose()
         flips.flip(name, offset, mask)
         if number < SAMPLE:
-            paths = {problem.path for problem in mlstate.verify(folder).problems}
-            assert paths == {name}, (name, offset, mask)
+            problems = mlstate.verify(folder).problems
+            changed = {problem.path for problem in problems if problem.kind == "changed"}
+            assert changed == {name}, (name, offset, mask)
         problems = list(record_problems(str(folder / name), name, records[name], None))
         assert problems, (name, offset, mask)
         assert problems[0].offset <= offset < problems[0].offset + problems[0].length

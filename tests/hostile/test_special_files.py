@@ -1,6 +1,7 @@
 """Every reader refuses FIFOs, sockets, devices and folders in place of a file, without waiting."""
 
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -69,6 +70,26 @@ def weights(folder, name):
     return folder / name
 
 
+def torch_weights(folder, name):
+    """A Hugging Face folder of two ``.bin`` files; return the path of one of its files."""
+    torch = pytest.importorskip("torch")
+    folder.mkdir()
+    files = {key: f"pytorch_model-0000{n}-of-00002.bin" for n, key in enumerate(STATE, 1)}
+    for key, file in files.items():
+        torch.save({key: torch.ones(1)}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder / name
+
+
+def entries(folder, name):
+    """A folder of torch_checkpointing; return the path of one of its files."""
+    torch = pytest.importorskip("torch")
+    folder.mkdir()
+    for entry in ("model", "ema"):
+        torch.save({"w": torch.ones(1)}, folder / f"{entry}_0.pt")
+    return folder / name
+
+
 def saved(folder, name):
     """A checkpoint; return the path of one of its files, the first with this start."""
     mlstate.save(folder, STATE)
@@ -115,6 +136,18 @@ READERS = {
     "lock": (lambda f: saved(f, "lock"), lambda f: mlstate.save(f, STATE)),
     "dcp metadata": (lambda f: dcp(f, ".metadata"), converted),
     "dcp data": (lambda f: dcp(f, "__0_0.distcp"), converted),
+    "dcp rest": (lambda f: dcp(f, "meta.pt"), converted),
+    "torch weights": (lambda f: torch_weights(f, "pytorch_model-00002-of-00002.bin"), converted),
+    "torch weights index": (lambda f: torch_weights(f, "pytorch_model.bin.index.json"), converted),
+    "torch entries": (lambda f: entries(f, "ema_0.pt"), converted),
+    "weights by path": (
+        lambda f: weights(f, "model-00001-of-00002.safetensors"),
+        lambda f: mlstate.load(f / "model-00001-of-00002.safetensors"),
+    ),
+    "index by path": (
+        lambda f: weights(f, "model.safetensors.index.json"),
+        lambda f: mlstate.load(f / "model.safetensors.index.json"),
+    ),
 }
 
 

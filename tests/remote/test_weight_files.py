@@ -233,7 +233,7 @@ def test_both_states_in_a_file_are_split_as_they_were_joined(url, store, options
     write_any(tmp_path / "both.safetensors", MODEL, moments, {"run": [1]})
     file_url = f"{url}/both.safetensors"
     store.put(file_url, (tmp_path / "both.safetensors").read_bytes())
-    model, optimizer, metadata = read_any(file_url, storage_options=options)
+    model, optimizer, metadata, _ = read_any(file_url, storage_options=options)
     assert same(model, MODEL)
     assert same(optimizer, moments)
     local = read_any(tmp_path / "both.safetensors")
@@ -249,6 +249,53 @@ def test_other_files_at_a_url_are_refused_with_the_remedy(url, options):
         read_any(f"{url}/model", storage_options=options)
     with pytest.raises(ValueError, match=r"mlstate\.load and mlstate convert read such a file"):
         mlstate.load_file(f"{url}/model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:.*headers are used", "ignore:.*total_size")
+def test_copies_of_a_tensor_in_two_objects_are_compared(folder, store, options, tmp_path):
+    listed = json.loads(store.get(f"{folder}/model.safetensors.index.json"))["weight_map"]
+    target, other = sorted(set(listed.values()))[:2]
+    name = next(name for name, file in listed.items() if file == other)
+    arrays = {key: MODEL[key] for key, file in listed.items() if file == target}
+    for value, is_equal in ((MODEL[name], True), (MODEL[name] + 1, False)):
+        mlstate.save_file({**arrays, name: value}, tmp_path / "file")
+        store.put(f"{folder}/{target}", (tmp_path / "file").read_bytes())
+        if is_equal:
+            assert same(mlstate.load(folder, storage_options=options).model, MODEL)
+            continue
+        with pytest.raises(FormatError, match="has other bytes than in"):
+            mlstate.load(folder, storage_options=options)
+
+
+def test_names_load_from_a_partial_upload(folder, store, options):
+    listed = json.loads(store.get(f"{folder}/model.safetensors.index.json"))["weight_map"]
+    store.direct().delete(key_of(f"{folder}/{listed['head']}"))
+    lost = [name for name, file in listed.items() if file == listed["head"]]
+    names = [name for name in MODEL if name not in lost]
+    loaded = mlstate.load(folder, names=names, storage_options=options)
+    assert same(loaded.model, {name: MODEL[name] for name in names})
+    with pytest.raises(StoreNotFoundError, match="'head'"):
+        mlstate.load(folder, names="head", storage_options=options)
+    assert [p.kind for p in mlstate.verify(folder, storage_options=options).problems] == ["missing"]
+
+
+def test_convert_keeps_config_and_tokenizer(folder, store, environment, tmp_path):
+    for name, text in {"config.json": '{"dtype": "float16"}', "t.json": "t", "x.bin": ""}.items():
+        store.put(f"{folder}/{name}", text.encode())
+    out = tmp_path / "out"
+    assert main(["convert", folder, str(out), "--to", "huggingface"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "t.json",
+    ]
+    assert json.loads((out / "config.json").read_text()) == {"dtype": "float64"}
+
+
+def test_numbered_objects_without_an_index_are_read(folder, store, options):
+    store.direct().delete(key_of(f"{folder}/model.safetensors.index.json"))
+    with pytest.warns(UserWarning, match="no index of its"):
+        assert same(mlstate.load(folder, storage_options=options).model, MODEL)
 
 
 # ---- packed dtypes ----

@@ -24,6 +24,7 @@
 #include "io/json_checksum.h"
 #include "safetensors/safetensors.h"
 
+#include <stdlib.h>
 #include <unistd.h>
 
 /* ---- construction ---- */
@@ -268,6 +269,12 @@ static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
 
 /* ---- queries ---- */
 
+static int compare_ids(const void *a, const void *b)
+{
+    return mls_tensor_id_compare(&((const mls_index_shard *)a)->id,
+                                 &((const mls_index_shard *)b)->id);
+}
+
 /* keys(section) -> [key, ...], in byte order */
 static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
 {
@@ -423,6 +430,25 @@ static PyObject *merged_index_files(mlspy_merged_index *self, PyObject *unused)
     return dict;
 }
 
+/* copies() -> [(key, file, file of the listed tensor), ...], of files of another program
+ */
+static PyObject *merged_index_copies(mlspy_merged_index *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    const mls_index *index = &self->indexes[0];
+    const size_t count = self->index_count > 0 ? index->copy_count : 0;
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        const mls_index_shard *copy = &index->shards[index->shard_count + i];
+        const mls_index_shard *listed =
+            bsearch(copy, index->shards, index->shard_count, sizeof *copy, compare_ids);
+        mlspy_append(&list, Py_BuildValue("(Nss)", mlspy_merged_index_key(&copy->id),
+                                          index->files[copy->file].path,
+                                          index->files[listed->file].path));
+    }
+    return list;
+}
+
 /* header(path) -> bytes or None
  *
  * Rebuilds the header of a file from the first index that lists the complete file. */
@@ -541,6 +567,7 @@ static PyMethodDef merged_index_methods[] = {
     MLSPY_METHOD(merged_index, tensors, METH_NOARGS, "/"),
     MLSPY_METHOD(merged_index, shards, METH_NOARGS, "/"),
     MLSPY_METHOD(merged_index, files, METH_NOARGS, "/"),
+    MLSPY_METHOD(merged_index, copies, METH_NOARGS, "/"),
     MLSPY_METHOD(merged_index, header, METH_O, "path, /"),
     MLSPY_METHOD(merged_index, heads, METH_NOARGS, "/"),
     MLSPY_METHOD(merged_index, verify, METH_FASTCALL, "folder, progress, /"),

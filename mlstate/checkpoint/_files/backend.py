@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..._common.atomic_file import Target
-    from .convert import Parts
+    from .parts import Parts, Selection
 
 
 class FileBackend(Protocol):
@@ -19,20 +19,33 @@ class FileBackend(Protocol):
         """Read a ``torch.save`` file without running code from it."""
 
     def write_pt(
-        self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
+        self,
+        target: Target,
+        model: Any,
+        optimizer: Any,
+        metadata: Mapping[str, Any],
+        states: Mapping[str, Any],
     ) -> None:
         """Atomically write a file that ``torch.load`` reads with ``weights_only``."""
 
     def read_tree(self, path: Path) -> Any:
         """Read any value from a ``torch.save`` file without running code from it."""
 
+    def parts_of(self, tree: Any, path: Path) -> Parts:
+        """Split a tree into model, optimizer, plain values, and named states."""
+
     def write_tree(self, tree: Any, file: IO[bytes]) -> None:
         """Write any value with ``torch.save``."""
 
-    def read_dcp(self, path: Path) -> Parts:
+    def read_dcp(self, path: Path, selection: Selection) -> Parts:
         """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks."""
 
     def write_dcp(
-        self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
+        self,
+        target: Target,
+        model: Any,
+        optimizer: Any,
+        metadata: Mapping[str, Any],
+        states: Mapping[str, Any],
     ) -> None:
         """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""

@@ -2,6 +2,9 @@
 
 The suffix of a path determines the format. For a directory, its content does.
 
+The format ``torch_checkpointing`` is a directory that one rank wrote with that package; it is only
+read.
+
 ==============  ==========================  ====================================================
 format          path                        holds
 ==============  ==========================  ====================================================
@@ -29,18 +32,18 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.atomic_file import Target, new_file
 from ..._common.backend import TensorBackend, torch_backend
+from ..._common.caller import find_caller
 from ..._common.file_checksums import require_unchanged
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
 from ...errors import (
-    CheckpointWarning,
     CompatibilityError,
     FormatError,
     MLStateError,
@@ -51,8 +54,8 @@ from ...state._kind import KEY, describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._folder.local import LocalFolder
-from .._folder.names import INDEX
 from .._folder.object import StoreURL
+from .._folder.weight_names import is_index
 from .._store.checkpoint_files import CheckpointFiles, FolderContent
 from .._store.open_path import is_url, open_folder, refuse_existing, refuse_file_name
 from .backend import FileBackend
@@ -64,16 +67,21 @@ from .lightning import (
     warn_of_other_entries,
     write_ckpt,
 )
+from .parts import Parts, Selection
+from .torch_weights import (
+    entry_files,
+    read_entries,
+    read_torch_weights,
+    torch_weights_root,
+)
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
     from ..._types import NDArray
+    from .._folder.protocol import Folder
     from .._load import LoadedState
     from .._save import SaveFolder
-
-    Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
-    from .._folder.protocol import Folder
 
     Place: TypeAlias = Path | StoreURL
 
@@ -140,15 +148,20 @@ def format_of(path: str | os.PathLike[str]) -> str:
     place = place_of(path, reads=True)
     if not isinstance(place, Path):
         if place.folder.file:
-            return "huggingface" if place.folder.file == INDEX else "safetensors"
+            return "huggingface" if is_index(place.folder.file) else "safetensors"
         return SUFFIXES.get(os.path.splitext(place)[1].lower(), "mlstate")
     if place.is_dir():
         if (place / ".metadata").exists():
             return "dcp"
         if (place / "manifest.json").exists():
             return "mlstate"
-        if _folder_of(place).find_weights() is not None:
+        folder = _folder_of(place)
+        if folder.find_weights() is not None or torch_weights_root(folder) is not None:
             return "huggingface"
+        if entry_files(folder):
+            return "torch_checkpointing"
+    elif is_index(place.name):
+        return "huggingface"
     suffix = place.suffix.lower()
     if suffix == SUFFIX and not place.is_dir():  # a folder of MLStateCheckpointIO has it too
         return "lightning"
@@ -199,13 +212,17 @@ def read_any(
     *,
     format: str | None = None,
     storage_options: Mapping[str, object] | None = None,
+    selection: Selection | None = None,
 ) -> Parts:
     """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
     Arrays of torch files may be views of the memory-mapped file. If a file numbers the parameters
     of an optimizer, as ``optimizer.state_dict()`` does, the names are the ``param_names`` of its
-    groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file.
+    groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and
+    states are all other entries. Only the entries of `selection` are returned, and of a distributed
+    checkpoint only these are read.
     """
+    chosen = selection or Selection()
     place = place_of(path, storage_options, reads=True)
     name = _find_format(format, place)
     with _store_errors(place):
@@ -213,7 +230,14 @@ def read_any(
             place.stat()  # a missing path raises FileNotFoundError for every format
             if name in ("npz", "torch", "dcp"):
                 require_unchanged(str(place))
-        return FORMATS[name].read(place)
+        if name == "dcp":
+            assert isinstance(place, Path)
+            parts = torch_backend("files of torch", FileBackend).read_dcp(place, chosen)
+        else:
+            # the reader for torch returns all entries of Lightning
+            is_part = selection is not None and name == "lightning"
+            parts = FORMATS["torch" if is_part else name].read(place)
+        return chosen.apply(parts, place)
 
 
 def begin_write(
@@ -242,6 +266,7 @@ def write_any(
     model: Mapping[str, object] | None = None,
     optimizer: Mapping[str, object] | None = None,
     metadata: Mapping[str, object] | None = None,
+    states: Mapping[str, object] | None = None,
     *,
     format: str | None = None,
     overwrite: bool = False,
@@ -254,10 +279,10 @@ def write_any(
     same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
     the `target` of `begin_write` instead. A target that changed since then is left unchanged.
     """
-    if model is None and optimizer is None:
-        raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
     place = place_of(path, storage_options)
     name = _find_format(format, place)
+    if model is None and optimizer is None and not (states and name in _WITH_STATES):
+        raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
     weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
     moments = optimizer
     if moments is not None and not isinstance(moments, OptimizerStateDict):
@@ -266,7 +291,29 @@ def write_any(
     if name != "mlstate":
         _refuse_parts(weights, moments)
     with _store_errors(place):
-        FORMATS[name].write(target, (weights, moments, _checked_metadata(metadata)))
+        values, named = dict(metadata or {}), dict(states or {})
+        if name not in _WITH_STATES:
+            values |= _take_json_states(named)
+        FORMATS[name].write(target, Parts(weights, moments, _checked_metadata(values), named))
+
+
+# Formats that can hold named states.
+_WITH_STATES = ("mlstate", "torch", "dcp")
+
+
+def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
+    """Remove the states that JSON can hold, and return them; warn of the others."""
+    json_states: dict[str, Any] = {}
+    for name, value in [*states.items()]:
+        with suppress(TypeError, ValueError):
+            check_json_values(value, name, finite=False)
+            json_states[name] = states.pop(name)
+    if states:
+        find_caller().warn(
+            f"named states are not converted: {', '.join(sorted(states))}; checkpoints of mlstate "
+            "and files of torch can hold them, and --skip leaves them out without this warning"
+        )
+    return json_states
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
@@ -357,7 +404,7 @@ def _write_safetensors(target: Target, parts: Parts) -> None:
     """Write a safetensors file; metadata values other than str are stored as JSON."""
     from .. import save_file
 
-    model, optimizer, metadata = parts
+    model, optimizer, metadata, _ = parts
     state, record = _join_states(model, optimizer)
     json_values = {key: value for key, value in metadata.items() if not isinstance(value, str)}
     if json_values:
@@ -400,7 +447,7 @@ def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> P
             metadata[key] = json.loads(metadata[key])
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise _description_error(path, repr(error)) from None
-    return *_split_state(path, state, record), metadata
+    return Parts(*_split_state(path, state, record), metadata, {})
 
 
 # ---- npz ----
@@ -435,7 +482,7 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
 def _write_npz(target: Target, parts: Parts) -> None:
     from .npz import write_npz
 
-    model, optimizer, metadata = parts
+    model, optimizer, metadata, _ = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
     write_npz(target, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
@@ -449,7 +496,7 @@ def _read_npz(path: Path) -> Parts:
     if not isinstance(metadata, dict):
         raise _description_error(path, "the metadata are not a JSON object")
     state = _restore_state(path, arrays, record.get("kind"))
-    return *_split_state(path, state, record), metadata
+    return Parts(*_split_state(path, state, record), metadata, {})
 
 
 # ---- mlstate checkpoints and torch files ----
@@ -465,34 +512,33 @@ def parts_of(loaded: LoadedState) -> Parts:
     """Return a loaded checkpoint in the form of `read_any`."""
     metadata = dict(loaded.metadata or {})
     optimizer = loaded.optimizer
-    if loaded.states:
-        import warnings
-
-        warnings.warn(
-            f"named states are not converted: {', '.join(sorted(loaded.states))}; only checkpoints "
-            "of mlstate.save hold them",
-            CheckpointWarning,
-            stacklevel=3,
-        )
     if optimizer is None and loaded.step is not None:
         metadata.setdefault("step", loaded.step)
     if not (optimizer is None or isinstance(optimizer, OptimizerStateDict)):
         optimizer = OptimizerStateDict(optimizer, step=loaded.step or 0)
-    return loaded.model, optimizer, metadata
+    return Parts(loaded.model, optimizer, metadata, dict(loaded.states))
 
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     from .._save import save
 
-    model, optimizer, metadata = parts
-    save(target.save_folder(), model, optimizer, metadata=metadata)
+    model, optimizer, metadata, states = parts
+    save(target.save_folder(), model, optimizer, metadata=metadata, states=states or None)
+
+
+def _read_huggingface(path: Place) -> Parts:
+    folder = _folder_of(path)
+    root = torch_weights_root(folder)
+    if root is None:
+        return _read_mlstate(path)
+    return Parts(read_torch_weights(folder, root), None, {}, {})
 
 
 def _write_huggingface(target: Target, parts: Parts) -> None:
     """Write the weights; such a folder has no place for metadata."""
     from .._huggingface.export import export, take_export
 
-    model, optimizer, _ = parts
+    model, optimizer, *_ = parts
     if optimizer is not None or model is None:
         raise CompatibilityError(
             f"{target.path}: a Hugging Face folder holds the weights of a model only: pass model=, "
@@ -510,11 +556,22 @@ def _write_torch(target: Target, parts: Parts) -> None:
 
 
 def _read_dcp(path: Path) -> Parts:
-    return torch_backend("files of torch", FileBackend).read_dcp(path)
+    return torch_backend("files of torch", FileBackend).read_dcp(path, Selection())
 
 
 def _write_dcp(target: Target, parts: Parts) -> None:
     torch_backend("files of torch", FileBackend).write_dcp(target, *parts)
+
+
+def _read_entries(path: Path) -> Parts:
+    return read_entries(_folder_of(path))
+
+
+def _write_entries(target: Target, _parts: Parts) -> None:
+    raise CompatibilityError(
+        f"{target.path}: folders of torch_checkpointing are only read; choose another format, such "
+        "as .pt"
+    )
 
 
 def _read_lightning(path: Path) -> Parts:
@@ -524,7 +581,8 @@ def _read_lightning(path: Path) -> Parts:
     checkpoint = read_ckpt(path)
     warn_of_other_entries(checkpoint)
     model = {key: value for key, value in checkpoint["state_dict"].items() if is_torch(value)}
-    return StateDict(torch_backend("files of Lightning", TensorBackend).arrays_of(model)), None, {}
+    arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
+    return Parts(StateDict(arrays), None, {}, {})
 
 
 def convert_lightning(
@@ -563,7 +621,8 @@ FORMATS = {
     "npz": Format(_read_npz, _write_npz, (".npz",)),
     "torch": Format(_read_torch, _write_torch, (".pt", ".pth", ".bin")),
     "dcp": Format(_read_dcp, _write_dcp, (".dcp",)),
-    "huggingface": Format(_read_mlstate, _write_huggingface, ()),
+    "huggingface": Format(_read_huggingface, _write_huggingface, ()),
+    "torch_checkpointing": Format(_read_entries, _write_entries, ()),
     "lightning": Format(_read_lightning, _write_lightning, ()),  # `format_of` knows its suffix
 }
 SUFFIXES = {

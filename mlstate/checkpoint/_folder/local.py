@@ -13,8 +13,10 @@ from ... import _core
 from ..._common.log import is_logged, log
 from ..._common.regular_file import check_regular, open_descriptor
 from ..._common.store_error import format_error, store_error
-from .names import MANIFEST, ROOTS, group_by_part
+from ...errors import StoreError
+from .names import MANIFEST, group_by_part
 from .protocol import FileInfo, NewFiles
+from .weight_names import INDEX, SINGLE, SUFFIX, TORCH_SUFFIX, weights_root
 from .writer_lock import WriterLock
 
 if TYPE_CHECKING:
@@ -83,10 +85,10 @@ class LocalFolder:
 
     is_local = True
     excludes_writers = True
-    file = ""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, file: str = "") -> None:
         self.path = path
+        self.file = file
 
     def require_local(self, action: str, remedy: str) -> None:
         """Do nothing: everything is possible."""
@@ -196,8 +198,21 @@ class LocalFolder:
         return infos
 
     def find_weights(self) -> str | None:
-        """Return the file that describes the weights of a Hugging Face folder, if there is one."""
-        return next((name for name in ROOTS if os.path.exists(self._join(name))), None)
+        """Return the root of the weights of a Hugging Face folder, if there is one."""
+        names: list[str] = []
+        with suppress(StoreError):  # reading the manifest reports the reason
+            names = self.names("")
+        return weights_root(names)
+
+    def _hint(self) -> str:
+        """Return the remedy for a folder whose weights have other names."""
+        names = self.names("")
+        files = sorted(name for name in names if name.endswith(SUFFIX))
+        if weights_root(names, TORCH_SUFFIX) is not None:
+            return f"; mlstate convert reads its {TORCH_SUFFIX} files"
+        if "model_index.json" in names:
+            return "; it is a pipeline of diffusers: pass one of its subfolders, such as unet"
+        return f"; to load one of its files, pass the path of {files[0]}" if files else ""
 
     def missing_reason(self) -> str:
         """Return why the folder has no manifest."""
@@ -207,7 +222,7 @@ class LocalFolder:
                 "mlstate convert others too"
             )
         if os.path.isdir(self.path):
-            return f"the folder has no manifest.json, and no {' or '.join(ROOTS)}"
+            return f"the folder has no manifest.json, and no {SINGLE} or {INDEX}{self._hint()}"
         return f"there is no such folder{hub_hint(self.path)}"
 
     def has_checkpoint(self) -> bool:

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 SECTIONS = ("params", "optim_state", "states")
 FOLDERS = (*SECTIONS, "index", "roots")
-# Of a folder of Hugging Face, which has no manifest; the first one that exists describes it.
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-ROOTS = (SINGLE, INDEX)
 MOST_SEQUENCE = (1 << 63) - 1  # of a save
 _ROOT = re.compile(r"(\d{8}|[1-9]\d{8,18})\.([0-9a-f]{16})\.json\Z", re.ASCII)
 _MARK = ".damaged"  # suffix of a mark, see checkpoint_files.py

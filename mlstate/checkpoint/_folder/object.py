@@ -17,8 +17,9 @@ from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._remote.resumption import INDEX_FOLDER, find_uploaded
-from .names import MANIFEST, ROOTS, SECTIONS, group_by_part, root_of
+from .names import MANIFEST, SECTIONS, group_by_part, root_of
 from .protocol import FileInfo, NewFiles, NoExclusion
+from .weight_names import weights_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -162,9 +163,8 @@ class ObjectFolder:
         return {name: info and _file_info(info) for name, info in infos.items()}
 
     def find_weights(self) -> str | None:
-        """Return the object that describes the weights of a Hugging Face folder."""
-        names = self.names("")
-        return next((name for name in ROOTS if name in names), None)
+        """Return the root of the weights of a Hugging Face folder, if there is one."""
+        return weights_root(self.names(""))
 
     def missing_reason(self) -> str:
         """Return "": the store's error tells whether the object or the bucket is missing."""

@@ -134,7 +134,7 @@ class Folder(Protocol):
         """Return size and time of files of another program; later reads require this content."""
 
     def find_weights(self) -> str | None:
-        """Return the file that describes the weights of a Hugging Face folder, if there is one."""
+        """Return the root of the weights of a Hugging Face folder; see weight_names.py."""
 
     def missing_reason(self) -> str:
         """Return why the folder has no manifest; "" if the error of `read` tells more."""

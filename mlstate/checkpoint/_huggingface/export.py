@@ -15,6 +15,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from functools import partial
+from io import BytesIO
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
@@ -32,20 +35,27 @@ from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
-from .._folder.names import INDEX
+from .._folder.weight_names import INDEX
 from .._options import SAVE_DEFAULTS
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES
+from .._store.open_path import is_url, open_folder
+from .config import config_of_dtype, weights_dtype
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from typing import TypeAlias
 
     from ...collectives import ProcessGroup
+    from .._folder.protocol import Folder
     from .._save import GatheredShards, SaveTarget
     from .export_plan import ExportPlan
 
+    _Opened: TypeAlias = dict[str, Callable[[], Any]]  # names of files, and how to open each
+
 MAX_SHARD_BYTES = 5 * 2**30
+_CONFIG = "config.json"
 # Files of weights, and their checksums, which are not copied from `files_from`.
 _WEIGHTS = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx",
@@ -161,19 +171,23 @@ def _refuse_existing(folder: str, start: Target | None) -> Target:
     raise store_error(FileExistsError(errno.EEXIST, text), "cannot export", folder)
 
 
-def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
-    """Return the paths of the files that are not weights, such as config.json."""
+def _is_copied(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(_WEIGHTS)
+
+
+def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
+    """Return functions that open the files that are not weights, such as config.json, by name."""
     if source is None:
-        return []
+        return {}
+    if is_url(source):
+        store = open_folder(source, reads=True)
+        names = sorted(filter(_is_copied, store.names("")))
+        return {name: partial(_open_object, store, name) for name in names}
     folder = local_path(source)
     try:
         with os.scandir(folder) as entries:
             paths = sorted(
-                entry.path
-                for entry in entries
-                if not entry.name.startswith(".")
-                and not entry.name.endswith(_WEIGHTS)
-                and not entry.is_dir()
+                entry.path for entry in entries if _is_copied(entry.name) and not entry.is_dir()
             )
     except OSError as error:
         raise store_error(error, "cannot list files_from=", folder) from None
@@ -182,7 +196,11 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
             check_regular(os.stat(path), path)
         except OSError as error:
             raise store_error(error, "cannot copy the file of files_from=", path) from None
-    return paths
+    return {os.path.basename(path): partial(open_regular, path) for path in paths}
+
+
+def _open_object(folder: Folder, name: str) -> BytesIO:
+    return BytesIO(folder.read(name))
 
 
 def _temporary_name(folder: str) -> str:
@@ -207,16 +225,18 @@ def _begin(folder: str, plan: ExportPlan) -> None:
         raise store_error(error, "cannot create the folder", folder) from None
 
 
-def _copy_file(source: str, folder: str) -> None:
-    """Copy a file durably."""
-    path = os.path.join(folder, os.path.basename(source))
-    with open_regular(source) as read, open(path, "xb") as write:
-        shutil.copyfileobj(read, write)
+def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPlan) -> None:
+    """Copy a file durably; ``config.json`` receives the dtype of the weights."""
+    with opened() as read, open(os.path.join(folder, name), "xb") as write:
+        if name == _CONFIG:
+            write.write(config_of_dtype(read.read(), weights_dtype(chain(*plan.tensors))))
+        else:
+            shutil.copyfileobj(read, write)
         write.flush()
         os.fsync(write.fileno())
 
 
-def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: list[str]) -> None:
+def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Opened) -> None:
     """Write the headers and the index, copy other files, and rename the folder."""
     import json
 
@@ -226,8 +246,8 @@ def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: list[
         text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
         _core.file_replace(os.path.join(folder, INDEX), text.encode(), 0o666)
     try:
-        for source in copied:
-            _copy_file(source, folder)
+        for name, opened in copied.items():
+            _copy_file(name, opened, folder, plan)
         _core.folder_sync(folder)
         end.put(folder)
     except StoreError:
@@ -317,7 +337,7 @@ def write_folder(
     if it raises, the export fails.
     """
     group, folder = target.group, os.path.realpath(target.path)
-    temporary, copied, end = "", list[str](), Target(folder, ())
+    temporary, copied, end = "", dict[str, Any](), Target(folder, ())
     error: BaseException | None = None
     is_first = target.rank == 0
     try:
@@ -430,8 +450,10 @@ def export_huggingface(
     rename : mapping of str to str, optional
         Prefixes of names to replace, as for `mlstate.state.rename`.
     files_from : str or os.PathLike, optional
-        Folder whose files are copied, such as ``config.json`` and the tokenizer's files. Hidden
-        files, subfolders and files of weights are not copied.
+        Folder, or its URL in an object store, whose files are copied, such as ``config.json`` and
+        the tokenizer's files. Hidden files, subfolders and files of weights are not copied. If
+        ``config.json`` has an entry ``dtype`` or ``torch_dtype``, the copy has the dtype of most
+        floats of the weights, unless it has a ``quantization_config``.
 
     Raises
     ------

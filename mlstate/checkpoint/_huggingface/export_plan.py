@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import _core
 from ..._common.dtypes import DTYPES, name_of
 from ..._sharding.layout import Shard
-from .._folder.names import SINGLE
+from .._folder.weight_names import SINGLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

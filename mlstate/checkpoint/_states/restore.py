@@ -205,6 +205,9 @@ class _Restorer:
             )
 
     def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
+        if library == "torch" and isinstance(node, dict) and node.get("form") == "torch":
+            # a tensor of torch.get_rng_state(), from a file of torch
+            node = {"$": "generator", "library": library, "state": node}
         if not (isinstance(node, dict) and node.get("$") == "generator"):
             raise _mismatch(where, "the state of a generator", "another value")
         saved = str(node.get("library"))

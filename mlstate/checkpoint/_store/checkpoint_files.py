@@ -13,7 +13,6 @@ from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._folder.names import (
     FOLDERS,
-    INDEX,
     MANIFEST,
     MOST_SEQUENCE,
     PATTERNS,
@@ -24,6 +23,7 @@ from .._folder.names import (
     orphaned_marks,
     root_of,
 )
+from .._folder.weight_names import is_index
 from .manifest import IndexRecord, Manifest, parse
 from .weight_checksums import require_index
 from .weight_files import is_weights_root, read_merged_index, read_weights
@@ -123,7 +123,7 @@ class CheckpointFiles:
     def current_root(self, root: str = MANIFEST) -> str:
         """Return the root for `root`, without reading it.
 
-        Of a URL that names one file, it is this file. Of a Hugging Face folder without a manifest,
+        Of a path that names one file, it is this file. Of a Hugging Face folder without a manifest,
         it is the file that describes the weights.
         """
         folder = self.folder
@@ -149,7 +149,7 @@ class CheckpointFiles:
         if is_weights_root(name):
             try:
                 # the index in a download cache is a link
-                data = self.folder.read(name, follow_links=True) if name == INDEX else None
+                data = self.folder.read(name, follow_links=True) if is_index(name) else None
                 if data is not None and self.checked:
                     require_index(self.folder, name, data)
                 return read_weights(self.folder, name, data)

@@ -14,6 +14,7 @@ from .._folder.names import MANIFEST
 from .._folder.object import ObjectFolder, StoreURL
 from .._remote.options import take_options
 from .checkpoint_files import CheckpointFiles
+from .weight_files import is_weights_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,7 +78,6 @@ def _redacted(text: str) -> str:
 
 # ---- folders ----
 
-_FILES = (".safetensors", "/model.safetensors.index.json")
 _ONLY_READ = (
     "this URL names one file, which load, plan_load, inspect, verify, diff, reshard and convert "
     "read; a checkpoint in a store needs a URL without that suffix"
@@ -92,7 +92,7 @@ def open_folder(
 ) -> Folder:
     """Return the folder of a checkpoint, by a local path or a URL; no file is opened.
 
-    With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; its
+    With `reads`, the path may name a safetensors file, or the index of a Hugging Face folder; its
     folder has the attribute `file` then.
     """
     if isinstance(path, StoreURL):
@@ -101,7 +101,7 @@ def open_folder(
         if storage_options is None and (reads or not folder.file):
             return folder
     if is_url(path):
-        is_file = path.rstrip("/").endswith(_FILES)
+        is_file = is_weights_root(path.rstrip("/").rpartition("/")[2])
         if is_file and not reads:
             _check_url(path)
             raise ValueError(f"{path}: {_ONLY_READ}")
@@ -120,6 +120,9 @@ def open_folder(
             f"{place}: storage_options are for URLs such as s3://bucket/run, and this is a "
             "local folder"
         )
+    folder_name, name = os.path.split(place)
+    if reads and is_weights_root(name) and os.path.exists(place) and not os.path.isdir(place):
+        return LocalFolder(folder_name, name)
     return LocalFolder(place)
 
 

@@ -1,21 +1,23 @@
 """The weights of a Hugging Face folder: its index, and the files that hold the tensors.
 
-Such a folder has one file ``model.safetensors``, or several files that are listed in
-``model.safetensors.index.json``. The headers of the files list the tensors. The core makes an
-index of them, so that everything that reads a checkpoint reads these folders too.
+Such a folder has one file such as ``model.safetensors``, or several files that an index such as
+``model.safetensors.index.json`` lists. The headers of the files list the tensors. The core makes an
+index of them, so that everything that reads a checkpoint reads these folders too. If the folder's
+index differs from the headers, a warning names the difference, and the headers count.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.caller import find_caller
 from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
-from ...errors import FormatError, StoreNotFoundError
-from .._folder.names import INDEX
+from ...errors import FormatError, StoreNotFoundError, TensorNotFoundError
+from .._folder.weight_names import SUFFIX, is_index, is_set, set_files, set_of
+from .name_globs import Names
 from .weight_checksums import records_of
 
 if TYPE_CHECKING:
@@ -25,31 +27,43 @@ if TYPE_CHECKING:
     from .manifest import Manifest
 
 WRITER = "a program that writes Hugging Face folders"
-_SUFFIX = ".safetensors"
 _MOST_NAME = 240  # bytes of a file name, MLS_PATH_BYTES
 _MOST_DEPTH = 16  # of nested arrays and objects in the index
-_NUMBERED = re.compile(r"(.+)-\d{5}(-of-\d{5}\.safetensors)\Z", re.ASCII)
 _SHOWN = 3  # names in an error
+_WHOLE = (None, 0, 0)  # the cutting of whole tensors
 
 
 class WeightFiles(NamedTuple):
     """The files of a Hugging Face folder, as its index lists them."""
 
+    root: str  # see weight_names.py
     files: tuple[str, ...]  # sorted names
-    tensors: dict[str, str] | None  # file of each tensor; None for a folder without index
-    total_bytes: int | None  # the index's total_size, if it has one
+    tensors: dict[str, str] | None = None  # file of each tensor; None for a folder without index
+    total_bytes: Any = None  # the index's total_size, of any type
+    missing: tuple[str, ...] = ()  # of `files`, those that do not exist
+
+    def missing_error(self, folder: Folder, text: str = "") -> StoreNotFoundError:
+        """Return the error for missing files; `text` names the needed tensors."""
+        first = os.path.join(folder.path, self.missing[0])
+        count = f"{len(self.missing)} of the {len(self.files)} files of {self.root} do not exist: "
+        remedy = "; download or copy the folder again, or load the tensors of the others by names="
+        return StoreNotFoundError(2, f"{text}{count}{listed(self.missing)}{remedy}", first)
 
 
 def is_weights_root(root: str) -> bool:
     """Return whether a root is a file of another program, not a manifest of mlstate."""
-    return root == INDEX or root.endswith(_SUFFIX)
+    return root.endswith(SUFFIX) or is_index(root)
 
 
 def _wrong(folder: Folder, root: str, text: str) -> FormatError:
     return format_error(f"{root}: {text}", os.path.join(folder.path, root))
 
 
-def _listed(names: list[str]) -> str:
+def _warn(folder: Folder, root: str, text: str) -> None:
+    find_caller().warn(f"{os.path.join(folder.path, root)}: {text}")
+
+
+def listed(names: tuple[str, ...] | list[str]) -> str:
     """Return the first names as text, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + more
@@ -58,72 +72,64 @@ def _listed(names: list[str]) -> str:
 # ---- the index ----
 
 
-def _check_file_name(folder: Folder, tensor: str, name: Any) -> None:
+def _check_file_name(folder: Folder, root: str, tensor: str, name: Any, suffix: str) -> None:
     """Raise unless a value of the index is the name of a file in the folder itself."""
     if not isinstance(name, str):
         text = f"the file of {tensor!r} is {name!r}, not a file name"
-    elif "/" in name or "\\" in name or "\0" in name or not name.endswith(_SUFFIX):
-        text = f"the file of {tensor!r} is {name!r}: not the name of a {_SUFFIX} file in the folder"
+    elif "/" in name or "\\" in name or "\0" in name or not name.endswith(suffix):
+        text = f"the file of {tensor!r} is {name!r}: not the name of a {suffix} file in the folder"
     elif len(name.encode("utf-8", "surrogatepass")) > _MOST_NAME:
         text = f"the file of {tensor!r} has a name of more than {_MOST_NAME} bytes"
     else:
         return
-    error = _wrong(folder, INDEX, text)
+    error = _wrong(folder, root, text)
     error.name = tensor
     raise error
 
 
-def _parse(folder: Folder, data: bytes) -> WeightFiles:
+def parse_index(folder: Folder, root: str, data: bytes, suffix: str = SUFFIX) -> WeightFiles:
+    """Return the files and tensors that an index lists; raise FormatError if it is malformed."""
     import json
 
     try:
-        _core.json_check(data, _MOST_DEPTH, INDEX)
+        _core.json_check(data, _MOST_DEPTH, root)
         document = json.loads(data)
     except (FormatError, ValueError) as error:
-        raise _wrong(folder, INDEX, f"not valid JSON: {error}") from None
+        raise _wrong(folder, root, f"not valid JSON: {error}") from None
     tensors = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(tensors, dict) or not tensors:
-        raise _wrong(folder, INDEX, 'it has no "weight_map" that names the file of each tensor')
+        raise _wrong(folder, root, 'it has no "weight_map" that names the file of each tensor')
     named: dict[Any, str] = {}
     for tensor, name in tensors.items():
         if not isinstance(name, str) or name not in named:
-            _check_file_name(folder, tensor, name)
+            _check_file_name(folder, root, tensor, name, suffix)
             named[name] = tensor
     metadata = document.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(total, float) and total.is_integer():
-        total = int(total)
-    if total is not None and (isinstance(total, bool) or not isinstance(total, int)):
-        raise _wrong(folder, INDEX, f"total_size is {total!r}, not a number of bytes")
-    return WeightFiles(tuple(sorted(named)), tensors, total)
+    return WeightFiles(root, tuple(sorted(named)), tensors, total)
 
 
-def _check_files(
-    folder: Folder, weights: WeightFiles, infos: Mapping[str, FileInfo | None]
-) -> None:
-    """Raise if files are missing, or the index leaves out files of the set that it names."""
-    missing = [name for name in weights.files if infos[name] is None]
-    if missing and weights.tensors is None:
-        reason = FileNotFoundError(2, "no such file")
-        raise store_error(reason, "cannot read the file", os.path.join(folder.path, missing[0]))
-    if missing:
-        raise StoreNotFoundError(
-            2,
-            f"{INDEX} names {len(weights.files)} files, and {len(missing)} of them do not exist: "
-            f"{_listed(missing)}; download or copy the folder again",
-            os.path.join(folder.path, missing[0]),
-        )
-    sets = {match.groups() for name in weights.files if (match := _NUMBERED.match(name))}
-    unnamed = [
-        name
-        for name in unlisted_files(folder, weights)
-        if (match := _NUMBERED.match(name)) and match.groups() in sets
-    ]
-    if unnamed:
+def list_set(folder: Folder, root: str) -> WeightFiles:
+    """Return the numbered files of a folder without an index, with a warning."""
+    try:
+        files, missing = set_files(folder.names(""), root)
+    except FormatError as error:
+        raise _wrong(folder, root, str(error)) from None
+    if len(files) + len(missing) > 1:
+        count = len(files) + len(missing)
+        _warn(folder, root, f"the folder has no index of its {count} files: all are read")
+    return WeightFiles(root, tuple(sorted(files + missing)), missing=tuple(missing))
+
+
+def _check_unlisted(folder: Folder, weights: WeightFiles) -> None:
+    """Raise if the index leaves out files of the set that it names."""
+    sets = {set_of(name) for name in weights.files} - {None}
+    unlisted = [name for name in unlisted_files(folder, weights) if set_of(name) in sets]
+    if unlisted:
         raise _wrong(
             folder,
-            INDEX,
-            f"it leaves out {_listed(unnamed)}, which belongs to the files that it names; replace "
+            weights.root,
+            f"it leaves out {listed(unlisted)}, which belongs to the files that it names; replace "
             "the index, or move the file away if it is a remnant",
         )
 
@@ -136,7 +142,7 @@ def unlisted_files(folder: Folder, weights: WeightFiles) -> list[str]:
     if weights.tensors is None and not folder.is_local:
         return []
     names = folder.names("")
-    return sorted(name for name in names if name.endswith(_SUFFIX) and name not in weights.files)
+    return sorted(name for name in names if name.endswith(SUFFIX) and name not in weights.files)
 
 
 # ---- as a checkpoint ----
@@ -169,14 +175,24 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
 
     from .manifest import IndexRecord, Manifest
 
-    weights = WeightFiles((root,), None, None) if data is None else _parse(folder, data)
-    names = sorted({root, *weights.files})
+    if data is not None:
+        weights = parse_index(folder, root, data)
+    elif is_set(root):
+        weights = list_set(folder, root)
+    else:
+        weights = WeightFiles(root, (root,))
+    names = sorted({*weights.files, *([] if is_set(root) else [root])})
     noted = folder.note_files(names)
-    _check_files(folder, weights, noted)
-    generation, changed = _generation(
-        {name: info for name in names if (info := noted[name]) is not None}
-    )
+    weights = weights._replace(missing=tuple(name for name in weights.files if noted[name] is None))
+    if weights.missing == (root,):
+        reason = FileNotFoundError(2, "no such file")
+        raise store_error(reason, "cannot read the file", os.path.join(folder.path, root))
+    if weights.tensors is not None:
+        _check_unlisted(folder, weights)
+    infos = {name: info for name in names if (info := noted[name]) is not None}
+    generation, changed = _generation(infos)
     created = datetime.datetime.fromtimestamp(changed, datetime.UTC)
+    present = [name for name in weights.files if name not in weights.missing]
     return Manifest(
         generation=generation,
         sequence=1,
@@ -186,66 +202,139 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
         world_size=1,
         model={"kind": "state"},
         optimizer=None,
-        metadata=_read_texts(folder, weights.files[0]),
+        metadata=_read_texts(folder, present[0]) if present else {},
         indexes=(IndexRecord(root, 0 if data is None else len(data), "00000000", 0, 0),),
         weights=weights,
     )
+
+
+def without_missing(folder: Folder, manifest: Manifest, names: list[str] | None) -> Manifest:
+    """Return the manifest without missing files; raise if the load of these names needs them.
+
+    A partial download is read in this way. Its index tells which tensors are in missing files.
+    """
+    weights = manifest.weights
+    if weights is None or not weights.missing or names is None:
+        return manifest
+    tensors = weights.tensors or {}
+    lost = [tensor for tensor, file in tensors.items() if file in weights.missing]
+    chosen, _ = Names(names, list(tensors)).select(lost, 0)
+    if chosen:
+        needed = f"{listed(chosen)} {'is' if len(chosen) == 1 else 'are'} in missing files: "
+        raise weights.missing_error(folder, needed)
+    present = tuple(name for name in weights.files if name not in weights.missing)
+    tensors = {tensor: file for tensor, file in tensors.items() if file not in weights.missing}
+    kept = weights._replace(
+        files=present, missing=(), total_bytes=None, tensors=tensors if weights.tensors else None
+    )
+    return manifest._replace(weights=kept)
 
 
 def read_merged_index(folder: Folder, manifest: Manifest, checked: bool) -> _core.MergedIndex:
     """Read the headers of all files, and return them as a merged index.
 
     If they are `checked`, the headers are compared with the checksums of `checksum`, and the index
-    has those of the tensors.
+    includes the checksums of the tensors.
     """
     weights = manifest.weights
     assert weights is not None
+    if weights.missing:
+        raise weights.missing_error(folder)
     records = records_of(folder, weights.files) if checked else ()
     with folder.header_files(weights.files) as local:
         merged = _core.MergedIndex.of_files(local, weights.files, records)
+    _compare_copies(folder, merged)
     if weights.tensors is not None:
         files_by_name = {shard[1]: shard[5] for shard in merged.shards()}
         if files_by_name != weights.tensors:
-            raise _disagreement(folder, weights.tensors, files_by_name)
+            copies = {(key, file) for key, file, _ in merged.copies()}
+            warn_of_differences(folder, weights, files_by_name, copies)
     return merged
 
 
-def _disagreement(
-    folder: Folder, listed: dict[str, str], files_by_name: dict[str, str]
-) -> FormatError:
-    """Return the error for an index that differs from the headers of the files."""
-    wrong = [name for name in listed if files_by_name.get(name) != listed[name]]
+def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
+    """Raise FormatError if several files hold a tensor with different bytes.
+
+    Memory: two tensors at a time, or mapped files.
+    """
+    indexes: dict[str, _core.MergedIndex] = {}
+    for key, file, first_file in merged.copies():
+        if file not in indexes:
+            with folder.header_files((file,)) as local:
+                indexes[file] = _core.MergedIndex.of_files(local, (file,))
+        arrays = (
+            folder.load(index, 0, [key], _WHOLE, False, folder.is_local, None)[key]
+            for index in (merged, indexes[file])
+        )
+        if bytes_of(next(arrays)) != bytes_of(next(arrays)):
+            raise _copy_error(folder, key, file, first_file)
+
+
+def bytes_of(array: Any) -> memoryview:
+    """Return a view of a contiguous array's bytes."""
+    return memoryview(array.reshape(-1).view("u1"))
+
+
+def _copy_error(folder: Folder, key: str, file: str, first_file: str) -> FormatError:
+    text = f"{key!r} has other bytes than in {first_file}: parts of a tensor are not joined; move "
+    error = _wrong(folder, file, text + "one of the files away")
+    error.name = key
+    return error
+
+
+def warn_of_differences(
+    folder: Folder,
+    weights: WeightFiles,
+    files_by_name: dict[str, str],
+    copies: set[tuple[str, str]],
+) -> None:
+    """Warn that the index differs from the headers of the files."""
+    tensors = weights.tensors or {}
+    wrong = [
+        name
+        for name, file in tensors.items()
+        if files_by_name.get(name) != file and (name, file) not in copies
+    ]
+    unlisted = [name for name in files_by_name if name not in tensors]
+    texts = []
     if wrong:
-        name, others = wrong[0], len(wrong) - 1
+        name = wrong[0]
         location = (
             f": it is in {files_by_name[name]!r}"
             if name in files_by_name
             else names_hint(name, files_by_name)
         )
-        text = f"{name!r} is not in {listed[name]!r}, the file that the index names{location}"
-    else:
-        unnamed = [name for name in files_by_name if name not in listed]
-        name, others = unnamed[0], len(unnamed) - 1
-        text = f"it does not list {name!r}, which {files_by_name[name]!r} holds"
+        texts.append(f"{name!r} is not in {tensors[name]!r}, the file that it names{location}")
+    if unlisted:
+        texts.append(
+            f"it does not list {unlisted[0]!r}, which {files_by_name[unlisted[0]]!r} holds"
+        )
+    others = len(wrong) + len(unlisted) - len(texts)
     if others:
-        text += f"; {others} other tensor{'' if others == 1 else 's'} differ too"
-    error = _wrong(folder, INDEX, text)
-    error.name = name
+        texts.append(f"{others} other tensor{'' if others == 1 else 's'} differ too")
+    if texts:
+        _warn(folder, weights.root, f"{'; '.join(texts)}; the files' headers are used")
+
+
+def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Exception | None:
+    """Return the error for a name that selects only tensors that no file holds; else None."""
+    tensors = {} if weights is None else weights.tensors or {}
+    chosen, _ = Names([name], list(tensors)).select(list(tensors), 0)
+    if weights is None or not chosen:
+        return None
+    error = TensorNotFoundError(
+        f"Tensor {chosen[0]!r} is not in {tensors[chosen[0]]!r}, the file that {weights.root} names"
+    )
+    error.name, error.path = chosen[0], folder
     return error
 
 
-def check_total(folder: Folder, manifest: Manifest, merged: _core.MergedIndex) -> None:
-    """Raise FormatError if the index has another total size than the tensors."""
+def warn_of_total(folder: Folder, manifest: Manifest, merged: _core.MergedIndex) -> None:
+    """Warn if the index has another total size than the tensors."""
     weights = manifest.weights
     if weights is None or weights.total_bytes is None:
         return
     total = merged.heads()[0][4]
-    if weights.total_bytes != total:
-        error = _wrong(
-            folder,
-            INDEX,
-            f"total_size is {weights.total_bytes:,}, but the tensors have {total:,} bytes: correct "
-            "it, or load with verify=False if the tensors are the right ones",
-        )
-        error.expected, error.got = str(weights.total_bytes), str(total)
-        raise error
+    if isinstance(weights.total_bytes, bool) or weights.total_bytes != total:
+        text = f"total_size is {weights.total_bytes!r:.40}, but the tensors have {total:,} bytes"
+        _warn(folder, weights.root, text)

@@ -129,7 +129,7 @@ def test_files_of_other_writers_hold_a_model(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"model.w": np.ones(2)}, path, {"format": "pt"})
     parts = read_any(path)
-    assert (list(parts[0]), parts[1:]) == (["model.w"], (None, {"format": "pt"}))
+    assert (list(parts[0]), parts[1:]) == (["model.w"], (None, {"format": "pt"}, {}))
 
 
 # ---- safetensors ----

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from weight_folder import write_folder, write_weight_file
+from weight_folder import write_folder, write_index, write_weight_file
 
 import mlstate
 from mlstate.cli import main
@@ -69,3 +69,15 @@ def test_a_missing_path_names_the_download_command(tmp_path, monkeypatch, capsys
         more = ["out"] if command in (["convert"], ["diff"]) else []
         assert main([*command, "org/name", *more]) == 2
         assert "hf download org/name --local-dir name" in capsys.readouterr().err
+
+
+def test_a_stale_index_is_one_warning_line_each(tmp_path, capsys):
+    folder = write_folder(tmp_path / "m", arrays_of(), 2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["ghost"] = index["weight_map"]["a"]
+    write_index(folder, index["weight_map"], 0)
+    for words in (["verify"], ["inspect"], ["diff", str(folder)]):
+        assert main([words[0], str(folder), *words[1:]]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert len([line for line in lines if "'ghost' is not in 'model-0000" in line]) == 1
+        assert len(lines) == len(set(lines))

@@ -4,16 +4,20 @@ import json
 import pathlib
 import pickle
 import shutil
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from checkpoint_model import flip_shard, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from weight_folder import write_folder, write_index, write_weight_file
 
 import mlstate
 from mlstate.checkpoint import Layout, plan_load, reshard
 from mlstate.checkpoint import inspect as inspect_checkpoint
 from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.checkpoint._folder.weight_names import is_set, set_files, weights_root
 
 INDEX = "model.safetensors.index.json"
 COUNTS = pathlib.Path("/proc/self/io")
@@ -116,7 +120,7 @@ def test_reshard_and_convert_read_it(folder, tmp_path):
     resharded = reshard(folder, tmp_path / "two", layout="rows", world_size=2)
     assert resharded.world_size == 2
     assert same(resharded.load().model, arrays_of())
-    model, optimizer, metadata = read_any(folder)
+    model, optimizer, metadata, _ = read_any(folder)
     assert same(model, arrays_of())
     assert (optimizer, metadata) == (None, {"format": "pt"})
     write_any(tmp_path / "a.npz", model, None, metadata)
@@ -231,7 +235,6 @@ def test_a_name_that_leaves_the_folder_is_refused(tmp_path, name):
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 1000, "\xff",
     '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}',
-    '{"weight_map": {"a": "x.safetensors"}, "metadata": {"total_size": "1"}}',
 ])  # fmt: skip
 def test_a_malformed_index_is_refused(tmp_path, text):
     folder, _ = three_files(tmp_path)
@@ -243,11 +246,32 @@ def test_a_malformed_index_is_refused(tmp_path, text):
 def test_a_missing_file_is_named(tmp_path):
     folder, _ = three_files(tmp_path)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    for call in (mlstate.load, inspect_checkpoint):
+    for call in (mlstate.load, lambda path: inspect_checkpoint(path).tensors(), plan_load):
         with pytest.raises(FileNotFoundError, match="model-00002-of-00003"):
             call(folder)
     [problem] = mlstate.verify(folder).problems
-    assert problem.kind == "missing"
+    assert (problem.kind, problem.path) == ("missing", "model-00002-of-00003.safetensors")
+
+
+def test_names_load_from_a_partial_download(tmp_path):
+    folder, index = three_files(tmp_path)
+    missing = "model-00002-of-00003.safetensors"
+    (folder / missing).unlink()
+    lost = {name for name, file in index["weight_map"].items() if file == missing}
+    kept = {name: array for name, array in arrays_of().items() if name not in lost}
+    assert lost
+    assert same(mlstate.load(folder, names=list(kept)).model, kept)
+    assert plan_load(folder, names=list(kept), verify=False).nbytes > 0
+    for names in (
+        sorted(lost)[0],
+        [*kept, sorted(lost)[0]],
+        "*",
+        sorted(lost)[0].partition(".")[0],
+    ):
+        with pytest.raises(FileNotFoundError, match="in missing files: 1 of the 3 files"):
+            mlstate.load(folder, names=names)
+    with pytest.raises(mlstate.errors.TensorNotFoundError, match="'x' not found"):
+        mlstate.load(folder, names="x")
 
 
 def test_file_missing_in_the_index_is_named(tmp_path):
@@ -276,36 +300,184 @@ def test_other_safetensors_files_are_reported_by_verify_only(tmp_path):
         ("odd", None, "does not list 'odd'"),
     ],
 )
-def test_misplaced_tensor_is_named(tmp_path, tensor, file, text):
+def test_headers_win_over_a_misplaced_tensor_with_a_warning(tmp_path, tensor, file, text):
     folder, index = three_files(tmp_path)
     index["weight_map"][tensor] = file
     if file is None:
         del index["weight_map"][tensor]
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(mlstate.errors.FormatError, match=text) as caught:
-        mlstate.load(folder)
-    assert caught.value.name == tensor
-    assert not mlstate.verify(folder)
+    with pytest.warns(UserWarning, match=text) as caught:
+        loaded = mlstate.load(folder)
+    assert same(loaded.model, arrays_of())
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(UserWarning, match=text):
+        assert mlstate.verify(folder)
 
 
-def test_a_tensor_in_two_files_is_named(tmp_path):
-    folder, _ = three_files(tmp_path)
-    shutil.copy(
-        folder / "model-00001-of-00003.safetensors", folder / "model-00002-of-00003.safetensors"
-    )
-    with pytest.raises(mlstate.errors.FormatError, match="is in model-0000"):
-        mlstate.load(folder)
-
-
-def test_a_wrong_total_is_an_error_unless_unverified(tmp_path):
+@pytest.mark.filterwarnings("ignore:.*'ghost.a' is not in")
+@pytest.mark.parametrize("name", ["ghost.a", "ghost", "gh*"])
+def test_a_tensor_without_a_file_is_an_error_if_named(tmp_path, name):
     folder, index = three_files(tmp_path)
-    write_index(folder, index["weight_map"], 12)
-    for call in (mlstate.load, lambda path: reshard(path, tmp_path / "b", layout="whole",
-                                                    world_size=1)):  # fmt: skip
-        with pytest.raises(mlstate.errors.FormatError, match="total_size is 12, but the tensors"):
-            call(folder)
-    assert [p.kind for p in mlstate.verify(folder).problems] == ["index"]
+    index["weight_map"]["ghost.a"] = "model-00001-of-00003.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    for call in (mlstate.load, plan_load):
+        with pytest.raises(
+            mlstate.errors.TensorNotFoundError, match=r"'ghost\.a' is not in 'model"
+        ):
+            call(folder, names=name)
+    target = {name: np.zeros_like(array) for name, array in arrays_of().items()}
+    with pytest.raises(mlstate.errors.CompatibilityError, match=r"ghost\.a"):
+        mlstate.load(folder, into={"model": {**target, "ghost.a": np.zeros(1)}})
+
+
+@pytest.mark.filterwarnings("ignore:.*headers are used")
+def test_a_tensor_in_two_files_must_have_equal_bytes(tmp_path):
+    folder, index = three_files(tmp_path)
+    first, _, third = sorted(path.name for path in folder.glob("*.safetensors"))
+    copies = {
+        name: arrays_of()[name] for name, file in index["weight_map"].items() if file == first
+    }
+    own = {name: arrays_of()[name] for name, file in index["weight_map"].items() if file == third}
+    write_weight_file(folder / third, own | copies)
+    assert same(mlstate.load(folder).model, arrays_of())
+    assert mlstate.verify(folder)
+    name = "layers.0.weight"
+    assert name in copies
+    for changed in (copies[name] + 1, copies[name].astype(np.float16), copies[name][:2]):
+        write_weight_file(folder / third, own | {name: changed})
+        with pytest.raises(mlstate.errors.FormatError, match=first) as caught:
+            mlstate.load(folder)
+        assert caught.value.name == name
+        assert caught.value.path == str(folder / third)
+
+
+@pytest.mark.parametrize("total", [0, 12, "318", "x", [], True, -1, 10**400])
+def test_a_wrong_total_is_a_warning(tmp_path, total):
+    folder, index = three_files(tmp_path)
+    write_index(folder, index["weight_map"], total)
+    with pytest.warns(UserWarning, match="total_size is .*, but the tensors have 318 bytes"):
+        assert same(mlstate.load(folder).model, arrays_of())
+    with pytest.warns(UserWarning, match="total_size"):
+        assert mlstate.verify(folder)
     assert same(mlstate.load(folder, verify=False).model, arrays_of())
+
+
+@pytest.mark.filterwarnings("ignore:.*total_size", "ignore:.*no index", "ignore:.*headers are used")
+@pytest.mark.parametrize("change", ["total", "ghost", "no index"])
+def test_checksums_are_compared_despite_warnings(tmp_path, change):
+    folder, index = three_files(tmp_path)
+    for path in folder.glob("*.safetensors"):
+        mlstate.save_file(mlstate.load_file(path), path, {"format": "pt"})
+    index["weight_map"] |= (
+        {"ghost": "model-00001-of-00003.safetensors"} if change == "ghost" else {}
+    )
+    write_index(folder, index["weight_map"], 0)
+    if change == "no index":
+        (folder / INDEX).unlink()
+    assert same(mlstate.load(folder).model, arrays_of())
+    shard = next(s for s in inspect_checkpoint(folder).shards() if s.key == "layers.1.weight")
+    flip_shard(folder, shard, 5)
+    with pytest.raises(mlstate.errors.ChecksumError, match=r"layers\.1\.weight"):
+        mlstate.load(folder)
+    assert [problem.kind for problem in mlstate.verify(folder).problems] == ["altered"]
+
+
+# ---- names of files ----
+
+
+@pytest.mark.parametrize(
+    "stem",
+    [
+        "model",
+        "adapter_model",
+        "diffusion_pytorch_model",
+        "pytorch_lora_weights",
+        "consolidated",
+        "model.fp16",
+    ],
+)
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_folders_of_other_programs_are_found(tmp_path, stem, files, has_index):
+    folder = write_folder(tmp_path / "m", arrays_of(), files)
+    for path in folder.glob("model*"):
+        path.rename(folder / path.name.replace("model", stem, 1))
+    name, _, variant = stem.partition(".")
+    index = folder / f"{stem}.safetensors.index.json"
+    if files > 1:
+        index = index.rename(folder / f"{name}.safetensors.index{variant and '.'}{variant}.json")
+        index.write_text(index.read_text().replace("model-", f"{stem}-"))
+        if not has_index:
+            index.unlink()
+    if files > 1 and not has_index:
+        with pytest.warns(UserWarning, match="no index of its 3 files"):
+            loaded = mlstate.load(folder)
+        with pytest.warns(UserWarning, match="no index"):
+            assert mlstate.verify(folder)
+    else:
+        loaded = mlstate.load(folder)
+        assert mlstate.verify(folder)
+        assert repr(inspect_checkpoint(folder)).startswith("Hugging Face folder: 7 tensors")
+        path = index if files > 1 else folder / f"{stem}.safetensors"
+        assert same(mlstate.load(path).model, arrays_of())
+    assert same(loaded.model, arrays_of())
+
+
+@pytest.mark.filterwarnings("ignore:.*no index of its")
+def test_numbered_files_without_an_index_must_be_complete(tmp_path):
+    folder, _ = three_files(tmp_path)
+    (folder / INDEX).unlink()
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00003"):
+        mlstate.load(folder)
+    assert set(mlstate.load(folder, names="layers.0.weight").model) == {"layers.0.weight"}
+    shutil.copy(
+        folder / "model-00001-of-00003.safetensors", folder / "model-00004-of-00003.safetensors"
+    )
+    with pytest.raises(mlstate.errors.FormatError, match="numbered 1 to 4"):
+        mlstate.load(folder)
+
+
+@pytest.mark.parametrize("names", [
+    ["model.fp16", "model.bf16"], ["model-00001-of-00001", "model-00001-of-00002"],
+    ["model.fp16", "model.bf16-00001-of-00001"],
+])  # fmt: skip
+def test_several_models_in_a_folder_are_refused(tmp_path, names):
+    for name in names:
+        write_weight_file(tmp_path / f"{name}.safetensors", arrays_of())
+    for call in (mlstate.load, mlstate.verify, inspect_checkpoint, read_any):
+        with pytest.raises(mlstate.errors.FormatError, match="folder holds several"):
+            call(tmp_path)
+    assert same(mlstate.load(tmp_path / f"{names[0]}.safetensors").model, arrays_of())
+
+
+PARTS = st.sampled_from([
+    "model", "consolidated", ".", "-", "0", "00001", "-00002-of-00003", "fp16", "*", "٣",
+    ".safetensors", ".bin", ".index", ".json", "9" * 40, "\udc80", "a/",
+])  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(PARTS, max_size=5).map("".join), max_size=6))
+def test_any_names_give_a_root_or_a_format_error(names):
+    for suffix in (".safetensors", ".bin"):
+        with suppress(mlstate.FormatError):
+            root = weights_root(names, suffix)
+            if root is not None and is_set(root):
+                files, missing = set_files(names, root)
+                assert set(files) <= set(names)
+                assert len(missing) <= 100_000
+            else:
+                assert root is None or root in names
+
+
+def test_a_folder_without_a_known_name_lists_the_remedy(tmp_path):
+    write_weight_file(tmp_path / "other.safetensors", arrays_of())
+    with pytest.raises(FileNotFoundError, match=r"pass the path of other\.safetensors"):
+        mlstate.load(tmp_path)
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="pipeline of diffusers"):
+        mlstate.load(tmp_path)
 
 
 def test_a_missing_folder_names_the_download_command(tmp_path, monkeypatch):

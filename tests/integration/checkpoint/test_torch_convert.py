@@ -174,7 +174,7 @@ def test_bare_state_dicts_are_models(tmp_path, legacy):
     module, _ = make(OPTIMIZERS["SGD"])
     path = tmp_path / "pytorch_model.bin"
     torch.save(module.state_dict(), path, _use_new_zipfile_serialization=not legacy)
-    model, optimizer, metadata = read_any(path)
+    model, optimizer, metadata, _ = read_any(path)
     assert (type(model), optimizer, metadata) == (StateDict, None, {})
     assert model == StateDict.from_torch(module.state_dict())
     write_any(tmp_path / "b.pt", model)
@@ -195,19 +195,20 @@ def test_parts_are_known_by_the_names_that_programs_use(tmp_path, key, other):
     train(module, optimizer, 0, 1)
     rest = {"epoch": 3, "loss": torch.tensor(0.5), "schedule": {"last": [1, 2.5], "on": True}}
     torch.save({key: module.state_dict(), other: optimizer.state_dict(), **rest}, tmp_path / "a.pt")
-    model, moments, metadata = read_any(tmp_path / "a.pt")
+    model, moments, metadata, states = read_any(tmp_path / "a.pt")
     assert model == StateDict.from_torch(module.state_dict())
     assert moments == OptimizerStateDict.from_torch(optimizer)
     assert moments.param_groups == OptimizerStateDict.from_torch(optimizer).param_groups
     assert (moments.step, moments.learning_rate) == (1, 0.01)
-    assert metadata == {"epoch": 3, "loss": 0.5, "schedule": {"last": [1, 2.5], "on": True}}
+    assert metadata == {"epoch": 3, "loss": 0.5}
+    assert states == {"schedule": rest["schedule"]}
 
 
 def test_an_optimizer_alone(tmp_path):
     module, optimizer = make(OPTIMIZERS["Adam"])
     train(module, optimizer, 0, 1)
     torch.save(optimizer.state_dict(), tmp_path / "a.pt")
-    model, moments, metadata = read_any(tmp_path / "a.pt")
+    model, moments, metadata, _ = read_any(tmp_path / "a.pt")
     assert (model, metadata) == (None, {})
     assert moments == OptimizerStateDict.from_torch(optimizer)
 
@@ -293,10 +294,9 @@ def groups(params, state):
 @pytest.mark.parametrize(
     ("tree", "text"),
     [
-        ({"w": torch.ones(2), "a": b"x"}, r"hold 'a' \(a bytes\)"),
+        ({"w": torch.ones(2), "a": {1, 2}}, r"hold 'a' \(a set\)"),
         (torch.ones(2), "holds a Tensor, not a dict"),
         ([torch.ones(2)], "holds a list, not a dict"),
-        ({"model": {"w": torch.ones(2)}, "rng": torch.ones(9)}, r"the file has 'rng' \(a Tensor\)"),
         ({"w": torch.ones(2), "x": Strange()}, "holds a .*Strange, which is neither"),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "two entries have the name 'a.b'"),
         ({"optimizer": {"state": {}, "param_groups": [{}]}}, "no list of 'params'"),
@@ -324,7 +324,7 @@ def test_a_tree_that_holds_itself_is_refused(tmp_path):
     with pytest.raises(FormatError, match="more than 64 levels deep"):
         read_any(tmp_path / "a.pt")
     torch.save({"model": {}, "rest": tree}, tmp_path / "a.pt")
-    with pytest.raises(FormatError, match=r"'rest' \(a dict\)"):
+    with pytest.raises(FormatError, match="'rest' is nested more than 64 levels deep"):
         read_any(tmp_path / "a.pt")
 
 
@@ -410,7 +410,7 @@ def test_shards_of_two_ranks_become_whole(tmp_path):
     for status, _, err in rank_jobs.run(program, arguments, 120):
         assert status == 0, err
     assert len(list((tmp_path / "a").glob("*.distcp"))) == 2
-    model, _, metadata = read_any(tmp_path / "a")
+    model, _, metadata, _ = read_any(tmp_path / "a")
     assert model["rows"].tolist() == np.arange(10.0).reshape(5, 2).tolist()
     assert (model["whole"].tolist(), metadata) == ([1, 1, 1], {"step": 4})
 

@@ -89,10 +89,10 @@ def test_the_tutorials_folder_converts_and_resumes(tmp_path):
     assert_same_run(run, other)
 
 
-def test_other_values_of_the_application_are_metadata(tmp_path):
-    more = {"epoch": 3, "name": "x", "none": None, "list": [1, "b", None], "flag": True}
+def test_plain_values_of_the_application_are_metadata(tmp_path):
+    more = {"epoch": 3, "name": "x", "none": None, "flag": True}
     dcp.save({"app": AppState(*trained(0, 1)), **more}, checkpoint_id=tmp_path / "a.dcp")
-    model, optimizer, metadata = read_any(tmp_path / "a.dcp")
+    model, optimizer, metadata, _ = read_any(tmp_path / "a.dcp")
     assert len(model) == 4 and len(optimizer) == 12 and metadata == more
 
 
@@ -103,7 +103,7 @@ def test_none_and_str_among_tensors_are_metadata(tmp_path):
             torch.save(tree, path)
         else:
             dcp.save(tree, checkpoint_id=path)
-        model, optimizer, metadata = read_any(path)
+        model, optimizer, metadata, _ = read_any(path)
         assert sorted(model) == ["deep.n", "w"] and optimizer is None
         assert metadata == {"note": "text", "deep.none": None}
 
@@ -111,7 +111,7 @@ def test_none_and_str_among_tensors_are_metadata(tmp_path):
 def test_two_applications_are_not_mixed(tmp_path):
     tree = {"a": {"model": {"w": torch.ones(1)}}, "b": {"model": {"w": torch.zeros(1)}}}
     dcp.save(tree, checkpoint_id=tmp_path / "a.dcp")
-    model, _, _ = read_any(tmp_path / "a.dcp")
+    model, _, _, _ = read_any(tmp_path / "a.dcp")
     assert sorted(model) == ["a.model.w", "b.model.w"]
 
 
@@ -127,10 +127,11 @@ def test_dcp_functions_read_the_converted_folder(tmp_path):
     assert_same_run(run, other)
 
 
-def test_conversion_warns_about_named_states(tmp_path):
-    mlstate.save(tmp_path / "c", {"w": np.ones(2)}, states={"rng": np.random.default_rng(0)})
-    with pytest.warns(UserWarning, match="named states are not converted: rng"):
-        parts = read_any(tmp_path / "c")
-    write_any(tmp_path / "a.dcp", *parts)
-    mlstate.save(tmp_path / "d", {"w": np.ones(2)})
-    read_any(tmp_path / "d")  # without a warning
+def test_flat_files_warn_of_named_states(tmp_path):
+    states = {"values": np.ones(2), "plain": {"a": [1]}}
+    mlstate.save(tmp_path / "c", {"w": np.ones(2)}, states=states)
+    parts = read_any(tmp_path / "c")
+    with pytest.warns(UserWarning, match="named states are not converted: values;"):
+        write_any(tmp_path / "a.safetensors", *parts)
+    assert read_any(tmp_path / "a.safetensors").metadata == {"plain": {"a": [1]}}
+    write_any(tmp_path / "a.dcp", *parts)  # without a warning

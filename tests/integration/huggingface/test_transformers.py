@@ -41,6 +41,16 @@ def same(module, reference):
         assert actual[name].dtype == value.dtype
 
 
+def test_an_export_of_another_dtype_is_loaded_in_it(model, folder, tmp_path):
+    state = {
+        name: value.bfloat16() for name, value in mlstate.load(folder).model.to_torch().items()
+    }
+    export_huggingface(tmp_path / "out", state, files_from=folder)
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+
 def fresh(model):
     """A model of the same class with other weights."""
     torch.manual_seed(4)

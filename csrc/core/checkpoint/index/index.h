@@ -115,6 +115,8 @@ typedef struct mls_index {
     mls_index_shard *shards; /* sorted by id, then part; parts are unique, and no byte
                                 belongs to two places */
     size_t shard_count;
+    size_t copy_count; /* further copies of listed tensors, after the last shard; only of
+                          files of another program */
     bool links; /* another program wrote the files, and they may be symbolic links */
     /* Storage that the shards point into; NULL if it has another owner. */
     mls_json *json; /* holds the names */

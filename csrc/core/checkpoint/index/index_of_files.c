@@ -102,21 +102,32 @@ static mls_code allocate_shards(mls_index *x, mls_status *st)
 
 static int compare_shards(const void *a, const void *b)
 {
-    return mls_index_compare(a, b);
+    const mls_index_shard *x = a, *y = b;
+    const int order = mls_index_compare(x, y);
+    return order != 0 ? order : x->file < y->file ? -1 : x->file > y->file;
 }
 
+/* Sort the shards, and move the copies of tensors behind them. */
 static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
 {
+    size_t kept = 0;
     qsort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
-    for (size_t i = 1; i < x->shard_count; i++) {
-        const mls_index_shard *before = &x->shards[i - 1], *next = &x->shards[i];
-        if (mls_tensor_id_compare(&before->id, &next->id) == 0) {
-            *failed = next->file;
-            mls_fail(st, MLS_E_FORMAT, "the tensor is in %.100s too",
-                     x->files[before->file].path);
-            return mls_status_name(st, next->id.name.data, next->id.name.length);
+    for (size_t i = 0; i < x->shard_count; i++) {
+        const mls_index_shard next = x->shards[i];
+        const mls_index_shard *last = kept > 0 ? &x->shards[kept - 1] : NULL;
+        if (last == NULL || mls_tensor_id_compare(&last->id, &next.id) != 0) {
+            x->shards[i] = x->shards[kept];
+            x->shards[kept++] = next;
+        } else if (!mls_index_same_tensor(last, &next)) {
+            *failed = next.file;
+            mls_fail(st, MLS_E_FORMAT,
+                     "the tensor is in %.100s too, with another dtype or shape",
+                     x->files[last->file].path);
+            return mls_status_name(st, next.id.name.data, next.id.name.length);
         }
     }
+    x->copy_count = x->shard_count - kept;
+    x->shard_count = kept;
     return MLS_OK;
 }
 

@@ -15,6 +15,7 @@ from ....errors import FormatError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 # Classes allowed in `.metadata`, in addition to torch.distributed.checkpoint.metadata.
@@ -87,8 +88,25 @@ def _check(metadata: Any, available: int) -> None:
         )
 
 
-def Reader(path: str | os.PathLike[str]) -> Any:  # noqa: N802
-    """Return torch's reader of a directory, with restricted pickles."""
+def _paths_of(metadata: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the path of each value in the tree; raise FormatError for a malformed one."""
+    keys = metadata.state_dict_metadata
+    planned = metadata.planner_data
+    paths = {key: (key,) for key in keys}
+    if isinstance(planned, dict):
+        paths |= {key: path for key, path in planned.items() if key in keys}
+    for key, path in paths.items():
+        is_path = isinstance(path, tuple) and path and isinstance(key, str)
+        if not is_path or any(type(each) is int and not 0 <= each < len(keys) for each in path):
+            raise FormatError(f".metadata gives {key!r:.80} the place {path!r:.80} in the state")
+    return paths
+
+
+def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> Any:  # noqa: N802
+    """Return torch's reader of a directory, with restricted pickles.
+
+    `choose` returns the keys to read, of all keys with their paths in the tree.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -108,6 +126,9 @@ def Reader(path: str | os.PathLike[str]) -> Any:  # noqa: N802
                 metadata = _read_metadata(file)
             files = [entry for entry in Path(path).rglob("*") if entry.is_file()]
             _check(metadata, sum(entry.stat().st_size for entry in files))
+            chosen = choose(_paths_of(metadata))
+            entries = metadata.state_dict_metadata
+            metadata.state_dict_metadata = {key: entries[key] for key in entries if key in chosen}
             if getattr(metadata, "storage_meta", None) is None:
                 metadata.storage_meta = StorageMeta()
             metadata.storage_meta.load_id = self.load_id
@@ -122,15 +143,20 @@ def planner() -> Any:
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
+    from .files import harmless_globals
+
     class Careful(_EmptyStateDictLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
             name = read_item.dest_index.fqn
             try:
-                content = torch.load(value, map_location="cpu", weights_only=True)
+                allowed = harmless_globals(value)
+                value.seek(0)
+                with torch.serialization.safe_globals(allowed):
+                    content = torch.load(value, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
                 format_error = FormatError(
                     f"{name!r} is neither a tensor nor a plain value: "
-                    f"{str(error).splitlines()[0][:200]}"
+                    f"{str(error).splitlines()[0][:200]}; leave it out of a conversion by --skip"
                 )
                 format_error.name = name
                 raise format_error from None

@@ -11,9 +11,8 @@ import errno
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,259 +20,27 @@ import numpy as np
 from .... import _core
 from ...._common.atomic_file import Target, new_path, replacing
 from ...._common.regular_file import open_regular
+from ....checkpoint._files.parts import Parts, is_flat
 from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
-from ....state._kind import describe, restore
+from ....state._kind import describe
 from ....state._optimizer_state import OptimizerStateDict
 from ....state._state_dict import StateDict
-from .._tensors.state import arrays_of, tensors_of
-from .optimizer import (
-    as_array,
-    is_number,
-    keywords_from,
-    number_states,
-    packed_states,
-    stored_states,
-    unpack_state,
-)
+from .._tensors.state import tensors_of
+from .file_parts import RECORD, Choice, choose_keys, format_error
+from .file_parts import parts_of as parts_of
+from .optimizer import number_states, packed_states, unpack_state
 from .optimizer_contract import NOT_VALUES, decode_value
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
+    from pathlib import Path
 
     import torch
 
-    Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
+    from ....checkpoint._files.parts import Selection
 
-# Keys of model and optimizer that programs commonly use.
-_MODEL_KEYS = ("model", "state_dict", "model_state_dict")
-_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-# Key of the entry with the classes of the state dicts, which `tree_of` adds.
-_RECORD = "mlstate"
-# Deeper trees are not state dicts, but dicts that contain themselves.
-_DEEPEST = 64
-
-
-def _format_error(path: Path, reason: str) -> FormatError:
-    error = FormatError(f"{path}: {reason}")
-    error.path = str(path)
-    return error
-
-
-# ---- trees to states ----
-
-
-def _leaves(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree, with keys joined by dots, as in torch's checkpoints."""
-    if depth > _DEEPEST:
-        raise ValueError(f"{prefix[:60]!r} is nested more than {_DEEPEST} levels deep")
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    for key, value in items:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping | list | tuple):
-            yield from _leaves(value, name, depth + 1)
-        else:
-            yield name, value
-
-
-def _state_from(tree: Mapping[Any, Any], path: Path) -> tuple[StateDict, dict[str, Any]]:
-    """Return the tensors and numbers of a tree as arrays, and None and str, under flat names."""
-    import torch
-
-    tensors: dict[str, Any] = {}
-    other_values: dict[str, Any] = {}
-    strange: list[str] = []
-    try:
-        for name, value in _leaves(tree, ""):
-            if name in tensors or name in other_values:
-                raise _format_error(
-                    path, f"two entries have the name {name!r} once levels are joined"
-                )
-            if value is None or isinstance(value, str):
-                other_values[name] = value
-                continue
-            tensors[name] = as_array(value) if is_number(value) else value
-            if not isinstance(tensors[name], torch.Tensor | np.ndarray | np.generic):
-                strange.append(f"{name!r} (a {type(value).__name__})")
-    except ValueError as error:
-        raise error if isinstance(error, FormatError) else _format_error(path, str(error)) from None
-    if strange:
-        raise _format_error(
-            path,
-            f"a state cannot hold {join(strange)}: remove everything from the file that is neither "
-            "a tensor nor a number, str or None",
-        )
-    return StateDict(arrays_of(tensors)), other_values
-
-
-def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
-    """Map the keys of an optimizer's state to parameter names, from its groups."""
-    names: dict[Any, str] = {}
-    for group in groups:
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-            raise _format_error(path, "a group of the optimizer has no list of 'params'")
-        members = group["params"]
-        param_names = group.get("param_names")
-        if not (isinstance(param_names, list | tuple) and len(param_names) == len(members)):
-            param_names = None
-        for number, member in enumerate(members):
-            if not isinstance(member, int | str) or member in names:
-                raise _format_error(
-                    path, f"the optimizer's parameter {member!r} is not a number, or appears twice"
-                )
-            default = member if isinstance(member, str) else f"param_{len(names)}"
-            names[member] = str(param_names[number]) if param_names else default
-    if len(set(names.values())) != len(names):
-        raise _format_error(path, "two parameters of the optimizer have one name")
-    return names
-
-
-def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
-    """Return the contents of ``optimizer.state_dict()``, with parameter names."""
-    groups = tree["param_groups"]
-    saved_states = tree.get("state", {})
-    if not isinstance(groups, list) or not isinstance(saved_states, Mapping):
-        raise _format_error(path, "the optimizer has no list of groups, or no dict of states")
-    names = _names_of(groups, path)
-    states: dict[str, Any] = {}
-    for key, entries in saved_states.items():
-        # torch's checkpoints store numbers as strings
-        member = int(key) if key not in names and str(key).isdecimal() else key
-        if member not in names or not isinstance(entries, Mapping):
-            raise _format_error(
-                path, f"the optimizer has a state for {key!r}, which is in none of its groups"
-            )
-        for state, value in entries.items():
-            name = f"{names[member]}.{state}"
-            if not isinstance(state, str) or not state or "." in state:
-                raise _format_error(
-                    path, f"the optimizer's {names[member]!r} has a state named {state!r}"
-                )
-            states[name] = value
-    try:
-        forms, stored = stored_states(groups, names.values(), states)
-    except (TypeError, ValueError) as error:
-        raise _format_error(path, f"the optimizer's {error}") from None
-    return OptimizerStateDict(arrays_of(stored), **keywords_from("other", forms, stored))
-
-
-def _json_values(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON can store it, or NotImplemented."""
-    import torch
-
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
-        return value.item()
-    if depth > _DEEPEST:
-        return NotImplemented
-    if isinstance(value, list | tuple):
-        items = [_json_values(item, depth + 1) for item in value]
-        return NotImplemented if any(item is NotImplemented for item in items) else items
-    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        pairs = {str(key): _json_values(item, depth + 1) for key, item in value.items()}
-        return NotImplemented if any(v is NotImplemented for v in pairs.values()) else pairs
-    return NotImplemented
-
-
-def _metadata_from(rest: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the other entries of a tree as metadata; raise FormatError if one is not plain."""
-    metadata = {str(key): _json_values(value) for key, value in rest.items()}
-    strange = [
-        f"{key!r} (a {type(rest[key]).__name__})"
-        for key, v in metadata.items()
-        if v is NotImplemented
-    ]
-    if strange:
-        raise _format_error(
-            path,
-            f"besides model and optimizer, the file has {join(strange)}, which is not a plain "
-            "value: remove it from the file",
-        )
-    return metadata
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, OptimizerStateDict) or (
-        isinstance(value, Mapping) and isinstance(value.get("param_groups"), list)
-    )
-
-
-def _restore_model(
-    value: Any, texts: Mapping[str, Any], path: Path
-) -> tuple[StateDict, dict[str, Any]]:
-    """Return a model as a state of the class recorded in the file, and its plain values."""
-    if isinstance(value, StateDict):
-        return value, {}
-    state, other_values = _state_from(value, path)
-    return restore(state, texts.get("model"), str(path)), other_values
-
-
-def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> OptimizerStateDict:
-    """Return an optimizer as a state, with the attributes recorded in the file."""
-    if isinstance(value, OptimizerStateDict):
-        return value
-    optimizer = _optimizer_from(value, path)
-    if "optimizer" in texts:
-        empty_state = restore({}, texts["optimizer"], str(path))
-        if isinstance(empty_state, OptimizerStateDict):
-            optimizer.optimizer_type, optimizer.step = empty_state.optimizer_type, empty_state.step
-            optimizer.learning_rate = empty_state.learning_rate
-            optimizer.param_groups = empty_state.param_groups
-    return optimizer
-
-
-def _find_parts(tree: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
-    """Return the keys of models and of optimizers in a tree."""
-    return (
-        [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)],
-        [key for key in _OPTIMIZER_KEYS if _is_optimizer(tree.get(key))],
-    )
-
-
-def _unwrap(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a tree whose model and optimizer are at the top.
-
-    torch's tutorials wrap both in one entry, as in ``{"app": AppState(…)}``.
-    """
-    if any(_find_parts(tree)):
-        return tree
-    candidates = [
-        key
-        for key, value in tree.items()
-        if isinstance(value, Mapping) and not _is_optimizer(value) and any(_find_parts(value))
-    ]
-    if len(candidates) != 1 or tree.keys() & tree[candidates[0]].keys():
-        return tree
-    return {**{key: v for key, v in tree.items() if key != candidates[0]}, **tree[candidates[0]]}
-
-
-def parts_of(tree: Any, path: Path) -> Parts:
-    """Split a tree into model, optimizer, and plain values; FormatError names any other entry."""
-    if isinstance(tree, OptimizerStateDict):
-        return None, tree, {}
-    if isinstance(tree, StateDict):
-        return tree, None, {}
-    if not isinstance(tree, Mapping):
-        raise _format_error(path, f"holds a {type(tree).__name__}, not a dict of tensors")
-    if _is_optimizer(tree):
-        return None, _restore_optimizer(tree, {}, path), {}
-    tree = _unwrap(tree)
-    models, optimizers = _find_parts(tree)
-    if not models and not optimizers:
-        state, other_values = _state_from(tree, path)
-        return state, None, other_values
-    used = {*models[:1], *optimizers[:1]}
-    rest = {key: value for key, value in tree.items() if key not in used}
-    texts = rest.pop(_RECORD, {})
-    if not isinstance(texts, Mapping) or not all(isinstance(v, str) for v in texts.values()):
-        raise _format_error(path, f"entry {_RECORD!r} does not describe the file")
-    if "metadata" in rest and texts:
-        rest = dict(rest["metadata"])
-    model, other_values = _restore_model(tree[models[0]], texts, path) if models else (None, {})
-    optimizer = _restore_optimizer(tree[optimizers[0]], texts, path) if optimizers else None
-    named = {f"{models[0]}.{name}": value for name, value in other_values.items()}
-    return model, optimizer, {**_metadata_from(rest, path), **named}
+# Lightning stores the other entries of a distributed checkpoint in this file of its folder.
+_LIGHTNING_REST = "meta.pt"
 
 
 # ---- states to trees ----
@@ -335,25 +102,55 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
+def _state_value(value: Any, where: str) -> Any:
+    """Return a named state as torch's reader accepts it: arrays become tensors."""
+    if isinstance(value, OptimizerStateDict):
+        return _optimizer_tree(value)
+    if is_flat(value):
+        return _cpu_tensors(value)
+    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "data_ptr"):
+        return _cpu_tensors({where: value})[where]
+    if isinstance(value, dict):
+        return {key: _state_value(each, f"{where}[{key!r}]") for key, each in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_state_value(each, where) for each in value)
+    if value is not None and not isinstance(value, bool | int | float | complex | str | bytes):
+        raise CompatibilityError(
+            f"{where} is a {type(value).__name__}, which files of torch cannot hold without pickle:"
+            " convert to a checkpoint of mlstate, or leave the state out (--skip)"
+        )
+    return value
+
+
 def tree_of(
-    model: StateDict | None, optimizer: OptimizerStateDict | None, metadata: Mapping[str, Any]
+    model: StateDict | None,
+    optimizer: OptimizerStateDict | None,
+    metadata: Mapping[str, Any],
+    states: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return a tree that torch can store, of a model, an optimizer and plain values.
+    """Return a tree that torch can store, of the parts of a state.
 
     For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the entries
-    ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which records the classes of the
-    states.
+    ``model``, ``optimizer``, ``metadata``, one for each named state, and ``mlstate``, which
+    records the classes of the states.
     """
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
-    if model is not None and optimizer is None and not metadata and not texts:
+    if model is not None and optimizer is None and not metadata and not states and not texts:
         return dict(_cpu_tensors(model))
     tree: dict[str, Any] = {}
     if model is not None:
         tree["model"] = _cpu_tensors(model)
     if optimizer is not None:
         tree["optimizer"] = _optimizer_tree(optimizer)
-    return {**tree, "metadata": dict(metadata), _RECORD: {"version": "1", **texts}}
+    tree |= {"metadata": dict(metadata), RECORD: {"version": "1", **texts}}
+    for name, value in states.items():
+        if name in (*tree, "model", "optimizer"):
+            raise ValueError(
+                f"a state has the name {name!r} of another entry: leave it out (--skip)"
+            )
+        tree[name] = _state_value(value, f"states[{name!r}]")
+    return tree
 
 
 # ---- .pt, .pth, .bin ----
@@ -364,16 +161,16 @@ def read_pt(path: Path) -> Parts:
 
     If its format allows, it is memory-mapped and the arrays share its memory.
     """
-    return parts_of(_load_pickle(path, []), path)
+    return parts_of(read_tree(path), path)
 
 
 def read_tree(path: Path) -> Any:
     """Read any value from a ``torch.save`` file without running code from it.
 
-    Beyond tensors and plain values, it may hold paths, NumPy scalars, and members of enums that
-    the program has imported.
+    Beyond tensors and plain values, it may hold NumPy arrays and scalars, paths, namespaces of
+    argparse, and members of enums that the program has imported.
     """
-    return _load_pickle(path, _harmless_globals(path))
+    return _load_pickle(path)
 
 
 def write_tree(tree: Any, file: IO[bytes]) -> None:
@@ -389,10 +186,16 @@ def write_tree(tree: Any, file: IO[bytes]) -> None:
         raise cause from None
 
 
-def _harmless_globals(path: Path) -> list[Any]:
+def _empty_array(cls: Any, shape: Any, code: Any) -> Any:
+    """Return an array for a pickle to fill; its size is in the pickle's next step."""
+    return np.empty(0, np.uint8)
+
+
+def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
     """Return what `read_tree` accepts, in the form of ``torch.serialization.safe_globals``."""
     import pathlib
     import sys
+    from argparse import Namespace
     from enum import Enum
     from operator import attrgetter
 
@@ -400,8 +203,9 @@ def _harmless_globals(path: Path) -> list[Any]:
 
     scalar = np._core.multiarray.scalar  # type: ignore[attr-defined]
     dtypes = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdFD"}
-    allowed: list[Any] = [np.dtype, *dtypes]
-    allowed += [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    allowed: list[Any] = [np.dtype, *dtypes, np.ndarray, Namespace]
+    for core in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        allowed += [(scalar, f"{core}.scalar"), (_empty_array, f"{core}._reconstruct")]
     for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
         cls = getattr(pathlib, name)
         allowed += [(cls, f"pathlib.{name}"), (cls, f"pathlib._local.{name}")]
@@ -418,25 +222,26 @@ def _harmless_globals(path: Path) -> list[Any]:
     return allowed
 
 
-def _load_pickle(path: Path, allowed: list[Any]) -> Any:
+def _load_pickle(path: Path) -> Any:
     from pickle import UnpicklingError
 
     import torch
 
     with open_regular(path) as file:
         zipped = file.read(4) == b"PK\x03\x04"
+    allowed = harmless_globals(path)
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore")  # torch's warnings about its storage classes
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UnpicklingError as error:
-        raise _format_error(path, _describe_refusal(str(error))) from None
+        raise format_error(path, _describe_refusal(str(error))) from None
     except OSError as error:
         if error.errno != errno.EINVAL:  # torch's error for a truncated archive
             raise
-        raise _format_error(path, "torch cannot read it: it ends too early") from None
+        raise format_error(path, "torch cannot read it: it ends too early") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        raise _format_error(path, f"torch cannot read it: {_first_line(error)}") from None
+        raise format_error(path, f"torch cannot read it: {_first_line(error)}") from None
 
 
 def _first_line(error: object) -> str:
@@ -463,9 +268,10 @@ def write_pt(
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
+    states: Mapping[str, Any],
 ) -> None:
     """Atomically write a file that ``torch.load`` reads with ``weights_only``."""
-    tree = tree_of(model, optimizer, metadata)
+    tree = tree_of(model, optimizer, metadata, states)
     with replacing(target.path, target) as file:
         write_tree(tree, file)
 
@@ -473,17 +279,23 @@ def write_pt(
 # ---- directories of torch.distributed.checkpoint ----
 
 
-def read_dcp(path: Path) -> Parts:
+def read_dcp(path: Path, selection: Selection) -> Parts:
     """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks.
 
-    No code from the files is run.
+    Entries that are not selected are not read. No code from the files is run.
     """
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     from .dcp import Reader, planner
 
     tree: dict[str, Any] = {}
-    reader = Reader(path)
+    choices: list[Choice] = []
+
+    def choose(paths: dict[str, tuple[Any, ...]]) -> set[str]:
+        choices.append(choose_keys(paths, selection))
+        return choices[-1].keys
+
+    reader = Reader(path, choose)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that there is only one process
@@ -504,8 +316,13 @@ def read_dcp(path: Path) -> Parts:
         if isinstance(cause, FormatError):
             cause.path = str(path)
             raise cause from None
-        raise _format_error(path, f"torch cannot read it: {_first_line(cause)}") from None
-    return parts_of(tree, path)
+        raise format_error(path, f"torch cannot read it: {_first_line(cause)}") from None
+    entries = choices[-1].complete(tree)
+    rest = path / _LIGHTNING_REST
+    if os.path.lexists(rest):
+        others = read_tree(rest)
+        entries = {**others, **entries} if isinstance(others, Mapping) else entries
+    return parts_of(entries, path)
 
 
 def write_dcp(
@@ -513,11 +330,12 @@ def write_dcp(
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
+    states: Mapping[str, Any],
 ) -> None:
     """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""
     import torch.distributed.checkpoint as dcp
 
-    tree = tree_of(model, optimizer, metadata)
+    tree = tree_of(model, optimizer, metadata, states)
     if not (target.is_vacant or os.path.isfile(os.path.join(target.path, ".metadata"))):
         raise ValueError(
             f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "

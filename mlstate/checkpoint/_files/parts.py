@@ -1,0 +1,79 @@
+"""The parts of a state in a file, and the choice of some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._common.arrays import is_torch
+from ..._common.text import names_hint
+from ...state._optimizer_state import OptimizerStateDict
+from ...state._state_dict import StateDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+class Parts(NamedTuple):
+    """The content of a file: model, optimizer, plain values, and all other values by name."""
+
+    model: StateDict | None
+    optimizer: OptimizerStateDict | None
+    metadata: dict[str, Any]
+    states: dict[str, Any]
+
+
+class Selection:
+    """The entries to convert: ``model``, ``optimizer``, and others by name.
+
+    `only` are the entries to keep, all if empty; `skip` those to leave out.
+    """
+
+    def __init__(self, only: Iterable[str] = (), skip: Iterable[str] = ()) -> None:
+        self.only, self.skip = set(only), set(skip)
+        self._seen: set[str] = set()
+
+    def takes(self, name: str) -> bool:
+        """Return whether an entry is kept."""
+        self._seen.add(name)
+        return name not in self.skip and (not self.only or name in self.only)
+
+    def apply(self, parts: Parts, path: Any) -> Parts:
+        """Return the kept entries; raise ValueError for a name that the file does not have.
+
+        If only one other entry is kept, and it is a dict of tensors, it becomes the model.
+        """
+        takes = self.takes
+        model = parts.model if parts.model is not None and takes(MODEL) else None
+        moments = parts.optimizer
+        optimizer = moments if moments is not None and takes(OPTIMIZER) else None
+        metadata = {name: value for name, value in parts.metadata.items() if takes(name)}
+        states = {name: value for name, value in parts.states.items() if takes(name)}
+        unknown = sorted((self.only | self.skip) - self._seen)
+        if unknown:
+            entries = sorted(self._seen)
+            raise ValueError(
+                f"{path} has no entry {unknown[0]!r}; it has {', '.join(entries)}"
+                f"{names_hint(unknown[0], entries, listed=False)}"
+            )
+        if self.only and model is None and optimizer is None and len(states) == 1:
+            [value] = states.values()
+            if isinstance(value, OptimizerStateDict):
+                return Parts(None, value, metadata, {})
+            if is_flat(value):
+                return Parts(StateDict(value), None, metadata, {})
+        return Parts(model, optimizer, metadata, states)
+
+
+def is_flat(value: Any) -> bool:
+    """Return whether a value is a dict of arrays or tensors."""
+    return isinstance(value, StateDict) or (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(
+            isinstance(key, str) and (is_torch(each) or hasattr(each, "__array_interface__"))
+            for key, each in value.items()
+        )
+    )

@@ -1,0 +1,149 @@
+"""The names of the files that hold the weights of a Hugging Face folder.
+
+The root of such a folder is the name that describes its weights: of the only file, of the index
+that lists the files, or, for numbered files without an index, a pattern such as
+``model-*-of-00003.safetensors``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+TORCH_SUFFIX = ".bin"
+# Stems of transformers, PEFT, diffusers and Mistral. The first one in a folder is its weights.
+_STEMS = {
+    SUFFIX: (
+        "model",
+        "adapter_model",
+        "diffusion_pytorch_model",
+        "pytorch_lora_weights",
+        "consolidated",
+    ),
+    TORCH_SUFFIX: (
+        "pytorch_model",
+        "adapter_model",
+        "diffusion_pytorch_model",
+        "pytorch_lora_weights",
+    ),
+}
+_INDEX = re.compile(r"(.+?)(\.safetensors|\.bin)\.index(\.[^.]+)?\.json\Z")
+_NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})(\.[^.]+)?(\.safetensors|\.bin)\Z", re.ASCII)
+_COUNTED = re.compile(r"(.+)\.(\d+)(\.safetensors|\.bin)\Z", re.ASCII)
+_ANY = "*"
+_MOST_FILES = 100_000  # of a set
+
+
+class _Place(NamedTuple):
+    """Parts of a name: the stem, the variant, such as ``fp16``, and a root."""
+
+    stem: str
+    variant: str
+    order: int  # a single file is preferred to an index, and this to numbered files
+    root: str
+
+
+def is_index(name: str) -> bool:
+    """Return whether a name is an index, such as ``model.safetensors.index.json``."""
+    return _INDEX.match(name) is not None
+
+
+def is_set(root: str) -> bool:
+    """Return whether a root is the pattern of numbered files without an index."""
+    return _ANY in root
+
+
+def set_of(name: str) -> str | None:
+    """Return the pattern of the set that a numbered file belongs to; None for other names."""
+    if match := _NUMBERED.match(name):
+        stem, _, count, variant, suffix = match.groups()
+        return f"{stem}-{_ANY}-of-{count}{variant or ''}{suffix}"
+    return None
+
+
+def _place_of(name: str, suffix: str) -> _Place | None:
+    """Return the parts of a name; None if it is not a name of weights."""
+    index = _INDEX.match(name)
+    pattern = set_of(name)
+    counted = _COUNTED.match(name)
+    if index is not None:
+        full, kind, variant, order, root = index[1], index[2], index[3] or "", 1, name
+    elif (numbered := _NUMBERED.match(name)) and pattern:
+        full, kind, variant, order, root = numbered[1], numbered[5], numbered[4] or "", 2, pattern
+    elif counted is not None:
+        full, kind, variant, order = counted[1], counted[3], "", 2
+        root = f"{full}.{_ANY}{kind}"
+    else:
+        full, dot, kind = name.rpartition(".")
+        kind, variant, order, root = dot + kind, "", 0, name
+    stem, dot, inner = full.partition(".")
+    if kind != suffix or stem not in _STEMS[suffix]:
+        return None
+    return _Place(stem, dot + inner + variant, order, root)
+
+
+def weights_root(names: Iterable[str], suffix: str = SUFFIX) -> str | None:
+    """Return the root of the weights among the names of a folder; None without weights.
+
+    Files with a variant in their name, such as ``model.fp16.safetensors``, are the weights if the
+    folder has no others. Raises FormatError if it has several variants, or several sets.
+    """
+    places = [place for name in names if (place := _place_of(name, suffix)) is not None]
+    for stem in _STEMS[suffix]:
+        of_stem = {place for place in places if place.stem == stem}
+        variants = {place.variant for place in of_stem}
+        if not variants:
+            continue
+        if "" not in variants and len(variants) > 1:
+            roots = sorted(place.root for place in of_stem)
+            raise FormatError(f"the folder holds several variants: {', '.join(roots)}: {_REMEDY}")
+        variant = min(variants)
+        chosen = [place for place in of_stem if place.variant == variant]
+        first = min(place.order for place in chosen)
+        roots = sorted(place.root for place in chosen if place.order == first)
+        if len(roots) > 1:
+            raise FormatError(f"the folder holds several models: {', '.join(roots)}: {_REMEDY}")
+        return roots[0]
+    return None
+
+
+_REMEDY = "pass the path of one file or index, or move the others away"
+
+
+def set_files(names: Collection[str], root: str) -> tuple[list[str], list[str]]:
+    """Return the files of a set, and the names of those that are missing.
+
+    Raises FormatError if the numbers are not those of a set.
+    """
+    before, _, after = root.partition(_ANY)
+    pattern = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}\Z", re.ASCII)
+    numbers: dict[int, str] = {}
+    for name in sorted(names):
+        match = pattern.match(name)
+        if match is None:
+            continue
+        if int(match[1]) in numbers:
+            raise FormatError(f"{numbers[int(match[1])]} and {name} have the same number")
+        numbers[int(match[1])] = name
+    if not numbers:
+        return [], [root]
+    width = min(len(name) - len(root) + 1 for name in numbers.values())
+    counted = re.match(r"-of-(\d+)", after)
+    first = 1 if counted else 0
+    last = int(counted[1]) if counted else max(numbers)
+    if max(numbers) > last or min(numbers) < first or last > _MOST_FILES:
+        raise FormatError(f"{root}: the files are numbered {min(numbers)} to {max(numbers)}")
+    missing = [
+        f"{before}{number:0{width}d}{after}"
+        for number in range(first, last + 1)
+        if number not in numbers
+    ]
+    return list(numbers.values()), missing

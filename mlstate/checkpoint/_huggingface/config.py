@@ -1,0 +1,54 @@
+"""The dtype in a model's ``config.json``, which ``from_pretrained`` of transformers loads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
+_DTYPES = {"float16", "bfloat16", "float32", "float64"}
+_MOST_BYTES = 16 << 20
+
+
+def weights_dtype(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str | None:
+    """Return the dtype of most floats among tensors, given as name, dtype and shape."""
+    counts: Counter[str] = Counter()
+    for _, dtype, shape in tensors:
+        if dtype in _DTYPES:
+            counts[dtype] += prod(shape)
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else None
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
+    """Set the dtype of a configuration and of those in it; return whether that changed it."""
+    is_changed = False
+    for key, value in config.items():
+        if key in _KEYS and isinstance(value, str) and value.removeprefix("torch.") != dtype:
+            config[key] = dtype
+            is_changed = True
+        elif key.endswith("_config") and isinstance(value, dict):
+            is_changed |= _set_dtype(value, dtype)
+    return is_changed
+
+
+def config_of_dtype(data: bytes, dtype: str | None) -> bytes:
+    """Return a ``config.json`` with the dtype of the weights, and its own bytes if it has that.
+
+    The dtype of a quantized model is the one of its computations, and stays. So does a file that
+    is not a JSON object.
+    """
+    import json
+
+    try:
+        config = json.loads(data) if dtype is not None and len(data) <= _MOST_BYTES else None
+    except (ValueError, RecursionError):
+        return data
+    if not isinstance(config, dict) or "quantization_config" in config:
+        return data
+    if dtype is None or not _set_dtype(config, dtype):
+        return data
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
