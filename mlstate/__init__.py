@@ -36,7 +36,19 @@ if TYPE_CHECKING:
         threads,
     )
     from ._info import info
-    from .checkpoint import TieredState, load, load_file, save, save_file, verify
+    from .checkpoint import (
+        CheckpointManager,
+        TieredState,
+        export_huggingface,
+        inspect,
+        load,
+        load_file,
+        reshard,
+        save,
+        save_async,
+        save_file,
+        verify,
+    )
     from .errors import (
         CapacityError,
         ChecksumError,
@@ -48,11 +60,21 @@ if TYPE_CHECKING:
         TensorNotFoundError,
     )
     from .kv import compact_kv_state, transition_kv_state
-    from .state import ModelStateDict, OptimizerStateDict, OptimizerType, StateDict, Stateful
+    from .state import (
+        ModelStateDict,
+        OptimizerStateDict,
+        OptimizerType,
+        StateDict,
+        Stateful,
+        diff,
+        load_into,
+        rename,
+    )
     from .threads import get_num_threads, set_num_threads
 
 __all__ = [
     "CapacityError",
+    "CheckpointManager",
     "ChecksumError",
     "CollectiveError",
     "CompatibilityError",
@@ -73,16 +95,23 @@ __all__ = [
     "compact_kv_state",
     "coreai",
     "coreml",
+    "diff",
     "distributed",
     "errors",
+    "export_huggingface",
     "fsdp",
     "get_num_threads",
     "info",
+    "inspect",
     "kv",
     "load",
     "load_file",
+    "load_into",
     "plot",
+    "rename",
+    "reshard",
     "save",
+    "save_async",
     "save_file",
     "set_num_threads",
     "state",
@@ -109,7 +138,17 @@ _MODULES = (
 _NAMES = {
     "._info": ("info",),
     "._safetensors": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
-    ".checkpoint": ("TieredState", "load", "save", "verify"),
+    ".checkpoint": (
+        "CheckpointManager",
+        "TieredState",
+        "export_huggingface",
+        "inspect",
+        "load",
+        "reshard",
+        "save",
+        "save_async",
+        "verify",
+    ),
     ".errors": (
         "CapacityError",
         "ChecksumError",
@@ -121,7 +160,16 @@ _NAMES = {
         "TensorNotFoundError",
     ),
     ".kv": ("compact_kv_state", "transition_kv_state"),
-    ".state": ("ModelStateDict", "OptimizerStateDict", "OptimizerType", "StateDict", "Stateful"),
+    ".state": (
+        "ModelStateDict",
+        "OptimizerStateDict",
+        "OptimizerType",
+        "StateDict",
+        "Stateful",
+        "diff",
+        "load_into",
+        "rename",
+    ),
     ".threads": ("get_num_threads", "set_num_threads"),
 }
 show_exports(globals(), _NAMES, _MODULES)

@@ -111,6 +111,16 @@ def memory_overlap(
     other: tuple[int, int, tuple[int, ...], tuple[int, ...]] | None,
     /,
 ) -> bool: ...
+def scaled_codes_decode(
+    values: Array,
+    codes: Array,
+    scales: Array | None,
+    dtype: str,
+    skip: int,
+    block: tuple[int, int],
+    first: tuple[int, int],
+    /,
+) -> None: ...
 def cpu_offered() -> tuple[str, ...]: ...
 def copy_choices() -> dict[str, Any]: ...
 def measure_copies() -> None: ...
@@ -199,7 +209,7 @@ _Cutting: TypeAlias = tuple[_Steps | None, int, int]
 # shape of the whole tensor; then layout and index, or begin and end of a range of elements
 _Place: TypeAlias = tuple[tuple[int, ...], _Steps | int, int]
 # a folder; or a URL, and path, begin, end, length of the file, and bytes of ranges in memory
-_Source: TypeAlias = str | tuple[str, tuple[tuple[str, int, int, int, Any], ...]]
+_Source: TypeAlias = str | tuple[str, tuple[tuple[str, int, int, int, Any], ...], bool]
 _Problem: TypeAlias = tuple[str, str, str | None, int | None, int, int, int, str]
 
 def layout_names() -> tuple[str, ...]: ...

@@ -12,6 +12,7 @@ from ._common.file_checksums import find_of_file
 from ._common.local_path import local_path
 from ._common.set_module import set_module
 from ._sharding.layout import Shard
+from .state._compatibility import as_dict
 from .state._kind import KEY, describe, restore
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def _entries(state: Any) -> dict[str, Any]:
             f"the state comes first, and then the path: save_file(state, path); got "
             f"{type(state).__name__} for the state"
         )
+    state = as_dict(state)
     if not hasattr(state, "keys"):
         hint = ": pass its state_dict()" if hasattr(state, "state_dict") else ""
         raise TypeError(
@@ -66,7 +68,7 @@ def save_file(
 
     Parameters
     ----------
-    state : mapping of str to array
+    state : mapping of str to array, or torch.nn.Module
         NumPy arrays (any strides, any byte order, read-only or not), ml_dtypes arrays, torch
         tensors in main memory (parameters too), or objects with ``__dlpack__``. The attributes
         of a `ModelStateDict` or `OptimizerStateDict` are stored too.

@@ -10,7 +10,7 @@ from operator import index
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .. import _core
-from .arguments import is_flag
+from .arguments import check_int, is_flag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +23,7 @@ for _power, _letter in enumerate("KMGT", 1):
     _UNITS[f"{_letter}B"] = 1000**_power
 _NAMES = {unit.lower(): unit for unit in _UNITS}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*", re.ASCII)
 _BYTES = re.compile(r"\b(budget of|is) ([0-9]+)(?: bytes)?")
 _DIGITS = 4
 
@@ -73,12 +74,17 @@ class Budget(NamedTuple):
 def parse_budget(name: str, value: object, full: int | None = None, of: str = "") -> Budget:
     """Parse a memory budget, rounded down to whole bytes.
 
-    It is bytes as an int, or as a float above 1; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a
-    float up to 1, a fraction of `whole`. Without `whole`, fractions are refused. `name` is that of
-    the parameter, and `of` describes `whole`, for messages.
+    It is bytes as an int; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a fraction of `full`, as a
+    float up to 1 or a text such as ``"60%"``. Without `full`, fractions are refused. `name` is that
+    of the parameter, and `of` describes `full`, for messages.
     """
     if isinstance(value, str):
-        return _parse_text(name, value)
+        percent = _PERCENT.fullmatch(value)
+        if percent is None:
+            return _parse_text(name, value)
+        if full is None:
+            raise _fraction_error(name, value)
+        return Budget(_multiply(percent[1], full) // 100, full, f"of {of}", f"{value.strip()}")
     if hasattr(value, "__index__") and not is_flag(value):
         return Budget(index(value), 0, "", "")
     if not isinstance(value, Real) or is_flag(value):
@@ -88,14 +94,33 @@ def parse_budget(name: str, value: object, full: int | None = None, of: str = ""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}: give a finite number of bytes")
-    if not 0 < number <= 1:
+    if number > 1:
+        raise ValueError(
+            f"{name} is {number:g}: a float is a fraction up to 1; pass bytes as an int, or a size "
+            "such as '6GiB'"
+        )
+    if number <= 0:
         return Budget(math.floor(number), 0, "", "")
     if full is None:
-        raise ValueError(
-            f"{name} is {number:g}: a fraction is not allowed here; pass bytes or a size such as "
-            "'6GiB'"
-        )
+        raise _fraction_error(name, f"{number:g}")
     return Budget(_multiply(f"{number:.15f}", full), full, f"of {of}", f"{number:g}")
+
+
+def parse_size(name: str, value: object, least: int = 0) -> int:
+    """Return a number of bytes from an int, or from a size such as ``"5GB"``."""
+    if isinstance(value, str):
+        value = _parse_text(name, value).nbytes
+    elif is_flag(value) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"{name} must be an int or a size such as '5GB', got {type(value).__name__}"
+        )
+    return check_int(name, value, least)
+
+
+def _fraction_error(name: str, value: str) -> ValueError:
+    return ValueError(
+        f"{name} is {value}: a fraction is not allowed here; pass bytes or a size such as '6GiB'"
+    )
 
 
 def _parse_text(name: str, value: str) -> Budget:

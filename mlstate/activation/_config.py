@@ -9,6 +9,7 @@ from math import isnan
 from operator import index
 from typing import Any, Self, TypeAlias
 
+from .._common.budget import parse_size
 from ._combinators import CheckpointStrategy, check_strategy
 from ._strategies import (
     MEBIBYTE,
@@ -58,7 +59,7 @@ class CheckpointConfig:
         For ``selective``: layers to checkpoint.
     exclude_layers : iterable of str
         For ``selective``, ``size_based`` and ``smart``: layers never to checkpoint.
-    min_activation_size_bytes : int, default 1 MiB
+    min_activation_size_bytes : int or str, default 1 MiB
         For ``size_based``: smallest size of an activation to checkpoint.
     max_memory_percentage : float, default 0.8
         For ``memory_aware``: fraction of the memory, above 0 and at most 1.
@@ -101,7 +102,10 @@ class CheckpointConfig:
         self._set("checkpoint_layers", chosen)
         self._set("exclude_layers", excluded)
         self._set("interval", _check_positive("interval", self.interval))
-        size = _check_positive("min_activation_size_bytes", self.min_activation_size_bytes)
+        size = self.min_activation_size_bytes
+        if isinstance(size, str):
+            size = parse_size("min_activation_size_bytes", size, 1)
+        size = _check_positive("min_activation_size_bytes", size)
         self._set("min_activation_size_bytes", size)
         self._set("max_memory_percentage", _check_share(self.max_memory_percentage))
         if not isinstance(self.options, Mapping):
@@ -352,13 +356,13 @@ def create_selective(
 
 
 def create_size_based(
-    min_activation_size_bytes: int = MEBIBYTE, exclude_layers: Iterable[str] | None = None
+    min_activation_size_bytes: int | str = MEBIBYTE, exclude_layers: Iterable[str] | None = None
 ) -> SizeBasedStrategy:
     """Create a `SizeBasedStrategy`.
 
     Parameters
     ----------
-    min_activation_size_bytes : int, default 1 MiB
+    min_activation_size_bytes : int or str, default 1 MiB
         The class's `min_size_bytes`.
     exclude_layers : iterable of str, optional
         See the class.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .. import _core
+from .._common.budget import parse_size
 from .._common.text import shorten
 from ._combinators import Operators
 from ._memory_tracker import MemoryTracker
@@ -208,7 +209,7 @@ class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
 
     Parameters
     ----------
-    min_size_bytes : int, default 1 MiB
+    min_size_bytes : int or str, default 1 MiB
         Smallest size to checkpoint: number of elements times bytes per element.
     exclude_layers : iterable of str, optional
         Layers never to checkpoint; their activations are not read.
@@ -251,10 +252,12 @@ class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
     checkpointed_count: int = _core.Strategy._checkpointed
 
     def __new__(
-        cls, min_size_bytes: int = MEBIBYTE, exclude_layers: Iterable[str] | None = None
+        cls, min_size_bytes: int | str = MEBIBYTE, exclude_layers: Iterable[str] | None = None
     ) -> Self:
         """See the class."""
         excluded = layer_names("exclude_layers", exclude_layers)
+        if isinstance(min_size_bytes, str):
+            min_size_bytes = parse_size("min_size_bytes", min_size_bytes, 1)
         return super().__new__(cls, min_size_bytes, (), excluded)
 
     @property

@@ -10,7 +10,7 @@ from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._folder.names import SECTIONS
 from ._folder.weight_names import weights_root
-from ._load import LoadedState, load
+from ._load import LoadedState, find_whole, load
 from ._options import LOAD_DEFAULTS, show_options
 from ._store.manifest import build, parse
 from ._store.open_path import RootPath, open_files, open_root_path
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from .. import _core
+    from ._load_whole import WholeIndex, WholePath
     from ._options import LoadOptions
+    from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
 _ROWS = 20
@@ -226,7 +228,8 @@ class Checkpoint:
         if manifest is None:
             self._root, manifest = self._files.open_root(self._root)
         self._manifest = manifest or self._files.read_manifest(self._root)
-        self._read_index: _core.MergedIndex | None = None
+        self._read_index: _core.MergedIndex | WholeIndex | None = None
+        self._whole: WholePath | None = None  # of what has no index
         self.written: dict[str, Any] | None = None
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
@@ -237,6 +240,7 @@ class Checkpoint:
             "root": self._root,
             "manifest": build(self._manifest) if is_text else self._manifest,
             "written": self.written,
+            "whole": self._whole,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -247,12 +251,22 @@ class Checkpoint:
             self, RootPath(open_files(state["path"], reads=True), state["root"], manifest)
         )
         self.written = state["written"]
+        self._whole = state.get("whole")
 
     @property
-    def _merged_index(self) -> _core.MergedIndex:
-        if self._read_index is None:
+    def _merged_index(self) -> _core.MergedIndex | WholeIndex:
+        if self._read_index is None and self._whole is not None:
+            from ._load_whole import WholeIndex
+
+            self._read_index = WholeIndex(self._whole.path, self._whole.read())
+        elif self._read_index is None:
             self._read_index = self._files.load_merged_index(self._manifest)
         return self._read_index
+
+    @property
+    def _target(self) -> str | RootPath:
+        """What `load` and `verify` read."""
+        return RootPath(self._files, self._root) if self._whole is None else self._whole.path
 
     @property
     def generation(self) -> str:
@@ -380,7 +394,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).load().model["w"]
         array([1., 1.])
         """
-        return load(RootPath(self._files, self._root), **options)
+        return load(self._target, **options)
 
     def verify(self, **keywords: Any) -> VerifyReport:
         """Read and verify all of it; takes the keywords of `mlstate.verify`.
@@ -392,7 +406,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).verify().problems
         []
         """
-        return verify(RootPath(self._files, self._root), **keywords)
+        return verify(self._target, **keywords)
 
     def _title(self) -> str:
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
@@ -432,8 +446,25 @@ class Checkpoint:
         return checkpoint_html(self._title(), self.tensors())
 
 
+def _inspect_whole(files: CheckpointFiles, whole: WholePath) -> Checkpoint:
+    """Return the description of a file or folder that is read whole."""
+    from ._load_whole import WholeIndex, manifest_of
+
+    parts = whole.read()
+    manifest = manifest_of(whole, parts)
+    assert manifest.weights is not None
+    checkpoint = Checkpoint(RootPath(files, manifest.weights.root, manifest))
+    checkpoint.path = whole.path
+    checkpoint._read_index = WholeIndex(whole.path, parts)
+    checkpoint._whole = whole
+    return checkpoint
+
+
 def inspect(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
+    path: str | os.PathLike[str],
+    *,
+    step: int | str | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> Checkpoint:
     """
     Read the manifest and all indexes of a checkpoint.
@@ -441,8 +472,10 @@ def inspect(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or of a Hugging Face model, whose headers are read instead; or
-        the URL of a checkpoint in an object store.
+        Anything that `load` reads. Of a Hugging Face folder and of a ``.safetensors`` file the
+        headers are read; of formats without an index, such as ``.npz``, everything.
+    step : int or "latest", optional
+        The step of a run. Default: the newest.
     storage_options : mapping, optional
         As for `save`.
 
@@ -467,7 +500,19 @@ def inspect(
     w              float32  (4, 2)  1       32 B   1
     """
     files, root, _ = open_root_path(path, storage_options)
-    root, read_manifest = files.open_root(root)
+    read_manifest = None
+    if step is not None:
+        from ._manager import find_root
+
+        root = find_root(files, step)
+    whole = find_whole(path, files)
+    if whole is None:
+        try:
+            root, read_manifest = files.open_root(root)
+        except StoreError as error:
+            whole = find_whole(path, files, error)
+    if whole is not None:
+        return _inspect_whole(files, whole)
 
     def read(manifest: Manifest) -> Checkpoint:
         checkpoint = Checkpoint(RootPath(files, root, manifest))

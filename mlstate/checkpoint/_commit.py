@@ -2,17 +2,20 @@
 
 A folder has shard files, an index of each rank, which lists the rank's tensors and their places in
 shard files, and ``manifest.json``, the root, which names the indexes. A manager also keeps a copy
-of each root under ``roots/``. Four rules make a save atomic:
+of each root under ``roots/``, one for each step. Every root has a *sequence*, a number that grows
+with each save and so orders them. Four rules make a save atomic:
 
 1. A file that a root names never changes. A save writes new files, whose names contain its
    *generation*, a random number. Shards that did not change are named again, not written again.
 2. All files of a save are durable before the replacement of ``manifest.json``, which is one atomic
    operation. It is the commit. A reader sees the old checkpoint before it and the new one after it.
+   A manager's copy is written just before it, and may stay as a complete step if it fails.
 3. Only a writer that holds the *claim* to the root commits. In a local folder the claim is a lock
    (`WriterLock`), which keeps other writers out and whose file notes the generation. In an object
    store it is the version of the manifest (`RootClaim`): the replacement fails if another writer
    has replaced the manifest since the claim.
-4. Files are deleted only after every root that names them. So a reader that misses a file reads the
+4. Files are deleted only after every root that names them: first a manager deletes the roots of old
+   steps (`retain`), then all files go that no root names. So a reader that misses a file reads the
    root again.
 
 A `Commit` is one such save. With a group, every rank has one and all make the same calls; only
@@ -27,7 +30,7 @@ rank 0 holds the claim and replaces the manifest, and an error of one rank is ra
             commit.commit(header)    collect the ranks' reports, check that they make a complete
                                      checkpoint, read back what will be committed, and replace the
                                      manifest; after an error of any rank, delete all new files
-            commit.delete_replaced() delete the files that no root needs any more
+            commit.delete_replaced() delete a manager's old roots, and the files that no root needs
         except BaseException:
             commit.abort()           delete the new files, unless the manifest may name them
             raise
@@ -384,7 +387,7 @@ class Commit:
         checkpoints are deleted.
         """
         if not self._folder.excludes_writers:
-            return self._delete_own_replaced(self._plan_deletions(manifest)) or None
+            return self._delete_own_replaced(self._delete_old_roots(manifest)) or None
         target = self._target
         try:
             roots: Mapping[str, Manifest] = {MANIFEST: manifest}
@@ -396,8 +399,11 @@ class Commit:
             return f"old files of the checkpoint were not deleted: {error}"
         return None
 
-    def _plan_deletions(self, manifest: Manifest) -> dict[str, list[Generation]]:
-        """Delete old roots; return deleted and kept generations, or {} if they are unknown."""
+    def _delete_old_roots(self, manifest: Manifest) -> dict[str, list[Generation]]:
+        """Delete roots that a manager does not keep, which allows to delete their files.
+
+        Returns the generations of deleted and of kept roots, or {} if they are unknown.
+        """
         before, retain = self._before, self._target.retain
         if before is None and retain is None:
             return {}
@@ -428,7 +434,7 @@ class Commit:
         """
         import json
 
-        own_plan = {} if self.manifest is None else self._plan_deletions(self.manifest)
+        own_plan = {} if self.manifest is None else self._delete_old_roots(self.manifest)
         [text, *_] = gather_bytes(group, json.dumps(own_plan).encode())
         plan = json.loads(text)
         trouble = self._delete_own_replaced(plan)

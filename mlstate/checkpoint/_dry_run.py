@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.arguments import check_flags, check_int
+from .._common.budget import parse_size
 from .._sharding.layout import Layout, Shard, steps_of
 from ._folder.names import MANIFEST, SECTIONS
 from ._load import chosen_names, ranks_of
@@ -166,7 +167,7 @@ def plan_save(
     rank: int = 0,
     world_size: int = 1,
     layout: Layout | str | None = None,
-    pack_below_bytes: int = PACK_BELOW,
+    pack_below_bytes: int | str = PACK_BELOW,
 ) -> SavePlan:
     """
     Return what one rank would write, without writing it.
@@ -183,7 +184,7 @@ def plan_save(
         rank holds all of it.
     layout : Layout or str, optional
         As for `save`.
-    pack_below_bytes : int, default 262144
+    pack_below_bytes : int or str, default 262144
         As for `save`.
 
     Returns
@@ -211,7 +212,7 @@ def plan_save(
     >>> plan_save(model, rank=7, world_size=4096)
     SavePlan(rank 7 of 4096: 1,000 shards, 114,688,000 bytes, 4 files, index ... bytes, ...)
     """
-    pack_below_bytes = check_int("pack_below_bytes", pack_below_bytes, 0)
+    pack_below_bytes = parse_size("pack_below_bytes", pack_below_bytes)
     world_size = check_int("world_size", world_size, 1)
     if not 0 <= check_int("rank", rank, -1 << 63) < world_size:
         raise ValueError(f"rank {rank} of {world_size} does not exist")

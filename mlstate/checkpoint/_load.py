@@ -15,22 +15,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_flags, check_int, is_flag
 from .._common.backend import TensorBackend, torch_backend
-from .._common.dtypes import FLOAT8S, FLOATS, as_numbers, dtype_name, name_of, numpy_dtype
+from .._common.converted import converted, is_converted
+from .._common.dtypes import FLOATS, dtype_name, numpy_dtype
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
 from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
-from ..state._load_into import load_into
 from ._folder.names import SECTIONS
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
 from ._options import LOAD_DEFAULTS, complete_options, show_options
+from ._quantized.pairs import find_pairs
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import Names, listed_names
-from ._store.open_path import open_root_path
+from ._store.open_path import RootPath, open_root_path
 from ._store.rank_indexes import Indexes
 from ._store.weight_files import listed_only_error, warn_of_total, without_missing
 
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
     from ..collectives import ProcessGroup
     from ..state import ModelStateDict, OptimizerStateDict
     from ._load_targets import Prepared
+    from ._load_whole import WholePath
     from ._options import LoadOptions
+    from ._quantized.pairs import Cutting, Pairs
     from ._sections import Section
     from ._store.manifest import Manifest
     from ._store.weight_files import WeightFiles
@@ -101,6 +104,13 @@ class LoadedState:
         self.states = {}  # pickles of older versions lack it
         for name, value in state[1].items():
             setattr(self, name, value)
+
+    def __getitem__(self, name: object) -> Any:
+        where = f'["{name}"]'
+        raise TypeError(
+            f"a LoadedState holds several states: use .model{where}, .optimizer{where} or "
+            f".states{where}"
+        )
 
     def __repr__(self) -> str:
         def shown(state: object) -> str:
@@ -185,6 +195,7 @@ class Loader:
         self.verify = bool(request.options["verify"])
         self.indexes = Indexes(request.files, manifest, request.rank)
         self.sections = sections_of(self.merged_index, manifest)
+        self.pairs = self._find_pairs()
         if request.options["rename"] is not None:
             rename_sections(self.sections, request.options["rename"])
         if self.verify:
@@ -193,6 +204,19 @@ class Loader:
             self.indexes.read_all()
             _verify_all(request.files, manifest, self.merged_index)
             self.verify = False
+
+    def _find_pairs(self) -> Pairs | None:
+        """Find the quantized weights to compute values of; their names replace those of parts."""
+        if not self.request.dtype or self.manifest.weights is None:
+            return None
+
+        def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
+            return {row[1]: (row[4], row[5]) for row in self.merged_index.tensors()}
+
+        pairs = find_pairs(self.request.files.folder, tensors)
+        if pairs is not None:
+            self.sections[0].replace(pairs.renamed(self.sections[0].names))
+        return pairs
 
     @property
     def merged_index(self) -> _core.MergedIndex:
@@ -234,19 +258,34 @@ class Loader:
     def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
         keys = section.keys(names)
-        arrays_loaded: dict[str, Any] = {}
-        for some, dtype in self._batches(section, keys):
+        arrays_loaded = self._pair_values(section, keys)
+        others = [key for key in keys if key not in arrays_loaded] if arrays_loaded else keys
+        for some, dtype in self._batches(section, others):
             loaded = self._load(
                 section.number, some, self.request.cutting, mmap=self.options["mmap"]
             )
             while loaded:
                 key, array = loaded.popitem()
-                arrays_loaded[key] = _cast(array, dtype) if dtype else array
+                arrays_loaded[key] = converted(array, dtype) if dtype else array
         arrays = {name: arrays_loaded[key] for name, key in zip(names, keys, strict=True)} | extra
         if (device := self.options["device"]) is not None:
             tensors = torch_backend("tensors on a device=", TensorBackend).tensors_of(arrays)
             arrays = {name: each.to(device) for name, each in tensors.items()}
         return section.restore(arrays, self.folder)
+
+    def _pair_values(self, section: Section, keys: list[str]) -> dict[str, Any]:
+        """Return the values of quantized weights, by the keys of their codes."""
+        if self.pairs is None or section.number != 0:
+            return {}
+        chosen = [pair for key in keys if (pair := self.pairs.by_codes.get(key)) is not None]
+        for pair in chosen:
+            pair.check()
+
+        def read(key: str, cutting: Cutting) -> Any:
+            return self._load(section.number, [key], cutting, mmap=False)[key]
+
+        cutting, dtype = self.request.cutting, self.request.dtype
+        return {pair.codes: pair.load(read, cutting, dtype) for pair in chosen}
 
     def _batches(self, section: Section, keys: list[str]) -> list[tuple[list[str], str]]:
         """Return the keys of tensors to load at the same time, and the dtype to convert them to.
@@ -259,8 +298,7 @@ class Loader:
             return [(keys, "")]
         sizes: dict[str, int] = {}
         for where, key, _, _, stored, shape, *_ in self.merged_index.tensors():
-            is_float = stored in FLOATS or stored in FLOAT8S
-            if where == SECTIONS[section.number] and is_float and stored != dtype:
+            if where == SECTIONS[section.number] and is_converted(stored, dtype):
                 sizes[key] = prod(shape) * numpy_dtype(stored).itemsize
         batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
         room = 0
@@ -323,17 +361,6 @@ class Loader:
             key: np.zeros(facts[name], dtypes[like])
             for key, (name, like) in self.lacking(names).items()
         }
-
-
-def _cast(array: Any, dtype: str) -> Any:
-    """Return a new array of a float dtype, rounded to nearest."""
-    import numpy as np
-
-    if name_of(array.dtype) in FLOAT8S:
-        array = as_numbers(array).astype(np.float32)  # which has all values of 8-bit floats
-    converted = np.empty(array.shape, numpy_dtype(dtype))
-    load_into({"": converted}, {"": array}, cast=True)
-    return converted
 
 
 def _load_into_targets(loader: Loader) -> LoadedState:
@@ -513,8 +540,31 @@ def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: _core.Merged
         raise problems[0].as_error(files.path)
 
 
+def find_whole(
+    path: object, files: CheckpointFiles, error: StoreError | None = None
+) -> WholePath | None:
+    """Return the path of a caller if it is read whole, else None; or raise the error instead.
+
+    Folders are looked at only after the error that they hold no checkpoint.
+    """
+    if not isinstance(path, RootPath) and (error is not None or files.folder.file):
+        from ._load_whole import whole_path
+
+        whole = whole_path(files.folder)
+        if whole is not None:
+            return whole
+    if error is not None:
+        raise error
+    return None
+
+
 @show_options(LOAD_DEFAULTS)
-def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadedState:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    step: int | str | None = None,
+    **options: Unpack[LoadOptions],
+) -> LoadedState:
     """
     Load a checkpoint, or any part of it.
 
@@ -525,6 +575,12 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
         ``model.safetensors.index.json`` with its files, or the names of PEFT, diffusers and
         Mistral); or one ``.safetensors`` file or index; or the URL of one of these in an object
         store. An index that differs from the headers of its files causes a warning.
+        Or the path of a file ``.safetensors``, ``.npz``, ``.pt`` (weights only: no code of it runs)
+        or ``.ckpt``, or of a folder of torch.distributed.checkpoint. All but the first are read
+        whole; ``mmap``, ``missing``, ``verify="first"`` and torch optimizers in ``into`` are
+        refused for these.
+    step : int or "latest", optional
+        The step of a run, the folder of a `CheckpointManager`. Default: the newest.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
@@ -660,14 +716,28 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
             raise ValueError(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
-    if manifest is None:
-        root, manifest = files.open_root(root)
+    if step is not None:
+        from ._manager import find_root
+
+        root, manifest = find_root(files, step), None
     by_target = layout is None and rank is None and world_size is None
     if group is not None:
         rank, world_size = group.rank, group.world_size
     request = LoadRequest(
         files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
     )
+    if manifest is None:
+        whole = find_whole(path, files)
+        if whole is None:
+            try:
+                root, manifest = files.open_root(root)
+            except StoreError as error:
+                whole = find_whole(path, files, error)
+        if whole is not None:
+            from ._load_whole import load_whole
+
+            return load_whole(whole, request)
+        request = request._replace(root=root)
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets

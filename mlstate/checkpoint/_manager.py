@@ -6,8 +6,9 @@ import errno
 import os
 import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_flags, check_int, is_flag
 from .._common.log import log
@@ -26,9 +27,10 @@ from ._options import (
     show_options,
 )
 from ._rank_messages import gather_bytes
-from ._retention import NO_RULES, Retention, SaveTimer, SignalWatch, check_retention
+from ._retention import NO_RULES, Retention, check_retention, count_old
 from ._save import SaveFolder, save
-from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
+from ._save_timing import SaveTimer, SignalWatch
+from ._step_roots import OTHER, agreed_roots, holds_other_checkpoint, if_alone, try_root
 from ._store.open_path import RootPath, open_files
 
 if TYPE_CHECKING:
@@ -40,12 +42,11 @@ if TYPE_CHECKING:
     from .._common.budget import MemorySize
     from ..collectives import ProcessGroup
     from ._options import LoadOptions, SaveOptions
+    from ._retention import Roots
     from ._save_async import SaveHandle
     from ._staging import Staging
     from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
-
-    _Roots: TypeAlias = list[tuple[Root, Manifest]]
 
 
 _SHOWN = 20  # steps in a warning
@@ -163,8 +164,10 @@ class CheckpointManager:
         self._checkpoints = open_files(path)
 
     def __getstate__(self) -> dict[str, Any]:
-        # `_turn` creates a new lock; signals belong to a process; no private class is named
+        # `_turn` creates a new lock; signals and a running save, with its memory, belong to a
+        # process; no private class is named
         state = {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
+        state |= {"_under_way": None, "_staging": None}
         state["directory"] = state.pop("_checkpoints").path
         timer = (self._timer.steps, self._timer.interval)
         return {**state, "_rules": tuple(self._rules), "_timer": timer}
@@ -245,7 +248,7 @@ class CheckpointManager:
 
     def _roots(
         self, unread: type[MLStateError] = MLStateError, newest: Manifest | None = None
-    ) -> _Roots:
+    ) -> Roots:
         """Return the readable roots, oldest first; if a step has several, only the newest.
 
         Errors of class `unread` skip a root; other errors are raised. The root of `newest` is
@@ -337,7 +340,7 @@ class CheckpointManager:
             if manifest.step == step:
                 return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
         have = steps_text(self.steps())
-        have += f"; {OTHER}" if holds_no_steps(self._checkpoints) else ""
+        have += f"; {OTHER}" if holds_other_checkpoint(self._checkpoints) else ""
         raise store_error(
             FileNotFoundError(2, f"step {step} does not exist (steps: {have})"),
             "cannot find the step",
@@ -594,10 +597,10 @@ class CheckpointManager:
 
     def _refuse_other(self, group: ProcessGroup | None) -> None:
         """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
-        has_steps = False
+        is_other = False
         with if_alone(group):
-            has_steps = holds_no_steps(self._checkpoints)
-        if has_steps:
+            is_other = holds_other_checkpoint(self._checkpoints)
+        if is_other:
             raise store_error(
                 FileExistsError(errno.EEXIST, f"{OTHER}: save steps into another folder"),
                 "cannot save the step",
@@ -614,9 +617,10 @@ class CheckpointManager:
         look = group is None or group.world_size == 1
         with if_alone(group):
             roots = [root for root in self._roots(FormatError) if root[1].step != step]
-            count = self._count_old(roots, self.keep - 1, look=look)
+            can_load = self._can_load if look else self._is_undamaged
+            count = count_old(roots, self.keep - 1, can_load)
             rules = self._rules.without_one()  # the new step may become one of the best
-            ruled = rules.kept(roots, lambda manifest: not look or self._can_load(manifest))
+            ruled = rules.kept(roots, can_load)
             steps_deleted = [m.step for _, m in roots[:count] if m.generation not in ruled]
             later = [m.step for _, m in roots[count:] if m.step not in self._own]
         foreign = [old_step for old_step in steps_deleted if old_step not in self._own]
@@ -637,57 +641,37 @@ class CheckpointManager:
         Returns the manifests of the other roots by path.
         """
         # a root that cannot be read now because of an I/O error may be good, so it stays
-        old, retained = self._superseded(newest.generation, self._roots(FormatError, newest))
+        old, retained = self._divide_roots(newest.generation, self._roots(FormatError, newest))
         self._checkpoints.delete_roots(old)
         return retained
 
-    def _superseded(
-        self, newest: str, roots: _Roots, *, is_new: bool = True
+    def _divide_roots(
+        self, newest: str, roots: Roots, *, is_new: bool = True
     ) -> tuple[list[Root], dict[str, Manifest]]:
-        """Return the roots to delete, without generation `newest`, and the kept ones.
+        """Return the roots to delete, without generation `newest`, and the others by path.
 
         If `is_new`, `newest` was written just now, so that it can be loaded.
         """
-        keep = len(roots) if self.keep is None else self.keep
         good = newest if is_new else ""
-        count = self._count_old(roots, keep, good)
-        ruled = self._rules.kept(
-            roots if count else [],
+        retained = self._rules.choose(
+            roots,
+            self.keep,
             lambda manifest: manifest.generation == good or self._can_load(manifest),
+            self._is_kept_elsewhere,
         )
-        is_kept = self._is_kept_elsewhere or (lambda step: False)
-        retained = {
-            root.path: manifest
-            for number, (root, manifest) in enumerate(roots)
-            if number >= count or manifest.generation in ruled or is_kept(manifest.step)
-        }
         old = [root for root in self._checkpoints.list_roots() if root.path not in retained]
         old = [root for root in old if root.generation != newest]
         for root in old:
             self._files.pop(root.generation, None)
         return old, retained
 
-    def _count_old(self, roots: _Roots, keep: int, newest: str = "", look: bool = True) -> int:
-        """Return how many of the oldest roots precede the newest `keep` loadable ones.
-
-        The generation `newest` was written just now. If `look` is false, files are not checked
-        and only known damage counts.
-        """
-        if keep >= len(roots):
-            return 0
-        for count in range(len(roots), 0, -1):
-            if keep == 0:
-                return count
-            manifest = roots[count - 1][1]
-            if manifest.generation == newest or not look:
-                keep -= manifest.generation not in self._damaged
-            else:
-                keep -= self._can_load(manifest)
-        return 0
+    def _is_undamaged(self, manifest: Manifest) -> bool:
+        """Return whether this manager knows of no damage; no file is read."""
+        return manifest.generation not in self._damaged
 
     def _can_load(self, manifest: Manifest) -> bool:
         """Return whether a step has no known damage and complete files; indexes are read once."""
-        if manifest.generation in self._damaged or self._checkpoints.is_marked(manifest):
+        if not self._is_undamaged(manifest) or self._checkpoints.is_marked(manifest):
             return False
         sizes = self._files.get(manifest.generation)
         if sizes is None:
@@ -828,6 +812,9 @@ class CheckpointManager:
         7
         """
         options["group"] = group = optional_group(options.get("group"))
+        names = options.get("names")
+        if isinstance(names, Iterator):  # a second try would get nothing from it
+            options["names"] = list(names)
         first: MLStateError | None = None
         tried: list[str] | None = None
         # a writer may have deleted all of these roots and committed newer ones
@@ -848,13 +835,28 @@ class CheckpointManager:
         if first is not None:
             raise first
         reason = "no checkpoint there"
-        if holds_no_steps(self._checkpoints):
+        if holds_other_checkpoint(self._checkpoints):
             reason = f"{OTHER}: mlstate.load loads it"
         raise store_error(FileNotFoundError(2, reason), "cannot restore", self.directory)
 
 
-def find_root(files: CheckpointFiles, step: int) -> str:
+def find_root(files: CheckpointFiles, step: int | str) -> str:
     """Return the root of a step; in a folder without steps, its only root."""
+    if step == "best":
+        raise ValueError(
+            "step='best' needs the name of the metric: pass CheckpointManager(path, monitor=NAME)"
+            ".best_step(), on the command line --step best --monitor NAME"
+        )
+    if isinstance(step, str) and step != "latest":
+        raise ValueError(f"step must be an int or 'latest', got {step!r}")
+    if files.folder.is_local and os.path.isfile(files.path):
+        raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")
+    root = files.current_root()
+    if root != MANIFEST:
+        raise ValueError(f"{files.path} holds weights of another program: it has no steps")
+    if step == "latest":
+        return root
+    step = check_int("step", step, -1 << 63)
     if not files.list_roots() and files.read_manifest().step == step:
         return MANIFEST
     return CheckpointManager(files.path).checkpoint(step)._root

@@ -5,7 +5,8 @@ from __future__ import annotations
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ForwardRef, TypedDict, TypeVar, cast
 
-from .._common.arguments import check_flags, check_int
+from .._common.arguments import check_flags
+from .._common.budget import parse_size
 from .._common.text import names_hint
 from ._store import codecs
 
@@ -26,7 +27,7 @@ class SaveOptions(TypedDict, total=False):
     metadata: Mapping[str, object] | None
     group: ProcessGroup | None
     layout: Layout | str | None
-    pack_below_bytes: int
+    pack_below_bytes: int | str
     sparse: bool
     incremental: bool
     compress: str | None
@@ -83,7 +84,7 @@ def check_save_options(options: SaveOptions) -> SaveOptions:
     if options["compress"] is not None:
         codecs.check(options["compress"])
     return options | {
-        "pack_below_bytes": check_int("pack_below_bytes", options["pack_below_bytes"], 0),
+        "pack_below_bytes": parse_size("pack_below_bytes", options["pack_below_bytes"]),
         "lock_timeout": check_timeout(options["lock_timeout"]),
     }
 

@@ -76,7 +76,7 @@ def _sort_out(
     newest = files.read_manifest().generation
     old: list[Root] = []
     if keep is not None:
-        old = manager._superseded(newest, manager._roots(FormatError), is_new=False)[0]
+        old = manager._divide_roots(newest, manager._roots(FormatError), is_new=False)[0]
     steps: dict[Root, int | None] = {}
     for root in files.list_roots():
         steps[root] = None

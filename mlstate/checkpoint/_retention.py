@@ -1,45 +1,22 @@
-"""Which steps of a run a manager keeps, when it saves, and the signal that ends a job."""
+"""Which steps of a run a manager keeps; it deletes the others."""
 
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
-import time
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .._common.arguments import check_int
+from ._save_timing import number_of_steps, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime, timedelta
+    from datetime import datetime
 
     from ._folder.names import Root
     from ._store.manifest import Manifest
 
+    Roots: TypeAlias = list[tuple[Root, Manifest]]
+
 MODES = ("min", "max")
-
-
-def _count(name: str, value: object) -> int | None:
-    """Return a number of steps from 1, or None."""
-    if value is None:
-        return None
-    return check_int(name, value, 1, also=" or None")
-
-
-def _seconds(name: str, value: float | timedelta | None) -> float | None:
-    """Return a time in seconds, or None."""
-    if value is None:
-        return None
-    seconds = value.total_seconds() if hasattr(value, "total_seconds") else value
-    if isinstance(seconds, bool) or not isinstance(seconds, Real):
-        raise TypeError(f"{name} must be seconds, a timedelta or None, got {type(value).__name__}")
-    seconds = float(seconds)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value}")
-    return seconds
 
 
 def _created(manifest: Manifest) -> datetime:
@@ -75,7 +52,7 @@ class Retention(NamedTuple):
             return None
         return value
 
-    def ranked(self, roots: list[tuple[Root, Manifest]]) -> list[tuple[Root, Manifest]]:
+    def ranked(self, roots: Roots) -> Roots:
         """Return the steps with a metric, the best one first; of equal ones the newer first."""
         scored = [(self.metric(entry[1]), number, entry) for number, entry in enumerate(roots)]
         sign = 1 if self.mode == "min" else -1
@@ -84,9 +61,7 @@ class Retention(NamedTuple):
         ]
         return [entry for *_, entry in sorted(sorted_scores, key=lambda each: each[:2])]
 
-    def kept(
-        self, roots: list[tuple[Root, Manifest]], can_load: Callable[[Manifest], bool]
-    ) -> set[str]:
+    def kept(self, roots: Roots, can_load: Callable[[Manifest], bool]) -> set[str]:
         """Return the generations of the steps that the rules keep; `roots` are oldest first."""
         generations: set[str] = set()
         left = self.best or 0
@@ -107,6 +82,38 @@ class Retention(NamedTuple):
                     last = created
         return generations
 
+    def choose(
+        self,
+        roots: Roots,
+        keep: int | None,
+        can_load: Callable[[Manifest], bool],
+        is_kept_elsewhere: Callable[[int | None], bool] | None,
+    ) -> dict[str, Manifest]:
+        """Return the manifests of the roots to keep, by path; `roots` are oldest first.
+
+        Kept are the newest `keep` roots that can be loaded, those that cannot and are newer than
+        the oldest of these, those of the rules, and steps that another program keeps.
+        """
+        count = count_old(roots, len(roots) if keep is None else keep, can_load)
+        generations = self.kept(roots if count else [], can_load)
+        is_kept = is_kept_elsewhere or (lambda step: False)
+        return {
+            root.path: manifest
+            for number, (root, manifest) in enumerate(roots)
+            if number >= count or manifest.generation in generations or is_kept(manifest.step)
+        }
+
+
+def count_old(roots: Roots, keep: int, can_load: Callable[[Manifest], bool]) -> int:
+    """Return how many of the oldest roots precede the newest `keep` that can be loaded."""
+    if keep >= len(roots):
+        return 0
+    for count in range(len(roots), 0, -1):
+        if keep == 0:
+            return count
+        keep -= can_load(roots[count - 1][1])
+    return 0
+
 
 NO_RULES = Retention(None, None, "min", None, None)
 
@@ -120,71 +127,9 @@ def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: A
     if best is not None and monitor is None:
         raise ValueError("keep_best= needs monitor=, the key of the metric in metadata=")
     return Retention(
-        _count("keep_best", best),
+        number_of_steps("keep_best", best),
         monitor,
         mode,
-        _count("keep_period", period),
-        _seconds("keep_time_interval", interval),
+        number_of_steps("keep_period", period),
+        seconds_of("keep_time_interval", interval),
     )
-
-
-class SaveTimer:
-    """Decides when to save: after a number of steps or after a time.
-
-    Without these limits, every step is saved.
-    """
-
-    def __init__(self, steps: Any, interval: Any) -> None:
-        self.steps = _count("save_interval_steps", steps)
-        self.interval = _seconds("save_time_interval", interval)
-        self.last = time.monotonic()
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a step is to be saved."""
-        if self.steps is None and self.interval is None:
-            return True
-        if self.steps is not None and step % self.steps == 0:
-            return True
-        return self.interval is not None and time.monotonic() - self.last >= self.interval
-
-    def note(self) -> None:
-        """Record that a save begins."""
-        self.last = time.monotonic()
-
-
-class SignalWatch:
-    """Records signals until `close`; the handler itself saves nothing.
-
-    A signal that arrives a second time is handled as before the watch, so that a job that hangs
-    can be stopped.
-    """
-
-    def __init__(self, signals: tuple[int, ...]) -> None:
-        self._old: dict[int, Any] = {}
-        self._pid = os.getpid()
-        self.received: int | None = None
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "signals can be watched only by the main thread: call watch_signals there"
-            )
-        try:
-            for number in signals:
-                self._old[number] = signal.signal(number, self._receive)
-        except (OSError, TypeError, ValueError):
-            self.close()
-            raise
-
-    def _receive(self, number: int, frame: object) -> None:
-        self.received = number
-        self._restore(number)
-
-    def _restore(self, number: int) -> None:
-        old = self._old.pop(number, None)
-        if signal.getsignal(number) == self._receive:
-            signal.signal(number, signal.SIG_DFL if old is None else old)
-
-    def close(self) -> None:
-        """Restore the handlers from before the watch."""
-        if threading.current_thread() is threading.main_thread():
-            for number in list(self._old):
-                self._restore(number)

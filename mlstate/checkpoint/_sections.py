@@ -67,6 +67,11 @@ class Section:
         """Return the saved state with these arrays; None if it was not saved."""
         return None if self.kind is None else restore_kind(arrays, self.kind, folder)
 
+    def replace(self, keys: Mapping[str, str]) -> None:
+        """Replace the tensors by those of some keys, given by their names."""
+        self.names = list(keys)
+        self._stored = {name: key for name, key in keys.items() if name != key}
+
     def renamed_layers(self, values: Mapping[str, object]) -> dict[str, Any]:
         """Return values by the names of layers, which are renamed as the tensors below them."""
         renamed = dict(values)
@@ -84,7 +89,8 @@ class Section:
         except CompatibilityError as error:
             error.args = (f"{self.label}: {error}",)
             raise
-        self._stored = {name: old for name, old in renamed.items() if name != old}
+        stored = {name: self._stored.get(str(old), str(old)) for name, old in renamed.items()}
+        self._stored = {name: old for name, old in stored.items() if name != old}
         self.names = list(renamed)
         if self.kind is not None and "param_groups" in self.kind:
             groups = [dict(group) for group in self.kind["param_groups"]]

@@ -27,7 +27,7 @@ def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
     return nullcontext() if alone else suppress(StoreError)
 
 
-def holds_no_steps(files: CheckpointFiles) -> bool:
+def holds_other_checkpoint(files: CheckpointFiles) -> bool:
     """Return whether a folder has a checkpoint, but no steps of a manager."""
     return files.folder.exists(MANIFEST) and not files.list_roots()
 

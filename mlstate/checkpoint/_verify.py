@@ -13,17 +13,20 @@ from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
 from ._folder.names import MANIFEST, Root
+from ._folder.weight_names import is_index
 from ._store.checkpoint_files import TRIES, CheckpointFiles
-from ._store.open_path import open_root_path
+from ._store.open_path import RootPath, open_root_path
 from ._store.weight_files import is_weights_root, unlisted_files, warn_of_total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from .. import _core
+    from ._load_whole import WholePath
     from ._store.manifest import Manifest
 
 _ROWS = 20
+_CRC32C = -3  # place of the checksum in a shard of an index
 
 
 class Problem(NamedTuple):
@@ -98,6 +101,10 @@ class VerifyReport:
         Number of bytes read.
     step : int or None
         Step of the verified checkpoint.
+    checksums : bool
+        Whether all bytes were compared with checksums: those of mlstate, or the CRC-32 values of a
+        zip file, such as ``.npz``. If False, another program wrote the files without checksums, and
+        only their structure was checked.
     repaired : str or None
         With ``repair=True``: generation of the checkpoint that is now current and good. It is
         unchanged if only headers were damaged; otherwise it names an older checkpoint.
@@ -112,8 +119,16 @@ class VerifyReport:
     """
 
     __slots__ = (
-        "bytes", "compared", "leftover", "path", "problems", "repaired", "step", "strange"
-    )  # fmt: skip
+        "bytes",
+        "checksums",
+        "compared",
+        "leftover",
+        "path",
+        "problems",
+        "repaired",
+        "step",
+        "strange",
+    )
 
     def __init__(self, path: str) -> None:
         self.path: str = path
@@ -124,6 +139,12 @@ class VerifyReport:
         self.bytes: int = 0
         self.step: int | None = None
         self.repaired: str | None = None
+        self.checksums: bool = True
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        self.checksums = True  # pickles of older versions lack it
+        for name, value in state[1].items():
+            setattr(self, name, value)
 
     def __bool__(self) -> bool:
         return not self.problems
@@ -140,7 +161,10 @@ class VerifyReport:
         extra = [f"{len(self.leftover)} files left over"] if self.leftover else []
         extra += [f"{len(self.strange)} strange files"] if self.strange else []
         extra += [f"repaired: generation {self.repaired}"] if self.repaired else []
-        return ", ".join([f"{self.path}: {state}", f"{bytes_text(self.bytes)} read", *extra])
+        read = f"{bytes_text(self.bytes)} read"
+        if not self.problems and not self.checksums:
+            read = "no checksums: only its structure was looked at"
+        return ", ".join([f"{self.path}: {state}", read, *extra])
 
     def __repr__(self) -> str:
         if not self.problems:
@@ -440,6 +464,7 @@ def verify(
     *,
     repair: bool = False,
     progress: Callable[[int], object] | None = None,
+    step: int | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """
@@ -448,12 +473,10 @@ def verify(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or of a Hugging Face model; or the URL of one of these, or of
-        one ``.safetensors`` file, in an object store. Of files that another program wrote without
-        checksums, only the structure is checked. Also any local file or folder that
-        `mlstate.checkpoint.checksum` was called for: every file is compared with its checksums.
-        In the cache of the Hugging Face Hub, files are compared with the SHA-256, or git's SHA-1,
-        in the names of their blobs.
+        Anything that `load` reads. Of files that another program wrote without checksums, only the
+        structure is checked. Also any local file or folder that `mlstate.checkpoint.checksum` was
+        called for: every file is compared with its checksums. In the cache of the Hugging Face Hub,
+        files are compared with the SHA-256, or git's SHA-1, in the names of their blobs.
     repair : bool, default False
         Rewrite damaged headers of shard files. If tensors are damaged, replace the checkpoint by
         the newest older one whose tensors are all good (`CheckpointManager` keeps older ones).
@@ -461,6 +484,8 @@ def verify(
         before with ``verify=False``.
     progress : callable, optional
         Called with the number of bytes read since the last call.
+    step : int or "latest", optional
+        The step of a run. Default: the newest.
     storage_options : mapping, optional
         As for `save`.
 
@@ -472,7 +497,7 @@ def verify(
     Raises
     ------
     ValueError
-        `repair` is true for a Hugging Face folder, which has no older step.
+        `repair` is true for files of another program, which have no older step.
     StoreError
         The folder does not exist or, with `repair`, cannot be written. Also if other processes
         replaced the checkpoint during each of 20 attempts to verify it.
@@ -497,10 +522,12 @@ def verify(
     """
     check_flags(repair=repair)
     files, root, _ = open_root_path(path, storage_options)
-    if files.folder.is_local and root == MANIFEST and not repair:
+    is_plain = root == MANIFEST and step is None and not repair
+    if is_plain and files.folder.is_local and not is_index(files.folder.file):
         from ._files.checksum import verify_foreign
 
-        foreign_report = verify_foreign(files.path, progress)
+        place = os.path.join(files.path, files.folder.file) if files.folder.file else files.path
+        foreign_report = verify_foreign(place, progress)
         if foreign_report is not None:
             return foreign_report
     if repair:
@@ -509,6 +536,19 @@ def verify(
     # the checksums of files of another program are compared below, for all files of the folder
     files = CheckpointFiles(files.folder.without_cache(), checked=False)
     report = VerifyReport(files.path)
+    if step is not None:
+        from ._manager import find_root
+
+        root = find_root(files, step)
+    whole = None if isinstance(path, RootPath) else _find_whole(files)
+    if whole is not None:
+        if repair:
+            raise ValueError(f"{whole.path} is of another program: it has no step to return to")
+        from ._load_whole import verify_whole
+
+        report.path = whole.path
+        verify_whole(whole, report, progress)
+        return report
     root = _root_to_verify(files, root)
     indexes: dict[str, Any] = {}
     if is_weights_root(root) and repair:
@@ -521,6 +561,10 @@ def verify(
         with suppress(MLStateError):  # the problems give the reason
             weights = files.read_manifest(root).weights
             report.strange = [] if weights is None else unlisted_files(files.folder, weights)
+        report.checksums = False
+        with suppress(MLStateError):
+            shards = files.load_merged_index(files.read_manifest(root)).shards()
+            report.checksums = all(shard[_CRC32C] is not None for shard in shards)
         from ._files.checksum import verify_weights_folder
 
         verify_weights_folder(files.folder, report, progress)
@@ -536,6 +580,18 @@ def verify(
     if repair and report.problems:
         _repair(files, report)
     return report
+
+
+def _find_whole(files: CheckpointFiles) -> WholePath | None:
+    """Return the path if it is read whole; folders with any root of mlstate are not."""
+    folder = files.folder
+    if not folder.is_local or folder.file:
+        return None
+    if os.path.isdir(files.path) and (folder.exists(MANIFEST) or files.list_roots()):
+        return None
+    from ._load_whole import whole_path
+
+    return whole_path(folder)
 
 
 def _root_to_verify(files: CheckpointFiles, root: str) -> str:

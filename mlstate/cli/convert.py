@@ -65,7 +65,7 @@ def add(commands: Commands) -> None:
         help="copy its config and tokenizer files too (default: those of a Hugging Face source)",
     )
     folder.add_argument(
-        "--max-shard-bytes", type=int, metavar="N", help="of a file (default: 5 GiB)"
+        "--max-shard-bytes", metavar="SIZE", help="of a file, such as 2GB (default: 5 GiB)"
     )
 
 

@@ -154,11 +154,11 @@ def _read_state(feature: Fields) -> State:
     name = _read_name(feature, "the name of a state")
     try:
         kind = feature.only(3, "a type")
-        state_type = kind and feature.open(kind).only(8, "a state type")
-        array = state_type and feature.open(state_type).only(1, "an array type")
+        state_type = kind and feature.open(kind, [8]).only(8, "a state type")
+        array = state_type and feature.open(state_type, [1]).only(1, "an array type")
         if array is None:
             raise error_at(feature.offset, f"state {shorten(name, 80)} has no array type")
-        return name, *_read_array(feature.open(array), shorten(name, 80))
+        return name, *_read_array(feature.open(array, [1, 2]), shorten(name, 80))
     except FormatError as error:
         error.name = name
         raise
@@ -174,7 +174,7 @@ def _read_states(owner: Fields, number: int, total: int) -> list[State]:
         count = total + len(states)
         if len(states) == _MOST_STATES or count == _MOST_ALL_STATES:
             raise error_at(message.offset, f"more than {count} states")
-        state = _read_state(owner.open(message))
+        state = _read_state(owner.open(message, [1, 3]))
         if state[0] in states:
             text = f"two states are called {shorten(state[0], 80)}"
             error = error_at(message.offset, text)
@@ -188,7 +188,7 @@ def _read_functions(description: Fields) -> Functions:
     functions: Functions = {}
     total = 0
     for message in description.messages(20, "a function"):
-        function = description.open(message)
+        function = description.open(message, [1, 6])
         name = _read_name(function, "the name of a function")
         if len(functions) == _MOST_FUNCTIONS:
             raise error_at(message.offset, f"more than {_MOST_FUNCTIONS} functions")
@@ -207,7 +207,7 @@ def parse_description(data: bytes, offset: int = 0) -> tuple[Functions, str | No
     description belong to the only function, which Core ML and its converters call "main". Several
     functions without a default are accepted.
     """
-    description = Fields(Message(memoryview(data), offset))
+    description = Fields(Message(memoryview(data), offset), [13, 20, 21])
     functions = _read_functions(description)
     if not functions:
         functions = {"main": _read_states(description, 13, 0)}
@@ -294,16 +294,17 @@ def _read_file(path: str, file: str, source: Any) -> tuple[Functions, str | None
                     raise error_at(offset, "the file was truncated while it was read")
                 return data
 
-            try:
-                return _parse(read, os.fstat(stream.fileno()).st_size)
-            except FormatError as error:
-                raise _name_file(error, file, source) from None
+            return _parse(read, os.fstat(stream.fileno()).st_size)
+    except FormatError as error:
+        raise _name_file(error, path, file, source) from None
     except OSError as error:
         raise store_error(error, f"{file}: cannot open", source) from None
 
 
-def _name_file(error: FormatError, file: str, source: Any) -> FormatError:
-    error.args = (f"{file}: {error}",)
+def _name_file(error: FormatError, path: str, file: str, source: Any) -> FormatError:
+    """Name a file as `file` inside `source`; the text of an error may begin with its path."""
+    text = str(error).removeprefix(f"{path}: ")
+    error.args = (f"{file}: {text}",)
     error.path = source
     return error
 
@@ -317,8 +318,9 @@ def _is_inside(path: str) -> bool:
 def _read_manifest(folder: str, source: Any) -> str:
     """Return the path of the specification that a package's manifest names."""
     file = "Manifest.json"
+    name = os.path.join(folder, file)
     try:
-        with open_regular(os.path.join(folder, file)) as stream:
+        with open_regular(name) as stream:
             data = stream.read(_MOST_MANIFEST + 1)
     except FileNotFoundError:
         raise format_error(
@@ -326,6 +328,8 @@ def _read_manifest(folder: str, source: Any) -> str:
             "read without its metadata.json; use the package that it was made from)",
             source,
         ) from None
+    except FormatError as error:
+        raise _name_file(error, name, file, source) from None
     except OSError as error:
         raise store_error(error, f"{file}: cannot open", source) from None
     if len(data) > _MOST_MANIFEST:
@@ -333,8 +337,11 @@ def _read_manifest(folder: str, source: Any) -> str:
     try:
         _core.json_check(data, _MANIFEST_DEPTH, source)
     except FormatError as error:
-        raise _name_file(error, file, source) from None
-    manifest = json.loads(data)
+        raise _name_file(error, name, file, source) from None
+    try:
+        manifest = json.loads(data)
+    except ValueError:  # Python limits the digits of integers
+        raise format_error(f"{file}: an integer has too many digits", source) from None
     root, items = (
         manifest.get(key) if isinstance(manifest, dict) else None
         for key in ("rootModelIdentifier", "itemInfoEntries")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 VARINT, BYTES = 0, 2  # wire types
 HEADER_BYTES = 20  # the longest header of a field: two numbers
 _FIXED = {1: 8, 5: 4}  # bytes of a number, by wire type
 _VARINT_BYTES = 10
-_MOST_FIELDS = 1 << 20  # of all messages of a reader, far above real models
+_MOST_FIELDS = 1 << 18  # of all messages of a reader, far above real models
 
 
 class Message(NamedTuple):
@@ -57,6 +60,8 @@ def length_error(field: int, offset: int, length: int, left: int, text: str) -> 
 
 def read_varint(message: Message, at: int) -> tuple[int, int]:
     """Return a number and the position after it: seven bits per byte, lowest first."""
+    if at < len(message.data) and message.data[at] < 0x80:  # nearly all are this short
+        return message.data[at], at + 1
     value = 0
     for i in range(_VARINT_BYTES):
         if at + i >= len(message.data):
@@ -96,13 +101,18 @@ def read_header(message: Message, at: int) -> tuple[int, int, int, int]:
 
 
 class Fields:
-    """The fields of a message by number; unknown fields are allowed, since the format grows."""
+    """Fields of a message by number; others are allowed, since the format grows."""
 
-    def __init__(self, message: Message, room: list[int] | None = None) -> None:
-        """Read all fields. `room` holds the number of fields that may follow, nested ones too."""
+    def __init__(
+        self, message: Message, numbers: Collection[int], room: list[int] | None = None
+    ) -> None:
+        """Read all fields, and keep those with the given numbers.
+
+        `room` holds the number of fields that may follow, nested ones too.
+        """
         self.offset = message.offset
         self._room = room or [_MOST_FIELDS]
-        self._fields: dict[int, list[Field]] = {}
+        self._fields: dict[int, list[Field]] = {number: [] for number in numbers}
         at = 0
         while at < len(message.data):
             number, wire_type, value, end = read_header(message, at)
@@ -115,14 +125,13 @@ class Fields:
             if self._room[0] < 0:
                 raise error_at(offset, f"more than {_MOST_FIELDS} fields")
             at = start + length
-            payload = Message(message.data[start:at], message.offset + start)
-            self._fields.setdefault(number, []).append(
-                Field(number, wire_type, value, payload, offset)
-            )
+            if number in self._fields:
+                payload = Message(message.data[start:at], message.offset + start)
+                self._fields[number].append(Field(number, wire_type, value, payload, offset))
 
     def of(self, number: int) -> list[Field]:
         """Return the fields with a number, in order."""
-        return self._fields.get(number, [])
+        return self._fields[number]
 
     def messages(self, number: int, label: str) -> list[Message]:
         """Return the payloads of the fields with a number; `label` names them in errors."""
@@ -142,6 +151,6 @@ class Fields:
             raise error_at(self.of(number)[1].offset, f"{label} appears twice")
         return messages[0] if messages else None
 
-    def open(self, message: Message) -> Fields:
-        """Return the fields of a nested message."""
-        return Fields(message, self._room)
+    def open(self, message: Message, numbers: Collection[int]) -> Fields:
+        """Return the fields of a nested message that have the given numbers."""
+        return Fields(message, numbers, self._room)

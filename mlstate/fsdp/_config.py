@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from .._common.arguments import check_flags, check_int, check_number, is_flag
+from .._common.arguments import check_flags, check_number
+from .._common.budget import parse_size
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
@@ -31,7 +32,7 @@ class FSDP:
     reduce_dtype : {"float32"}, optional
         Keep sums of 16- and 8-bit floats in float32, the dtype of the computation. Default:
         round them once, to the parameter's dtype.
-    bucket_bytes : int, default 25 MiB
+    bucket_bytes : int or str, default 25 MiB
         Gradients are collected until they have this size, then reduced together. 0 reduces each
         gradient separately. The sums have the same bits for any value.
     nonfinite : {"error", "allow"}, default "error"
@@ -83,7 +84,7 @@ class FSDP:
         op: ReduceOp | str = ReduceOp.SUM,
         gradient_divide_factor: float | None = None,
         reduce_dtype: Any = None,
-        bucket_bytes: int = 25 << 20,
+        bucket_bytes: int | str = 25 << 20,
         nonfinite: str = "error",
         allow_unused: bool = False,
         compression: str | None = None,
@@ -93,9 +94,7 @@ class FSDP:
         process_group = check_group(process_group)
         self._group = process_group
         self._op = str(ReduceOp(op))
-        if is_flag(bucket_bytes) or not hasattr(bucket_bytes, "__index__"):
-            raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}")
-        self.bucket_bytes: int = check_int("bucket_bytes", bucket_bytes, 0)
+        self.bucket_bytes: int = parse_size("bucket_bytes", bucket_bytes)
         if nonfinite not in ("error", "allow"):
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
         if compression not in (None, "float16", "bfloat16", "int8"):

@@ -137,6 +137,11 @@ class ConsistencyCheck:
         return compare_descriptions(self._group.gather_bytes(text.encode(), timeout=self._timeout))
 
     def _exchange(self, header: Header, pack: Callable[[], Any] | None) -> list[Header]:
+        """Exchange headers with all ranks; raise CollectiveError if a rank sends something else.
+
+        If the group can, `pack` runs while the headers travel. Otherwise it does not run, and the
+        caller packs the bucket.
+        """
         began = perf_counter()
         packing = 0.0
         gather = getattr(self._group, "_gather_overlapped", None)

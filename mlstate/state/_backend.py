@@ -1,12 +1,15 @@
-"""What an integration provides for states of optimizers."""
+"""What an integration provides for states of modules and optimizers."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class StateBackend(Protocol):
-    """Operations on states of a framework's optimizers."""
+    """Operations on states of a framework's modules and optimizers."""
 
     def optimizer_state(self, optimizer: Any, names: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return an optimizer's state as arrays; see `mlstate.OptimizerStateDict.from_torch`."""
@@ -15,3 +18,11 @@ class StateBackend(Protocol):
         self, osd: Any, optimizer: Any, names: Any, *, copy: bool = False
     ) -> dict[str, Any]:
         """Return a dict for ``load_state_dict``; see `mlstate.OptimizerStateDict.to_torch`."""
+
+    def module_entries(self, module: Any) -> dict[str, Any]:
+        """Return the entries that `save` stores of a module on one rank, tensors first."""
+
+    def module_target(
+        self, module: Any, source: Mapping[str, Any], *, strict: bool
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """Return a module's memory, that of submodules that load themselves, and their load."""

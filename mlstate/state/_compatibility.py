@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from .. import _core
 from .._common.arguments import check_flags
+from .._common.backend import backend_of, is_module
 from .._common.text import shorten
+from ._backend import StateBackend
 from ._rename_guess import guess_rules
 
 LISTED = 20  # names that a message lists
@@ -192,7 +194,12 @@ class CompatibilityResult:
 
 
 def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict unchanged and any other mapping as a dict; the core rejects other types."""
+    """Return a dict unchanged, and a module or any other mapping as a dict.
+
+    The core rejects other types.
+    """
+    if is_module(state):
+        return backend_of(state, StateBackend).module_entries(state)
     if not isinstance(state, dict) and isinstance(state, Mapping):
         return dict(state)
     if not isinstance(state, dict) and hasattr(state, "state_dict"):
@@ -381,7 +388,7 @@ def check_compatibility(
 
     Parameters
     ----------
-    source, target : mapping of str to array
+    source, target : mapping of str to array, or torch.nn.Module
         The states. Only names, shapes and dtypes are read, so the arrays may be on a device,
         including torch's ``meta`` device.
 

@@ -132,7 +132,7 @@ def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
 
     Parameters
     ----------
-    a, b : mapping of str to array
+    a, b : mapping of str to array, or torch.nn.Module
         The states, in main memory.
 
     Returns

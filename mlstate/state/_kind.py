@@ -59,15 +59,19 @@ def kind_of(state: Any) -> dict[str, Any] | None:
 
 def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict:
     """Make the state dict that `describe` described; errors carry `path`."""
+    return restore_kind(arrays, kind_of_text(text, path), path)
+
+
+def kind_of_text(text: str | None, path: object) -> Any:
+    """Return what `describe` described; errors carry `path`."""
     if text is None:
-        return StateDict(arrays)
+        return {"kind": "state"}
     import json
 
     try:
-        kind = json.loads(text)
+        return json.loads(text)
     except (RecursionError, ValueError) as reason:
         raise _format_error(reason, path) from None
-    return restore_kind(arrays, kind, path)
 
 
 def restore_kind(arrays: dict[str, object], description: Any, path: object) -> StateDict:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from .. import _core
 from .._common.arguments import check_flags
 from .._common.arrays import is_torch
-from .._common.backend import TensorBackend, backend_of
+from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
 from .._common.text import shorten
 from ..errors import CompatibilityError
+from ._backend import StateBackend
 from ._compatibility import LISTED, LONGEST, as_dict, differences_of, join, rename_hint
 from ._state_dict import StateDict
 
@@ -83,10 +84,11 @@ def load_into(
 
     Parameters
     ----------
-    target : mapping of str to array
+    target : mapping of str to array, or torch.nn.Module
         The arrays to write, in place: writable NumPy arrays, or torch tensors in main memory
-        (parameters of a module too).
-    source : mapping of str to array
+        (parameters of a module too). A module is filled as by ``load(into=)``: submodules with
+        extra states, own load methods or hooks are loaded by these, before any array is filled.
+    source : mapping of str to array, or torch.nn.Module
         The arrays to read.
     strict : bool, default True
         Require the same names in both. If False, copy only the tensors that both have.
@@ -131,6 +133,9 @@ def load_into(
         1 of 1 names match after rename(source, {'module.': ''}).
     """
     check_flags(strict=strict, cast=cast)
+    if is_module(target):
+        _load_into_module(target, as_dict(source), strict, cast)
+        return
     target, source = as_dict(target), as_dict(source)
     report = _core.state_load(target, source, strict, cast, False)
     if isinstance(report, tuple):
@@ -138,6 +143,28 @@ def load_into(
     written = [array for array in report if is_torch(array)]
     if written:
         backend_of(written[0], TensorBackend).note_written(written)
+
+
+def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: bool) -> None:
+    """Fill the memory of a module; submodules with own load methods or hooks load themselves."""
+    backend = backend_of(module, StateBackend)
+    filling, memory, own_load = backend.module_target(module, source, strict=strict)
+    arrays = {name: value for name, value in source.items() if not filling.loads_itself(name)}
+    report = _core.state_load(filling.arrays, arrays, strict, cast, True)
+    if isinstance(report, tuple):
+        raise _refusal(filling.arrays, arrays, strict, cast, *report)
+    own = {name: source[name] for name in memory if hasattr(source.get(name), "dtype")}
+    dtypes = _core.state_compare(own, memory)[3]
+    if not all(cast and {have, want} <= FLOATS for _, have, want in dtypes):
+        raise _refusal(memory, own, strict, False, [], [], [], dtypes)
+    if own_load is not None:
+        try:
+            own_load.apply()
+        except BaseException:
+            own_load.undo()
+            raise
+    _core.state_load(filling.arrays, arrays, strict, cast, False)
+    filling.done()
 
 
 def check_rules(rules: object) -> None:
@@ -171,7 +198,7 @@ def rename(
 
     Parameters
     ----------
-    state : mapping of str to array
+    state : mapping of str to array, or torch.nn.Module
         The state; it is not changed.
     rules : mapping of str to str
         Old prefix to new prefix: ``{"module.": ""}`` removes a prefix, ``{"": "model."}`` adds
@@ -207,9 +234,10 @@ def rename(
     check_rules(rules)
     if unused not in ("error", "ignore"):
         raise ValueError(f"unused must be 'error' or 'ignore', got {unused!r}")
-    renamed, numbers = _core.state_rename(as_dict(state), tuple(rules.items()))
+    entries = as_dict(state)
+    renamed, numbers = _core.state_rename(entries, tuple(rules.items()))
     if numbers and unused == "error":
-        raise unused_rules(as_dict(state), [list(rules)[number] for number in numbers])
+        raise unused_rules(entries, [list(rules)[number] for number in numbers])
     if not isinstance(state, StateDict):
         return StateDict(renamed)
     result = state.copy()

@@ -11,8 +11,10 @@ import numpy as np
 
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.backend import TensorBackend, backend_named
+from .._common.backend import TensorBackend, backend_named, backend_of, is_module
+from .._common.converted import converted_value, float_name
 from .._common.text import shorten
+from ._backend import StateBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +52,14 @@ def _set_state(target: object, state: Any) -> None:
         setattr(target, name, value)
 
 
+def _converted_part(value: Any, dtype: str) -> Any:
+    """Return `converted_value`, of the array of a `Shard` too."""
+    if not hasattr(value, "_with_array"):
+        return converted_value(value, dtype)
+    array = converted_value(value.array, dtype)
+    return value if array is value.array else value._with_array(array, value.tier)
+
+
 class StateDict(_core.StateDict):
     """A dict of named arrays: the state of a model, an optimizer, or a part of one.
 
@@ -59,7 +69,8 @@ class StateDict(_core.StateDict):
     Parameters
     ----------
     *args, **kwargs
-        The arguments of `dict`: a mapping, an iterable of pairs, keywords.
+        The arguments of `dict`: a mapping, an iterable of pairs, keywords; or a torch module, whose
+        entries are those that `save` stores.
 
     Raises
     ------
@@ -104,6 +115,11 @@ class StateDict(_core.StateDict):
     """
 
     __slots__ = ()
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        if len(args) == 1 and is_module(args[0]):
+            args = (backend_of(args[0], StateBackend).module_entries(args[0]),)
+        super().__init__(*args, **kwargs)
 
     @property
     def nbytes(self) -> int:
@@ -297,6 +313,52 @@ class StateDict(_core.StateDict):
         (['h.0.attn', 'h.1.mlp'], ['h.0', 'h.1'])
         """
         return _core.state_layer_names(self, depth)
+
+    def astype(self: Self, dtype: Any) -> Self:
+        """Return the state with its floating-point tensors in another dtype.
+
+        Parameters
+        ----------
+        dtype : dtype or str
+            float16, bfloat16, float32 or float64: its name, or the dtype of NumPy, ml_dtypes or
+            torch.
+
+        Returns
+        -------
+        StateDict
+            A new state dict with the same names and order, and the class and attributes of this
+            one. Floats are rounded to nearest, ties to even; values beyond the range become
+            infinity. 8-bit floats are converted by their values. Integers, bool, complex numbers
+            and packed floats of 4 and 6 bits keep their dtypes. Values that need no conversion
+            are the same objects, not copies. torch tensors stay tensors on their device.
+
+        Raises
+        ------
+        TypeError
+            `dtype` is none of the four, or a value's memory cannot be read.
+
+        Notes
+        -----
+        An array that has several names, such as tied weights, is converted once. Large arrays are
+        converted by `mlstate.get_num_threads` threads without the GIL. This needs memory for the
+        new arrays; `mlstate.load` with ``cast=`` converts while it reads.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> state = StateDict(w=np.ones(2), steps=np.arange(2))
+        >>> {name: str(array.dtype) for name, array in state.astype("float16").items()}
+        {'w': 'float16', 'steps': 'int64'}
+        """
+        name = float_name(dtype)
+        result = self.copy()
+        done: dict[int, Any] = {}
+        for key, value in self.items():
+            if id(value) not in done:
+                done[id(value)] = value, _converted_part(value, name)
+            result[key] = done[id(value)][1]
+        return result
 
     def digest(self) -> str:
         """Return a SHA-256 over names, dtypes, shapes and elements.

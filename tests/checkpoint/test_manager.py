@@ -1,5 +1,6 @@
 """Steps of a run: retention, fallback to older steps, and files shared by steps."""
 
+import copy
 import errno
 import os
 import pickle
@@ -92,6 +93,9 @@ def test_a_damaged_step_is_passed_over_with_a_warning(manager):
     with pytest.warns(UserWarning, match="cannot be restored.*'w'"):
         loaded = manager.restore_latest()
     assert loaded.step == 2
+    with pytest.warns(UserWarning, match="cannot be restored"):
+        loaded = manager.restore_latest(names=iter(["w"]))
+    assert loaded.step == 2 and list(loaded.model) == ["w"]
     flip(manager, 2)
     flip(manager, 1)
     with pytest.warns(UserWarning), pytest.raises(mlstate.ChecksumError):
@@ -524,6 +528,17 @@ def test_a_manager_can_be_pickled(tmp_path):
     manager = pickle.loads(pickle.dumps(CheckpointManager(tmp_path / "run", keep=2)))
     manager.save(1, {"w": np.ones(2)})
     assert (manager.steps(), manager.keep) == ([1], 2)
+
+
+def test_a_manager_with_a_running_save_can_be_pickled_and_copied(tmp_path):
+    with CheckpointManager(tmp_path / "run") as manager:
+        handle = manager.save_async(1, {"w": np.ones(2)})
+        others = pickle.loads(pickle.dumps(manager)), copy.deepcopy(manager)
+        handle.wait()
+        assert len(pickle.dumps(manager)) < 2000
+        for step, other in enumerate(others, 2):
+            other.save(step, {"w": np.full(2, step)})
+        assert manager.steps() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("damaged", ["manifest.json", "roots"])

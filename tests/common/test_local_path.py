@@ -184,3 +184,6 @@ def test_an_absolute_path_needs_no_working_folder(deleted, tmp_path):
     mlstate.save(tmp_path / "ckpt", STATE)
     assert mlstate.load(tmp_path / "ckpt").model["w"].all()
     assert main(["verify", str(tmp_path / "ckpt")]) == 0
+    for call in (mlstate.load, mlstate.verify, mlstate.checkpoint.prune):
+        with pytest.raises(FileNotFoundError, match="no such folder"):
+            call(tmp_path / "none")

@@ -262,7 +262,11 @@ OBJECTS = {
     "errors": lambda: [
         error_of(getattr(errors, name))
         for name in errors.__all__
-        if name not in ("GradientMismatchError", "UnstorableError")  # added later
+        if name.endswith("Error")
+        and name not in ("GradientMismatchError", "UnstorableError")  # added later
+    ],
+    "warnings": lambda: [
+        getattr(errors, name)("text") for name in errors.__all__ if name.endswith("Warning")
     ],
     "unstorable_error": lambda: error_of(errors.UnstorableError),
     "gradient_mismatch_error": lambda: error_of(errors.GradientMismatchError),

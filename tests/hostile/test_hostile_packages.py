@@ -183,6 +183,8 @@ def test_huge_counts_cost_little():
     many = b"".join(field(20, field(1, f"f{i}")) for i in range(50_000))
     within(5, 100, field(2, many), "more than 1024 functions")
     within(5, 100, field(1, 9) * 500_000, "more than 4096 fields")
+    for unneeded in (field(1, ""), field(1, 9)):
+        within(5, 100, field(2, unneeded * 1_000_000), "more than 262144 fields")
 
 
 def test_a_huge_description_is_not_fetched(tmp_path):
@@ -277,6 +279,12 @@ def test_a_huge_manifest_is_not_read(tmp_path):
     within(5, 50, package, "Manifest.json: ")
 
 
+def test_an_integer_with_too_many_digits_is_refused(tmp_path):
+    package = write_package(tmp_path / "m", SMALL)
+    (package / "Manifest.json").write_text('{"a": %s}' % ("1" * 5000))
+    assert refused(package, "Manifest.json: an integer has too many digits").path == str(package)
+
+
 def test_every_byte_of_a_manifest_flipped(tmp_path):
     package = write_package(tmp_path / "m", SMALL)
     text = (package / "Manifest.json").read_bytes()
@@ -292,7 +300,8 @@ def test_a_fifo_does_not_block(tmp_path, which):
     package = write_package(tmp_path / "m", SMALL)
     (package / which).unlink()
     os.mkfifo(package / which)
-    refused(package, "regular file")
+    error = refused(package, f"{which}: not a regular file")
+    assert error.path == str(package)
     (package / which).unlink()
     (package / which).symlink_to("/dev/zero")
     refused(package, "regular file")

@@ -137,7 +137,11 @@ def weights(prefix="", dtype=np.float32):
     return {f"{prefix}layers.{i}.{n}": np.full((3, 4), i, dtype) for i in range(3) for n in "wb"}
 
 
-@case(*with_members("StateDict", "get_tensor get_tensor_or_none has_tensor remove_tensor digest"))
+@case(
+    *with_members(
+        "StateDict", "get_tensor get_tensor_or_none has_tensor remove_tensor digest astype"
+    )
+)
 def state_dicts(_):
     arrays = weights()
     array, name = next(iter(arrays.values())), next(iter(arrays))
@@ -152,6 +156,7 @@ def state_dicts(_):
         assert created != other and created == pickle.loads(pickle.dumps(created))
         created.get_tensor(name), created.get_tensor_or_none("none"), created.has_tensor(name)
         created.remove_tensor("x")
+        created.astype("bfloat16")
         created.digest(), created.nbytes, repr(created), created._repr_html_()
         del created["y"]
 

@@ -30,6 +30,15 @@ def test_the_page_of_the_format_has_every_dtype_with_its_size():
     assert pairs == [(info.file_name, info.item_bytes) for info in DTYPES]
 
 
+def test_the_page_of_dtypes_has_every_dtype_with_its_name_in_files():
+    text = (house.ROOT / "docs" / "dtypes.md").read_text()
+    pairs = []
+    for names, file_names in re.findall(r"^\| (`[^|]*) \| (`[^|]*) \|", text, re.MULTILINE):
+        both = [re.findall(r"`(\w+)`", column) for column in (names, file_names)]
+        pairs += zip(*both, strict=True)
+    assert sorted(pairs) == sorted((info.name, info.file_name) for info in DTYPES)
+
+
 def test_the_schema_has_every_step_without_an_axis():
     steps = KIND["layout"]["items"]["prefixItems"][0]["anyOf"]
     named = []

@@ -274,7 +274,7 @@ def test_an_object_of_another_length_is_found(url, store, options, length):
     [(path, nbytes)] = saved.files().items()
     store.put(f"{url}/{path}", (store.get(f"{url}/{path}") + bytes(2000))[:length])
     assert length != nbytes
-    with pytest.raises((FormatError, StoreError)):
+    with pytest.raises(FormatError, match=f"is {length} bytes long"):
         mlstate.load(url, storage_options=options)
     report = mlstate.verify(url, storage_options=options)
     assert {problem.path for problem in report.problems} == {path}
@@ -482,7 +482,7 @@ def test_a_bad_url_is_refused_before_any_request(bad, text):
         ({"max_concurrency": 0}, ValueError, "max_concurrency"),
         ({"orphan_seconds": -1}, ValueError, "orphan_seconds"),
         ({"cache_bytes": 1}, ValueError, "needs 'cache_folder'"),
-        ({"cache_bytes": "1", "cache_folder": "a"}, TypeError, "cache_bytes"),
+        ({"cache_bytes": "1 X", "cache_folder": "a"}, ValueError, "cache_bytes"),
         ({"cache_folder": "s3://bucket/cache"}, ValueError, "not a local path"),
         ({"no_such_key": "hidden"}, ValueError, "unknown key"),
         ({"client_options": {"no_such": "hidden"}}, ValueError, "storage_options"),

@@ -1,5 +1,6 @@
 """Loads from memory: the answers of a store, here bytes of local files, go to their arrays."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,7 +47,7 @@ class Store:
 def store(monkeypatch):
     """Make all local loads read from memory."""
     store = Store()
-    for name in ("load", "load_into", "_read_unit"):
+    for name in ("load", "load_into", "_fill", "_read_unit"):
         monkeypatch.setattr(LocalFolder, name, getattr(ObjectFolder, name), raising=False)
     options = SimpleNamespace(part_bytes=MIB, max_concurrency=3)
     monkeypatch.setattr(LocalFolder, "_options", options, raising=False)
@@ -160,8 +161,26 @@ def test_bytes_that_no_range_holds_are_an_error(tmp_path, store):
         mlstate.load(tmp_path / "a")
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for memory")
+def test_zeros_that_are_not_stored_use_no_memory(tmp_path, store):
+    nbytes = 1 << 30
+    mlstate.save(tmp_path / "a", {"w": np.zeros(nbytes, np.uint8)}, sparse=True)
+    before = resident()
+    loaded = mlstate.load(tmp_path / "a")
+    assert resident() - before < nbytes / 4
+    assert not loaded.model["w"][:: nbytes // 7].any()
+
+
+def resident():
+    """Return the resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_ranges_are_checked():
     index = _core.MergedIndex((), ())
-    for source in ((), ("url",), ("url", []), ("url", (1,)), ("url", (("a", 0, 1, 1, "text"),))):
+    for ranges in ([], (1,), (("a", 0, 1, 1, "text"),)):
+        with pytest.raises(TypeError):
+            index.load_into(("url", ranges, False), 0, [], (None, 0, 0), {}, True, None)
+    for source in ((), ("url",), ("url", ())):
         with pytest.raises(TypeError):
             index.load_into(source, 0, [], (None, 0, 0), {}, True, None)

@@ -342,7 +342,9 @@ static mls_code store_front(solver *v, const points *front, size_t cell)
     return MLS_OK;
 }
 
-/* The limit is the budget without activation s: no caller uses more memory. */
+/* Computes the front of the blocks s to t from those of shorter segments, and stores it.
+ * The limit is the budget without activation s, which is held meanwhile: no schedule of
+ * a longer segment leaves more memory to this one. */
 static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;

@@ -13,7 +13,7 @@
 
 #include "base/memory.h"
 #include "io/file.h"
-#include "safetensors/safetensors_header.h"
+#include "safetensors/safetensors_header_build.h"
 
 #include <string.h>
 

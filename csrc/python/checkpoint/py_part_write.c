@@ -16,7 +16,7 @@
 
 #include "base/memory.h"
 #include "checkpoint/write/part_write.h"
-#include "safetensors/safetensors_header.h"
+#include "safetensors/safetensors_header_build.h"
 
 #include <unistd.h>
 

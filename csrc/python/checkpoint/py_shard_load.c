@@ -39,6 +39,7 @@ typedef struct load_job {
     PyObject *path; /* borrowed */
     int folder;     /* owned; -1: none */
     bool in_memory; /* the files are in `ranges`, not in a folder */
+    bool zeroed;    /* the targets are new arrays: long zeros are there already */
     mls_file_range *ranges;
     Py_buffer *buffers; /* of the ranges */
     size_t range_count;
@@ -460,16 +461,19 @@ static int take_ranges(load_job *job, PyObject *tuple)
 }
 
 /* The same, and all other checks that are possible before anything must be undone.
- * `source` is a folder, or (URL, ranges). */
+ * `source` is a folder, or (URL, ranges, zeroed). */
 static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
                      PyObject *section, PyObject *keys, PyObject *cuts)
 {
     PyObject *path = source, *ranges = NULL;
-    if (PyTuple_Check(source) &&
-        mlspy_take_tuple(source, "a source", "OO!", &path, &PyTuple_Type, &ranges) < 0) {
+    int zeroed = 0;
+    if (PyTuple_Check(source) && mlspy_take_tuple(source, "a source", "OO!p", &path,
+                                                  &PyTuple_Type, &ranges, &zeroed) < 0) {
         return -1;
     }
-    return load_begin(job, self, path, section, keys, cuts) < 0 ||
+    const int failed = load_begin(job, self, path, section, keys, cuts);
+    job->zeroed = zeroed != 0;
+    return failed < 0 ||
                    (ranges == NULL ? mlspy_open_folder(job->state, path, &job->folder)
                                    : take_ranges(job, ranges)) < 0 ||
                    find_pieces(job) < 0
@@ -480,7 +484,7 @@ static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
 /* load(source, section, keys, (layout, index, world), verify, mmap, progress)
  *     -> {key: array}
  *
- * `source` is a folder, or (URL, ranges): then the arrays are only created. */
+ * `source` is a folder, or (URL, ranges, true): then the arrays are only created. */
 PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -599,11 +603,29 @@ PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *arg
     return result;
 }
 
+/* Set the destinations of all parts; see `zeroed` of load_job. */
+static int place_targets(load_job *job)
+{
+    mls_status st;
+    if (check_core(job, mls_load_plan_place_all(&job->plan, job->targets, &st), &st) <
+        0) {
+        return -1;
+    }
+    for (size_t i = 0; job->zeroed && i < job->plan.count; i++) {
+        if (job->targets[i].strided == NULL) {
+            mls_load_plan_place(&job->plan, i, job->targets[i].data, true);
+        }
+    }
+    return 0;
+}
+
 /* load_into(source, section, keys, cutting, targets, verify, progress) -> bytes
  *
- * `source` is a folder, or (URL, ranges) with a tuple of (path, begin, end, length of the
- * file, buffer): then only the bytes of these ranges are read, or, if there are none,
- * zeros that were not stored. A target that is not packed needs all its bytes at once.
+ * `source` is a folder, or (URL, ranges, zeroed) with a tuple of (path, begin, end,
+ * length of the file, buffer): then only the bytes of these ranges are read, or, if there
+ * are none, zeros that were not stored. A target that is not packed needs all its bytes
+ * at once. `zeroed` is true if `load` has created the targets: long zeros are not
+ * written.
  *
  * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
  * `targets` maps keys to writable arrays or tensors; targets that are not packed are read
@@ -612,15 +634,12 @@ PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const
                                        Py_ssize_t count)
 {
     load_job job = {.folder = -1};
-    mls_status st;
     bool good = false, verify;
     if (mlspy_take_count("load_into", 7, count) == 0 &&
         mlspy_take_bool(args[5], &verify) == 0 &&
         load_init(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
         view_targets(&job, args[4]) == 0) {
-        good = check_core(&job, mls_load_plan_place_all(&job.plan, job.targets, &st),
-                          &st) == 0 &&
-               read_all(&job, verify, args[6], NULL) == 0;
+        good = place_targets(&job) == 0 && read_all(&job, verify, args[6], NULL) == 0;
     }
     if (good) {
         mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
@@ -690,7 +709,8 @@ static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
     return patterns;
 }
 
-/* Return a new reference to the places of a tensor: pairs of 32-bit numbers as bytes. */
+/* Return the places of a tensor as new bytes, with an mls_index_pattern_place for each
+ * index that lists it: the key of its parts in the result of select_parts. */
 static PyObject *places_bytes(const mlspy_merged_index *self,
                               const mls_index_pattern *patterns,
                               const mls_merged_index_tensor *tensor)

@@ -29,6 +29,7 @@ from ..._common.store_error import store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST, TEMPORARY
+from .._folder.weight_names import is_index
 from .._store.open_path import is_url
 from .._store.weight_checksums import changed_text, find_checksums
 from .._verify import Problem, VerifyReport
@@ -352,6 +353,7 @@ def compare_files(
     if checksums:
         report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
         report.strange += [name for name in compared.names if name not in records]
+    report.checksums = True
     if compared.blobs:
         count = len(compared.blobs)
         report.compared.append(f"the SHA-256 or SHA-1 in the names of {count} blobs of the Hub")
@@ -392,17 +394,18 @@ def verify_weights_folder(
     """Add the result of a comparison with checksums and blobs to a report, if they exist."""
     try:
         if folder.is_local:
-            path = os.path.join(folder.path, folder.file) if folder.file else folder.path
-            compared = find_compared(path)
+            name = "" if is_index(folder.file) else folder.file
+            compared = find_compared(os.path.join(folder.path, name) if name else folder.path)
             if compared is not None:
                 compare_files(compared, report, progress)
             return
         checksums = find_checksums(folder)
         if checksums is not None:
-            names = [folder.file] if folder.file else []
+            names = [folder.file] if folder.file and not is_index(folder.file) else []
             count, problems = compare_weights(folder, names, progress)
             report.bytes += count
             report.problems += problems
+            report.checksums = True
             report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
     except (FormatError, StoreError) as error:
         if folder.is_outage(error):

@@ -50,7 +50,7 @@ from ...errors import (
     StoreError,
     StoreNotFoundError,
 )
-from ...state._kind import KEY, describe, restore
+from ...state._kind import describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._folder.local import LocalFolder
@@ -213,6 +213,7 @@ def read_any(
     format: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     selection: Selection | None = None,
+    checked: bool = True,
 ) -> Parts:
     """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
@@ -220,7 +221,8 @@ def read_any(
     of an optimizer, as ``optimizer.state_dict()`` does, the names are the ``param_names`` of its
     groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and
     states are all other entries. Only the entries of `selection` are returned, and of a distributed
-    checkpoint only these are read.
+    checkpoint only these are read. Files are compared with the checksums of `checksum` if they are
+    `checked`.
     """
     chosen = selection or Selection()
     place = place_of(path, storage_options, reads=True)
@@ -228,7 +230,7 @@ def read_any(
     with _store_errors(place):
         if isinstance(place, Path):
             place.stat()  # a missing path raises FileNotFoundError for every format
-            if name in ("npz", "torch", "dcp"):
+            if checked and (name not in _COMPARED_BY_LOAD or _is_torch_folder(name, place)):
                 require_unchanged(str(place))
         if name == "dcp":
             assert isinstance(place, Path)
@@ -238,6 +240,11 @@ def read_any(
             is_part = selection is not None and name == "lightning"
             parts = FORMATS["torch" if is_part else name].read(place)
         return chosen.apply(parts, place)
+
+
+def _is_torch_folder(name: str, place: Path) -> bool:
+    """Return whether a Hugging Face folder has files of torch only."""
+    return name == "huggingface" and LocalFolder(str(place)).find_weights() is None
 
 
 def begin_write(
@@ -426,8 +433,7 @@ def _read_safetensors(path: Place) -> Parts:
     loaded = checkpoint.load(path)
     texts = dict(loaded.metadata or {})
     assert loaded.model is not None
-    state = _restore_state(Path(path.folder.file), dict(loaded.model), texts.pop(KEY, None))
-    return _parts_of_texts(Path(path.folder.file), state, texts)
+    return _parts_of_texts(Path(path.folder.file), loaded.model, texts)
 
 
 def read_file(path: Path, *, mmap: bool) -> Parts:
@@ -597,6 +603,7 @@ def convert_lightning(
     if isinstance(target, CheckpointTarget):
         with _store_errors(target.place):
             assert isinstance(source, Path)
+            require_unchanged(str(source))
             checkpoint = read_ckpt(source)
             save_checkpoint(checkpoint, target.save_folder())
     else:
@@ -615,6 +622,7 @@ def _write_lightning(target: Target, _parts: Parts) -> None:
     )
 
 
+_COMPARED_BY_LOAD = ("mlstate", "safetensors", "huggingface")  # with checksums, while they are read
 FORMATS = {
     "mlstate": Format(_read_mlstate, _write_mlstate, ()),
     "safetensors": Format(_read_safetensors, _write_safetensors, (".safetensors",)),

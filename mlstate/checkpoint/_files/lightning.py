@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ..._common.arrays import is_torch
 from ..._common.atomic_file import replacing
 from ..._common.backend import torch_backend
-from ..._common.file_checksums import require_unchanged
 from ...errors import CheckpointWarning, CompatibilityError
 from .._states.generators import library_of
 from .backend import FileBackend
@@ -105,7 +104,6 @@ def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
 
 def read_ckpt(path: Path) -> dict[str, Any]:
     """Read a ``.ckpt`` file of Lightning without running code from it."""
-    require_unchanged(str(path))
     checkpoint = torch_backend("files of Lightning", FileBackend).read_tree(path)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CompatibilityError(f"{path} holds no checkpoint of Lightning: it has no 'state_dict'")

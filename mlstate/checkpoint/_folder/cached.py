@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ... import _core
 from ...errors import CheckpointWarning, ChecksumError, FormatError
@@ -63,19 +63,10 @@ class CachedFolder(ObjectFolder):
             cache.put(path, begin, data, nbytes)
         return answers
 
-    def load_into(
-        self,
-        merged: _core.MergedIndex,
-        section: int,
-        keys: list[str],
-        cuts: Any,
-        targets: dict[str, Any],
-        verify: bool,
-        progress: Callable[[int], object] | None,
-    ) -> None:
+    def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
         """Read through the cache; warn once if it cannot be written."""
         try:
-            super().load_into(merged, section, keys, cuts, targets, verify, progress)
+            super()._fill(call, progress)
         finally:
             self._cache.finish()
             problem = self._cache.problem()

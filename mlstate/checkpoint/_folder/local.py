@@ -30,7 +30,10 @@ _HUB_NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)\Z", re.ASCII)
 
 def hub_hint(folder: str) -> str:
     """Return how to download a model, if a missing path looks like its name on the Hub."""
-    name = os.path.relpath(folder)
+    try:
+        name = os.path.relpath(folder)
+    except FileNotFoundError:  # the working folder was deleted
+        return ""
     match = _HUB_NAME.match(name)
     if match is None or os.path.exists(match[1]):
         return ""

@@ -295,8 +295,7 @@ class ObjectFolder:
         try:
             descriptor = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                if nbytes is not None:
-                    os.ftruncate(descriptor, nbytes)
+                os.ftruncate(descriptor, nbytes)
                 view, at = memoryview(data), begin
                 while len(view):
                     written = os.pwrite(descriptor, view, at)
@@ -374,8 +373,12 @@ class ObjectFolder:
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
         """Return new arrays; never mapped ones."""
-        arrays = merged.load((self.path, ()), section, keys, cuts, verify, mmap, progress)
-        self.load_into(merged, section, keys, cuts, arrays, verify, progress)
+        from .range_load import LoadCall
+
+        source = self.path, (), True
+        arrays = merged.load(source, section, keys, cuts, verify, mmap, progress)
+        call = LoadCall(merged, self.path, section, keys, cuts, arrays, verify, is_zeroed=True)
+        self._fill(call, progress)
         return arrays
 
     def load_into(
@@ -389,9 +392,15 @@ class ObjectFolder:
         progress: Callable[[int], object] | None,
     ) -> None:
         """Read into existing arrays."""
-        from .range_load import LoadCall, load_units
+        from .range_load import LoadCall
 
-        call = LoadCall(merged, self.path, section, keys, cuts, targets, verify)
+        call = LoadCall(merged, self.path, section, keys, cuts, targets, verify, is_zeroed=False)
+        self._fill(call, progress)
+
+    def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
+        """Read into the targets of a call."""
+        from .range_load import load_units
+
         options = self._options
         parts = options.part_bytes, options.max_concurrency
         load_units(call, self._fetch, self._read_unit, *parts, progress)
@@ -399,7 +408,7 @@ class ObjectFolder:
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
         """Return a range of an object for a load, in one or more answers."""
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
-        return [(path, begin, end, nbytes or 0, data)]
+        return [(path, begin, end, nbytes, data)]
 
     def _read_unit(self, call: LoadCall, unit: Unit) -> int:
         """Read the answers of a unit into its arrays."""

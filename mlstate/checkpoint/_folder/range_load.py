@@ -31,7 +31,11 @@ Answer = tuple[str, int, int, int, Any]  # path, begin, end, bytes of the object
 
 @dataclass(frozen=True)
 class LoadCall:
-    """Arguments of `MergedIndex.load_into`, and the URL for errors."""
+    """Arguments of `MergedIndex.load_into`, and the URL for errors.
+
+    `is_zeroed` tells that `MergedIndex.load` created the targets: they have the zeros that are not
+    stored, and these use no memory.
+    """
 
     merged: _core.MergedIndex
     url: str
@@ -40,6 +44,7 @@ class LoadCall:
     cuts: Any
     targets: dict[str, Any]
     verify: bool
+    is_zeroed: bool
 
     def read(self, answers: Collection[Answer], at: Collection[int] | None = None) -> int:
         """Fill the targets of the keys at some positions; return the number of bytes."""
@@ -47,7 +52,7 @@ class LoadCall:
         if at is not None:
             keys = [keys[position] for position in at]
             cuts = [cuts[position] for position in at] if isinstance(cuts, list) else cuts
-        source = self.url, tuple(answers)
+        source = self.url, tuple(answers), self.is_zeroed
         return self.merged.load_into(
             source, self.section, keys, cuts, self.targets, self.verify, None
         )

@@ -21,10 +21,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.arguments import check_int
 from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
+from ..._common.budget import parse_size
 from ..._common.file_checksums import NAME as CHECKSUMS
 from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
@@ -377,12 +377,12 @@ def take_export(
     path: str | os.PathLike[str],
     model: Any,
     group: ProcessGroup | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | str = MAX_SHARD_BYTES,
     rename: Mapping[str, str] | None = None,
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
     target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group})
-    most = check_int("max_shard_bytes", max_shard_bytes, 1)
+    most = parse_size("max_shard_bytes", max_shard_bytes, 1)
     return Export(target, most, *_take_state(target, model, rename))
 
 
@@ -424,7 +424,7 @@ def export_huggingface(
     model: Any,
     *,
     group: ProcessGroup | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | str = MAX_SHARD_BYTES,
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
 ) -> None:
@@ -445,7 +445,7 @@ def export_huggingface(
         parallelism, or a state dict of arrays and `Shard` objects.
     group : ProcessGroup, optional
         The ranks that hold the model. All of them must call this function.
-    max_shard_bytes : int, default 5 * 2**30
+    max_shard_bytes : int or str, default 5 * 2**30
         Largest size of a file's tensors in bytes. A larger tensor has its own file.
     rename : mapping of str to str, optional
         Prefixes of names to replace, as for `mlstate.state.rename`.

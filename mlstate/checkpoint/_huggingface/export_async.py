@@ -76,7 +76,7 @@ def export_huggingface_async(
     model: object,
     *,
     group: ProcessGroup | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | str = MAX_SHARD_BYTES,
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
     staging: Staging | None = None,

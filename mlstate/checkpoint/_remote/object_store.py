@@ -165,14 +165,11 @@ class ObjectStore:
             raise ValueError("too long")
         return content
 
-    def get_range(
-        self, key: str, begin: int, end: int, tag: Tag | None = None
-    ) -> tuple[Any, int | None]:
+    def get_range(self, key: str, begin: int, end: int, tag: Tag | None = None) -> tuple[Any, int]:
         """Return bytes `begin` .. `end` as a buffer, and the size of the whole object.
 
-        The buffer is shorter if the object ends earlier, and empty, without a size, if it ends
-        at `begin` or before. Raises StoreNotFoundError if the object no longer has the ETag of
-        `tag`.
+        The buffer is shorter if the object ends earlier, and empty if it ends at `begin` or
+        before. Raises StoreNotFoundError if the object no longer has the ETag of `tag`.
         """
 
         def request() -> tuple[object, int, str | None]:
@@ -187,7 +184,8 @@ class ObjectStore:
         except OSError as error:
             if error.errno != errno.ERANGE:
                 raise
-            return b"", None
+            info = self._head(key)  # it may be shorter because it was replaced
+            data, nbytes, e_tag = b"", info.nbytes, info.tag.e_tag
         if tag is not None and e_tag != tag.e_tag:
             reason = FileNotFoundError(errno.ENOENT, "it was replaced while it was read")
             raise store_error(reason, "cannot read the object", f"{self.url}/{key}")
@@ -196,13 +194,15 @@ class ObjectStore:
     def info(self, key: str) -> ObjectInfo | None:
         """Return size and tag of an object; None if it does not exist."""
         try:
-            return self._send(
-                "cannot find the object",
-                key,
-                lambda: _info_of(self._engine.head(self._store, key)),
-            )
+            return self._head(key)
         except FileNotFoundError:
             return None
+
+    def _head(self, key: str) -> ObjectInfo:
+        """Return size and tag of an object."""
+        return self._send(
+            "cannot find the object", key, lambda: _info_of(self._engine.head(self._store, key))
+        )
 
     def list_folder(self, folder: str) -> dict[str, ObjectInfo]:
         """Return the objects directly in a folder (``""``: the URL itself) by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._common.budget import parse_size
 from ..._common.local_path import local_folder
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class StoreOptions(NamedTuple):
 
 def _number(options: dict[str, Any], name: str, least: float, default: Any) -> Any:
     value = options.pop(name, default)
+    if isinstance(value, str) and name.endswith("_bytes"):
+        value = parse_size(f"storage_options[{name!r}]", value)
     if isinstance(value, bool) or not isinstance(value, type(default) | int):
         kind = "an int" if isinstance(default, int) else "a number"
         raise TypeError(f"storage_options[{name!r}] must be {kind}, got {type(value).__name__}")

@@ -19,6 +19,7 @@ from ..._common.file_checksums import (
     parse,
 )
 from ...errors import ChecksumError
+from .._folder.weight_names import is_index
 
 if TYPE_CHECKING:
     from .._folder.protocol import Folder
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def find_checksums(folder: Folder) -> Checksums | None:
     """Return the checksums of a folder, or of the one file that its URL or path names."""
     if folder.is_local:
-        if folder.file:
+        if folder.file and not is_index(folder.file):
             recorded = find_of_file(os.path.join(folder.path, folder.file))
             return recorded and Checksums(recorded[1], {folder.file: recorded[0]})
         return find_of_folder(folder.path)

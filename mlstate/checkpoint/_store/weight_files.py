@@ -16,6 +16,7 @@ from ..._common.caller import find_caller
 from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError, TensorNotFoundError
+from ...state._kind import KEY, kind_of_text
 from .._folder.weight_names import SUFFIX, is_index, is_set, set_files, set_of
 from .name_globs import Names
 from .weight_checksums import records_of
@@ -139,7 +140,7 @@ def unlisted_files(folder: Folder, weights: WeightFiles) -> list[str]:
 
     Of one file in a store there are none: the folder may hold anything else.
     """
-    if weights.tensors is None and not folder.is_local:
+    if weights.tensors is None and (folder.file or not folder.is_local):
         return []
     names = folder.names("")
     return sorted(name for name in names if name.endswith(SUFFIX) and name not in weights.files)
@@ -193,6 +194,8 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
     generation, changed = _generation(infos)
     created = datetime.datetime.fromtimestamp(changed, datetime.UTC)
     present = [name for name in weights.files if name not in weights.missing]
+    texts = _read_texts(folder, present[0]) if present else {}
+    kind = texts.pop(KEY, None)
     return Manifest(
         generation=generation,
         sequence=1,
@@ -200,9 +203,9 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
         writer=WRITER,
         step=None,
         world_size=1,
-        model={"kind": "state"},
+        model=kind_of_text(kind if len(weights.files) == 1 else None, folder.path),
         optimizer=None,
-        metadata=_read_texts(folder, present[0]) if present else {},
+        metadata=texts,
         indexes=(IndexRecord(root, 0 if data is None else len(data), "00000000", 0, 0),),
         weights=weights,
     )

@@ -72,11 +72,18 @@ class TierMoves:
     """Implementation of `TieredState`: its units and their moves, without the public methods."""
 
     def _init_attributes(
-        self, directory: Any, hot: MemorySize | None, warm: MemorySize | None
+        self,
+        directory: Any,
+        hot: MemorySize | None,
+        warm: MemorySize | None,
+        full: int | None = None,
     ) -> None:
-        """Initialise the attributes of every instance; files and arrays are not touched."""
+        """Initialise the attributes of every instance; files and arrays are not touched.
+
+        `full` are the bytes of the units, of which budgets may be fractions.
+        """
         self._budgets = {
-            tier: parse_budget(f"{tier}_budget_bytes", size)
+            tier: parse_budget(f"{tier}_budget_bytes", size, full, "the units")
             for tier, size in ((Tier.HOT, hot), (Tier.WARM, warm))
             if size is not None
         }

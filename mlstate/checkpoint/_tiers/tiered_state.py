@@ -75,7 +75,8 @@ class TieredState(TierMoves):
         Folder of the cold units; created if it does not exist. Only one `TieredState` at a time
         can use it.
     hot_budget_bytes, warm_budget_bytes : int, float or str, optional
-        Limit of a tier, in bytes or as a size such as ``"6GiB"``. A moving unit counts in both
+        Limit of a tier, in bytes, as a size such as ``"6GiB"``, or as a fraction of the bytes of
+        these states, such as 0.6 or ``"60%"``. A moving unit counts in both
         tiers. Default: no limit.
     device : str or torch.device, optional
         Device of hot units, which are then torch tensors. Default for tensors: the device of
@@ -150,7 +151,9 @@ class TieredState(TierMoves):
         discard: bool = False,
     ) -> None:
         check_flags(discard=discard)
-        self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
+        given = given_states(model, optimizer)[:2]
+        full = sum(getattr(part, "nbytes", 0) for each in given for part in (each or {}).values())
+        self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes, full or None)
         model, optimizer, torch_optimizer = self._prepare_states(model, optimizer, device)
         units = self._make_units(model, optimizer)
         self._open_directory()

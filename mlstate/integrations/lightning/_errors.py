@@ -58,7 +58,7 @@ def _with_conversion(load: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return load(path, *args, **keywords)
         except IsADirectoryError as error:
-            if not is_checkpoint(path):
+            if not is_checkpoint(os.fsdecode(path)):
                 raise
             text = (
                 "it is a folder of MLStateCheckpointIO, which only a Trainer with this plugin "

@@ -15,7 +15,7 @@ BACKENDS: Mapping[str, str] = {
         "GroupBackend": "_collectives.wrapped_groups",
         "KVBackend": "_tensors.kv",
         "ShardBackend": "_checkpoint.dtensor_shards",
-        "StateBackend": "_checkpoint.optimizer",
+        "StateBackend": "_checkpoint.states",
         "TensorBackend": "_tensors",
         "TierBackend": "_checkpoint.tiers",
     }.items()
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # mypy compares each module with its Protocol
     from ...kv._move import KVBackend
     from ...state._backend import StateBackend
     from . import _activation, _gradients, _tensors
-    from ._checkpoint import dtensor_shards, files, load_targets, optimizer, tiers
+    from ._checkpoint import dtensor_shards, files, load_targets, states, tiers
     from ._collectives import wrapped_groups
     from ._tensors import kv
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # mypy compares each module with its Protocol
     group: GroupBackend = wrapped_groups
     cache: KVBackend = kv
     shard: ShardBackend = dtensor_shards
-    state: StateBackend = optimizer
+    state: StateBackend = states
     tensor: TensorBackend = _tensors
     tier: TierBackend = tiers
 

@@ -257,6 +257,8 @@ def test_other_formats_are_compared_before_they_are_read(tmp_path, name, write):
         flip(file, len(data) // 2)
         with pytest.raises(ChecksumError, match="have changed since"):
             read_any(path)
+        with pytest.raises(ChecksumError, match="have changed since"):
+            mlstate.load(path)
         assert [kind for kind, *_ in problems_of(path)] == ["changed"]
         assert main(["verify", str(path)]) == 1
         file.write_bytes(data)

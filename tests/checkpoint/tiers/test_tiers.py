@@ -327,7 +327,7 @@ def test_a_unit_that_no_budget_holds_is_refused(folder):
         caught.value
     )
     assert caught.value.name == "large" and not folder.exists()
-    with TieredState(model, {}, folder, hot_budget_bytes="0.8kB", warm_budget_bytes=1e2) as tiers:
+    with TieredState(model, {}, folder, hot_budget_bytes="0.8kB", warm_budget_bytes=100) as tiers:
         assert tiers.tier("large") == "cold"
         with tiers.use("large") as unit:  # warm is too small for it, hot is not
             assert unit.tier == "hot"

@@ -212,11 +212,6 @@ def test_unexportable_tensors_are_named(tmp_path, make):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_save_file_asks_for_the_module_state_dict(tmp_path):
-    with pytest.raises(TypeError, match=r"got Linear: pass its state_dict\(\)"):
-        mlstate.save_file(torch.nn.Linear(2, 2), tmp_path / "f")
-
-
 def test_refused_optimizer_keeps_the_module(tmp_path):
     module = model()
     mlstate.save(tmp_path / "bare", module)

@@ -3,7 +3,7 @@
 #include "checkpoint/index/shard_header_rebuild.h"
 
 #include "base/memory.h"
-#include "safetensors/safetensors_header.h"
+#include "safetensors/safetensors_header_build.h"
 
 #include <string.h>
 

@@ -11,7 +11,7 @@
 #include "checkpoint/storage/row_bitmap.h"
 #include "checkpoint/write/shard_write.h"
 #include "io/json_writer.h"
-#include "safetensors/safetensors_header.h"
+#include "safetensors/safetensors_header_build.h"
 
 #include <stdbool.h>
 #include <stddef.h>

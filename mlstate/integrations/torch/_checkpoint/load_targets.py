@@ -297,7 +297,11 @@ def _converted(
 
 
 def _convert_nested(key: str, slot: ParameterSlot, group: dict[str, Any], value: Any) -> Any:
-    """Return a nested state as torch's ``load_state_dict`` converts it."""
+    """Return a nested state as torch's ``load_state_dict`` converts it.
+
+    As in torch, a tensor in a dict is converted by its key, such as "step", and one in a list as a
+    state without a name.
+    """
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -401,6 +405,7 @@ class OptimizerFilling(Filling):
             for name in names_of
         }
         self.likes: dict[Any, torch.Tensor] = {}
+        # by id of a parameter: the parameter, and the states that this load has created
         self.made: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         places, alone = self._sort_states(saved)
         self.numbers = self._read_scalars(read(sorted(alone)) if alone else {}, alone)
@@ -417,9 +422,9 @@ class OptimizerFilling(Filling):
     ) -> Any:
         """Return a state to fill in place; None if torch would replace it."""
         state = record.state or ""
-        created = self.made.get(id(slot.owner))
-        if created is not None and state in created[1]:
-            return created[1][state]
+        _, created_states = self.made.get(id(slot.owner), (None, {}))
+        if state in created_states:
+            return created_states[state]
         state_value = self.optimizer.state.get(slot.owner, {}).get(state)
         if self.own_loader or not is_tensor(state_value):
             return None

@@ -160,16 +160,20 @@ def set_state(
 
 
 def _with_defaults(
-    optimizer: torch.optim.Optimizer, values: dict[str, Any], defaults_group: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, values: dict[str, Any], own_group: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add the values that torch sets when a saved group lacks them; warn of further ones."""
+    """Add the values of a group that its saved one lacks, for example of an older torch.
+
+    First those that torch sets in ``__setstate__``. All others keep the value that they have in
+    `own_group`, the group of the optimizer, with a warning.
+    """
     if not has_own_loader(optimizer):
         group = {**values, "params": []}
         set_state(optimizer, {}, [group])
         values = _values_of(group)
     unsaved = {
         key: value
-        for key, value in _values_of(defaults_group).items()
+        for key, value in _values_of(own_group).items()
         if key not in values and (key in optimizer.defaults or as_json(value) is NotImplemented)
     }
     if unsaved:

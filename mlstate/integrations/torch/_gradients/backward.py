@@ -380,6 +380,7 @@ def _gather_bucket(
 def _gather_pairs(
     group: Any, pairs: Sequence[tuple[FSDPShardingUnit, torch.nn.Parameter]], timeout: float | None
 ) -> None:
+    """Gather the gradients of units and their parameters, all of one dtype and device."""
     import torch
 
     own_parts = torch.cat([u.local_gradient.detach().reshape(-1).to(p.dtype) for u, p in pairs])

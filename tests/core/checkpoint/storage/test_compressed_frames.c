@@ -146,8 +146,8 @@ static bool store(stored *s, unsigned char *data, size_t bytes, size_t item)
 
 static void drop(stored *s)
 {
-    (void)close(s->coded.fd);
-    s->coded.fd = -1;
+    (void)close(s->coded.source.fd);
+    s->coded.source.fd = -1;
     (void)unlinkat(pool_fd, "params/x", 0);
 }
 
@@ -213,7 +213,7 @@ static mls_compressed_frame_room room;
 BEFORE_EACH
 {
     data = malloc(5 * FRAME);
-    s = (stored){.coded.fd = -1};
+    s = (stored){.coded.source.fd = -1};
     REQUIRE(data != NULL);
 }
 
@@ -266,7 +266,7 @@ TEST(each_block_is_read_once)
     fill(data, 5 * FRAME, 4, 0);
     REQUIRE(store(&s, data, 5 * FRAME, 4) && s.coded.bytes < BLOCK);
     CHECK(is_frame(&room, &s, 0));
-    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
+    REQUIRE(mls_file_write_at(s.coded.source.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
     for (size_t i = 1; i < 5; i++) {
         CHECK(is_frame(&room, &s, i));
     }
@@ -278,7 +278,7 @@ TEST(each_block_is_read_once)
     REQUIRE(mls_compressed_frame_begin(&s.frames, 1) < BLOCK && s.ends[1] > BLOCK);
     REQUIRE(s.ends[2] < 2 * BLOCK);
     CHECK(is_frame(&room, &s, 1));
-    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
+    REQUIRE(mls_file_write_at(s.coded.source.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
     CHECK(is_frame(&room, &s, 2));
     free(zeros);
 }

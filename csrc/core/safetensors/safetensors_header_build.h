@@ -1,11 +1,11 @@
-/* safetensors_header: build the header of a file.
+/* safetensors_header_build: build the header of a file; mls_safetensors_parse reads one.
  *
  * The header is laid out before any tensor is written: checksums have a fixed width, so
  * its length and the offsets of all tensors are known before the checksums. Used by
  * save_file and for the files of sharded checkpoints.
  */
-#ifndef MLS_SAFETENSORS_HEADER_H
-#define MLS_SAFETENSORS_HEADER_H
+#ifndef MLS_SAFETENSORS_HEADER_BUILD_H
+#define MLS_SAFETENSORS_HEADER_BUILD_H
 
 #include "array/dtype.h"
 #include "base/status.h"

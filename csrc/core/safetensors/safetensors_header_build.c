@@ -1,10 +1,10 @@
-/* safetensors_header: build the header with zeros for length and checksums, which are
- * filled in at the end.
+/* safetensors_header_build: build the header with zeros for length and checksums, which
+ * are filled in at the end.
  *
  * The order of everything is fixed: metadata by key, tensors by item size and name,
  * members as the package writes them. So equal content produces equal bytes.
  */
-#include "safetensors/safetensors_header.h"
+#include "safetensors/safetensors_header_build.h"
 
 #include "array/tensor.h"
 #include "base/memory.h"

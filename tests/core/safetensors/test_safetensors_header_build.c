@@ -1,7 +1,7 @@
 /* Building headers: order, offsets, room for checksums. */
 #include "base/memory.h"
 #include "base/size.h"
-#include "safetensors/safetensors_header.h"
+#include "safetensors/safetensors_header_build.h"
 #include "support/runner.h"
 #include "support/text.h"
 

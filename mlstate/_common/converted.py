@@ -1,0 +1,54 @@
+"""Conversion of floats to another dtype, in new memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .arrays import is_torch
+from .backend import TensorBackend, backend_of
+from .dtypes import FLOAT8S, FLOATS, dtype_name, name_of, numpy_dtype
+
+if TYPE_CHECKING:
+    from .._types import NDArray
+
+
+def float_name(dtype: object, label: str = "dtype") -> str:
+    """Return the name of a float dtype to convert to; raise TypeError for any other argument."""
+    name = dtype_name(dtype)
+    if name not in FLOATS:
+        choices = ", ".join(sorted(FLOATS))
+        raise TypeError(f"{label} must be one of the dtypes {choices}, got {dtype!r}")
+    return name
+
+
+def is_converted(stored: str, dtype: str) -> bool:
+    """Return whether a tensor of a dtype is a float of another dtype than `dtype`."""
+    return stored != dtype and (stored in FLOATS or stored in FLOAT8S)
+
+
+def converted(array: NDArray, dtype: str) -> NDArray:
+    """Return a new array of a float dtype, rounded to nearest; 8-bit floats by their values."""
+    name = name_of(array.dtype)
+    values = np.empty(array.shape, numpy_dtype(dtype))
+    if name in FLOAT8S:
+        codes = np.ascontiguousarray(array).view(np.uint8).reshape(1, 1, -1)
+        flat = values.reshape(1, 1, -1)
+        _core.scaled_codes_decode(flat, codes, None, name, 0, (1, 1), (0, 0))
+    else:
+        _core.state_load({"": values}, {"": array}, True, True, False)
+    return values
+
+
+def converted_value(value: Any, dtype: str) -> Any:
+    """Return an array, or a tensor on its device, in a float dtype.
+
+    Integers, bool, complex numbers, and values of this dtype are returned without a copy.
+    """
+    if not is_converted(name_of(value.dtype), dtype):
+        return value
+    if is_torch(value):
+        return value.detach().to(backend_of(value, TensorBackend).dtype_of(dtype))
+    return converted(np.asarray(value), dtype)

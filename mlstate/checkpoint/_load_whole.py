@@ -1,0 +1,371 @@
+"""Load what has no index: files and folders of other programs are read whole, then cut.
+
+whole_path   -> the format of a path, if only `read_any` reads it
+load_whole   -> the loaded state
+verify_whole -> adds to a report what can be checked
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import zipfile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import _core
+from .._common.backend import TensorBackend, is_optimizer, torch_backend
+from .._common.dtypes import name_of
+from .._common.regular_file import open_regular
+from .._sharding.layout import Layout
+from ..errors import CompatibilityError, FormatError, MLStateError, StoreError
+from ..state._kind import KEY, kind_of
+from ..state._load_into import load_into
+from ..state._optimizer_state import OptimizerStateDict
+from ..state._state_dict import StateDict
+from ._files.convert import PARTS, format_of, read_any
+from ._files.parts import is_flat
+from ._files.torch_weights import torch_weights_root
+from ._folder.local import LocalFolder
+from ._folder.names import SECTIONS
+from ._load_targets import names_error
+from ._sections import OPTIMIZER, Section, rename_sections
+from ._store.manifest import Manifest
+from ._store.weight_files import WeightFiles
+
+if TYPE_CHECKING:
+    from .._sharding.layout import Steps
+    from ._files.parts import Parts
+    from ._folder.protocol import Folder
+    from ._load import LoadedState, LoadRequest
+    from ._verify import VerifyReport
+
+_WHOLE = ("npz", "torch", "dcp", "lightning", "torch_checkpointing")
+_SECTIONS = ("model", "optimizer")
+_ZIP_BLOCK = 1 << 20
+
+
+class WholePath(NamedTuple):
+    """The path of a file or folder that is read whole, and its format."""
+
+    path: str
+    format: str
+
+    def read(self, *, checked: bool = True) -> Parts:
+        """Read all of it."""
+        return read_any(self.path, format=self.format, checked=checked)
+
+
+# ---- which formats ----
+
+
+def has_safetensors_header(path: str) -> bool:
+    """Return whether a file starts with the length of a header and the header's brace."""
+    with open_regular(path) as file:
+        start = file.read(9)
+        size = file.seek(0, 2)
+    return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= size - 8
+
+
+def _has_parts(path: str) -> bool:
+    """Return whether a safetensors file holds an optimizer, as its metadata tell."""
+    try:
+        texts = _core.file_metadata(path, True)
+    except MLStateError:  # reading the tensors reports it
+        return False
+    return PARTS in texts or '"kind": "optimizer"' in texts.get(KEY, "")
+
+
+def whole_path(folder: Folder) -> WholePath | None:
+    """Return path and format of what only `read_any` reads; None for what has an index."""
+    if not folder.is_local:
+        return None
+    path = os.path.join(folder.path, folder.file) if folder.file else str(folder.path)
+    if folder.file:
+        is_flat = folder.file.endswith(".safetensors") and _has_parts(path)
+        return WholePath(path, "safetensors") if is_flat else None
+    if not os.path.exists(path):
+        return None
+    try:
+        name = format_of(path)
+    except ValueError:  # the suffix belongs to no format
+        name = ""
+    if name == "huggingface" and torch_weights_root(LocalFolder(path)) is not None:
+        return WholePath(path, name)
+    if name in _WHOLE:
+        return WholePath(path, name)
+    if os.path.isfile(path) and has_safetensors_header(path):
+        return WholePath(path, "safetensors")
+    return None
+
+
+# ---- listing ----
+
+
+class WholeIndex:
+    """The tensors of parts in memory, with the methods of a merged index that list them."""
+
+    def __init__(self, path: str, parts: Parts) -> None:
+        self._path = path
+        named = (StateDict(value) for value in parts.states.values() if is_flat(value))
+        states = dict(zip((k for k, v in parts.states.items() if is_flat(v)), named, strict=True))
+        prefixed = {f"{n}/{key}": each[key] for n, each in states.items() for key in each}
+        self._sections = [dict(parts.model or {}), dict(parts.optimizer or {}), prefixed]
+
+    def keys(self, section: int) -> list[str]:
+        """Return the sorted names of the tensors of a section."""
+        return sorted(self._sections[section])
+
+    def tensors(self) -> list[tuple[Any, ...]]:
+        """Return the fields of a `TensorRecord` for each tensor."""
+        rows = []
+        for number, section in enumerate(SECTIONS):
+            for key in self.keys(number):
+                array = self._sections[number][key]
+                parameter, dot, state = (
+                    key.rpartition(".") if number == OPTIMIZER else (key, "", "")
+                )
+                nbytes = int(array.nbytes)
+                row = (section, key, parameter if dot else key, state if dot else None)
+                facts = (name_of(array.dtype), tuple(array.shape), (), None, 1, nbytes, 1, None)
+                rows.append((*row, *facts, nbytes, 0, None))
+        return rows
+
+    def shards(self) -> list[Any]:
+        """Return no shards: the format does not tell where the tensors are."""
+        return []
+
+    def files(self) -> dict[str, int]:
+        """Return the sizes of the files."""
+        return {name: os.path.getsize(path) for name, path in _files(self._path).items()}
+
+    def heads(self) -> list[tuple[Any, ...]]:
+        """Return one head, whose last items are the bytes of all tensors."""
+        total = sum(int(a.nbytes) for section in self._sections for a in section.values())
+        return [(0, 0, 0, 0, total, total)]
+
+
+def manifest_of(where: WholePath, parts: Parts) -> Manifest:
+    """Return a manifest that describes parts in memory."""
+    changed = datetime.datetime.fromtimestamp(os.path.getmtime(where.path), datetime.UTC)
+    root = os.path.basename(where.path)
+    return Manifest(
+        generation="",
+        sequence=1,
+        created=changed.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        writer=f"a program that writes the format {where.format}",
+        step=_step_of(parts),
+        world_size=1,
+        model=None if parts.model is None else _kind_of(parts.model),
+        optimizer=None if parts.optimizer is None else _kind_of(parts.optimizer),
+        metadata=dict(parts.metadata),
+        indexes=(),
+        weights=WeightFiles(root, tuple(_files(where.path))),
+    )
+
+
+def _kind_of(state: StateDict) -> dict[str, Any]:
+    try:
+        return kind_of(state) or {"kind": "state"}
+    except (TypeError, ValueError):  # values that JSON cannot hold
+        return {"kind": "optimizer" if isinstance(state, OptimizerStateDict) else "state"}
+
+
+def _step_of(parts: Parts) -> int | None:
+    step = getattr(parts.optimizer, "step", 0) or parts.metadata.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+# ---- loading ----
+
+
+def _refuse_options(where: WholePath, request: LoadRequest) -> None:
+    """Raise ValueError for keywords that make no sense for the format."""
+    options = request.options
+    for name, is_given in (
+        ("mmap=True", options["mmap"]),
+        ("verify='first'", options["verify"] == "first"),
+        (f"missing={options['missing']!r}", options["missing"] != "skip"),
+    ):
+        if is_given:
+            raise ValueError(
+                f"{where.path}: {name} is not possible for the format {where.format}: leave it "
+                "out, or convert it by mlstate convert first"
+            )
+    group, into = options["group"], options["into"]
+    if group is not None and group.world_size > 1 and into is not None:
+        raise ValueError(
+            f"{where.path}: into= with a group is not possible for the format {where.format}: "
+            "convert it by mlstate convert first, or load without into="
+        )
+
+
+def _cut(name: str, array: Any, cutting: tuple[Steps | None, int, int], parameter: Any) -> Any:
+    """Return a rank's part of a tensor as a new array; that of a parameter's state likewise."""
+    steps, index, world = cutting
+    if not steps or not world:
+        return array
+    shape = tuple(array.shape)
+    if parameter is not None and shape and shape not in ((1,), tuple(parameter.shape)):
+        error = CompatibilityError(
+            f"{name!r} has shape {shape}, and its parameter {tuple(parameter.shape)}: the format "
+            "does not tell how to cut it; load it whole, or convert it by mlstate convert first"
+        )
+        error.name = name
+        raise error
+    if parameter is not None and shape != tuple(parameter.shape):
+        return array
+    steps, index = _core.layout_project(steps, index, len(shape), None)
+    part = Layout(steps).take(array, index)
+    return part if part is array else part.copy()
+
+
+def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]]:
+    """Return the arrays of model and optimizer, renamed."""
+    states = [parts.model, parts.optimizer]
+    arrays = [{} if state is None else dict(state) for state in states]
+    if rules is None:
+        return arrays
+    sections = [
+        Section(label, number, kind_of(state), each)
+        for number, (label, state, each) in enumerate(zip(_SECTIONS, states, arrays, strict=True))
+    ]
+    rename_sections(sections, rules)
+    for state, section in zip(states, sections, strict=True):
+        if isinstance(state, OptimizerStateDict):
+            state.param_groups = (section.kind or {})["param_groups"]
+    return [
+        {name: each[section.keys([name])[0]] for name in section.names}
+        for each, section in zip(arrays, sections, strict=True)
+    ]
+
+
+def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
+    """Return a state of the same class and attributes with other arrays."""
+    if state is None:
+        return None
+    result = state.copy()
+    result.clear()
+    result.update(arrays)
+    return result
+
+
+def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) -> list[Any]:
+    """Copy into the targets of ``into``; return them."""
+    into, strict = request.options["into"], request.options["strict"]
+    take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)
+    if take("states"):
+        raise ValueError(f"{where.path}: the format {where.format} fills no named states of into=")
+    targets = [take(name) for name in _SECTIONS]
+    for label, target, each in zip(_SECTIONS, targets, arrays, strict=True):
+        if is_optimizer(target):
+            raise ValueError(
+                f"{where.path}: into= cannot fill a torch optimizer from the format "
+                f"{where.format}: convert it by mlstate convert first"
+            )
+        if target is not None and not each and strict:
+            error = CompatibilityError(f"{where.path} holds no {label}")
+            error.path = where.path
+            raise error
+    if request.names is not None:
+        strict = False
+        for target, each in zip(targets, arrays, strict=True):
+            known = None if target is None else StateDict(target)
+            absent = [name for name in each if known is not None and name not in known]
+            if absent:
+                raise names_error([], absent, [], where.path)
+    model, optimizer = targets
+    if optimizer is not None and model is not None:
+        trial = {name: array.copy() for name, array in StateDict(optimizer).items()}
+        load_into(trial, arrays[1], strict=strict, cast=request.cast)  # raises before any change
+    for target, each in zip(targets, arrays, strict=True):
+        if target is not None:
+            load_into(target, each, strict=strict, cast=request.cast)
+    return targets
+
+
+def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
+    """Read a file or folder whole, and return the selected tensors, or this rank's parts."""
+    from .._common.converted import converted
+    from ._load import LoadedState, chosen_names
+
+    _refuse_options(where, request)
+    parts = where.read(checked=bool(request.options["verify"]))
+    sections = _sections(where, parts, request.options["rename"])
+    if request.options["progress"] is not None:
+        request.options["progress"](sum(a.nbytes for each in sections for a in each.values()))
+    _, chosen = chosen_names([list(each) for each in sections], request.names, where.path)
+    model = sections[0]
+    arrays: list[dict[str, Any]] = []
+    for number, names in enumerate(chosen):
+        arrays.append({})
+        for name in names:
+            parameter = model.get(name.rpartition(".")[0]) if number == OPTIMIZER else None
+            part = _cut(name, sections[number][name], request.cutting, parameter)
+            is_cast = bool(request.dtype) and number != OPTIMIZER
+            arrays[-1][name] = converted(part, request.dtype) if is_cast else part
+    metadata = dict(parts.metadata)
+    step = _step_of(parts)
+    states = dict(parts.states) if request.names is None else {}
+    if request.options["into"] is not None:
+        return LoadedState(*_fill(where, request, arrays), metadata, step, {})
+    device = request.options["device"]
+    if device is not None:
+        backend = torch_backend("tensors on a device=", TensorBackend)
+        for each in arrays:
+            tensors = backend.tensors_of(each)
+            each.update({name: tensor.to(device) for name, tensor in tensors.items()})
+    loaded = [
+        _filled(state, each)
+        for state, each in zip((parts.model, parts.optimizer), arrays, strict=True)
+    ]
+    return LoadedState(*loaded, metadata, step, states)
+
+
+# ---- verifying ----
+
+
+def _files(path: str) -> dict[str, str]:
+    """Return the regular files of a path, by their names in it."""
+    if os.path.isfile(path):
+        return {os.path.basename(path): path}
+    names = sorted(os.listdir(path))
+    return {name: os.path.join(path, name) for name in names if os.path.isfile(f"{path}/{name}")}
+
+
+def _damaged_entry(path: str, progress: Any) -> str | None:
+    """Return the first entry of a zip file whose bytes do not match its CRC-32."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            try:
+                with archive.open(entry) as file:
+                    while block := file.read(_ZIP_BLOCK):
+                        if progress is not None:
+                            progress(len(block))
+            except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, ValueError):
+                return entry.filename
+    return None
+
+
+def verify_whole(where: WholePath, report: VerifyReport, progress: Any) -> None:
+    """Read all of it; `report.checksums` tells whether its bytes were compared with checksums."""
+    from ._verify import Problem
+
+    files = _files(where.path)
+    checked = 0
+    for name, path in files.items():
+        report.bytes += os.path.getsize(path)
+        if not zipfile.is_zipfile(path):
+            continue
+        checked += 1
+        entry = _damaged_entry(path, progress)
+        if entry is not None:
+            text = f"the entry {entry!r} does not match its CRC-32"
+            report.problems.append(Problem("altered", name, entry, None, 0, 0, 0, text))
+    report.checksums = bool(files) and checked == len(files)
+    if report.problems:
+        return
+    try:
+        where.read()
+    except (FormatError, CompatibilityError, StoreError) as error:
+        name = os.path.basename(where.path)
+        report.problems.append(Problem("unreadable", name, None, None, 0, 0, 0, str(error)))

@@ -1,0 +1,1 @@
+"""Quantized weights of Hugging Face folders, and their values."""

@@ -1,0 +1,334 @@
+"""Weights and their scales, and the values of any part of a weight.
+
+Values are computed in float32 and rounded once to the wanted dtype, as transformers does for the
+methods ``fp8`` and ``mxfp4``. compressed-tensors rounds to the dtype of the scale first. A scale of
+E8M0 is a power of two; its code 255 is NaN.
+"""
+
+from __future__ import annotations
+
+import os
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ... import _core
+from ..._common.converted import converted
+from ..._common.dtypes import FLOAT8S, FLOATS, name_of, numpy_dtype
+from ..._common.store_error import format_error
+from .config import read_quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import TypeAlias
+
+    from ..._sharding.layout import Steps
+    from ..._types import NDArray
+    from ...errors import FormatError
+    from .._folder.protocol import Folder
+    from .config import Block, Quantization
+
+    Shape: TypeAlias = tuple[int, ...]
+    Stored: TypeAlias = tuple[str, Shape]  # dtype and shape of a stored tensor
+    Cutting: TypeAlias = tuple[Steps | None, int, int]
+    Read: TypeAlias = Callable[[str, Cutting], NDArray]
+
+WHOLE: Cutting = (None, 0, 0)
+_EXPONENTS = "float8_e8m0fnu"
+_FOUR_BITS = "float4_e2m1fn_x2"
+_GROUP = 32  # values of MXFP4 that share a scale
+_BYTES = _GROUP // 2
+# Names of scales of activations, which values have no use for.
+_OF_ACTIVATIONS = ("input_scale", "activation_scale", "activation_scale_inv")
+# Axes of blocks and scales of MXFP4, by the axes of the values: experts, columns, rows.
+_STORED_AXES = {0: 0, 1: 2, 2: 1}
+
+
+class Box(NamedTuple):
+    """A part of a tensor: a box and, if it is flat, a range of the box's elements."""
+
+    starts: Shape
+    lengths: Shape
+    elements: slice | None
+
+    def slices(self) -> tuple[slice, ...]:
+        """Return the box as an index."""
+        return tuple(slice(a, a + n) for a, n in zip(self.starts, self.lengths, strict=True))
+
+
+def box_of(cutting: Cutting, shape: Shape) -> Box:
+    """Return the part of a tensor of a shape."""
+    steps, index, _ = cutting
+    if steps is None:
+        return Box((0,) * len(shape), shape, None)
+    projected, number = _core.layout_project(steps, index, len(shape), None)
+    starts, lengths, begin, end, flat = _core.layout_part(projected, shape, number)
+    return Box(starts, lengths, slice(begin, end) if flat else None)
+
+
+class Pair(NamedTuple):
+    """A weight with its scales, by the keys of both."""
+
+    name: str  # of the values
+    codes: str
+    scales: str
+    shape: Shape  # of the values
+    dtype: str  # of the codes
+    block: Block
+    problem: FormatError | None = None  # why it has no values
+    product_dtype: str = ""  # to round the products to before they are converted
+
+    def check(self) -> None:
+        """Raise FormatError if the scales are missing, or do not fit the weight."""
+        if self.problem is not None:
+            raise self.problem
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether this is MXFP4, whose values have rows and columns exchanged."""
+        return self.dtype == _FOUR_BITS
+
+    def load(self, read: Read, cutting: Cutting, dtype: str) -> NDArray:
+        """Return the values of a part; `read` returns a part of a stored tensor."""
+        self.check()
+        box = box_of(cutting, self.shape)
+        if self.is_packed:
+            values = self._values_of_groups(read, cutting, box, dtype)
+        else:
+            stored_part = WHOLE if box.elements is not None else cutting
+            codes = read(self.codes, stored_part)
+            if box.elements is not None:
+                codes = codes[box.slices()]
+            product_dtype = self.product_dtype or dtype
+            values = self._values_of_blocks(codes, read(self.scales, WHOLE), box, product_dtype)
+            if product_dtype != dtype:
+                values = converted(values, dtype)
+        return values if box.elements is None else values.reshape(-1)[box.elements].copy()
+
+    def _values_of_blocks(
+        self, codes: NDArray, stored_scales: NDArray, box: Box, dtype: str
+    ) -> NDArray:
+        """Return the values of a box of a weight whose last two axes are divided into blocks."""
+        scales = _scale_numbers(stored_scales)
+        *outer, rows, columns = (1, 1, *self.shape)[-max(len(self.shape), 2) :]
+        grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        if scales.size == 1:
+            scales = np.broadcast_to(scales.reshape(()), (*outer, *grid))
+        scales = scales.reshape(*outer, *grid)[box.slices()[: len(outer)]]
+        *_, first_row, first_column = (0, 0, *box.starts)
+        values = np.empty(box.lengths, numpy_dtype(dtype))
+        matrices = prod(box.lengths[: len(outer)])
+        shape = (matrices, *(1, 1, *box.lengths)[-2:])
+        _core.scaled_codes_decode(
+            values.reshape(shape),
+            np.ascontiguousarray(codes).view(np.uint8).reshape(shape),
+            scales.reshape(matrices, *grid),
+            self.dtype,
+            0,
+            self.block,
+            (first_row, first_column),
+        )
+        return values
+
+    def _values_of_groups(self, read: Read, cutting: Cutting, box: Box, dtype: str) -> NDArray:
+        """Return the values of a box of MXFP4: experts, columns, rows."""
+        experts, columns, rows = box.slices()
+        groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
+        stored = (experts, rows, groups)
+        part = _stored_cutting(cutting, self.shape, stored) if box.elements is None else WHOLE
+        codes, exponents = read(self.codes, part), read(self.scales, part)
+        if part == WHOLE:
+            codes, exponents = codes[stored], exponents[stored]
+        values = np.empty(box.lengths, numpy_dtype(dtype))
+        skip = columns.start - groups.start * _GROUP
+        _core.scaled_codes_decode(
+            values.transpose(0, 2, 1),
+            codes.view(np.uint8).reshape(*codes.shape[:2], -1),
+            _scale_numbers(exponents),
+            self.dtype,
+            skip,
+            self.block,
+            (0, skip),
+        )
+        return values
+
+
+def _stored_cutting(cutting: Cutting, shape: Shape, stored: tuple[slice, ...]) -> Cutting:
+    """Return the cutting of stored groups for a part of the values.
+
+    It is `WHOLE` if no cutting gives exactly these groups, because the part begins or ends within
+    a group.
+    """
+    steps, index, _ = cutting
+    if steps is None:
+        return WHOLE
+    projected, number = _core.layout_project(steps, index, 3, None)
+    mapped = tuple((_STORED_AXES[axis], parts) for axis, parts in projected)  # type: ignore[index]
+    groups = (shape[0], shape[2], shape[1] // _GROUP)
+    starts, lengths, *_ = _core.layout_part(mapped, groups, number)
+    same = all(
+        each.stop - each.start == length and (each.start == start or not length)
+        for each, start, length in zip(stored, starts, lengths, strict=True)
+    )
+    return (mapped, number, prod(parts for _, parts in mapped)) if mapped and same else WHOLE
+
+
+def _scale_numbers(scales: NDArray) -> NDArray:
+    """Return scales as float32; bytes are exponents of E8M0."""
+    name = name_of(scales.dtype)
+    if name in (_EXPONENTS, "uint8"):
+        values = np.empty(scales.shape, np.float32)
+        codes = np.ascontiguousarray(scales).view(np.uint8).reshape(1, 1, -1)
+        _core.scaled_codes_decode(
+            values.reshape(1, 1, -1), codes, None, _EXPONENTS, 0, (1, 1), (0, 0)
+        )
+        return values
+    return scales if name == "float32" else converted(scales, "float32")
+
+
+# ---- the pairs of a folder ----
+
+
+class Pairs:
+    """The weights with scales of a folder, by the names of their values."""
+
+    def __init__(self, pairs: dict[str, Pair], hidden: set[str]) -> None:
+        self.by_name = pairs
+        self.by_codes = {pair.codes: pair for pair in pairs.values()}
+        self._hidden = hidden  # keys of codes, scales, and facts about activations
+
+    def renamed(self, keys: Iterable[str]) -> dict[str, str]:
+        """Return the keys of tensors by the names that take their place, without scales."""
+        names: dict[str, str] = {}
+        for key in keys:
+            pair = self.by_codes.get(key)
+            if key not in self._hidden or pair is not None:
+                names[key if pair is None else pair.name] = key
+        return names
+
+
+class _Finder:
+    """Finds the pairs among the tensors of a folder."""
+
+    def __init__(self, path: str, quantization: Quantization, tensors: dict[str, Stored]) -> None:
+        self.path = path
+        self.tensors = tensors
+        self.suffix = quantization.suffix
+        self.blocks = quantization.blocks
+        self.pairs: dict[str, Pair] = {}
+        self.hidden: set[str] = set()
+
+    def _problem(self, name: str, text: str) -> FormatError:
+        error = format_error(
+            f"{self.path}: {name!r}: {text}; load the stored tensors without cast=", self.path
+        )
+        error.name = name
+        return error
+
+    def _add(self, pair: Pair) -> None:
+        self.pairs[pair.name] = pair
+        self.hidden |= {pair.codes, pair.scales}
+
+    # ---- 8-bit floats ----
+
+    def find_bytes(self) -> None:
+        """Find weights of 8-bit floats, and scales with another weight or without one."""
+        names = {key for key, (dtype, _) in self.tensors.items() if dtype in FLOAT8S - {_EXPONENTS}}
+        suffix = ".weight" + self.suffix if self.suffix == "_scale" else self.suffix
+        names |= {
+            key[: -len(self.suffix)]
+            for key in self.tensors
+            if key.endswith(suffix) and not key.endswith("activation_scale_inv")
+        }
+        for name in names:
+            scales = name + self.suffix
+            dtype, shape = self.tensors.get(name, ("", ()))
+            block, text = self._block_of(name, dtype, shape, self.tensors.get(scales))
+            problem = self._problem(name, text) if text else None
+            codes = name if name in self.tensors else scales
+            kind = self.tensors[scales][0] if scales in self.tensors else ""
+            product_dtype = kind if self.suffix == "_scale" and kind in FLOATS else ""
+            self._add(Pair(name, codes, scales, shape, dtype, block, problem, product_dtype))
+            layer = name[: -len("weight")] if name.endswith(".weight") else f"{name}_"
+            self.hidden |= {layer + each for each in _OF_ACTIVATIONS} & self.tensors.keys()
+
+    def _block_of(
+        self, name: str, dtype: str, shape: Shape, scales: Stored | None
+    ) -> tuple[Block, str]:
+        """Return the block that a scale is for, and why there is none."""
+        nothing = (1, 1)
+        if scales is None:
+            return nothing, f"{name + self.suffix!r}, its scale, is missing"
+        if not dtype:
+            return nothing, f"{name + self.suffix!r} is the scale of a tensor that is missing"
+        if dtype not in FLOAT8S:
+            return nothing, f"{dtype} has a scale, but is no 8-bit float"
+        if f"{name}_zero_point" in self.tensors:
+            return nothing, f"it has the zero points {name + '_zero_point'!r}"
+        kind, grid = scales
+        if kind not in FLOATS and kind not in (_EXPONENTS, "uint8"):
+            return nothing, f"its scale is {kind}, not a float"
+        *outer, rows, columns = (1, 1, *shape)[-max(len(shape), 2) :]
+        size = (max(rows, 1), max(columns, 1))
+        has_channels = self.suffix == "_scale"
+        choices = [*self.blocks, *([(1, size[1])] if has_channels else [])]
+        choices += [size] if has_channels or not self.blocks else []
+        expected = []
+        for block in choices:
+            expected.append((*outer, -(-rows // block[0]), -(-columns // block[1])))
+            if grid == expected[-1] or (block == size and prod(grid) == 1):
+                return block, ""
+        shapes = " or ".join(map(str, dict.fromkeys(expected)))
+        return nothing, f"its scale has the shape {grid} instead of {shapes}"
+
+    # ---- groups of 4-bit floats ----
+
+    def find_groups(self) -> None:
+        """Find weights of MXFP4, and blocks or scales without the other."""
+        names = {
+            key.removesuffix(ending)
+            for key in self.tensors
+            for ending in ("_blocks", "_scales")
+            if key.endswith(ending)
+        }
+        for name in names:
+            codes, scales = f"{name}_blocks", f"{name}_scales"
+            shape, text = self._values_shape(self.tensors.get(codes), self.tensors.get(scales))
+            if name in self.tensors:
+                text = "it is the name of a tensor too"
+            problem = self._problem(name, text) if text else None
+            held = codes if codes in self.tensors else scales
+            self._add(Pair(name, held, scales, shape, _FOUR_BITS, (1, _GROUP), problem))
+
+    @staticmethod
+    def _values_shape(blocks: Stored | None, scales: Stored | None) -> tuple[Shape, str]:
+        """Return the shape of the values, and why there are none."""
+        if blocks is None or scales is None:
+            return (), f"its {'blocks' if blocks is None else 'scales'} are missing"
+        if blocks[0] != "uint8" or scales[0] != "uint8":
+            return (), f"blocks of {blocks[0]} and scales of {scales[0]} instead of uint8"
+        if len(blocks[1]) != 4 or blocks[1][3] != _BYTES:
+            text = f"its blocks have the shape {blocks[1]} instead of experts, rows, groups, "
+            return (), f"{text}{_BYTES} bytes"
+        experts, rows, groups, _ = blocks[1]
+        if scales[1] != (experts, rows, groups):
+            return (), f"its scales have the shape {scales[1]} instead of {blocks[1][:3]}"
+        return (experts, groups * _GROUP, rows), ""
+
+
+def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pairs | None:
+    """Return the pairs of a folder with quantized weights; None if its config names no method.
+
+    `tensors` returns dtype and shape of its tensors by their keys.
+    """
+    quantization = read_quantization(folder)
+    if quantization is None:
+        return None
+    path = os.path.join(folder.path, "")[:-1]
+    finder = _Finder(path, quantization, tensors())
+    if quantization.method == "mxfp4":
+        finder.find_groups()
+    else:
+        finder.find_bytes()
+    return Pairs(finder.pairs, finder.hidden)

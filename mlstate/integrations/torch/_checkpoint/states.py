@@ -1,0 +1,52 @@
+"""States of modules and optimizers in memory; it implements `StateBackend`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .._tensors.state import tensors_of
+from .load_targets import Filling, OwnLoad, fill_module, own_load, saved_module
+from .optimizer import optimizer_dict as optimizer_dict
+from .optimizer import optimizer_state as optimizer_state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+
+def module_entries(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the entries that `save` stores of a module on one rank, tensors first."""
+    tensors, others, _ = saved_module(module, 1)
+    return {**tensors, **others}
+
+
+def module_target(
+    module: torch.nn.Module, source: Mapping[str, Any], *, strict: bool
+) -> tuple[Filling, dict[str, Any], OwnLoad | None]:
+    """Return the memory of a module, that of submodules that load themselves, and their load.
+
+    Nothing is changed. `source` has the entries to load.
+    """
+    filling = fill_module(module)
+    for name, place in filling.places.items():
+        if place.cut != ():
+            raise TypeError(
+                f"{name!r} is a part of a tensor: load_into fills whole tensors; save the source, "
+                "and load it with mlstate.load(path, into={'model': module}, group=group)"
+            )
+    contract = filling.contract
+    if contract is None:
+        return filling, {}, None
+    own = {name: value for name, value in source.items() if filling.loads_itself(name)}
+    named = {contract.unit_of(name) for name in own}
+    units = [unit for unit in contract.units if strict or unit in named]
+    if not units:
+        return filling, {}, None
+    memory = {name: each for unit in units for name, each in contract.memory(unit).items()}
+    arrays = {name: own[name] for name in own if hasattr(own[name], "dtype")}
+    return (
+        filling,
+        memory,
+        own_load(filling, {**own, **tensors_of(arrays)}, None, units, strict=strict),
+    )

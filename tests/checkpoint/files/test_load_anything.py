@@ -1,0 +1,159 @@
+"""`load`, `inspect` and `verify` take files and folders of every format."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.checkpoint._files.convert import write_any
+
+WEIGHTS = {"layers.0.w": np.arange(8, dtype=np.float32).reshape(4, 2), "b": np.ones(3)}
+MOMENTS = {"layers.0.w.m": np.arange(8, dtype=np.float32).reshape(4, 2)}
+FORMATS = [
+    "a.safetensors",
+    "a.npz",
+    pytest.param("a.pt", marks=pytest.mark.torch),
+    pytest.param("a.dcp", marks=pytest.mark.torch),
+]
+
+
+@pytest.fixture(params=FORMATS)
+def path(request, tmp_path):
+    if not request.param.endswith(("npz", "safetensors")):
+        pytest.importorskip("torch")
+    optimizer = mlstate.OptimizerStateDict(MOMENTS, step=5)
+    write_any(tmp_path / request.param, WEIGHTS, optimizer, {"run": "a"})
+    return tmp_path / request.param
+
+
+def test_all_of_it_is_loaded(path):
+    loaded = mlstate.load(path)
+    assert mlstate.diff(loaded.model, WEIGHTS).identical
+    assert mlstate.diff(loaded.optimizer, MOMENTS).identical
+    assert (loaded.step, loaded.metadata, loaded.optimizer.step) == (5, {"run": "a"}, 5)
+
+
+def test_a_rank_gets_its_part(path):
+    part = mlstate.load(path, rank=3, world_size=4, layout="rows")
+    assert part.model["layers.0.w"].tolist() == [[6.0, 7.0]]
+    assert part.optimizer["layers.0.w.m"].tolist() == [[6.0, 7.0]]
+    assert part.model["b"].shape == (0,)
+
+
+def test_names_and_rename_choose_tensors(path):
+    assert list(mlstate.load(path, names="layers.*").model) == ["layers.0.w"]
+    assert list(mlstate.load(path, names="layers").optimizer) == ["layers.0.w.m"]
+    renamed = mlstate.load(path, rename={"layers.": "blocks."})
+    assert "blocks.0.w" in renamed.model and "blocks.0.w.m" in renamed.optimizer
+    with pytest.raises(mlstate.TensorNotFoundError, match="missing"):
+        mlstate.load(path, names="missing")
+    with pytest.raises(ValueError, match="no name matches"):
+        mlstate.load(path, rename={"missing.": ""})
+
+
+def test_targets_are_filled_or_unchanged(path):
+    target = {name: np.zeros_like(array) for name, array in WEIGHTS.items()}
+    moments = {name: np.zeros_like(array) for name, array in MOMENTS.items()}
+    wrong = {"layers.0.w.m": np.zeros(3, np.float32)}
+    with pytest.raises(mlstate.CompatibilityError):
+        mlstate.load(path, into={"model": target, "optimizer": wrong})
+    assert not target["b"].any()
+    mlstate.load(path, into={"model": target, "optimizer": moments})
+    assert mlstate.diff(target, WEIGHTS).identical and mlstate.diff(moments, MOMENTS).identical
+    some = {"b": np.zeros(3), "other": np.zeros(1)}
+    mlstate.load(path, into={"model": some}, names="b")
+    assert some["b"].all() and not some["other"].any()
+
+
+def test_floats_are_converted(path):
+    loaded = mlstate.load(path, cast="float16")
+    assert {array.dtype for array in loaded.model.values()} == {np.dtype("float16")}
+    assert loaded.optimizer["layers.0.w.m"].dtype == np.float32
+
+
+@pytest.mark.parametrize("keywords", [{"mmap": True}, {"verify": "first"}, {"missing": "zeros"}])
+def test_keywords_without_a_meaning_are_named(path, keywords):
+    [(name, value)] = keywords.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not possible for the format"):
+        mlstate.load(path, **keywords)
+
+
+def test_inspect_lists_the_tensors(path):
+    checkpoint = mlstate.inspect(path)
+    assert [t.key for t in checkpoint.tensors()] == ["b", "layers.0.w", "layers.0.w.m"]
+    assert (checkpoint.step, checkpoint.metadata, checkpoint.nbytes) == (5, {"run": "a"}, 88)
+    assert path.name in repr(checkpoint)
+    again = pickle.loads(pickle.dumps(checkpoint))
+    assert mlstate.diff(again.load().model, WEIGHTS).identical
+    assert again.verify() and again.files() and repr(again) == repr(checkpoint)
+
+
+def test_verify_tells_what_it_checked(path):
+    report = mlstate.verify(path)
+    assert report and report.checksums == (path.suffix != ".dcp")
+    assert ("no checksums" in repr(report)) == (path.suffix == ".dcp")
+    with pytest.raises(ValueError, match=r"older step|no step"):
+        mlstate.verify(path, repair=True)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
+def test_a_flipped_bit_is_found(tmp_path, suffix):
+    if suffix == "pt":
+        pytest.importorskip("torch")
+    path = tmp_path / f"a.{suffix}"
+    write_any(path, WEIGHTS)
+    data = bytearray(path.read_bytes())
+    data[data.find(WEIGHTS["b"].tobytes()) + 7] ^= 1
+    path.write_bytes(data)
+    [problem] = mlstate.verify(path).problems
+    assert problem.kind == "altered" and problem.path == path.name
+
+
+def test_a_truncated_folder_of_torch_is_unreadable(tmp_path):
+    pytest.importorskip("torch")
+    write_any(tmp_path / "a.dcp", WEIGHTS)
+    [file] = (tmp_path / "a.dcp").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:10])
+    [problem] = mlstate.verify(tmp_path / "a.dcp").problems
+    assert problem.kind == "unreadable"
+
+
+def test_one_safetensors_file_keeps_its_kind_and_maps(tmp_path):
+    path = tmp_path / "a.safetensors"
+    mlstate.save_file(mlstate.ModelStateDict(WEIGHTS, model_type="x"), path, {"k": "v"})
+    loaded = mlstate.load(path, mmap=True)
+    assert loaded.model.model_type == "x" and loaded.metadata == {"k": "v"}
+    assert not loaded.model["b"].flags.writeable
+    mlstate.save_file(mlstate.OptimizerStateDict(MOMENTS, step=3), path)
+    assert mlstate.load(path).optimizer.step == mlstate.load(path).step == 3
+
+
+def test_steps_are_chosen(tmp_path):
+    with mlstate.CheckpointManager(tmp_path, keep=None) as manager:
+        for step in (1, 2):
+            manager.save(step, model={"w": np.full(2, step)})
+    assert mlstate.load(tmp_path, step=1).step == 1
+    assert mlstate.load(tmp_path, step="latest").step == mlstate.load(tmp_path).step == 2
+    assert mlstate.inspect(tmp_path, step=1).step == mlstate.verify(tmp_path, step=1).step == 1
+    with pytest.raises(FileNotFoundError):
+        mlstate.load(tmp_path, step=7)
+    for wrong, text in (("best", "monitor"), ("last", "latest")):
+        with pytest.raises(ValueError, match=text):
+            mlstate.load(tmp_path, step=wrong)
+    np.savez(tmp_path / "a.npz", w=np.ones(1))
+    with pytest.raises(ValueError, match="one file: it has no steps"):
+        mlstate.load(tmp_path / "a.npz", step=1)
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for call in (mlstate.load, mlstate.inspect, mlstate.verify):
+        with pytest.raises(mlstate.StoreError, match="it is a file"):
+            call(tmp_path / "a.txt")
+
+
+def test_an_item_of_a_loaded_state_names_its_parts(tmp_path):
+    mlstate.save(tmp_path / "c", WEIGHTS)
+    with pytest.raises(TypeError, match=r'use \.model\["b"\]'):
+        mlstate.load(tmp_path / "c")["b"]
