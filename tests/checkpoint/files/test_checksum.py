@@ -11,7 +11,7 @@ from weight_folder import write_folder, write_index, write_weight_file
 
 import mlstate
 from mlstate._common.file_checksums import NAME
-from mlstate.checkpoint import checksum, inspect, load_metadata, plan_load
+from mlstate.checkpoint import checksum, inspect, load_metadata
 from mlstate.checkpoint._files.convert import read_any
 from mlstate.cli import main
 from mlstate.errors import ChecksumError, FormatError, StoreError
@@ -112,9 +112,6 @@ def test_rank_reads_and_verifies_its_part_only(tmp_path):
     state = {"w": np.arange(8 << 18, dtype=np.float32).reshape(8, -1)}
     folder = write_folder(tmp_path / "model", state)
     checksum(folder)
-    whole = plan_load(folder)
-    part = plan_load(folder, rank=3, world_size=8, layout="rows")
-    assert part.file_bytes * 7 < whole.file_bytes if hasattr(part, "file_bytes") else True
     flip(folder / "model.safetensors", -1)
     model = mlstate.load(folder, rank=3, world_size=8, layout="rows").model
     assert np.array_equal(model["w"], state["w"][3:4])
