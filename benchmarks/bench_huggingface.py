@@ -26,7 +26,7 @@ from spawned import Spawned, answer
 from turns import Aim, take_turns
 
 import mlstate
-from mlstate.checkpoint import export_huggingface
+from mlstate.checkpoint import checksum, export_huggingface
 
 RANKS = 2
 TENSORS, ROWS, QUICK_ROWS, COLUMNS = 16, 4096, 64, 1024  # of float32: 16 MiB each
@@ -38,6 +38,8 @@ PRETRAINED = "transformers: save_pretrained"
 LOAD, LOAD_PLAIN = "mlstate.load", "mlstate.load(mmap=True)"
 SAFETENSORS = "safetensors: load_file"
 SLICES = "safetensors: get_slice of 1/8 of the rows"
+CHECKED, UNCHECKED = f"{LOAD}, checksums compared", f"{LOAD}, verify=False"
+CHECKED_BOUNDS = {1: 1.25, 2: 1.1}  # times the duration without, by threads
 OUR_ROWS = "mlstate.load of 1/8 of the rows"
 
 
@@ -273,6 +275,29 @@ def reading(report: Report, folder: Path, rows: int, repeats: int) -> None:
     for row in rank:
         add_rate(row, nbytes // 8)
     report.table(f"one of 8 ranks: {nbytes >> 23} MiB, in the system's cache", rank)
+    checksum(copied_folder)
+    for threads, bound in CHECKED_BOUNDS.items():
+        checked(report, copied_folder, threads, bound, nbytes, repeats)
+
+
+def checked(
+    report: Report, folder: Path, threads: int, bound: float, nbytes: int, repeats: int
+) -> None:
+    """Time a load of a folder with checksums of `checksum`, with and without comparing them."""
+    before = mlstate.get_num_threads()
+    mlstate.set_num_threads(threads)
+    rows_measured = take_turns(
+        [
+            Candidate(CHECKED, partial(mlstate.load, folder)),
+            Candidate(UNCHECKED, partial(mlstate.load, folder, verify=False), baseline=True),
+        ],
+        2 * repeats,
+    )
+    mlstate.set_num_threads(before)
+    for row in rows_measured:
+        add_rate(row, nbytes)
+    report.table(f"load with checksums of `checksum`, {threads} threads", rows_measured)
+    report.judge([Aim(CHECKED, bound, UNCHECKED).verdict(rows_measured)])
 
 
 def main() -> None:

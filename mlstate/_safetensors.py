@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from ._common.arguments import check_flags
 from ._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
+from ._common.file_checksums import find_of_file
 from ._common.local_path import local_path
 from ._common.set_module import set_module
 from ._sharding.layout import Shard
@@ -17,6 +18,7 @@ from .state._kind import KEY, describe, restore
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ._common.file_checksums import Record
     from .state._state_dict import StateDict
 
 
@@ -131,6 +133,22 @@ def save_file(
         _core.file_save(local_path(path), tensors, tuple(texts.items()))
 
 
+def _recorded_index(path: str, record: Record) -> _core.MergedIndex:
+    """Return the tensors of a file after a comparison of its header with a record."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return _core.MergedIndex.of_files(folder, (name,), (record,))
+
+
+def _load_recorded(path: str, record: Record, mmap: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arrays, in file order, and the texts of a file with recorded checksums."""
+    merged = _recorded_index(path, record)
+    shards = sorted(merged.shards(), key=lambda shard: (shard[6], shard[7]))  # offset, size
+    keys = [shard[1] for shard in shards]
+    folder = os.path.dirname(os.path.abspath(path))
+    arrays = merged.load(folder, 0, keys, (None, 0, 0), True, mmap, None)
+    return arrays, _core.file_metadata(path, True)
+
+
 @set_module("mlstate.checkpoint")
 def load_file(
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
@@ -202,7 +220,11 @@ def load_file(
     """
     check_flags(mmap=mmap, verify=verify)
     file_path = local_path(path)
-    arrays, texts = _core.file_load(file_path, mmap, verify)
+    recorded = find_of_file(os.fsdecode(file_path)) if verify else None
+    if recorded is None:
+        arrays, texts = _core.file_load(file_path, mmap, verify)
+    else:
+        arrays, texts = _load_recorded(os.fsdecode(file_path), recorded[0], mmap)
     return restore(arrays, texts.get(KEY), file_path)
 
 
@@ -241,6 +263,9 @@ def load_metadata(
     {'epoch': '3'}
     """
     check_flags(verify=verify)
-    texts = _core.file_metadata(local_path(path), verify)
+    file_path = local_path(path)
+    if verify and (recorded := find_of_file(os.fsdecode(file_path))) is not None:
+        _recorded_index(os.fsdecode(file_path), recorded[0])  # which compares the header
+    texts = _core.file_metadata(file_path, verify)
     texts.pop(KEY, None)
     return texts

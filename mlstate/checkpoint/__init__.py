@@ -27,6 +27,7 @@ from .._safetensors import load_file, load_metadata, save_file
 from .._sharding.layout import Layout, Shard, Tier
 from ._checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect
 from ._dry_run import FileRead, LoadPlan, SavePlan, plan_load, plan_save
+from ._files.checksum import checksum
 from ._huggingface.export import export_huggingface
 from ._huggingface.export_async import export_huggingface_async
 from ._load import LoadedState, load
@@ -66,6 +67,7 @@ __all__ = [
     "TieredUnit",
     "Traffic",
     "VerifyReport",
+    "checksum",
     "export_huggingface",
     "export_huggingface_async",
     "inspect",

@@ -50,9 +50,9 @@ class WholePath(NamedTuple):
     path: str
     format: str
 
-    def read(self) -> Parts:
+    def read(self, *, checked: bool = True) -> Parts:
         """Read all of it."""
-        return read_any(self.path, format=self.format)
+        return read_any(self.path, format=self.format, checked=checked)
 
 
 # ---- which formats ----
@@ -288,7 +288,7 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     from ._quantized.pairs import refuse_quantized_state
 
     _refuse_options(where, request)
-    parts = where.read()
+    parts = where.read(checked=bool(request.options["verify"]))
     if request.dtype and where.format == "huggingface" and parts.model is not None:
         refuse_quantized_state(where.path, parts.model)
     sections = _sections(where, parts, request.options["rename"])

@@ -13,6 +13,7 @@ from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
 from ._folder.names import MANIFEST, Root
+from ._folder.weight_names import is_index
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.open_path import RootPath, open_root_path
 from ._store.weight_files import is_weights_root, unlisted_files, warn_of_total
@@ -36,7 +37,9 @@ class Problem(NamedTuple):
     kind : str
         ``"missing"``, ``"unreadable"``, ``"length"`` (truncated, or longer than written),
         ``"foreign"`` (replaced by another file), ``"header"``, ``"altered"`` (changed bytes of
-        a tensor), ``"manifest"`` or ``"index"`` (this file is damaged).
+        a tensor), ``"manifest"`` or ``"index"`` (this file is damaged), ``"changed"`` (a file of
+        another program differs from its checksums, or from the name of its blob in the Hub's
+        cache) or ``"checksums"`` (the file of these checksums is damaged).
     path : str
         The file, relative to the checkpoint's folder.
     name : str or None
@@ -89,7 +92,11 @@ class VerifyReport:
     leftover : list of str
         Files of mlstate that no root needs; `prune` deletes them.
     strange : list of str
-        Files that were not written by mlstate.
+        Files that were not written by mlstate. Of a folder of another program, the files that its
+        index or its checksums do not list.
+    compared : list of str
+        For files of another program: descriptions of the checksums that their bytes were compared
+        with. Without any, only the structure was checked, or the files' own checksums.
     bytes : int
         Number of bytes read.
     step : int or None
@@ -114,6 +121,7 @@ class VerifyReport:
     __slots__ = (
         "bytes",
         "checksums",
+        "compared",
         "leftover",
         "path",
         "problems",
@@ -127,6 +135,7 @@ class VerifyReport:
         self.problems: list[Problem] = []
         self.leftover: list[str] = []
         self.strange: list[str] = []
+        self.compared: list[str] = []
         self.bytes: int = 0
         self.step: int | None = None
         self.repaired: str | None = None
@@ -219,6 +228,11 @@ def verify_files(
         count, problems = files.folder.verify(merged, progress)
         return count, [Problem(*problem) for problem in problems]
     count, file_problems = _verify_weight_files(files, manifest, progress)
+    if files.checked:
+        from ._files.checksum import compare_weights
+
+        recorded, problems = compare_weights(files.folder, manifest.weights.files, progress)
+        count, file_problems = count + recorded, file_problems + problems
     warn_of_total(files.folder, manifest, merged)
     return count, file_problems
 
@@ -460,7 +474,9 @@ def verify(
     ----------
     path : str or os.PathLike
         Anything that `load` reads. Of files that another program wrote without checksums, only the
-        structure is checked.
+        structure is checked. Also any local file or folder that `mlstate.checkpoint.checksum` was
+        called for: every file is compared with its checksums. In the cache of the Hugging Face Hub,
+        files are compared with the SHA-256, or git's SHA-1, in the names of their blobs.
     repair : bool, default False
         Rewrite damaged headers of shard files. If tensors are damaged, replace the checkpoint by
         the newest older one whose tensors are all good (`CheckpointManager` keeps older ones).
@@ -506,10 +522,19 @@ def verify(
     """
     check_flags(repair=repair)
     files, root, _ = open_root_path(path, storage_options)
+    is_plain = root == MANIFEST and step is None and not repair
+    if is_plain and files.folder.is_local and not is_index(files.folder.file):
+        from ._files.checksum import verify_foreign
+
+        place = os.path.join(files.path, files.folder.file) if files.folder.file else files.path
+        foreign_report = verify_foreign(place, progress)
+        if foreign_report is not None:
+            return foreign_report
     if repair:
         remedy = "copy the checkpoint to a local folder to repair it"
         files.folder.require_local("repair=True", remedy)
-    files = CheckpointFiles(files.folder.without_cache())
+    # the checksums of files of another program are compared below, for all files of the folder
+    files = CheckpointFiles(files.folder.without_cache(), checked=False)
     report = VerifyReport(files.path)
     if step is not None:
         from ._manager import find_root
@@ -540,6 +565,10 @@ def verify(
         with suppress(MLStateError):
             shards = files.load_merged_index(files.read_manifest(root)).shards()
             report.checksums = all(shard[_CRC32C] is not None for shard in shards)
+        from ._files.checksum import verify_weights_folder
+
+        verify_weights_folder(files.folder, report, progress)
+        report.strange = sorted(set(report.strange))
         return report
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
         report.leftover = files.prune(dry_run=True, merged_indexes=indexes)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from .._common.text import names_hint, printable
 from .._version import __version__
 from ..errors import MLStateError
+from . import checksum as checkpoint_checksum
 from . import convert as checkpoint_convert
 from . import coreai, coreml, demo, info
 from . import diff as checkpoint_diff
@@ -34,6 +35,7 @@ _ERRORS = (MLStateError, OSError, ValueError, TypeError, ImportError)
 _COMMANDS = (
     checkpoint_inspect,
     checkpoint_verify,
+    checkpoint_checksum,
     checkpoint_diff,
     checkpoint_reshard,
     checkpoint_convert,

@@ -7,6 +7,7 @@ import json
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from .._common.file_checksums import find_of_file
 from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, number_order, printable, shorten, steps_text
 from ..checkpoint import CheckpointManager, inspect, load_metadata
@@ -103,6 +104,11 @@ def _kind(checkpoint: Checkpoint) -> str:
     return kind_of(checkpoint._root) if foreign is None else foreign.format
 
 
+def _has_checksums(checkpoint: Checkpoint) -> bool:
+    """Return whether all bytes have checksums, in the files or next to them."""
+    return all(shard.crc32c is not None or shard.layers for shard in checkpoint.shards())
+
+
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
     """Return the tensors to list."""
     tensors = in_order(checkpoint.tensors())
@@ -128,6 +134,7 @@ def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> d
         "created": checkpoint.created,
         "writer": checkpoint.writer,
         "world_size": checkpoint.world_size,
+        "checksums": _has_checksums(checkpoint),
         "files": checkpoint.files(),
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
@@ -162,6 +169,8 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
         f"{count_text(len(checkpoint.files()), 'file')}",
         count_text(checkpoint.world_size, "rank"),
     ]
+    if kind != "checkpoint" and checkpoint._whole is None:
+        parts.append("with checksums" if _has_checksums(checkpoint) else "no checksums")
     print(f"{printable(arguments.path)}: {', '.join(parts)}")
     if kind == "checkpoint":
         text = (
@@ -193,6 +202,7 @@ def _inspect_file(arguments: argparse.Namespace) -> None:
     parameters = sum(prod(t.shape) for t in header.tensors)
     [chosen] = chosen_keys(arguments.names, [[t.key for t in header.tensors]])
     listed = [t for t in header.tensors if t.key in chosen and not arguments.summary]
+    has_checksums = header.has_checksums or find_of_file(place) is not None
     if arguments.json:
         tensors = [
             {
@@ -209,13 +219,13 @@ def _inspect_file(arguments: argparse.Namespace) -> None:
             "format": "safetensors",
             "parameters": parameters,
             "bytes": header.nbytes,
-            "checksums": header.has_checksums,
+            "checksums": has_checksums,
             "metadata": metadata,
             "tensors": tensors,
         }
         print(json.dumps(data, indent=2))
         return
-    checksums = "with checksums" if header.has_checksums else "no checksums"
+    checksums = "with checksums" if has_checksums else "no checksums"
     tensors_text = count_text(len(header.tensors), "tensor")
     parts = [
         tensors_text,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.local_path import local_path
+from .._common.local_path import local_folder, local_path
 from .._common.text import bytes_text, count_text, printable, shorten
 from ..checkpoint._checkpoint import inspect
+from ..checkpoint._files.checksum import verify_foreign
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._load_whole import WholePath
 from ..checkpoint._store.checkpoint_files import CheckpointFiles
+from ..checkpoint._store.open_path import is_url
 from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
 from ._common import (
@@ -133,6 +136,20 @@ def _verify_file(path: str) -> tuple[_Verified, bool]:
     return _Verified(None, report), has_checksums
 
 
+def _verify_foreign(path: str) -> VerifyReport | None:
+    """Return the report on files with checksums next to them, or in the Hub's cache, if any."""
+    place = None if is_url(path) else Path(local_folder(path))
+    if place is None or not place.exists():
+        return None
+
+    def size() -> int:
+        files = [place, *place.rglob("*")]
+        return sum(file.stat().st_size for file in files if file.is_file())
+
+    with progress_of("verify", size) as progress:
+        return verify_foreign(str(place), progress)
+
+
 # ---- output ----
 
 
@@ -144,6 +161,7 @@ def _data(
         "format": kind,
         "good": good,
         "checksums": checksums,
+        "compared": rest.compared,
         "bytes": sum(verified.report.bytes for verified in items),
         "repaired": rest.repaired,
         "checkpoints": [
@@ -184,7 +202,9 @@ def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
     if report.step is not None and not report.repaired:
         parts.append(f"step {report.step}")
     parts.append(f"{bytes_text(report.bytes)} read")
-    if not problems and not checksums:
+    if report.compared:
+        parts.append(f"compared with {' and '.join(report.compared)}")
+    elif not problems and not checksums:
         parts[-1] = "no checksums: only its structure was looked at"
     print(f"{printable(path)}: {', '.join(parts)}")
     print_table(_HEADERS, [_problem_row(problem, report.path) for problem in problems])
@@ -225,15 +245,21 @@ def _reason(report: VerifyReport) -> str:
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print the problems; return 1 if there are any and they were not repaired."""
     number = number_of_step(arguments.path, arguments.step, arguments)
-    where = find_any(arguments.path, number)
+    is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
+    foreign = _verify_foreign(arguments.path) if is_plain else None
+    where = None if foreign is not None else find_any(arguments.path, number)
     checksums = True
-    if where is None or isinstance(where, WholePath):
+    if foreign is not None:
+        kind = "files"
+    elif where is None or isinstance(where, WholePath):
         kind = "safetensors" if where is None else where.format
         if arguments.repair or arguments.all_steps:
             raise ValueError(f"{arguments.path} is one file: it has no steps")
     else:
         kind = kind_of(where.root)
-    if isinstance(where, WholePath):
+    if foreign is not None:
+        items, rest = [_Verified(None, foreign)], foreign
+    elif isinstance(where, WholePath):
         rest = verify(where.path)
         items, checksums = [_Verified(None, rest)], rest.checksums
     elif where is None:
@@ -259,7 +285,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
     else:
         _print_one(arguments.path, items[0], checksums)
     _print_files("left over, which mlstate prune deletes", rest.leftover)
-    text = "of another program" if kind == "checkpoint" else "that the index does not name"
+    text = {
+        "checkpoint": "of another program",
+        "files": "that the checksums do not list",
+    }.get(kind, "that the index or the checksums do not name")
     _print_files(text, rest.strange)
     if rest.repaired is not None:
         step = "" if rest.step is None else f"step {rest.step}, "

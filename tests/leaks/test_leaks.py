@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import time
@@ -308,6 +309,32 @@ def loads(_):
 
 
 # ---- sharded checkpoints ----
+
+
+@case("checksum", calls=FEW)
+def checksums_of_foreign_files(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    checkpoint.save_file({"w": np.ones(300, np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    checkpoint.checksum(damaged)
+    with (damaged / "model.safetensors").open("r+b") as file:
+        file.write(b"x")
+
+    def run():
+        checkpoint.checksum(folder, overwrite=True)
+        checkpoint.load(folder), checkpoint.verify(folder)
+        checkpoint.load_file(folder / "model.safetensors")
+        assert checkpoint.verify(damaged).problems
+
+    return each(
+        run,
+        raises(errors.ChecksumError, checkpoint.load, damaged),
+        raises(errors.StoreError, checkpoint.checksum, folder),
+        raises(ValueError, checkpoint.checksum, "s3://bucket/x"),
+    ), []
 
 
 @case(

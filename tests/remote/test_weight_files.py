@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from checkpoint_model import same
 from store_server import key_of
-from weight_folder import write_header
+from weight_folder import write_folder, write_header
 
 import mlstate
 from mlstate import checkpoint
@@ -351,3 +351,32 @@ def test_a_later_dtype_refuses_only_its_tensor_in_a_store(url, store, options, t
         mlstate.load(f"{url}/hf", storage_options=options)
     assert caught.value.name == "w"
     assert checkpoint.verify(f"{url}/hf", storage_options=options)
+
+
+# ---- checksums that `checksum` wrote before the upload ----
+
+
+def test_uploaded_checksums_are_compared(url, store, options, tmp_path):
+    folder = write_folder(tmp_path / "plain", {"head": MODEL["head"]})
+    checkpoint.checksum(folder)
+    for path in folder.iterdir():
+        store.put(f"{url}/plain/{path.name}", path.read_bytes())
+    place = f"{url}/plain"
+    assert same(mlstate.load(place, storage_options=options).model, {"head": MODEL["head"]})
+    report = mlstate.verify(place, storage_options=options)
+    assert report and "mlstate.checksums.json" in report.compared[0]
+    for name in ("model.safetensors", "config.json"):
+        data = (folder / name).read_bytes()
+        store.put(f"{place}/{name}", data[:-1] + b"!")
+        problems = mlstate.verify(place, storage_options=options).problems
+        assert [(each.kind, each.path) for each in problems] == [("changed", name)]
+        if name == "model.safetensors":
+            with pytest.raises(ChecksumError):
+                mlstate.load(place, storage_options=options)
+        store.put(f"{place}/{name}", data)
+    store.put(f"{place}/mlstate.checksums.json", b"{}")
+    with pytest.raises(FormatError, match="the file of checksums is damaged"):
+        mlstate.load(place, storage_options=options)
+    mlstate.load(place, storage_options=options, verify=False)
+    [problem] = mlstate.verify(place, storage_options=options).problems
+    assert problem.kind == "checksums"

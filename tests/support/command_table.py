@@ -17,6 +17,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "inspect": Command("{source}", ("", "a b", "a --step last")),
     "verify": Command("{source}", ("a --step 1 --all-steps", "a --repair --all-steps")),
+    "checksum": Command("{target}", ("", "a b"), False),
     "diff": Command("{source} {other}", ("a",)),
     "reshard": Command("{source} {target} --layout rows=2", ("a b",)),
     "convert": Command("{source} {target}", ("a",)),

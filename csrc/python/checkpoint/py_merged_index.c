@@ -16,6 +16,7 @@
 #include "common/module_state.h"
 
 #include "base/memory.h"
+#include "checkpoint/index/file_checksums.h"
 #include "checkpoint/index/index_of_files.h"
 #include "checkpoint/index/shard_header_rebuild.h"
 #include "checkpoint/ranks/merged_index_summary.h"
@@ -134,19 +135,74 @@ static PyObject *merged_index_new(PyTypeObject *type, PyObject *args, PyObject *
     return self;
 }
 
-/* Read the headers of files, without the GIL. */
+/* Convert (bytes, starts, checksums) of a file, native integers of 8 and 4 bytes, or
+ * None. The record borrows from the tuple. */
+static int take_record(PyObject *item, mls_file_checksums *record)
+{
+    unsigned long long bytes;
+    char *starts, *crcs;
+    Py_ssize_t starts_length, crcs_length;
+    PyObject *starts_object, *crcs_object;
+    if (item == Py_None) {
+        return 0;
+    }
+    if (mlspy_take_tuple(item, "a record", "KO!O!", &bytes, &PyBytes_Type, &starts_object,
+                         &PyBytes_Type, &crcs_object) < 0 ||
+        PyBytes_AsStringAndSize(starts_object, &starts, &starts_length) < 0 ||
+        PyBytes_AsStringAndSize(crcs_object, &crcs, &crcs_length) < 0) {
+        return -1;
+    }
+    *record = (mls_file_checksums){.bytes = bytes,
+                                   .starts = (const uint64_t *)(void *)starts,
+                                   .count = (size_t)starts_length / sizeof(uint64_t),
+                                   .crcs = (const uint32_t *)(void *)crcs,
+                                   .crc_count = (size_t)crcs_length / sizeof(uint32_t)};
+    return 0;
+}
+
+/* Return an array with the record of each of `count` files; NULL with an exception set.
+ */
+static mls_file_checksums *take_records(PyObject *items, size_t count)
+{
+    if ((size_t)PyTuple_GET_SIZE(items) != count) {
+        PyErr_SetString(PyExc_ValueError, "a record is wanted for each file");
+        return NULL;
+    }
+    mls_file_checksums *records = mls_alloc(count, sizeof *records);
+    if (records == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (take_record(PyTuple_GET_ITEM(items, (Py_ssize_t)i), &records[i]) < 0) {
+            mls_free(records);
+            return NULL;
+        }
+    }
+    return records;
+}
+
+/* Read the headers of files, without the GIL. `checksums` is NULL or has the record of
+ * each file. */
 static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
-                        PyObject *folder, PyObject *names)
+                        PyObject *folder, PyObject *names, PyObject *checksums)
 {
     const size_t count = (size_t)PyTuple_GET_SIZE(names);
     const mls_crc_kernels *crc = mlspy_crc(state);
     PyObject *encoded = NULL;
     const char **texts = mls_alloc(count, sizeof *texts);
+    mls_file_checksums *records = NULL;
     self->indexes = mls_alloc(1, sizeof *self->indexes);
     int failed = -1;
     if (texts == NULL || self->indexes == NULL) {
         PyErr_NoMemory();
         goto done;
+    }
+    if (checksums != NULL && PyTuple_GET_SIZE(checksums) > 0) {
+        records = take_records(checksums, count);
+        if (records == NULL) {
+            goto done;
+        }
     }
     for (size_t i = 0; i < count; i++) {
         Py_ssize_t length = 0;
@@ -169,8 +225,16 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
     mls_status st;
     mls_code code;
     Py_BEGIN_ALLOW_THREADS
-        code = mls_index_of_files(path, texts, count, crc, self->indexes, &at, &st);
-        self->index_count = code == MLS_OK ? 1 : 0;
+        code = records == NULL ? MLS_OK
+                               : mls_file_checksums_compare(records, path, texts, count,
+                                                            crc, &at, &st);
+        if (code == MLS_OK) {
+            code = mls_index_of_files(path, texts, count, crc, self->indexes, &at, &st);
+            self->index_count = code == MLS_OK ? 1 : 0;
+        }
+        if (code == MLS_OK && records != NULL) {
+            code = mls_index_use_checksums(self->indexes, records, &at, &st);
+        }
         code =
             code == MLS_OK ? mls_merged_index_init(&self->merged, &index, 1, &st) : code;
     Py_END_ALLOW_THREADS
@@ -180,22 +244,24 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
     }
 done:
     mls_free((void *)texts);
+    mls_free(records);
     Py_XDECREF(encoded);
     return failed;
 }
 
-/* of_files(folder, (name, ...)): an index of safetensors files of another program, whose
- * names in the folder the caller has checked */
+/* of_files(folder, (name, ...), (record or None, ...)=None): an index of safetensors
+ * files of another program, whose names in the folder the caller has checked */
 static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
 {
     PyTypeObject *cls = (PyTypeObject *)type;
-    PyObject *folder, *names;
-    if (!PyArg_ParseTuple(args, "OO!", &folder, &PyTuple_Type, &names)) {
+    PyObject *folder, *names, *checksums = NULL;
+    if (!PyArg_ParseTuple(args, "OO!|O!", &folder, &PyTuple_Type, &names, &PyTuple_Type,
+                          &checksums)) {
         return NULL;
     }
     PyObject *self = cls->tp_alloc(cls, 0);
     if (self != NULL && read_headers(mlspy_state_of_type(cls), (mlspy_merged_index *)self,
-                                     folder, names) < 0) {
+                                     folder, names, checksums) < 0) {
         Py_CLEAR(self);
     }
     return self;
@@ -496,7 +562,7 @@ static PyObject *merged_index_verify(mlspy_merged_index *self, PyObject *const *
 
 static PyMethodDef merged_index_methods[] = {
     {"of_files", merged_index_of_files, METH_VARARGS | METH_CLASS,
-     "of_files(folder, names, /)\n--\n\n"},
+     "of_files(folder, names, checksums=(), /)\n--\n\n"},
     MLSPY_METHOD(merged_index, keys, METH_O, "section, /"),
     MLSPY_METHOD(merged_index, tensors, METH_NOARGS, "/"),
     MLSPY_METHOD(merged_index, shards, METH_NOARGS, "/"),

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..._common.atomic_file import Target, new_file
 from ..._common.backend import TensorBackend, torch_backend
 from ..._common.caller import find_caller
+from ..._common.file_checksums import require_unchanged
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
@@ -212,6 +213,7 @@ def read_any(
     format: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     selection: Selection | None = None,
+    checked: bool = True,
 ) -> Parts:
     """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
@@ -219,7 +221,8 @@ def read_any(
     of an optimizer, as ``optimizer.state_dict()`` does, the names are the ``param_names`` of its
     groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and
     states are all other entries. Only the entries of `selection` are returned, and of a distributed
-    checkpoint only these are read.
+    checkpoint only these are read. Files are compared with the checksums of `checksum` if they are
+    `checked`.
     """
     chosen = selection or Selection()
     place = place_of(path, storage_options, reads=True)
@@ -227,6 +230,8 @@ def read_any(
     with _store_errors(place):
         if isinstance(place, Path):
             place.stat()  # a missing path raises FileNotFoundError for every format
+            if checked and (name not in _COMPARED_BY_LOAD or _is_torch_folder(name, place)):
+                require_unchanged(str(place))
         if name == "dcp":
             assert isinstance(place, Path)
             parts = torch_backend("files of torch", FileBackend).read_dcp(place, chosen)
@@ -235,6 +240,11 @@ def read_any(
             is_part = selection is not None and name == "lightning"
             parts = FORMATS["torch" if is_part else name].read(place)
         return chosen.apply(parts, place)
+
+
+def _is_torch_folder(name: str, place: Path) -> bool:
+    """Return whether a Hugging Face folder has files of torch only."""
+    return name == "huggingface" and LocalFolder(str(place)).find_weights() is None
 
 
 def begin_write(
@@ -593,6 +603,7 @@ def convert_lightning(
     if isinstance(target, CheckpointTarget):
         with _store_errors(target.place):
             assert isinstance(source, Path)
+            require_unchanged(str(source))
             checkpoint = read_ckpt(source)
             save_checkpoint(checkpoint, target.save_folder())
     else:
@@ -611,6 +622,7 @@ def _write_lightning(target: Target, _parts: Parts) -> None:
     )
 
 
+_COMPARED_BY_LOAD = ("mlstate", "safetensors", "huggingface")  # with checksums, while they are read
 FORMATS = {
     "mlstate": Format(_read_mlstate, _write_mlstate, ()),
     "safetensors": Format(_read_safetensors, _write_safetensors, (".safetensors",)),

@@ -102,7 +102,7 @@ def _find_altered(
             progress(length)
 
 
-def _merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge adjacent ranges."""
     joined: list[tuple[int, int]] = []
     for offset, length in ranges:
@@ -138,7 +138,7 @@ def verify_file(
             for tensor in header.tensors:
                 blocks = -(-tensor.nbytes // BLOCK)
                 tensor_digits, digits = digits[: blocks * _DIGITS], digits[blocks * _DIGITS :]
-                for offset, length in _merge_ranges(
+                for offset, length in merge_ranges(
                     _find_altered(file, tensor, tensor_digits, progress)
                 ):
                     text = "the bytes are not those that were written"

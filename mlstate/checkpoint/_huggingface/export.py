@@ -26,6 +26,7 @@ from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
 from ..._common.budget import parse_size
 from ..._common.converted import float_name
+from ..._common.file_checksums import NAME as CHECKSUMS
 from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
 from ..._common.store_error import store_error
@@ -57,10 +58,10 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 5 * 2**30
 _CONFIG = "config.json"
-# Files of weights, which are not copied from `files_from`.
+# Files of weights, and their checksums, which are not copied from `files_from`.
 _WEIGHTS = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx",
-    ".gguf", ".ot",
+    ".gguf", ".ot", CHECKSUMS,
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from .._folder.names import (
 )
 from .._folder.weight_names import is_index
 from .manifest import IndexRecord, Manifest, parse
+from .weight_checksums import require_index
 from .weight_files import is_weights_root, read_merged_index, read_weights
 
 if TYPE_CHECKING:
@@ -104,8 +105,9 @@ class CheckpointFiles:
     changed. All other files with names of a save are garbage, unless a writer is running.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, *, checked: bool = True) -> None:
         self.folder = folder
+        self.checked = checked  # files of another program, with checksums that `checksum` wrote
         self.path = folder.path
 
     def join(self, path: str) -> str:
@@ -148,6 +150,8 @@ class CheckpointFiles:
             try:
                 # the index in a download cache is a link
                 data = self.folder.read(name, follow_links=True) if is_index(name) else None
+                if data is not None and self.checked:
+                    require_index(self.folder, name, data)
                 return read_weights(self.folder, name, data)
             except OSError as error:
                 raise store_error(error, "cannot read the folder", self.path) from None
@@ -302,7 +306,7 @@ class CheckpointFiles:
         by the texts of this call.
         """
         if manifest.weights is not None:
-            return read_merged_index(self.folder, manifest)
+            return read_merged_index(self.folder, manifest, self.checked)
         chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
         records = [manifest.indexes[rank] for rank in chosen]
         before = {} if texts is None else dict(texts)

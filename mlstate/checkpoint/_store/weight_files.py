@@ -20,6 +20,7 @@ from ...errors import FormatError, StoreNotFoundError, TensorNotFoundError
 from ...state._kind import KEY, kind_of_text
 from .._folder.weight_names import SUFFIX, is_index, is_set, set_files, set_of
 from .name_globs import Names
+from .weight_checksums import records_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -238,14 +239,19 @@ def without_missing(folder: Folder, manifest: Manifest, names: list[str] | None)
     return manifest._replace(weights=kept)
 
 
-def read_merged_index(folder: Folder, manifest: Manifest) -> _core.MergedIndex:
-    """Read the headers of all files, and return them as a merged index."""
+def read_merged_index(folder: Folder, manifest: Manifest, checked: bool) -> _core.MergedIndex:
+    """Read the headers of all files, and return them as a merged index.
+
+    If they are `checked`, the headers are compared with the checksums of `checksum`, and the index
+    includes the checksums of the tensors.
+    """
     weights = manifest.weights
     assert weights is not None
     if weights.missing:
         raise weights.missing_error(folder)
+    records = records_of(folder, weights.files) if checked else ()
     with folder.header_files(weights.files) as local:
-        merged = _core.MergedIndex.of_files(local, weights.files)
+        merged = _core.MergedIndex.of_files(local, weights.files, records)
     _compare_copies(folder, merged)
     if weights.tensors is not None:
         files_by_name = {shard[1]: shard[5] for shard in merged.shards()}

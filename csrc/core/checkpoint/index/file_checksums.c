@@ -1,0 +1,242 @@
+/* file_checksums: the tensors of an index borrow nothing from the records. */
+#include "checkpoint/index/file_checksums.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+#include "io/file.h"
+#include "safetensors/safetensors.h"
+
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { LENGTH_BYTES = 8 }; /* length field before a header */
+
+static uint64_t part_end(const mls_file_checksums *r, size_t part)
+{
+    return part + 1 < r->count ? r->starts[part + 1] : r->bytes;
+}
+
+/* Set the number of each part's first block. Returns false unless the parts cover the
+ * file and each block has one checksum. */
+static bool count_blocks(const mls_file_checksums *r, size_t *first)
+{
+    uint64_t blocks = 0; /* cannot wrap: a block has at least one byte */
+    for (size_t i = 0; i < r->count; i++) {
+        const uint64_t end = part_end(r, i);
+        if (r->starts[i] >= end || end > r->bytes || (i == 0 && r->starts[0] != 0)) {
+            return false;
+        }
+        first[i] = (size_t)blocks;
+        blocks += (end - r->starts[i] - 1) / MLS_SAFETENSORS_BLOCK + 1;
+        if (blocks > r->crc_count) {
+            return false;
+        }
+    }
+    return blocks == r->crc_count;
+}
+
+static mls_code fail_header(uint64_t offset, mls_status *st)
+{
+    mls_fail(st, MLS_E_CHECKSUM,
+             "its header has changed since its checksums were written");
+    st->has_offset = true;
+    st->offset = offset;
+    return MLS_E_CHECKSUM;
+}
+
+/* Compare a header, the first part, with its checksums. */
+static mls_code compare_header(int fd, const mls_file_checksums *r,
+                               const mls_crc_kernels *crc, unsigned char *block,
+                               mls_status *st)
+{
+    const uint64_t end = part_end(r, 0);
+    for (uint64_t at = 0; at < end; at += MLS_SAFETENSORS_BLOCK) {
+        const uint64_t left = end - at;
+        const size_t length =
+            left < MLS_SAFETENSORS_BLOCK ? (size_t)left : MLS_SAFETENSORS_BLOCK;
+        const mls_code code = mls_file_read_at(fd, block, length, at, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        if (crc->update(0, block, length) != r->crcs[at / MLS_SAFETENSORS_BLOCK]) {
+            return fail_header(at, st);
+        }
+        if (at == 0 &&
+            (end < LENGTH_BYTES || mls_load_le64(block) != end - LENGTH_BYTES)) {
+            return mls_fail(st, MLS_E_FORMAT,
+                            "its checksums are not those of a header and tensors: write "
+                            "them again");
+        }
+    }
+    return MLS_OK;
+}
+
+static mls_code fail_size(uint64_t bytes, const mls_file_checksums *r, mls_status *st)
+{
+    mls_fail(st, MLS_E_FORMAT,
+             "the file has changed since its checksums were written: it has %llu bytes, "
+             "and had %llu",
+             (unsigned long long)bytes, (unsigned long long)r->bytes);
+    mls_status_expected(st, "%llu", (unsigned long long)r->bytes);
+    return mls_status_got(st, "%llu", (unsigned long long)bytes);
+}
+
+static mls_code compare_file(const char *folder, const char *name,
+                             const mls_file_checksums *r, const mls_crc_kernels *crc,
+                             unsigned char *block, mls_status *st)
+{
+    int fd;
+    uint64_t bytes;
+    const size_t length = strlen(folder) + strlen(name) + 2;
+    char *path = mls_alloc(length, 1);
+    size_t *first = mls_alloc(r->count, sizeof *first);
+    mls_code code = MLS_OK;
+    if (path == NULL || first == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", r->count);
+    } else if (!count_blocks(r, first)) {
+        code = mls_fail(st, MLS_E_FORMAT, "its checksums do not cover its %llu bytes",
+                        (unsigned long long)r->bytes);
+    } else {
+        snprintf(path, length, "%s/%s", folder, name);
+        code = mls_file_open(path, &fd, &bytes, st);
+        if (code == MLS_OK) {
+            code = bytes == r->bytes ? compare_header(fd, r, crc, block, st)
+                                     : fail_size(bytes, r, st);
+            (void)close(fd);
+        }
+    }
+    mls_free(first);
+    mls_free(path);
+    return code;
+}
+
+mls_code mls_file_checksums_compare(const mls_file_checksums *records, const char *folder,
+                                    const char *const *names, size_t count,
+                                    const mls_crc_kernels *crc, size_t *failed,
+                                    mls_status *st)
+{
+    unsigned char *block = mls_alloc(MLS_SAFETENSORS_BLOCK, 1);
+    mls_code code =
+        block != NULL ? MLS_OK : mls_fail(st, MLS_E_MEMORY, "no memory for a block");
+    *failed = 0;
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        *failed = i;
+        if (records[i].count > 0) {
+            code = compare_file(folder, names[i], &records[i], crc, block, st);
+        }
+    }
+    mls_free(block);
+    return code;
+}
+
+/* Return the number of the part that is exactly this tensor, or SIZE_MAX. */
+static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shard)
+{
+    size_t low = 0, high = r->count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (r->starts[middle] < shard->offset) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low < r->count && r->starts[low] == shard->offset &&
+                   part_end(r, low) - r->starts[low] == shard->bytes
+               ? low
+               : SIZE_MAX;
+}
+
+/* Check the parts of all tensors before any of them is changed. `firsts` has the number
+ * of each part's first block, for each file. */
+static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *records,
+                                size_t *failed, mls_status *st)
+{
+    for (size_t i = 0; i < x->shard_count; i++) {
+        const mls_index_shard *shard = &x->shards[i];
+        const mls_file_checksums *r = &records[shard->file];
+        if (r->count > 0 && shard->bytes > 0 && find_part(r, shard) == SIZE_MAX) {
+            *failed = shard->file;
+            mls_fail(st, MLS_E_FORMAT,
+                     "its checksums are not those of this tensor: write them again");
+            return mls_status_name(st, shard->id.name.data, shard->id.name.length);
+        }
+    }
+    return MLS_OK;
+}
+
+/* Copy the checksums of all tensors, from their records or from the headers, to one array
+ * that the index owns. `firsts` has the number of the first block of each part, for each
+ * file. */
+static void use_records(mls_index *x, const mls_file_checksums *records,
+                        const size_t *const *firsts, uint32_t *crcs)
+{
+    for (size_t i = 0; i < x->shard_count; i++) {
+        mls_index_shard *shard = &x->shards[i];
+        const mls_file_checksums *r = &records[shard->file];
+        const size_t blocks = mls_safetensors_blocks(shard->bytes);
+        const uint32_t *from = shard->crcs;
+        if (r->count > 0) {
+            from = r->crcs + (blocks == 0 ? 0 : firsts[shard->file][find_part(r, shard)]);
+        }
+        if (from == NULL) {
+            continue;
+        }
+        memcpy(crcs, from, blocks * sizeof *crcs);
+        shard->crcs = crcs;
+        shard->crc = mls_safetensors_join_crcs(crcs, shard->bytes);
+        crcs += blocks;
+    }
+    mls_free(x->crcs);
+}
+
+/* Set the numbers of the first blocks of each file's parts. */
+static mls_code number_blocks(const mls_index *x, const mls_file_checksums *records,
+                              size_t **firsts, size_t *failed, mls_status *st)
+{
+    for (size_t i = 0; i < x->file_count; i++) {
+        const mls_file_checksums *r = &records[i];
+        *failed = i;
+        if (r->count == 0) {
+            continue;
+        }
+        firsts[i] = mls_alloc(r->count, sizeof *firsts[i]);
+        if (firsts[i] == NULL) {
+            return mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", r->count);
+        }
+        if (x->files[i].bytes != r->bytes || !count_blocks(r, firsts[i])) {
+            return fail_size(x->files[i].bytes, r, st);
+        }
+    }
+    return MLS_OK;
+}
+
+mls_code mls_index_use_checksums(mls_index *index, const mls_file_checksums *records,
+                                 size_t *failed, mls_status *st)
+{
+    size_t blocks = 0; /* cannot wrap: the files have at least as many bytes */
+    for (size_t i = 0; i < index->shard_count; i++) {
+        blocks += mls_safetensors_blocks(index->shards[i].bytes);
+    }
+    *failed = 0;
+    uint32_t *crcs = mls_alloc(blocks, sizeof *crcs);
+    size_t **firsts = mls_alloc(index->file_count, sizeof *firsts);
+    mls_code code =
+        crcs != NULL && firsts != NULL
+            ? number_blocks(index, records, firsts, failed, st)
+            : mls_fail(st, MLS_E_MEMORY, "no memory for %zu checksums", blocks);
+    code = code == MLS_OK ? compare_tensors(index, records, failed, st) : code;
+    if (code == MLS_OK) {
+        use_records(index, records, (const size_t *const *)firsts, crcs);
+        index->crcs = crcs;
+        crcs = NULL;
+    }
+    for (size_t i = 0; firsts != NULL && i < index->file_count; i++) {
+        mls_free(firsts[i]);
+    }
+    mls_free((void *)firsts);
+    mls_free(crcs);
+    return code;
+}

@@ -1,0 +1,444 @@
+"""Write and verify checksums of files that another program wrote; the files do not change."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import _core
+from ..._common.arguments import check_flags
+from ..._common.atomic_file import Target, replacing
+from ..._common.file_checksums import (
+    BLOCK,
+    NAME,
+    Checksums,
+    Record,
+    build,
+    changed_ranges,
+    changed_size,
+    find_of_file,
+    find_of_folder,
+    is_checksums_name,
+)
+from ..._common.local_path import local_folder
+from ..._common.regular_file import open_regular
+from ..._common.store_error import store_error
+from ...errors import FormatError, MLStateError, StoreError
+from .._folder.local import LocalFolder
+from .._folder.names import MANIFEST, TEMPORARY
+from .._folder.weight_names import is_index
+from .._store.open_path import is_url
+from .._store.weight_checksums import changed_text, find_checksums
+from .._verify import Problem, VerifyReport
+from .safetensors_verify import merge_ranges, read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from .._folder.protocol import Folder
+
+_SUFFIX = ".safetensors"
+_BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}", re.ASCII)
+_READ = 1 << 20  # bytes
+
+
+# ---- files of a folder ----
+
+
+def _list_files(folder: str, *, refuses_links: bool) -> list[str]:
+    """Return the relative paths of all files, without hidden subfolders.
+
+    A link to a folder is not followed, because its files may be another folder's. It raises
+    ValueError, or is skipped.
+    """
+    names = []
+    for path, folders, files in os.walk(folder, onerror=_raise):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            if refuses_links and os.path.islink(os.path.join(path, name)):
+                raise ValueError(
+                    f"{os.path.join(path, name)} is a link to a folder: write the checksums of "
+                    "that folder, or replace the link"
+                )
+        start = os.path.relpath(path, folder)
+        for name in sorted(files):
+            if not is_checksums_name(name) and not TEMPORARY.match(name):
+                names.append(name if start == os.curdir else os.path.join(start, name))
+    return [name.replace(os.sep, "/") for name in names]
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _starts_of(path: str) -> list[int]:
+    """Return the offsets of a file's parts: of a safetensors file, its header and tensors."""
+    if path.endswith(_SUFFIX):
+        with suppress(FormatError):
+            header = read_header(path)
+            return [0, *sorted(tensor.offset for tensor in header.tensors if tensor.nbytes)]
+    return [0]
+
+
+def _identity(file: Any) -> tuple[int, ...]:
+    info = os.fstat(file.fileno())
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str, Any]:
+    """Return the members of a file's entry; raise StoreError if it changes meanwhile."""
+    starts = _starts_of(path)
+    with open_regular(path) as file:
+        before = _identity(file)
+        nbytes = before[2]
+        starts = starts if nbytes else []
+        digits, buffer = [], memoryview(bytearray(min(BLOCK, nbytes)))
+        is_complete = all(start < nbytes for start in starts)
+        for start, end in zip(starts, [*starts[1:], nbytes], strict=True):
+            for offset in range(start, end, BLOCK):
+                block = buffer[: min(BLOCK, end - offset)]
+                is_complete = is_complete and file.readinto(block) == len(block)
+                digits.append(f"{_core.crc32c(block):08x}")
+                if progress is not None:
+                    progress(len(block))
+        if not is_complete or _identity(file) != before:
+            reason = OSError(errno.EBUSY, "it changed while it was read; try again")
+            raise store_error(reason, "cannot write the checksums of the file", path)
+    entry: dict[str, Any] = {"bytes": nbytes}
+    if len(starts) > 1:
+        entry["starts"] = starts
+    return {**entry, "crc32c": "".join(digits)}
+
+
+def _place_of(path: str | os.PathLike[str]) -> tuple[str, list[str], str]:
+    """Return a folder, the files in it to list, and the path of their checksums."""
+    if is_url(path):
+        raise ValueError(
+            f"{path}: checksums are written of local files: call this for a local copy, and upload "
+            "the file of checksums too; load and verify read it in a store"
+        )
+    place = local_folder(path)
+    if not os.path.isdir(place):
+        folder, name = os.path.split(place)
+        return folder, [name], f"{place}.{NAME}"
+    if os.path.lexists(os.path.join(place, MANIFEST)) or os.path.isdir(
+        os.path.join(place, "roots")
+    ):
+        raise ValueError(f"{place} is a checkpoint of mlstate: its files have checksums already")
+    names = _list_files(place, refuses_links=True)
+    if not names:
+        raise ValueError(f"{place} has no files")
+    return place, names, os.path.join(place, NAME)
+
+
+def checksum(
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, int]:
+    """
+    Write sizes and checksums of files that another program wrote to a file next to them.
+
+    `load`, `load_file`, `verify` and ``mlstate convert`` use the file: they name each file that
+    changed since. The files themselves, their times and their permissions do not change.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        A folder with files of any formats: of Hugging Face, diffusers, PEFT or
+        torch.distributed.checkpoint. All files in it and its subfolders are listed in
+        ``mlstate.checksums.json`` in the folder, except in subfolders whose names start
+        with a dot. Links to files are followed. Or one file, such as a ``.safetensors``, ``.pt``
+        or ``.npz`` file, whose checksums are in the file with its name and
+        ``.mlstate.checksums.json``.
+    overwrite : bool, default False
+        Replace existing checksums by new ones.
+    progress : callable, optional
+        Called with the number of bytes read since the last call.
+
+    Returns
+    -------
+    dict of str to int
+        Path of each file, relative to the folder, and its number of bytes.
+
+    Raises
+    ------
+    ValueError
+        The path is a URL, or a checkpoint of mlstate, which has checksums. Also if the folder has
+        no files, has a link to a folder, or a file whose name is not UTF-8 or has a backslash.
+    FormatError
+        A file is a FIFO, socket or device.
+    StoreError
+        The checksums exist (EEXIST), a file changes while it is read (EBUSY), or the operating
+        system refuses.
+
+    Notes
+    -----
+    The file is written atomically, and has its own checksum. docs/format.md specifies it.
+    The checksums, CRC32C of each MiB of the header and of each tensor, or of other files, detect
+    every changed bit and nearly all other changes (all but one of 4 billion), but do not protect
+    from an attacker, who can write new ones.
+
+    Examples
+    --------
+    >>> import tempfile, pathlib, mlstate
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "config.json").write_text("{}")
+    >>> mlstate.checkpoint.checksum(folder)
+    {'config.json': 2}
+    >>> _ = (folder / "config.json").write_text("[]")
+    >>> [(p.kind, p.path) for p in mlstate.verify(folder).problems]
+    [('changed', 'config.json')]
+    """
+    check_flags(overwrite=overwrite)
+    try:
+        folder, names, target_path = _place_of(path)
+    except OSError as error:
+        raise store_error(error, "cannot list the folder", local_folder(path)) from None
+    target = Target.of(target_path, follow_links=False)
+    if target.entries and not overwrite:
+        text = "the checksums exist; overwrite=True (--force on the command line) writes new ones"
+        exists = FileExistsError(errno.EEXIST, text)
+        raise store_error(exists, "cannot write the checksums", target_path)
+    entries = {}
+    for name in names:
+        file_path = os.path.join(folder, name)
+        try:
+            entries[name] = _read_entry(file_path, progress)
+        except OSError as error:
+            raise store_error(error, "cannot read the file", file_path) from None
+    try:
+        with replacing(target_path, target) as file:
+            file.write(build(entries))
+    except OSError as error:
+        raise store_error(error, "cannot write the checksums", target_path) from None
+    return {name: entry["bytes"] for name, entry in entries.items()}
+
+
+# ---- verification ----
+
+
+class _Compared(NamedTuple):
+    """The checksums and digests of the files of a folder."""
+
+    folder: str
+    checksums: Checksums | None
+    blobs: dict[str, str]  # SHA-256, or git's SHA-1, of files of the Hub's cache
+    names: list[str]  # all files that exist
+
+
+def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
+    """Return the digests in the names of the blobs that files of a Hub's cache link to."""
+    blobs = {}
+    digests: set[str] = set()
+    for name in names:
+        path = os.path.join(folder, name)
+        target = os.readlink(path) if os.path.islink(path) else os.path.abspath(path)
+        parent, base = os.path.split(target)
+        is_blob = os.path.basename(parent) == "blobs" and _BLOB.fullmatch(base)
+        if is_blob and base not in digests:
+            digests.add(base)
+            blobs[name] = base
+    return blobs
+
+
+def find_compared(path: str) -> _Compared | None:
+    """Return the checksums and digests of the files at a local path; None without any."""
+    if os.path.isdir(path):
+        folder, names = path, _list_files(path, refuses_links=False)
+        checksums = find_of_folder(path)
+    else:
+        folder, name = os.path.split(path)
+        names, recorded = [name], find_of_file(path)
+        checksums = recorded and Checksums(recorded[1], {name: recorded[0]})
+    blobs = _blobs_of(folder, names)
+    return _Compared(folder, checksums, blobs, names) if checksums or blobs else None
+
+
+def _tensors_of(path: str) -> dict[int, str]:
+    """Return the tensor at each offset of a safetensors file."""
+    with suppress(MLStateError):
+        if path.endswith(_SUFFIX):
+            return {each.offset: each.key for each in read_header(path).tensors if each.nbytes}
+    return {}
+
+
+def record_problems(
+    path: str, name: str, record: Record, progress: Callable[[int], object] | None
+) -> Iterator[Problem]:
+    """Yield the differences between a file and its record."""
+    import numpy as np
+
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.nbytes:
+                start, end = sorted((size, record.nbytes))
+                text = changed_size(size, record)
+                yield Problem("changed", name, None, None, 0, start, end - start, text)
+                return
+            ranges = merge_ranges(iter(changed_ranges(file, record, progress)))
+    except FormatError as error:
+        yield Problem("changed", name, None, None, 0, 0, record.nbytes, str(error))
+        return
+    except OSError as error:
+        kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+        text = f"{os.strerror(error.errno or errno.EIO)}"
+        yield Problem(kind, name, None, None, 0, 0, record.nbytes, text)
+        return
+    if not ranges:
+        return
+    keys = _tensors_of(path)
+    starts = np.frombuffer(record.starts, np.uint64).tolist()
+    for offset, length in ranges:
+        inside = [start for start in starts if start < offset + length]
+        part = max((start for start in inside if start <= offset), default=0)
+        last = inside[-1] if inside else 0
+        key = keys.get(part) if last == part else None
+        text = "the bytes have changed since their checksums were written"
+        yield Problem("changed", name, key, None, 0, offset, length, text)
+
+
+def _blob_digest(path: str, expected: str, progress: Callable[[int], object] | None) -> str:
+    """Return the digest that a blob of the Hub's cache should have as its name."""
+    import hashlib
+
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if len(expected) == 64:
+            digest = hashlib.sha256()
+        else:  # a file that git stores itself
+            digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        while data := file.read(_READ):
+            digest.update(data)
+            if progress is not None:
+                progress(len(data))
+    return digest.hexdigest()
+
+
+def _blob_problems(
+    path: str, name: str, expected: str, progress: Callable[[int], object] | None
+) -> Iterator[Problem]:
+    algorithm = "SHA-256" if len(expected) == 64 else "git SHA-1"
+    try:
+        got = _blob_digest(path, expected, progress)
+    except (FormatError, OSError) as error:
+        kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+        yield Problem(kind, name, None, None, 0, 0, 0, str(error))
+        return
+    if got != expected:
+        text = f"its {algorithm} is {got}, but its blob in the Hub's cache is {expected}"
+        yield Problem("changed", name, None, None, 0, 0, os.path.getsize(path), text)
+
+
+def compare_files(
+    compared: _Compared, report: VerifyReport, progress: Callable[[int], object] | None
+) -> None:
+    """Compare all files with their checksums and blobs; add the results to the report."""
+    checksums = compared.checksums
+    records = checksums.records if checksums else {}
+    for name, record in records.items():
+        path = os.path.join(compared.folder, name)
+        report.problems += record_problems(path, name, record, progress)
+        report.bytes += record.nbytes
+    for name, digest in compared.blobs.items():
+        path = os.path.join(compared.folder, name)
+        report.problems += _blob_problems(path, name, digest, progress)
+        with suppress(OSError):
+            report.bytes += os.path.getsize(path)
+    if checksums:
+        report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
+        report.strange += [name for name in compared.names if name not in records]
+    report.checksums = True
+    if compared.blobs:
+        count = len(compared.blobs)
+        report.compared.append(f"the SHA-256 or SHA-1 in the names of {count} blobs of the Hub")
+
+
+def compare_weights(
+    folder: Folder, names: Iterable[str], progress: Callable[[int], object] | None
+) -> tuple[int, list[Problem]]:
+    """Compare files of a folder, or all that its checksums list if `names` is empty.
+
+    Returns the number of bytes, and the problems.
+    """
+    checksums = find_checksums(folder)
+    count, problems = 0, list[Problem]()
+    for name in (names or checksums.records) if checksums else ():
+        assert checksums is not None
+        record = checksums.records.get(name)
+        if record is None:
+            continue
+        count += record.nbytes
+        try:
+            if folder.is_local or name.endswith(_SUFFIX):
+                with folder.file_to_verify(name, lambda path: True) as path:
+                    problems += record_problems(path, name, record, progress)
+            elif text := changed_text(folder.read(name), record):
+                problems.append(Problem("changed", name, None, None, 0, 0, record.nbytes, text))
+        except MLStateError as error:
+            if folder.is_outage(error):
+                raise
+            kind = "missing" if isinstance(error, FileNotFoundError) else "changed"
+            problems.append(Problem(kind, name, None, None, 0, 0, record.nbytes, str(error)))
+    return count, problems
+
+
+def verify_weights_folder(
+    folder: Folder, report: VerifyReport, progress: Callable[[int], object] | None
+) -> None:
+    """Add the result of a comparison with checksums and blobs to a report, if they exist."""
+    try:
+        if folder.is_local:
+            name = "" if is_index(folder.file) else folder.file
+            compared = find_compared(os.path.join(folder.path, name) if name else folder.path)
+            if compared is not None:
+                compare_files(compared, report, progress)
+            return
+        checksums = find_checksums(folder)
+        if checksums is not None:
+            names = [folder.file] if folder.file and not is_index(folder.file) else []
+            count, problems = compare_weights(folder, names, progress)
+            report.bytes += count
+            report.problems += problems
+            report.checksums = True
+            report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
+    except (FormatError, StoreError) as error:
+        if folder.is_outage(error):
+            raise
+        report.problems.append(_checksums_problem(error))
+
+
+def _checksums_problem(error: FormatError | StoreError) -> Problem:
+    name = os.path.basename(str(error.path)) if error.path else NAME
+    return Problem("checksums", name, None, None, 0, 0, 0, str(error))
+
+
+def verify_foreign(
+    path: str, progress: Callable[[int], object] | None = None
+) -> VerifyReport | None:
+    """Compare a local file, or a folder without a checkpoint, with its checksums or blobs.
+
+    Returns None if it has neither.
+    """
+    folder = LocalFolder(path)
+    if os.path.isdir(path) and (
+        folder.exists(MANIFEST) or folder.exists("roots") or folder.find_weights() is not None
+    ):
+        return None
+    report = VerifyReport(path)
+    try:
+        compared = find_compared(path)
+        if compared is None:
+            return None
+        compare_files(compared, report, progress)
+    except (FormatError, StoreError) as error:
+        report.problems.append(_checksums_problem(error))
+    except OSError as error:
+        raise store_error(error, "cannot list the folder", path) from None
+    report.strange.sort()
+    return report

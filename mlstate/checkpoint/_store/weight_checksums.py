@@ -1,0 +1,73 @@
+"""The checksums that `mlstate.checkpoint.checksum` wrote next to files of another program."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+from ..._common.caller import find_caller
+from ..._common.file_checksums import (
+    NAME,
+    Checksums,
+    Record,
+    changed_ranges,
+    changed_size,
+    find_of_file,
+    find_of_folder,
+    parse,
+)
+from ...errors import ChecksumError
+from .._folder.weight_names import is_index
+
+if TYPE_CHECKING:
+    from .._folder.protocol import Folder
+
+
+def find_checksums(folder: Folder) -> Checksums | None:
+    """Return the checksums of a folder, or of the one file that its URL or path names."""
+    if folder.is_local:
+        if folder.file and not is_index(folder.file):
+            recorded = find_of_file(os.path.join(folder.path, folder.file))
+            return recorded and Checksums(recorded[1], {folder.file: recorded[0]})
+        return find_of_folder(folder.path)
+    for name in [f"{folder.file}.{NAME}", NAME] if folder.file else [NAME]:
+        with suppress(FileNotFoundError):
+            return parse(folder.read(name), os.path.join(folder.path, name))
+    return None
+
+
+def changed_text(data: bytes, record: Record) -> str:
+    """Return how bytes differ from the record of their file; "" if they do not."""
+    if len(data) != record.nbytes:
+        return changed_size(len(data), record)
+    ranges = changed_ranges(BytesIO(data), record)
+    return f"bytes {ranges[0][0]} to {sum(ranges[0])} have changed" if ranges else ""
+
+
+def require_index(folder: Folder, root: str, data: bytes) -> None:
+    """Raise ChecksumError if the content of an index differs from its record, if it has one."""
+    checksums = find_checksums(folder)
+    if checksums is not None and root in checksums.records:
+        text = changed_text(data, checksums.records[root])
+        if text:
+            error = ChecksumError(f"{root}: {text} since {checksums.path} was written")
+            error.path = os.path.join(folder.path, root)
+            raise error
+
+
+def records_of(folder: Folder, files: tuple[str, ...]) -> tuple[Record | None, ...]:
+    """Return the records of files; () without checksums.
+
+    A file that the checksums do not list causes a warning.
+    """
+    checksums = find_checksums(folder)
+    if checksums is None:
+        return ()
+    records = tuple(map(checksums.records.get, files))
+    for name, record in zip(files, records, strict=True):
+        if record is None:
+            text = f"{checksums.path} does not list {name}: its bytes are not verified"
+            find_caller().warn(text)
+    return records
