@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         state,
         threads,
     )
+    from ._diff import diff
     from ._info import info
     from .checkpoint import (
         CheckpointManager,
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
         OptimizerType,
         StateDict,
         Stateful,
-        diff,
         load_into,
         rename,
     )
@@ -136,6 +136,7 @@ _MODULES = (
     "threads",
 )
 _NAMES = {
+    "._diff": ("diff",),
     "._info": ("info",),
     "._safetensors": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
     ".checkpoint": (
@@ -166,7 +167,6 @@ _NAMES = {
         "OptimizerType",
         "StateDict",
         "Stateful",
-        "diff",
         "load_into",
         "rename",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -169,3 +170,9 @@ def table_html(
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     table = f"<table>{caption}{head}<tbody>{body}</tbody></table>"
     return f"<div class=mlstate-table>{rules}{table}{more}</div>"
+
+
+def number_order(name: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts names by the numbers in them: layers.2 comes before layers.10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]

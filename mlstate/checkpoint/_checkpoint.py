@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.text import bytes_text, count_text, table_text
+from .._common.text import bytes_text, count_text, number_order, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._folder.names import SECTIONS
@@ -91,6 +92,11 @@ class TensorRecord(NamedTuple):
     stored_nbytes: int
     sparse_shards: int
     codec: str | None
+
+
+def in_order(tensors: list[TensorRecord]) -> list[TensorRecord]:
+    """Sort tensors for a table: by section, and by the numbers in their names."""
+    return sorted(tensors, key=lambda t: (SECTIONS.index(t.section), number_order(t.key)))
 
 
 class LayerRecord(NamedTuple):
@@ -229,7 +235,7 @@ class Checkpoint:
             self._root, manifest = self._files.open_root(self._root)
         self._manifest = manifest or self._files.read_manifest(self._root)
         self._read_index: _core.MergedIndex | WholeIndex | None = None
-        self._whole: WholePath | None = None  # of what has no index
+        self._whole: WholePath | None = None  # for formats without an index
         self.written: dict[str, Any] | None = None
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
@@ -330,6 +336,11 @@ class Checkpoint:
         """Bytes of all shards in files; differs from `nbytes` if some are sparse or compressed."""
         return sum(stored for *_, stored in self._merged_index.heads())
 
+    @property
+    def parameters(self) -> int:
+        """Number of elements of the model's tensors."""
+        return sum(prod(t[5]) for t in self._merged_index.tensors() if t[0] == SECTIONS[0])
+
     def tensors(self) -> list[TensorRecord]:
         """List the tensors, parameters first, by name.
 
@@ -416,6 +427,7 @@ class Checkpoint:
             label = "Hugging Face folder" if is_folder else self._root
         parts = [
             f"{label}: {count_text(tensors, 'tensor')}",
+            count_text(self.parameters, "parameter"),
             stored_text(self.nbytes, self.stored_nbytes),
             count_text(len(self.files()), "file"),
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
@@ -434,7 +446,7 @@ class Checkpoint:
                 stored_text(t.nbytes, t.stored_nbytes),
                 str(t.version),
             ]
-            for t in self.tensors()
+            for t in in_order(self.tensors())
         ]
 
     def __repr__(self) -> str:
@@ -446,17 +458,17 @@ class Checkpoint:
         return checkpoint_html(self._title(), self.tensors())
 
 
-def _inspect_whole(files: CheckpointFiles, whole: WholePath) -> Checkpoint:
+def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
     """Return the description of a file or folder that is read whole."""
     from ._load_whole import WholeIndex, manifest_of
 
-    parts = whole.read()
-    manifest = manifest_of(whole, parts)
+    parts = foreign.read()
+    manifest = manifest_of(foreign, parts)
     assert manifest.weights is not None
     checkpoint = Checkpoint(RootPath(files, manifest.weights.root, manifest))
-    checkpoint.path = whole.path
-    checkpoint._read_index = WholeIndex(whole.path, parts)
-    checkpoint._whole = whole
+    checkpoint.path = foreign.path
+    checkpoint._read_index = WholeIndex(foreign.path, parts)
+    checkpoint._whole = foreign
     return checkpoint
 
 
@@ -495,7 +507,7 @@ def inspect(
     >>> path = tempfile.mkdtemp() + "/ckpt"
     >>> _ = mlstate.save(path, {"w": np.zeros((4, 2), np.float32)}, step=3)
     >>> mlstate.checkpoint.inspect(path)
-    Checkpoint: 1 tensor, 32 B, 1 file, 1 rank, step 3, ...
+    Checkpoint: 1 tensor, 8 parameters, 32 B, 1 file, 1 rank, step 3, ...
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """
@@ -505,14 +517,14 @@ def inspect(
         from ._manager import find_root
 
         root = find_root(files, step)
-    whole = find_whole(path, files)
-    if whole is None:
+    foreign = find_whole(path, files)
+    if foreign is None:
         try:
             root, read_manifest = files.open_root(root)
         except StoreError as error:
-            whole = find_whole(path, files, error)
-    if whole is not None:
-        return _inspect_whole(files, whole)
+            foreign = find_whole(path, files, error)
+    if foreign is not None:
+        return _inspect_whole(files, foreign)
 
     def read(manifest: Manifest) -> Checkpoint:
         checkpoint = Checkpoint(RootPath(files, root, manifest))

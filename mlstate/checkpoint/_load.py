@@ -550,9 +550,9 @@ def find_whole(
     if not isinstance(path, RootPath) and (error is not None or files.folder.file):
         from ._load_whole import whole_path
 
-        whole = whole_path(files.folder)
-        if whole is not None:
-            return whole
+        foreign = whole_path(files.folder)
+        if foreign is not None:
+            return foreign
     if error is not None:
         raise error
     return None
@@ -727,16 +727,16 @@ def load(
         files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
     )
     if manifest is None:
-        whole = find_whole(path, files)
-        if whole is None:
+        foreign = find_whole(path, files)
+        if foreign is None:
             try:
                 root, manifest = files.open_root(root)
             except StoreError as error:
-                whole = find_whole(path, files, error)
-        if whole is not None:
+                foreign = find_whole(path, files, error)
+        if foreign is not None:
             from ._load_whole import load_whole
 
-            return load_whole(whole, request)
+            return load_whole(foreign, request)
         request = request._replace(root=root)
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)

@@ -1,4 +1,4 @@
-"""Load what has no index: files and folders of other programs are read whole, then cut.
+"""Load formats without an index: their files and folders are read whole, then cut.
 
 whole_path   -> the format of a path, if only `read_any` reads it
 load_whole   -> the loaded state
@@ -76,7 +76,7 @@ def _has_parts(path: str) -> bool:
 
 
 def whole_path(folder: Folder) -> WholePath | None:
-    """Return path and format of what only `read_any` reads; None for what has an index."""
+    """Return path and format if only `read_any` reads it; None for a format with an index."""
     if not folder.is_local:
         return None
     path = os.path.join(folder.path, folder.file) if folder.file else str(folder.path)
@@ -85,17 +85,15 @@ def whole_path(folder: Folder) -> WholePath | None:
         return WholePath(path, "safetensors") if is_flat else None
     if not os.path.exists(path):
         return None
+    if os.path.isfile(path) and has_safetensors_header(path):
+        return WholePath(path, "safetensors")
     try:
         name = format_of(path)
     except ValueError:  # the suffix belongs to no format
         name = ""
     if name == "huggingface" and torch_weights_root(LocalFolder(path)) is not None:
         return WholePath(path, name)
-    if name in _WHOLE:
-        return WholePath(path, name)
-    if os.path.isfile(path) and has_safetensors_header(path):
-        return WholePath(path, "safetensors")
-    return None
+    return WholePath(path, name) if name in _WHOLE else None
 
 
 # ---- listing ----
@@ -200,7 +198,7 @@ def _refuse_options(where: WholePath, request: LoadRequest) -> None:
 
 
 def _cut(name: str, array: Any, cutting: tuple[Steps | None, int, int], parameter: Any) -> Any:
-    """Return a rank's part of a tensor as a new array; that of a parameter's state likewise."""
+    """Return a rank's part of a tensor as a new array; a state is cut as its parameter."""
     steps, index, world = cutting
     if not steps or not world:
         return array
@@ -307,18 +305,16 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     step = _step_of(parts)
     states = dict(parts.states) if request.names is None else {}
     if request.options["into"] is not None:
-        return LoadedState(*_fill(where, request, arrays), metadata, step, {})
+        filled, optimizer = _fill(where, request, arrays)
+        return LoadedState(filled, optimizer, metadata, step, {})
     device = request.options["device"]
     if device is not None:
         backend = torch_backend("tensors on a device=", TensorBackend)
         for each in arrays:
             tensors = backend.tensors_of(each)
             each.update({name: tensor.to(device) for name, tensor in tensors.items()})
-    loaded = [
-        _filled(state, each)
-        for state, each in zip((parts.model, parts.optimizer), arrays, strict=True)
-    ]
-    return LoadedState(*loaded, metadata, step, states)
+    result = _filled(parts.model, arrays[0]), _filled(parts.optimizer, arrays[1])
+    return LoadedState(result[0], result[1], metadata, step, states)
 
 
 # ---- verifying ----

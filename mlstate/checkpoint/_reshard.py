@@ -184,7 +184,7 @@ def reshard(
     >>> path = tempfile.mkdtemp()
     >>> _ = mlstate.save(path + "/a", {"w": np.arange(6.0)})
     >>> mlstate.checkpoint.reshard(path + "/a", path + "/b", layout="rows", world_size=3)
-    Checkpoint: 1 tensor, 48 B, 3 files, 3 ranks, ...
+    Checkpoint: 1 tensor, 6 parameters, 48 B, 3 files, 3 ranks, ...
     >>> mlstate.load(path + "/b").model["w"]
     array([0., 1., 2., 3., 4., 5.])
     """

@@ -21,6 +21,7 @@ from .. import _core
 from .._common.arguments import check_int
 from .._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from .._common.backend import backend_of, is_module, is_optimizer
+from .._common.budget import parse_size
 from .._common.caller import Caller, find_caller
 from .._common.json_values import check_json_values
 from .._sharding.layout import Layout, Shard, Steps, steps_of
@@ -123,6 +124,7 @@ def check_target(
         files.folder.require_local("incremental=True", "save whole shards")
     rank, world_size = 0, 1
     group = optional_group(options["group"])
+    pack_below = parse_size("pack_below_bytes", options["pack_below_bytes"])
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
@@ -131,7 +133,7 @@ def check_target(
         rank,
         world_size,
         options["layout"],
-        (options["pack_below_bytes"], bool(sparse), bool(incremental), compress),
+        (pack_below, bool(sparse), bool(incremental), compress),
         save_folder.retain is not None,
         save_folder.replace_steps,
         save_folder.content,
@@ -505,7 +507,7 @@ def save(
         process saves alone.
     layout : Layout or str, optional
         Layout for arrays that are not a `Shard`. Default: they are stored whole.
-    pack_below_bytes : int, default 262144
+    pack_below_bytes : int or str, default 262144
         Shards of fewer bytes share files. If 0, every shard has its own file.
     sparse : bool, default False
         Omit rows whose bytes are all zero, and tensors that consist of such rows, for example

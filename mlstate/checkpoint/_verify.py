@@ -102,7 +102,7 @@ class VerifyReport:
     step : int or None
         Step of the verified checkpoint.
     checksums : bool
-        Whether all bytes were compared with checksums: those of mlstate, or the CRC-32 values of a
+        Whether all bytes were compared with checksums of mlstate, or the CRC-32 values of a
         zip file, such as ``.npz``. If False, another program wrote the files without checksums, and
         only their structure was checked.
     repaired : str or None
@@ -540,14 +540,14 @@ def verify(
         from ._manager import find_root
 
         root = find_root(files, step)
-    whole = None if isinstance(path, RootPath) else _find_whole(files)
-    if whole is not None:
+    foreign = None if isinstance(path, RootPath) else _find_whole(files)
+    if foreign is not None:
         if repair:
-            raise ValueError(f"{whole.path} is of another program: it has no step to return to")
+            raise ValueError(f"{foreign.path} is of another program: it has no step to return to")
         from ._load_whole import verify_whole
 
-        report.path = whole.path
-        verify_whole(whole, report, progress)
+        report.path = foreign.path
+        verify_whole(foreign, report, progress)
         return report
     root = _root_to_verify(files, root)
     indexes: dict[str, Any] = {}

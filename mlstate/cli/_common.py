@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from .._common.local_path import local_path
-from .._common.regular_file import open_regular
 from .._common.store_error import store_error
-from .._common.text import table_text
+from .._common.text import bytes_text, table_text
 from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._folder.names import FOLDERS, MANIFEST
 from ..checkpoint._folder.weight_names import weights_root
-from ..checkpoint._manager import find_root
-from ..checkpoint._store.open_path import RootPath, is_url, open_files
+from ..checkpoint._load import chosen_names
+from ..checkpoint._load_whole import WholePath, has_safetensors_header, whole_path
+from ..checkpoint._manager import CheckpointManager, find_root
+from ..checkpoint._store.open_path import RootPath, is_url, open_files, open_folder
 from ..checkpoint._store.weight_files import is_weights_root
 from ..errors import MLStateError
 
@@ -29,9 +32,10 @@ if TYPE_CHECKING:
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
-PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
+PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
 FORCE_HELP = "replace an existing target, all steps of a run included"
 _WIDTH = 120  # characters of a cell
+_LEAST_SECONDS = 0.1  # between two lines of progress
 
 
 def add_command(
@@ -47,7 +51,7 @@ def add_command(
         name, help=help_text, description=help_text, epilog=epilog
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -60,6 +64,60 @@ def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="wait while another process writes (default: 0, fail at once)",
     )
+
+
+def _step(text: str) -> int | str:
+    """Parse the value of ``--step``."""
+    return text if text in ("latest", "best") else int(text)
+
+
+_step.__name__ = "step"  # argparse: "invalid step value"
+
+
+def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "run") -> None:
+    """Add the option for a step of a run."""
+    parser.add_argument(
+        f"--{name}",
+        type=_step,
+        metavar="N",
+        help=f"of the {of}: a number, latest, or best by --monitor (default: latest)",
+    )
+
+
+def add_monitor(parser: argparse.ArgumentParser) -> None:
+    """Add the options that tell which step is the best."""
+    parser.add_argument("--monitor", metavar="KEY", help="the metadata that --step best compares")
+    parser.add_argument("--mode", choices=("min", "max"), default="min", help="which value is best")
+
+
+def add_names(parser: argparse.ArgumentParser) -> None:
+    """Add the option that selects tensors."""
+    parser.add_argument(
+        "--names",
+        action="append",
+        metavar="NAME",
+        help="only these tensors, layers or globs, such as 'layers.*.bias' (may be repeated)",
+    )
+
+
+def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set[str]]:
+    """Return the names in each section that ``--names`` selects; raise for one without a match."""
+    _, chosen = chosen_names(sections, listed, "")
+    return [set(names) for names in chosen]
+
+
+def number_of_step(path: str, step: int | str | None, arguments: argparse.Namespace) -> int | None:
+    """Return the number of a step; None for the newest."""
+    if step == "latest":
+        return None
+    if step != "best":
+        return step  # type: ignore[return-value]
+    if arguments.monitor is None:
+        raise ValueError("--step best needs --monitor KEY, the metadata with the metric")
+    best = CheckpointManager(path, monitor=arguments.monitor, mode=arguments.mode).best_step()
+    if best is None:
+        raise ValueError(f"{path}: no step has a number {arguments.monitor!r} in its metadata")
+    return best
 
 
 # ---- finding the checkpoint ----
@@ -82,34 +140,48 @@ def stat_path(path: str) -> None:
 
 
 def find(path: str, step: int | None) -> RootPath | None:
-    """Return the checkpoint for a path and step; None if `path` is a plain file."""
+    """Return the checkpoint for a path and step; None if `path` is a file."""
+    where = _find(path, step, reads_whole=False)
+    assert not isinstance(where, WholePath)
+    return where
+
+
+def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
+    """Return what `find` does, or the path of another program's file or folder.
+
+    None if `path` is a plain safetensors file, or a file of no known format.
+    """
+    return _find(path, step, reads_whole=True)
+
+
+def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
     if is_url(path):
         store = open_files(path, reads=True)
         root = MANIFEST
         with suppress(MLStateError):  # reading the checkpoint reports the reason
             root = store.open_root()[0]
-        if step is None:
-            return RootPath(store, root)
-        if root != MANIFEST:
-            raise ValueError(f"{path} holds weights of another program: it has no steps")
-        return RootPath(store, find_root(store, step))
+        return RootPath(store, root if step is None else find_root(store, step))
     place = Path(local_path(path))
-    if not place.is_dir():
+    is_folder = place.is_dir()
+    if not is_folder:
         stat_path(path)
-        if step is not None:
-            raise ValueError(f"{path} is one file: it has no steps; leave the step out")
-        return None
     files = open_files(path)
-    root = files.current_root()
+    root = files.current_root() if is_folder else MANIFEST
+    if step is not None and (root != MANIFEST or not is_folder):
+        kind = "a Hugging Face folder" if is_folder else "one file"
+        raise ValueError(f"{path} is {kind}: it has no steps; leave the step out")
     if root != MANIFEST:
-        if step is not None:
-            raise ValueError(f"{path} is a Hugging Face folder: it has no steps")
         return RootPath(files, root)
-    if not any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
+    if is_folder and any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
+        return RootPath(files, MANIFEST if step is None else find_root(files, step))
+    foreign = whole_path(open_folder(path, reads=is_url(path))) if reads_whole else None
+    if foreign is not None and (is_folder or foreign.format != "safetensors"):
+        return foreign
+    if is_folder:
         hint = _reader_hint(place)
         text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")
         raise store_error(FileNotFoundError(2, text), "cannot read", path)
-    return RootPath(files, MANIFEST if step is None else find_root(files, step))
+    return None
 
 
 # ---- files and folders of other programs ----
@@ -129,14 +201,6 @@ def _reader_hint(place: Path) -> str | None:
     return name and f"mlstate convert reads a {suffix} file (format {name})"
 
 
-def _has_safetensors_header(place: Path) -> bool:
-    """Return whether a file starts with the length of a header and the header's brace."""
-    with open_regular(place) as file:
-        start = file.read(9)
-        size = file.seek(0, 2)
-    return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= size - 8
-
-
 def check_is_safetensors(path: str) -> None:
     """Raise ValueError for a file of another kind, with the command that reads it.
 
@@ -145,7 +209,7 @@ def check_is_safetensors(path: str) -> None:
     place = Path(local_path(path))
     if place.suffix.lower() == ".safetensors" or not place.is_file():
         return
-    if not _has_safetensors_header(place):
+    if not has_safetensors_header(str(place)):
         hint = f"mlstate convert reads {' '.join(SUFFIXES)}, and with --from any suffix"
         raise ValueError(f"{path} is not a .safetensors file: {_reader_hint(place) or hint}")
 
@@ -163,23 +227,40 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 class _Line:
-    """A line on the terminal with the progress in per cent, rewritten on each change."""
+    """A line on the terminal: per cent, speed and remaining time, rewritten at most 10 times/s."""
 
     def __init__(self, label: str, total: int) -> None:
         self._label, self._total, self._done = label, total, 0
         self._printed_text = ""
+        self._began, self._printed = time.monotonic(), -math.inf
 
     def add(self, count: int) -> None:
         self._done += count
-        percent = min(100, 100 * self._done // self._total)
-        text = f"{self._label} {percent:3d} %"
+        now = time.monotonic()
+        if now - self._printed < _LEAST_SECONDS and self._done < self._total:
+            return
+        self._printed = now
+        text = f"{self._label} {min(100, 100 * self._done // self._total):3d} %"
+        seconds = now - self._began
+        if seconds >= _LEAST_SECONDS:
+            speed = self._done / seconds
+            left = max(0, self._total - self._done) / speed if speed else 0.0
+            text += f", {bytes_text(int(speed))}/s, {_clock(left)} left"
         if text != self._printed_text:
+            width = len(self._printed_text)
             self._printed_text = text
-            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+            print(f"\r{text:{width}}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._printed_text:
             print("\r" + " " * len(self._printed_text), end="\r", file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    """Return a time as minutes and seconds, or hours, minutes and seconds."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 @contextmanager

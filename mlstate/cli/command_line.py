@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run_command_line"]
 
+_ERRORS = (MLStateError, OSError, ValueError, TypeError, ImportError)
 _COMMANDS = (
     checkpoint_inspect,
     checkpoint_verify,
@@ -73,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="mlstate", description="The state of machine-learning models.")
     parser.add_argument("--version", action="version", version=f"mlstate {__version__}")
     parser.add_argument("--print-completion", action=PrintCompletion)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in _COMMANDS:
         command.add(commands)
     return parser
@@ -103,12 +105,34 @@ def _describe(error: Exception) -> str:
     return f"{path_text}: {text}"  # no separator in the path: it may occur in the text by chance
 
 
+_WITH_OPTION = re.compile(r"\w+=\S* \((--[^()]+) on the command line\)")
+
+
+def _name_options(text: str, parser: argparse.ArgumentParser | None) -> str:
+    """Replace the names of Python's keywords in an error's text by a command's options."""
+    text = _WITH_OPTION.sub(r"\1", text)
+    for action in () if parser is None else parser._actions:
+        if action.option_strings and "_" in action.dest:
+            pattern = rf"(?<![\w/.\\'\"-]){action.dest}(?![\w/.'\"-])=?"
+            text = re.sub(pattern, action.option_strings[0], text)
+    return text
+
+
+class _RefusalError(Exception):
+    """An error of a command, as the line to print."""
+
+
 def _run(arguments: argparse.Namespace) -> int:
     """Run the command; each warning becomes one line, once, without its source line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             status: int = arguments.run(arguments)
+        except BrokenPipeError:
+            raise
+        except _ERRORS as error:
+            text = _name_options(_describe(error), getattr(arguments, "parser", None))
+            raise _RefusalError(text) from error
         finally:
             for text in dict.fromkeys(str(warning.message) for warning in caught):
                 _print_error(f"warning: {text}")
@@ -116,10 +140,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parse_and_run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = parser.parse_args(argv)
     except SystemExit as stop:  # --help, --version or wrong usage; argparse printed the text
         return stop.code if isinstance(stop.code, int) else 0
+    if not hasattr(arguments, "run"):  # no command
+        parser.print_help()
+        return 0
     return _run(arguments)
 
 
@@ -143,7 +171,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         _drop_output(sys.stdout)
         return 0
-    except (MLStateError, OSError, ValueError, TypeError, ImportError) as error:
+    except (_RefusalError, *_ERRORS) as error:
         _print_error(_describe(error))
         try:
             _flush_output()

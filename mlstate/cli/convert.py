@@ -26,7 +26,17 @@ from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._load import load
 from ..checkpoint._store.open_path import open_folder
-from ._common import FORCE_HELP, Commands, add_command, find, kind_of, stat_path
+from ._common import (
+    FORCE_HELP,
+    Commands,
+    add_command,
+    add_monitor,
+    add_step,
+    find,
+    kind_of,
+    number_of_step,
+    stat_path,
+)
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
@@ -45,7 +55,8 @@ def add(commands: Commands) -> None:
     names = tuple(FORMATS)
     parser.add_argument("--from", dest="source_format", choices=names, help="whatever the suffix")
     parser.add_argument("--to", dest="target_format", choices=names, help="whatever the suffix")
-    parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    add_step(parser)
+    add_monitor(parser)
     parser.add_argument("--force", action="store_true", help=FORCE_HELP)
     entries = "model, optimizer, or the name of another entry; several by commas"
     parser.add_argument(
@@ -157,6 +168,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     source, target = place_of(arguments.source, reads=True), place_of(arguments.target)
     if isinstance(source, Path):
         stat_path(arguments.source)
+    arguments.step = number_of_step(arguments.source, arguments.step, arguments)
     if _is_same(source, target):
         raise ValueError("the target must be another path than the source")
     read = arguments.source_format or format_of(source)

@@ -13,6 +13,7 @@ from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
 from ..checkpoint._folder.names import SECTIONS
+from ..checkpoint._load_whole import WholePath
 from ..checkpoint._store.checkpoint_files import TRIES
 from ..state import diff
 from ..state._diff import StateDiff, table_of
@@ -20,8 +21,13 @@ from ._common import (
     PATH_HELP,
     Commands,
     add_command,
+    add_monitor,
+    add_names,
+    add_step,
     check_is_safetensors,
-    find,
+    chosen_keys,
+    find_any,
+    number_of_step,
     print_table,
     progress_of,
 )
@@ -30,24 +36,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from .._types import NDArray
+    from ..checkpoint._files.parts import Parts
     from ..checkpoint._store.open_path import RootPath
 
 __all__ = ["add"]
 
 _SECTIONS = ("model", "optimizer", "states")
+_NUMBERS = range(len(_SECTIONS))
 _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
 _BATCH_TENSORS = 1024
 
 
 def add(commands: Commands) -> None:
     """Add the parser of ``diff``."""
-    help_text = "compare two checkpoints or .safetensors files, tensor by tensor"
+    help_text = "compare two checkpoints or files, tensor by tensor"
     parser = add_command(commands, "diff", help_text, run_diff, no="they differ")
     parser.add_argument("first", help=PATH_HELP)
     parser.add_argument("second", help="the same; may be the same run, for two of its steps")
     for name in ("first", "second"):
-        text = f"of the {name} (default: the newest)"
-        parser.add_argument(f"--{name}-step", type=int, metavar="N", help=text)
+        add_step(parser, f"{name}-step", name)
+    add_monitor(parser)
+    add_names(parser)
+    for option, of in (("--rtol", "the larger element"), ("--atol", "")):
+        text = f"tolerance{of and f', times {of}'}: dtypes may differ then"
+        parser.add_argument(option, type=float, default=0.0, metavar="X", help=text)
 
 
 # ---- two sides ----
@@ -90,13 +102,13 @@ class _CheckpointSide:
 
 
 class _FileSide:
-    """A plain file, memory-mapped."""
+    """A plain file, memory-mapped, or the parts of a format without an index, in memory."""
 
     step = None
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, parts: Parts | None = None) -> None:
         self.path = local_folder(path)
-        model, optimizer, *_ = read_file(Path(self.path), mmap=True)
+        model, optimizer, *_ = parts or read_file(Path(self.path), mmap=True)
         self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), {})
 
     def is_replaced(self) -> bool:
@@ -119,21 +131,25 @@ class _FileSide:
 
 
 def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
-    where = find(path, step)
+    where = find_any(path, step)
     if where is None:
         check_is_safetensors(path)
         return _FileSide(path)
+    if isinstance(where, WholePath):
+        return _FileSide(where.path, where.read())
     return _CheckpointSide(where)
 
 
 # ---- comparing ----
 
 
-def _batches(section: int, sides: list[Any]) -> Iterator[list[str]]:
-    """Yield the names of both sides in batches that take little memory."""
+def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> Iterator[list[str]]:
+    """Yield the chosen names of both sides in batches that take little memory."""
+    every = [list(dict.fromkeys([*sides[0].keys(s), *sides[1].keys(s)])) for s in _NUMBERS]
+    chosen = chosen_keys(names, every)[section]
     batch: list[str] = []
     batch_bytes = 0
-    for key in dict.fromkeys([*sides[0].keys(section), *sides[1].keys(section)]):
+    for key in filter(chosen.__contains__, every[section]):
         more = sum(side.size(section, key)[1] for side in sides)
         if batch and (batch_bytes + more > _BATCH_BYTES or len(batch) == _BATCH_TENSORS):
             yield batch
@@ -144,10 +160,16 @@ def _batches(section: int, sides: list[Any]) -> Iterator[list[str]]:
         yield batch
 
 
-def _compare(section: int, sides: list[Any], progress: Callable[[int], object] | None) -> StateDiff:
+def _compare(
+    section: int,
+    sides: list[Any],
+    progress: Callable[[int], object] | None,
+    arguments: argparse.Namespace,
+) -> StateDiff:
     total = StateDiff([], [], [], [], [], 0)
-    for batch in _batches(section, sides):
-        part = diff(sides[0].arrays(section, batch), sides[1].arrays(section, batch))
+    tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
+    for batch in _batches(section, sides, arguments.names):
+        part = diff(sides[0].arrays(section, batch), sides[1].arrays(section, batch), **tolerance)
         for name in ("missing", "unexpected", "shapes", "dtypes", "changes"):
             getattr(total, name).extend(getattr(part, name))
         total = total._replace(unchanged=total.unchanged + part.unchanged)
@@ -183,30 +205,33 @@ def _diff_data(difference: StateDiff) -> dict[str, Any]:
     }
 
 
-def _compare_all(sides: list[Any]) -> list[StateDiff]:
+def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateDiff]:
     """Compare models, then optimizers, then named states."""
 
     def size() -> int:
-        sections = range(len(_SECTIONS))
-        return sum(sides[0].size(s, key)[0] for s in sections for key in sides[0].keys(s))
+        return sum(sides[0].size(s, key)[0] for s in _NUMBERS for key in sides[0].keys(s))
 
     with progress_of("compare", size) as progress:
-        return [_compare(section, sides, progress) for section in range(len(_SECTIONS))]
+        return [_compare(section, sides, progress, arguments) for section in _NUMBERS]
 
 
 def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:
     """Open and compare both sides; start again if a writer replaces one meanwhile."""
-    first = arguments.first, arguments.first_step
-    second = arguments.second, arguments.second_step
+    paths = arguments.first, arguments.second
+    steps = arguments.first_step, arguments.second_step
+    first, second = (
+        (path, number_of_step(path, step, arguments))
+        for path, step in zip(paths, steps, strict=True)
+    )
     for _ in range(TRIES - 1):
         sides: list[Any] = [_side(*first), _side(*second)]
         try:
-            return sides, _compare_all(sides)
+            return sides, _compare_all(sides, arguments)
         except FileNotFoundError:
             if not any(side.is_replaced() for side in sides):
                 raise
     sides = [_side(*first), _side(*second)]
-    return sides, _compare_all(sides)
+    return sides, _compare_all(sides, arguments)
 
 
 def run_diff(arguments: argparse.Namespace) -> int:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .._common.file_checksums import find_of_file
 from .._common.local_path import local_folder
-from .._common.text import bytes_text, count_text, printable, shorten, steps_text
+from .._common.text import bytes_text, count_text, number_order, printable, shorten, steps_text
 from ..checkpoint import CheckpointManager, inspect, load_metadata
-from ..checkpoint._checkpoint import stored_text
+from ..checkpoint._checkpoint import in_order, stored_text
 from ..checkpoint._files.safetensors_verify import read_header
+from ..checkpoint._folder.names import SECTIONS
+from ..checkpoint._load_whole import WholePath
 from ._common import (
     PATH_HELP,
     Commands,
     add_command,
+    add_monitor,
+    add_names,
+    add_step,
     check_is_safetensors,
-    find,
+    chosen_keys,
+    find_any,
     kind_of,
+    number_of_step,
     print_table,
 )
 
@@ -34,12 +42,14 @@ _TEXT = 200  # characters of a JSON value
 
 def add(commands: Commands) -> None:
     """Add the parser of ``inspect``."""
-    parser = add_command(
-        commands, "inspect", "list what a checkpoint or a .safetensors file holds", run_inspect
-    )
+    parser = add_command(commands, "inspect", "list what a checkpoint or a file holds", run_inspect)
     parser.add_argument("path", help=PATH_HELP)
-    parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
-    parser.add_argument("--shards", action="store_true", help="list shards too")
+    add_step(parser)
+    add_monitor(parser)
+    add_names(parser)
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--shards", action="store_true", help="list shards too")
+    shown.add_argument("--summary", action="store_true", help="list no tensors")
 
 
 def _tensor_data(record: TensorRecord) -> dict[str, Any]:
@@ -85,19 +95,38 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
 
 
 def _steps(checkpoint: Checkpoint) -> list[int]:
-    is_run = kind_of(checkpoint._root) == "checkpoint"
+    is_run = _kind(checkpoint) == "checkpoint"
     return sorted(CheckpointManager(checkpoint.path).steps()) if is_run else []
 
 
 def _has_checksums(checkpoint: Checkpoint) -> bool:
     """Return whether all bytes have checksums, in the files or next to them."""
+    if checkpoint._whole is not None:
+        return False  # each file has them, or none; verify compares them
     return all(shard.crc32c is not None or shard.layers for shard in checkpoint.shards())
 
 
-def _checkpoint_data(checkpoint: Checkpoint, shards: bool) -> dict[str, Any]:
+def _kind(checkpoint: Checkpoint) -> str:
+    foreign = checkpoint._whole
+    return kind_of(checkpoint._root) if foreign is None else foreign.format
+
+
+def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
+    """Return the tensors to list."""
+    tensors = in_order(checkpoint.tensors())
+    keys = [[t.key for t in tensors if t.section == section] for section in SECTIONS]
+    chosen = chosen_keys(arguments.names, keys)
+    if arguments.summary:
+        return []
+    return [t for t in tensors if t.key in chosen[SECTIONS.index(t.section)]]
+
+
+def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str, Any]:
+    tensors = _tensors(checkpoint, arguments)
     data = {
         "path": checkpoint.path,
-        "format": kind_of(checkpoint._root),
+        "format": _kind(checkpoint),
+        "parameters": checkpoint.parameters,
         "bytes": checkpoint.nbytes,
         "stored_bytes": checkpoint.stored_nbytes,
         "generation": checkpoint.generation,
@@ -112,11 +141,16 @@ def _checkpoint_data(checkpoint: Checkpoint, shards: bool) -> dict[str, Any]:
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
         "metadata": checkpoint.metadata,
-        "tensors": [_tensor_data(record) for record in checkpoint.tensors()],
+        "tensors": [_tensor_data(record) for record in tensors],
     }
-    if shards:
-        data["shards"] = [_shard_data(record) for record in checkpoint.shards()]
+    if arguments.shards:
+        data["shards"] = [_shard_data(record) for record in _shards(checkpoint, tensors)]
     return data
+
+
+def _shards(checkpoint: Checkpoint, tensors: list[TensorRecord]) -> list[ShardRecord]:
+    listed = {(t.section, t.key) for t in tensors}
+    return [shard for shard in checkpoint.shards() if (shard.section, shard.key) in listed]
 
 
 def _print_value(label: str, value: object) -> None:
@@ -125,20 +159,21 @@ def _print_value(label: str, value: object) -> None:
         print(f"{label}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")
 
 
-def _print_checkpoint(checkpoint: Checkpoint, path: str, shards: bool) -> None:
-    tensors = checkpoint.tensors()
-    kind = kind_of(checkpoint._root)
+def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> None:
+    tensors = _tensors(checkpoint, arguments)
+    kind = _kind(checkpoint)
     label = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
     parts = [
         label if checkpoint.step is None else f"step {checkpoint.step}",
-        count_text(len(tensors), "tensor"),
+        count_text(len(checkpoint.tensors()), "tensor"),
+        count_text(checkpoint.parameters, "parameter"),
         f"{stored_text(checkpoint.nbytes, checkpoint.stored_nbytes)} in "
         f"{count_text(len(checkpoint.files()), 'file')}",
         count_text(checkpoint.world_size, "rank"),
     ]
     if kind != "checkpoint":
         parts.append("with checksums" if _has_checksums(checkpoint) else "no checksums")
-    print(f"{printable(path)}: {', '.join(parts)}")
+    print(f"{printable(arguments.path)}: {', '.join(parts)}")
     if kind == "checkpoint":
         text = (
             f"saved {checkpoint.created} by {checkpoint.writer}, generation {checkpoint.generation}"
@@ -156,16 +191,21 @@ def _print_checkpoint(checkpoint: Checkpoint, path: str, shards: bool) -> None:
         for t in tensors
     ]  # fmt: skip
     print_table(_TENSORS, rows)
-    if shards:
-        print_table(_SHARDS, [row for shard in checkpoint.shards() for row in _shard_rows(shard)])
+    if arguments.shards:
+        shards = _shards(checkpoint, tensors)
+        print_table(_SHARDS, [row for shard in shards for row in _shard_rows(shard)])
 
 
-def _inspect_file(path: str, as_json: bool) -> None:
+def _inspect_file(arguments: argparse.Namespace) -> None:
+    path = arguments.path
     place = local_folder(path)
     header = read_header(place)
     metadata = load_metadata(place)
     has_checksums = header.has_checksums or find_of_file(place) is not None
-    if as_json:
+    parameters = sum(prod(t.shape) for t in header.tensors)
+    [chosen] = chosen_keys(arguments.names, [[t.key for t in header.tensors]])
+    listed = [t for t in header.tensors if t.key in chosen and not arguments.summary]
+    if arguments.json:
         tensors = [
             {
                 "key": t.key,
@@ -174,11 +214,12 @@ def _inspect_file(path: str, as_json: bool) -> None:
                 "offset": t.offset,
                 "bytes": t.nbytes,
             }
-            for t in header.tensors
+            for t in listed
         ]
         data = {
             "path": place,
             "format": "safetensors",
+            "parameters": parameters,
             "bytes": header.nbytes,
             "checksums": has_checksums,
             "metadata": metadata,
@@ -188,22 +229,30 @@ def _inspect_file(path: str, as_json: bool) -> None:
         return
     checksums = "with checksums" if has_checksums else "no checksums"
     tensors_text = count_text(len(header.tensors), "tensor")
-    print(f"{printable(path)}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
+    parts = [
+        tensors_text,
+        count_text(parameters, "parameter"),
+        bytes_text(header.nbytes),
+        checksums,
+    ]
+    print(f"{printable(path)}: file, {', '.join(parts)}")
     _print_value("metadata", metadata)
-    rows = [[t.key, t.dtype, str(t.shape), bytes_text(t.nbytes)] for t in header.tensors]
+    listed.sort(key=lambda t: number_order(t.key))
+    rows = [[t.key, t.dtype, str(t.shape), bytes_text(t.nbytes)] for t in listed]
     print_table(("tensor", "dtype", "shape", "bytes"), rows)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the contents of the checkpoint or file."""
-    folder = find(arguments.path, arguments.step)
-    if folder is None:
+    step = number_of_step(arguments.path, arguments.step, arguments)
+    where = find_any(arguments.path, step)
+    if where is None:
         check_is_safetensors(arguments.path)
-        _inspect_file(arguments.path, arguments.json)
+        _inspect_file(arguments)
         return 0
-    checkpoint = inspect(folder)
+    checkpoint = inspect(where.path if isinstance(where, WholePath) else where)
     if arguments.json:
-        print(json.dumps(_checkpoint_data(checkpoint, arguments.shards), indent=2))
+        print(json.dumps(_checkpoint_data(checkpoint, arguments), indent=2))
     else:
-        _print_checkpoint(checkpoint, arguments.path, arguments.shards)
+        _print_checkpoint(checkpoint, arguments)
     return 0

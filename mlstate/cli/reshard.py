@@ -14,7 +14,10 @@ from ._common import (
     Commands,
     add_command,
     add_lock_timeout,
+    add_monitor,
+    add_step,
     find,
+    number_of_step,
     progress_of,
 )
 
@@ -35,7 +38,8 @@ def add(commands: Commands) -> None:
         help=f"{', '.join(_NAMES)} or axis:K; several cuts as axis:1=2,rows=4, with their parts",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
-    parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    add_step(parser)
+    add_monitor(parser)
     parser.add_argument("--force", action="store_true", help=FORCE_HELP)
     add_lock_timeout(parser)
 
@@ -68,6 +72,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     if arguments.world_size is not None and arguments.world_size < 1:
         raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
     layout = _layout(arguments.layout, arguments.world_size)
+    arguments.step = number_of_step(arguments.source, arguments.step, arguments)
     where = find(arguments.source, arguments.step)
     if where is None:
         raise ValueError(

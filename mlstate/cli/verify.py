@@ -14,6 +14,7 @@ from ..checkpoint._checkpoint import inspect
 from ..checkpoint._files.checksum import verify_foreign
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST
+from ..checkpoint._load_whole import WholePath
 from ..checkpoint._store.checkpoint_files import CheckpointFiles
 from ..checkpoint._store.open_path import is_url
 from ..checkpoint._verify import VerifyReport, verify, verify_root
@@ -22,9 +23,12 @@ from ._common import (
     PATH_HELP,
     Commands,
     add_command,
+    add_monitor,
+    add_step,
     check_is_safetensors,
-    find,
+    find_any,
     kind_of,
+    number_of_step,
     print_table,
     progress_of,
 )
@@ -53,13 +57,14 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "verify", help_text, run_verify, no="damaged")
     parser.add_argument("path", help=PATH_HELP)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    add_step(which)
     which.add_argument("--all-steps", action="store_true", help="verify every step of a run")
     which.add_argument(
         "--repair",
         action="store_true",
         help="put the newest good step in the place of a damaged newest one; good if there is one",
     )
+    add_monitor(parser)
 
 
 # ---- verification ----
@@ -237,18 +242,27 @@ def _reason(report: VerifyReport) -> str:
     return "there is no older step that is good"
 
 
-def run_verify(arguments: argparse.Namespace) -> int:
-    """Print the problems; return 1 if there are any and they were not repaired."""
+def _verify_any(
+    arguments: argparse.Namespace,
+) -> tuple[list[_Verified], VerifyReport, str, bool]:
+    """Return the reports, the one on the folder, the format, and whether it has checksums."""
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
     foreign = _verify_foreign(arguments.path) if is_plain else None
-    where = None if foreign is not None else find(arguments.path, arguments.step)
-    kind = "safetensors" if where is None else kind_of(where.root)
-    checksums = True
     if foreign is not None:
-        items, rest, kind = [_Verified(None, foreign)], foreign, "files"
-    elif where is None:
+        return [_Verified(None, foreign)], foreign, "files", True
+    number = number_of_step(arguments.path, arguments.step, arguments)
+    where = find_any(arguments.path, number)
+    checksums = True
+    if where is None or isinstance(where, WholePath):
+        kind = "safetensors" if where is None else where.format
         if arguments.repair or arguments.all_steps:
             raise ValueError(f"{arguments.path} is one file: it has no steps")
+    else:
+        kind = kind_of(where.root)
+    if isinstance(where, WholePath):
+        rest = verify(where.path)
+        items, checksums = [_Verified(None, rest)], rest.checksums
+    elif where is None:
         check_is_safetensors(arguments.path)
         item, checksums = _verify_file(arguments.path)
         items, rest = [item], item.report
@@ -262,6 +276,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
         items, rest = _verify_all(where.files)
     else:
         items, rest = _verify_one(where, arguments.repair)
+    return items, rest, kind, checksums
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print the problems; return 1 if there are any and they were not repaired."""
+    items, rest, kind, checksums = _verify_any(arguments)
     good = all(verified.report for verified in items) or rest.repaired is not None
     if arguments.json:
         print(json.dumps(_data(items, rest, kind, checksums, good), indent=2))

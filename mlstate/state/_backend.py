@@ -25,4 +25,4 @@ class StateBackend(Protocol):
     def module_target(
         self, module: Any, source: Mapping[str, Any], *, strict: bool
     ) -> tuple[Any, dict[str, Any], Any]:
-        """Return a module's memory, that of submodules that load themselves, and their load."""
+        """Return the memory of a module and of submodules that load themselves, and their load."""

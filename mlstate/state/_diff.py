@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from ._compatibility import as_dict
+from ._tolerance import check_tolerances, outside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -127,13 +128,18 @@ class StateDiff(NamedTuple):
 _HEADERS = ("tensor", "changed", "max abs", "max rel", "")
 
 
-def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
+def diff(
+    a: Mapping[str, Any], b: Mapping[str, Any], *, rtol: float = 0.0, atol: float = 0.0
+) -> StateDiff:
     """Compare two states element by element.
 
     Parameters
     ----------
     a, b : mapping of str to array, or torch.nn.Module
         The states, in main memory.
+    rtol, atol : float, default 0
+        Two elements are equal too if ``|a - b| <= atol + rtol * max(|a|, |b|)``. If one of the two
+        is above 0, the dtypes of a tensor may differ; the differences are computed in float64.
 
     Returns
     -------
@@ -148,6 +154,8 @@ def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
         The core does not know a dtype or cannot read an array's memory.
     TypeError
         An argument is not a mapping of str to array.
+    ValueError
+        A tolerance is negative or NaN.
 
     Notes
     -----
@@ -166,10 +174,19 @@ def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
     tensor  changed  max abs  max rel
     w       1 of 3   0.5      0.2
     """
-    missing, unexpected, shapes, dtypes, change_rows, unchanged = _core.state_diff(
-        as_dict(a), as_dict(b)
-    )
+    rtol, atol = check_tolerances(rtol, atol)
+    first, second = as_dict(a), as_dict(b)
+    missing, unexpected, shapes, dtypes, change_rows, unchanged = _core.state_diff(first, second)
     changes = [TensorChange(*change) for change in change_rows]
+    if rtol or atol:
+        names = [name for name, *_ in dtypes] + [change.name for change in changes]
+        dtypes, changes = [], []
+        for name in names:
+            change = outside(first[name], second[name], rtol, atol)
+            if change is None:
+                unchanged += 1
+            else:
+                changes.append(TensorChange(name, *change))
     return StateDiff(missing, unexpected, shapes, dtypes, changes, unchanged)
 
 

@@ -153,10 +153,10 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
     report = _core.state_load(filling.arrays, arrays, strict, cast, True)
     if isinstance(report, tuple):
         raise _refusal(filling.arrays, arrays, strict, cast, *report)
-    own = {name: source[name] for name in memory if hasattr(source.get(name), "dtype")}
-    dtypes = _core.state_compare(own, memory)[3]
+    entries = {name: source[name] for name in memory if hasattr(source.get(name), "dtype")}
+    dtypes = _core.state_compare(entries, memory)[3]
     if not all(cast and {have, want} <= FLOATS for _, have, want in dtypes):
-        raise _refusal(memory, own, strict, False, [], [], [], dtypes)
+        raise _refusal(memory, entries, strict, False, [], [], [], dtypes)
     if own_load is not None:
         try:
             own_load.apply()

@@ -131,7 +131,6 @@ def test_unreadable_input_is_one_line_and_status_2(tmp_path, capsys, fault, comm
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["nonsense"],
         *([name, *call.split()] for name, row in COMMANDS.items() for call in row.wrong),
     ],
@@ -144,6 +143,11 @@ def test_wrong_usage_is_one_line_and_status_2(capsys, arguments):
     assert err.startswith("mlstate: ")
     assert err.count("\n") == 1
     assert "--help" in err
+
+
+def test_the_program_alone_prints_its_help(capsys):
+    assert main([]) == 0
+    assert "inspect" in capsys.readouterr().out
 
 
 def test_the_table_of_commands_is_complete(capsys):

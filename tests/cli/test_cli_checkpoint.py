@@ -1,7 +1,6 @@
 """The commands for checkpoints: output and exit status."""
 
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -20,52 +19,6 @@ from mlstate.cli import diff as checkpoint_diff
 from mlstate.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = {"layer.w": np.arange(12.0, dtype=np.float32).reshape(4, 3), "layer.b": np.ones(3)}
-MOMENTS = {"layer.w.m": np.zeros((4, 3), np.float32)}
-
-
-@pytest.fixture(scope="module")
-def example_folder(tmp_path_factory):
-    """A checkpoint, a run of three steps and a single file."""
-    folder = tmp_path_factory.mktemp("made")
-    metadata = {"run": "a"}
-    mlstate.save(folder / "ckpt", WEIGHTS, MOMENTS, metadata=metadata, step=7, pack_below_bytes=0)
-    manager = CheckpointManager(folder / "run", keep=None)
-    for step in (10, 20, 30):
-        manager.save(step, {"w": np.full(500, step), "frozen": np.ones(5)}, pack_below_bytes=0)
-    state = {"w": np.arange(300_000.0), "b": np.ones(2)}
-    mlstate.save_file(state, folder / "w.safetensors", {"a": "1"})
-    return folder
-
-
-@pytest.fixture
-def place(example_folder, tmp_path, monkeypatch):
-    """A copy of these as the working directory."""
-    shutil.copytree(example_folder, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "here"
-
-
-@pytest.fixture
-def run(capsys):
-    """A function that calls the command line; returns status, output lines and error lines."""
-
-    def call(*arguments):
-        status = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return status, out.splitlines(), err.splitlines()
-
-    return call
-
-
-@pytest.fixture
-def run_json(run):
-    def call(*arguments):
-        status, out, err = run(*arguments, "--json")
-        assert err == []
-        return status, json.loads("\n".join(out))
-
-    return call
 
 
 def shard_file(folder, key, step=None):
@@ -85,7 +38,7 @@ def words(lines):
 def test_inspect_lists_tensors_under_a_title(place, run):
     status, out, err = run("inspect", "ckpt")
     assert (status, err) == (0, [])
-    assert out[0] == "ckpt: step 7, 3 tensors, 120 B in 3 files, 1 rank"
+    assert out[0] == "ckpt: step 7, 3 tensors, 15 parameters, 120 B in 3 files, 1 rank"
     assert out[1].startswith("saved 2")
     assert out[2] == 'metadata: {"run": "a"}'
     assert words(out[3:]) == [
@@ -163,7 +116,8 @@ def layered(place):
 
 def test_inspect_reports_stored_bytes_of_sparse_tensors(layered, run, run_json):
     _, out, _ = run("inspect", "sparse", "--shards")
-    assert out[0] == "sparse: checkpoint, 2 tensors, 26.56 KiB, 5.75 KiB stored in 2 files, 1 rank"
+    size = "6,600 parameters, 26.56 KiB, 5.75 KiB stored"
+    assert out[0] == f"sparse: checkpoint, 2 tensors, {size} in 2 files, 1 rank"
     lines = ["  ".join(line) for line in words(out)]
     assert any("25.00  KiB,  5.75  KiB  stored" in line for line in lines)
     assert any("1.56  KiB,  0  B  stored" in line for line in lines)
@@ -190,7 +144,7 @@ def test_diff_of_sparse_tensors(layered, run):
 def test_inspect_safetensors_file(place, run, run_json):
     status, out, _ = run("inspect", "w.safetensors")
     assert status == 0
-    assert out[0] == "w.safetensors: file, 2 tensors, 2.29 MiB, with checksums"
+    assert out[0] == "w.safetensors: file, 2 tensors, 300,002 parameters, 2.29 MiB, with checksums"
     assert out[1] == 'metadata: {"a": "1"}'
     assert words(out[3:]) == [
         ["b", "float64", "(2,)", "16", "B"],
@@ -387,9 +341,6 @@ def test_verify_safetensors_file(place, run, run_json):
 
 ZIP = b"PK\x03\x04" + bytes(40)
 OTHER_KINDS = {
-    "x.pt": (ZIP, "mlstate convert reads a .pt file (format torch)"),
-    "x.npz": (ZIP, "mlstate convert reads a .npz file (format npz)"),
-    "x.BIN": (b"\x80\x02", "mlstate convert reads a .bin file (format torch)"),
     "x.mlmodel": (b"\x08\x07" * 20, "mlstate coreml states reads a .mlmodel"),
     "x.h5": (b"\x89HDF\r\n\x1a\n" * 9, "mlstate convert reads .safetensors .npz"),
     "notes": (b"", "with --from any suffix"),
@@ -407,10 +358,7 @@ def test_a_good_file_of_another_kind_is_not_damaged(place, run, name, command):
 
 
 def test_verify_names_the_reader_of_a_folder_of_another_kind(place, run):
-    (place / "dcp").mkdir()
-    (place / "dcp" / ".metadata").touch()
     (place / "x.mlpackage").mkdir()
-    assert "mlstate convert reads a torch distributed" in run("verify", "dcp")[2][0]
     assert "mlstate coreml states reads" in run("verify", "x.mlpackage")[2][0]
 
 
@@ -544,9 +492,10 @@ def test_reshard_keeps_every_bit(place, run, layout, world, ranks):
     assert (status, err) == (0, [])
     assert out[0].startswith("cut: 120 B in ")
     assert out[0].endswith(f"for {ranks} rank{'' if ranks == 1 else 's'}")
-    loaded = mlstate.load("cut")
-    assert np.array_equal(loaded.model["layer.w"], WEIGHTS["layer.w"])
-    assert np.array_equal(loaded.optimizer["layer.w.m"], MOMENTS["layer.w.m"])
+    loaded, source = mlstate.load("cut"), mlstate.load("ckpt")
+    assert loaded.model["layer.w"].size == 12
+    assert mlstate.diff(loaded.model, source.model).identical
+    assert mlstate.diff(loaded.optimizer, source.optimizer).identical
     assert loaded.metadata == {"run": "a"}
 
 

@@ -80,7 +80,7 @@ class TierMoves:
     ) -> None:
         """Initialise the attributes of every instance; files and arrays are not touched.
 
-        `full` are the bytes of the units, of which budgets may be fractions.
+        `full` are the bytes of the units; a budget may be a fraction of them.
         """
         self._budgets = {
             tier: parse_budget(f"{tier}_budget_bytes", size, full, "the units")

@@ -151,8 +151,8 @@ class TieredState(TierMoves):
         discard: bool = False,
     ) -> None:
         check_flags(discard=discard)
-        given = given_states(model, optimizer)[:2]
-        full = sum(getattr(part, "nbytes", 0) for each in given for part in (each or {}).values())
+        both = given_states(model, optimizer)[:2]
+        full = sum(getattr(part, "nbytes", 0) for each in both for part in (each or {}).values())
         self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes, full or None)
         model, optimizer, torch_optimizer = self._prepare_states(model, optimizer, device)
         units = self._make_units(model, optimizer)

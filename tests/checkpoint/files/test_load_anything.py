@@ -1,4 +1,4 @@
-"""`load`, `inspect` and `verify` take files and folders of every format."""
+"""Load, inspect and verify files and folders of every format."""
 
 import pickle
 
@@ -27,7 +27,7 @@ def path(request, tmp_path):
     return tmp_path / request.param
 
 
-def test_all_of_it_is_loaded(path):
+def test_every_tensor_is_loaded(path):
     loaded = mlstate.load(path)
     assert mlstate.diff(loaded.model, WEIGHTS).identical
     assert mlstate.diff(loaded.optimizer, MOMENTS).identical
@@ -73,7 +73,7 @@ def test_floats_are_converted(path):
 
 
 @pytest.mark.parametrize("keywords", [{"mmap": True}, {"verify": "first"}, {"missing": "zeros"}])
-def test_keywords_without_a_meaning_are_named(path, keywords):
+def test_meaningless_keywords_are_named(path, keywords):
     [(name, value)] = keywords.items()
     with pytest.raises(ValueError, match=f"{name}={value!r} is not possible for the format"):
         mlstate.load(path, **keywords)
@@ -89,7 +89,7 @@ def test_inspect_lists_the_tensors(path):
     assert again.verify() and again.files() and repr(again) == repr(checkpoint)
 
 
-def test_verify_tells_what_it_checked(path):
+def test_verify_reports_its_checks(path):
     report = mlstate.verify(path)
     assert report and report.checksums == (path.suffix != ".dcp")
     assert ("no checksums" in repr(report)) == (path.suffix == ".dcp")

@@ -1,4 +1,4 @@
-"""A torch module goes wherever a mapping of arrays goes."""
+"""Functions that take a mapping of arrays take a torch module too."""
 
 import numpy as np
 import pytest

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._tensors.state import tensors_of
-from .load_targets import Filling, OwnLoad, fill_module, own_load, saved_module
+from .load_targets import Filling, fill_module, own_load, saved_module
+from .module_contract import OwnLoad
 from .optimizer import optimizer_dict as optimizer_dict
 from .optimizer import optimizer_state as optimizer_state
 
@@ -24,7 +25,7 @@ def module_entries(module: torch.nn.Module) -> dict[str, Any]:
 def module_target(
     module: torch.nn.Module, source: Mapping[str, Any], *, strict: bool
 ) -> tuple[Filling, dict[str, Any], OwnLoad | None]:
-    """Return the memory of a module, that of submodules that load themselves, and their load.
+    """Return the memory of a module and of submodules that load themselves, and their load.
 
     Nothing is changed. `source` has the entries to load.
     """
@@ -38,15 +39,15 @@ def module_target(
     contract = filling.contract
     if contract is None:
         return filling, {}, None
-    own = {name: value for name, value in source.items() if filling.loads_itself(name)}
-    named = {contract.unit_of(name) for name in own}
+    entries = {name: value for name, value in source.items() if filling.loads_itself(name)}
+    named = {contract.unit_of(name) for name in entries}
     units = [unit for unit in contract.units if strict or unit in named]
     if not units:
         return filling, {}, None
     memory = {name: each for unit in units for name, each in contract.memory(unit).items()}
-    arrays = {name: own[name] for name in own if hasattr(own[name], "dtype")}
+    arrays = {name: entries[name] for name in entries if hasattr(entries[name], "dtype")}
     return (
         filling,
         memory,
-        own_load(filling, {**own, **tensors_of(arrays)}, None, units, strict=strict),
+        own_load(filling, {**entries, **tensors_of(arrays)}, None, units, strict=strict),
     )

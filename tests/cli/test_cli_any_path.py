@@ -1,0 +1,73 @@
+"""Commands on paths of every format, and options for steps, tensors and tolerances."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.npz", "x.dcp"])
+def test_files_of_others_are_read_as_they_are(place, run, run_json, name):
+    if name != "x.npz":
+        pytest.importorskip("torch", reason="its files are read")
+    assert run("convert", "ckpt", name)[0] == 0
+    status, data = run_json("inspect", name, "--names", "layer")
+    assert (status, data["step"], data["parameters"] > 0) == (0, 7, True)
+    assert {tensor["parameter"] for tensor in data["tensors"]} <= {"layer.w", "layer.b"}
+    status, data = run_json("verify", name)
+    assert (status, data["good"], data["checksums"]) == (0, True, name != "x.dcp")
+    assert run("diff", "ckpt", name)[0] == 0
+    damaged = next(Path(name).glob("*.distcp")) if name == "x.dcp" else Path(name)
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    assert run("verify", name)[0] == 1
+    status, out, err = run("inspect", name)
+    assert (status, out, len(err)) == (2, [], 1)
+
+
+def test_a_summary_lists_no_tensors(place, run, run_json):
+    for name in ("ckpt", "w.safetensors"):
+        assert not any("float" in line for line in run("inspect", name, "--summary")[1])
+        assert run_json("inspect", name, "--summary")[1]["tensors"] == []
+
+
+def test_layers_are_sorted_by_number(place, run):
+    mlstate.save("deep", {f"layers.{i}.w": np.ones(1) for i in range(11)})
+    rows = [line.split()[0] for line in run("inspect", "deep")[1] if line.startswith("layers.")]
+    assert rows == [f"layers.{i}.w" for i in range(11)]
+    assert repr(mlstate.inspect("deep")).index("layers.2.") < repr(mlstate.inspect("deep")).index(
+        "layers.10."
+    )
+
+
+def test_tolerances_of_a_diff(place, run):
+    mlstate.save("a", {"w": np.array([1.0, 2.0]), "b": np.ones(2)})
+    mlstate.save("b", {"w": np.array([1.0, 2.001], np.float32), "b": np.ones(2)})
+    assert run("diff", "a", "b")[0] == 1
+    assert run("diff", "a", "b", "--rtol", "0.01")[0] == 0
+    assert run("diff", "a", "b", "--atol", "0.0001")[0] == 1
+    assert run("diff", "a", "b", "--names", "b")[0] == 0
+    assert run("diff", "a", "b", "--rtol", "-1")[0] == 2
+    assert "rtol" in run("diff", "a", "b", "--rtol", "-1")[2][0]
+
+
+def test_the_latest_and_the_best_step(place, run_json, run):
+    with mlstate.CheckpointManager("best", keep=None) as manager:
+        for step, loss in enumerate((0.5, 0.1, 0.3)):
+            manager.save(step, model={"w": np.full(2, step)}, metadata={"loss": loss})
+    assert run_json("inspect", "best", "--step", "latest")[1]["step"] == 2
+    best = ("--step", "best", "--monitor", "loss")
+    assert run_json("inspect", "best", *best)[1]["step"] == 1
+    assert run_json("inspect", "best", *best, "--mode", "max")[1]["step"] == 0
+    assert run_json("verify", "best", *best)[1]["checkpoints"][0]["step"] == 1
+    assert "needs --monitor" in run("inspect", "best", "--step", "best")[2][0]
+    assert "no step has a number 'x'" in run("inspect", "best", *best[:3], "x")[2][0]
+
+
+def test_errors_name_options(place, run):
+    assert "--lock-timeout must be 0 or more" in run("prune", "run", "--lock-timeout", "-1")[2][0]
+    error = run("convert", "ckpt", "w.safetensors")[2][0]
+    assert "--force" in error and "overwrite" not in error
+    error = run("convert", "ckpt", "hf", "--to", "huggingface", "--max-shard-bytes", "1 X")[2][0]
+    assert "--max-shard-bytes is '1 X'" in error
