@@ -242,24 +242,24 @@ def _reason(report: VerifyReport) -> str:
     return "there is no older step that is good"
 
 
-def run_verify(arguments: argparse.Namespace) -> int:
-    """Print the problems; return 1 if there are any and they were not repaired."""
-    number = number_of_step(arguments.path, arguments.step, arguments)
+def _verify_any(
+    arguments: argparse.Namespace,
+) -> tuple[list[_Verified], VerifyReport, str, bool]:
+    """Return the reports, the one on the folder, the format, and whether it has checksums."""
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
     foreign = _verify_foreign(arguments.path) if is_plain else None
-    where = None if foreign is not None else find_any(arguments.path, number)
-    checksums = True
     if foreign is not None:
-        kind = "files"
-    elif where is None or isinstance(where, WholePath):
+        return [_Verified(None, foreign)], foreign, "files", True
+    number = number_of_step(arguments.path, arguments.step, arguments)
+    where = find_any(arguments.path, number)
+    checksums = True
+    if where is None or isinstance(where, WholePath):
         kind = "safetensors" if where is None else where.format
         if arguments.repair or arguments.all_steps:
             raise ValueError(f"{arguments.path} is one file: it has no steps")
     else:
         kind = kind_of(where.root)
-    if foreign is not None:
-        items, rest = [_Verified(None, foreign)], foreign
-    elif isinstance(where, WholePath):
+    if isinstance(where, WholePath):
         rest = verify(where.path)
         items, checksums = [_Verified(None, rest)], rest.checksums
     elif where is None:
@@ -276,6 +276,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
         items, rest = _verify_all(where.files)
     else:
         items, rest = _verify_one(where, arguments.repair)
+    return items, rest, kind, checksums
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print the problems; return 1 if there are any and they were not repaired."""
+    items, rest, kind, checksums = _verify_any(arguments)
     good = all(verified.report for verified in items) or rest.repaired is not None
     if arguments.json:
         print(json.dumps(_data(items, rest, kind, checksums, good), indent=2))

@@ -64,10 +64,8 @@ def test_files_without_an_index_are_read_with_a_warning(tmp_path):
         assert_same(read_any(folder)[0])
 
 
-def test_load_names_the_command_that_reads_them(tmp_path):
-    folder = write_torch_folder(tmp_path / "m")
-    with pytest.raises(FileNotFoundError, match=r"mlstate convert reads its \.bin files"):
-        mlstate.load(folder)
+def test_load_reads_them(tmp_path):
+    assert_same(mlstate.load(write_torch_folder(tmp_path / "m")).model)
 
 
 def test_safetensors_of_the_folder_are_preferred(tmp_path):
