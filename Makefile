@@ -37,7 +37,7 @@ MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-all mpi test-hosts test-arm64 notebooks build core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-all mpi test-hosts test-arm64 notebooks build core libmlstate-kv core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -64,6 +64,9 @@ build: install ## Compile the C files that changed since the last build, into ml
 
 core: ## Build csrc/core alone: build/libmlstate.a.
 	+@$(CORE_MK) LIB=build/libmlstate.a lib
+
+libmlstate-kv: ## Build the C library of include/mlstate/kv.h: build/libmlstate_kv.a.
+	+@$(CORE_MK) KV_LIB=build/libmlstate_kv.a kv
 
 core-test: ## Run the C tests of the core.
 	+@$(CORE_MK) run

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("csrc", "mlstate", "tests", "tools", "fuzz", "benchmarks", "docs", "examples")
-FILES = ("pyproject.toml", "setup.py", "Makefile", "README.md", "CHANGELOG.md", "LICENSE")
+FOLDERS = ("csrc", "include", "mlstate", "swift", "tests", "tools", "fuzz", "benchmarks")
+FOLDERS += ("docs", "examples")
+FILES = ("pyproject.toml", "setup.py", "Makefile", "Package.swift", "README.md", "CHANGELOG.md")
+FILES += ("LICENSE",)
 SKIPPED = {"__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ipynb_checkpoints"}
 BUILT = (".so", ".o", ".gcno", ".gcda", ".pyc")
 

@@ -1,6 +1,6 @@
-# Build the C core and its tests without Python.
+# Build the C core, the library of include/mlstate/kv.h and their tests without Python.
 #
-#   make -f tools/core.mk lib|tests|run|syntax [BUILD=folder] [CC=...] [OPT=...] [EXTRA=...]
+#   make -f tools/core.mk lib|kv|tests|run|syntax [BUILD=folder] [CC=...] [OPT=...] [EXTRA=...]
 #
 # A BUILD folder holds one variant (plain, sanitizers, another machine); RUN is the command that
 # runs tests for another machine, such as qemu.  With LIB=file the tests use that library, which
@@ -8,6 +8,7 @@
 
 BUILD ?= build/core
 LIB ?= $(BUILD)/libmlstate.a
+KV_LIB ?= $(BUILD)/libmlstate_kv.a
 OPT ?= -O2 -g
 EXTRA ?=
 RUN ?=
@@ -16,10 +17,17 @@ WITHOUT ?=
 
 WARNINGS := -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla -Wundef
 FLAGS := -std=c11 -ffp-contract=off -fvisibility=hidden -D_GNU_SOURCE -D_DARWIN_C_SOURCE \
-	$(WARNINGS) $(OPT) $(EXTRA) -Icsrc/core -Itests/core
+	$(WARNINGS) $(OPT) $(EXTRA) -Iinclude -Icsrc/core -Itests/core
 
 SOURCES := $(filter-out $(WITHOUT),$(shell find csrc/core -name "*.c" | sort))
 OBJECTS := $(patsubst csrc/core/%.c,$(BUILD)/core/%.o,$(SOURCES))
+PUBLIC_SOURCES := $(shell find csrc/public -name "*.c" | sort)
+PUBLIC_OBJECTS := $(patsubst csrc/%.c,$(BUILD)/%.o,$(PUBLIC_SOURCES))
+# The folders that csrc/public and csrc/core/kv include, the same as in Package.swift.
+KV_FOLDERS := base runtime array kv
+KV_WITHOUT := csrc/core/array/copy/measure_copies.c
+KV_SOURCES := $(filter-out $(KV_WITHOUT),$(filter $(addsuffix /%,$(addprefix csrc/core/,$(KV_FOLDERS))),$(SOURCES)))
+KV_OBJECTS := $(KV_SOURCES:csrc/%.c=$(BUILD)/%.o) $(PUBLIC_OBJECTS)
 TEST_SOURCES := $(shell find tests/core -name "test_$(ONLY).c" | sort)
 # Only GNU ld can replace the library's malloc by a test's own (--wrap).
 ifeq ($(shell uname -s),Darwin)
@@ -33,15 +41,16 @@ SAY := $(if $(findstring s,$(firstword -$(MAKEFLAGS))),:,echo)
 .DEFAULT_GOAL := lib
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: lib objects tests run syntax
+.PHONY: lib kv objects tests run syntax
 
 lib: $(LIB)
+kv: $(KV_LIB)
 objects: $(OBJECTS)
 tests: $(TESTS)
 
 # Print the compiler's warnings, with LIB only those of the tests; no file is written.
 CORE_SOURCES := $(if $(filter command,$(origin LIB)),,$(SOURCES))
-syntax: $(patsubst %,%.checked,$(CORE_SOURCES) $(TEST_SOURCES))
+syntax: $(patsubst %,%.checked,$(CORE_SOURCES) $(PUBLIC_SOURCES) $(TEST_SOURCES))
 %.checked: %
 	@$(CC) $(FLAGS) -fsyntax-only $<
 
@@ -49,7 +58,7 @@ run: tests
 	@[ -n "$(TESTS)" ] || { echo "core-test: no tests/core/**/test_$(ONLY).c" >&2; exit 1; }
 	@printf '%s\n' $(TESTS) | xargs -n 1 -P 2 env $(RUN)
 
-$(BUILD)/core/%.o: csrc/core/%.c tools/core.mk
+$(BUILD)/%.o: csrc/%.c tools/core.mk
 	@mkdir -p $(@D)
 	@$(SAY) "cc $<"
 	@$(CC) $(FLAGS) -fPIC -MMD -MP -c $< -o $@
@@ -61,11 +70,17 @@ $(BUILD)/libmlstate.a: $(OBJECTS) $(shell find csrc/core -type d)
 	@$(SAY) "ar $@"
 	@$(AR) rcs $@ $(OBJECTS)
 
-$(BUILD)/tests/%: tests/core/%.c $(LIB) tools/core.mk
+$(KV_LIB): $(KV_OBJECTS) $(shell find csrc/public $(KV_FOLDERS:%=csrc/core/%) -type d)
+	@mkdir -p $(@D)
+	@rm -f $@
+	@$(SAY) "ar $@"
+	@$(AR) rcs $@ $(KV_OBJECTS)
+
+$(BUILD)/tests/%: tests/core/%.c $(LIB) $(PUBLIC_OBJECTS) tools/core.mk
 	@mkdir -p $(@D)
 	@$(SAY) "cc $<"
-	@$(CC) $(FLAGS) -MMD -MP -MF $@.d $< $(LIB) $(LINK) -lpthread -lm -o $@
+	@$(CC) $(FLAGS) -MMD -MP -MF $@.d $< $(PUBLIC_OBJECTS) $(LIB) $(LINK) -lpthread -lm -o $@
 
 $(BUILD)/tests/%_alloc_failure: LINK := -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc
 
--include $(OBJECTS:.o=.d) $(TESTS:=.d)
+-include $(OBJECTS:.o=.d) $(PUBLIC_OBJECTS:.o=.d) $(TESTS:=.d)

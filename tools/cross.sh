@@ -2,8 +2,8 @@
 # cross.sh PYTHON all|slice: compile the core for other machines, by ziglang's clang.
 #
 # Tests that the core compiles without a warning, and by qemu that the arm64 kernels give the
-# right bits.  It does not test speed, or that the module loads on a Mac.  For Windows it
-# leaves out the files that use POSIX.
+# right bits, also in examples/c.  It does not test speed, or that the module loads on a Mac.  For
+# Windows it leaves out the files that use POSIX.
 # Left out: forked children that start threads, because qemu crashes.
 # `slice` only checks the syntax for two of the machines, by clang with ziglang's headers, and
 # runs the C tests that compare instruction sets, compiled by gcc.
@@ -17,6 +17,17 @@ arm() { # arm RUN NAMES... with CC, AR and EXTRA of arm64: run the tests with th
     printf '%s\n' "$@" | xargs -P 2 -I NAME \
         $build CC="$CC" AR="$AR" EXTRA="$EXTRA" RUN="$run" ONLY=NAME run
     echo "ok  arm64 Linux: compiled and tested: $*"
+}
+
+# The C examples against Python, as Swift packages compile the sources: by clang, which fuses
+# products and sums unless told otherwise, so the sources must tell it.
+examples() {
+    make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/cross/arm64-kv OPT=-O2 \
+        CC="clang-19 --target=aarch64-linux-gnu" EXTRA="-Werror -ffp-contract=on" kv
+    MLSTATE_KV_LIBRARY=build/cross/arm64-kv/libmlstate_kv.a MLSTATE_KV_RUN=$(emulator) \
+        MLSTATE_KV_CC="aarch64-linux-gnu-gcc -static" PYTHONPATH=$PWD \
+        "$python" -m pytest -q tests/kv/test_c_library.py
+    echo "ok  arm64 Linux: the C examples give the bits of Python"
 }
 
 emulator() { # the command that runs arm64 programs on this machine
@@ -37,7 +48,7 @@ whole() {
     for target in aarch64-macos x86_64-macos x86_64-windows-gnu; do
         make --no-print-directory -s -j2 -f tools/core.mk BUILD="build/cross/$target" OPT=-O2 \
             CC="$zig cc -target $target" AR="$zig ar" EXTRA=-Werror \
-            WITHOUT="$(without "$target")" lib
+            WITHOUT="$(without "$target")" lib kv
         echo "ok  $target: compiles"
     done
     CC="$zig cc -target aarch64-linux-musl" AR="$zig ar" EXTRA="-Werror -DWITHOUT_FORK" \
@@ -54,10 +65,11 @@ slice() {
         echo "ok  ${target%:*}: compiles"
     done
     CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar EXTRA="-Werror -static -DWITHOUT_FORK -DMLS_FEWER_TRIES" \
-        arm "$(emulator)" $(grep -rlE 'EACH_(VECTOR_)?CPU|mls_cpu_offers' tests/core | sed -n 's/.*test_\(.*\)\.c$/\1/p')
+        arm "$(emulator)" kv_library $(grep -rlE 'EACH_(VECTOR_)?CPU|mls_cpu_offers' tests/core | sed -n 's/.*test_\(.*\)\.c$/\1/p')
 }
 
 case ${2:-all} in
 slice) slice ;;
 *) whole ;;
 esac
+examples

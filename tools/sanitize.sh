@@ -15,6 +15,7 @@ sanitizers="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 [ "$(uname -s)" = Linux ] && gcc --version 2>/dev/null | grep -q 'Free Software' ||
     { echo "sanitize: needs Linux and gcc with libasan: apt-get install gcc" >&2; exit 1; }
 
+root=$PWD
 "$python" tools/copy_tree.py build/asan/tree
 cd build/asan/tree
 
@@ -24,6 +25,10 @@ fewer=
 ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 make --no-print-directory -s -j2 \
     -f tools/core.mk CC=gcc OPT="-O1 -g1" EXTRA="$sanitizers -fno-omit-frame-pointer $fewer" \
     LIB="$(ls build/temp.*/libmlstate.a)" run
+# The C examples against Python: the programs are instrumented, this Python is not.
+libraries=$(ls "$PWD"/build/core/public/*.o "$PWD"/build/temp.*/libmlstate.a | xargs)
+(cd "$root" && MLSTATE_KV_LIBRARY=$libraries MLSTATE_KV_CC="gcc $sanitizers" \
+    "$python" -m pytest -q tests/kv/test_c_library.py)
 
 chosen=(tests --ignore=tests/lint --ignore=tests/package/test_core_c.py)
 if [ "$part" = slice ]; then

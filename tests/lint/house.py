@@ -9,6 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "csrc" / "core"
 BINDINGS = ROOT / "csrc" / "python"
+PUBLIC = ROOT / "csrc" / "public"
+INCLUDE = ROOT / "include"
 PACKAGE = ROOT / "mlstate"
 TESTS = ROOT / "tests"
 

@@ -5,7 +5,7 @@ import re
 import house
 import pytest
 
-ALL = house.c_files(house.CORE, house.BINDINGS)
+ALL = house.c_files(house.CORE, house.BINDINGS, house.PUBLIC)
 SOURCES = [path for path in ALL if path.suffix == ".c"]
 
 # Tables that CPython's API takes as pointers to non-const; it does not write to them.

@@ -109,6 +109,32 @@ def test_bindings_include_only_project_headers(path):
             assert inside, f'#include "{name}" is of neither csrc/python nor csrc/core'
 
 
+# What a Swift package compiles, and libmlstate_kv.a holds.
+KV_FOLDERS = ("base", "runtime", "array", "kv")
+KV_WITHOUT = "csrc/core/array/copy/measure_copies.c"  # it needs checksums
+
+
+def test_kv_library_needs_only_its_folders():
+    headers = {"array", "base", "kv", "runtime", "simd"}
+    folders = [house.CORE / name for name in KV_FOLDERS]
+    for path in house.c_files(house.PUBLIC, *folders):
+        if house.relative(path.with_suffix(".c")) == KV_WITHOUT:
+            continue
+        for bracket, name in includes(path):
+            is_public = path.parent == house.PUBLIC and (house.INCLUDE / name).is_file()
+            assert bracket == "<" or is_public or name.split("/")[0] in headers, path
+    for file in ("tools/core.mk", "Package.swift"):
+        text = (house.ROOT / file).read_text(encoding="utf-8")
+        listed = re.search(r"^KV_FOLDERS := (.*)$", text, re.MULTILINE)
+        names = listed[1].split() if listed else re.findall(r'"csrc/core/(\w+)",', text)
+        assert tuple(names) == KV_FOLDERS and KV_WITHOUT in text, file
+
+
+@pytest.mark.parametrize("path", house.c_files(house.INCLUDE), ids=house.relative)
+def test_public_headers_include_only_the_c_library(path):
+    assert {name for _, name in includes(path)} <= {"stddef.h", "stdint.h"}
+
+
 def test_core_headers_do_not_include_each_other_in_a_circle():
     graph = {
         path.relative_to(house.CORE).as_posix(): [

@@ -99,13 +99,21 @@ mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t 
     return part;
 }
 
+static bool is_empty(const mls_tensor *t)
+{
+    for (int axis = 0; axis < t->rank; axis++) {
+        if (t->shape[axis] == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 bool mls_tensor_is_addressable(const mls_tensor *t)
 {
     ptrdiff_t forth = 0, back = 0;
-    for (int axis = 0; axis < t->rank; axis++) {
-        if (t->shape[axis] == 0) {
-            return true; /* an empty tensor */
-        }
+    if (is_empty(t)) {
+        return true;
     }
     for (int axis = 0; axis < t->rank; axis++) {
         ptrdiff_t *sum = t->strides[axis] < 0 ? &back : &forth;
@@ -120,15 +128,16 @@ bool mls_tensor_is_addressable(const mls_tensor *t)
            !__builtin_add_overflow((uintptr_t)t->data, back, &last);
 }
 
-/* The sums cannot wrap, because all addresses are inside the owner's memory. */
+/* The sums cannot wrap, because all addresses are inside the owner's memory. The strides
+ * of an empty view may be any numbers. */
 bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
 {
     *low = (uintptr_t)t->data;
     *high = (uintptr_t)t->data + mls_tensor_item_bytes(t);
+    if (is_empty(t)) {
+        return false;
+    }
     for (int axis = 0; axis < t->rank; axis++) {
-        if (t->shape[axis] == 0) {
-            return false;
-        }
         const ptrdiff_t reach = (ptrdiff_t)(t->shape[axis] - 1) * t->strides[axis];
         if (reach < 0) {
             *low -= (uintptr_t)(-reach);

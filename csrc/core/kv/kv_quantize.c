@@ -6,6 +6,7 @@
  */
 #include "kv/kv_quantize.h"
 
+#include "base/exact_float.h"
 #include "base/size.h"
 #include "kv/kv_transition.h"
 #include "kv/quantize_kernels.h"

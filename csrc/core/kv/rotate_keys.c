@@ -11,6 +11,7 @@
 
 #include "array/overlap.h"
 #include "array/strided_iter.h"
+#include "base/exact_float.h"
 #include "base/size.h"
 #include "kv/kv_transition.h"
 #include "kv/rotate_kernels.h"

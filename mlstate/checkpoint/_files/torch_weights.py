@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._common.backend import torch_backend
+from ..._common.caller import find_caller
 from ..._common.store_error import format_error
 from ...errors import CompatibilityError
 from ...state._state_dict import StateDict
@@ -20,6 +21,7 @@ from .._store.weight_files import (
     WeightFiles,
     bytes_of,
     list_set,
+    listed,
     parse_index,
     warn_of_differences,
 )
@@ -59,6 +61,8 @@ def read_torch_weights(folder: Folder, root: str) -> StateDict:
         parts = backend.read_pt(Path(path))
         if parts[0] is None or parts[1] is not None:
             raise format_error(f"{path}: holds an optimizer, not only weights", path)
+        if others := sorted({**parts[2], **parts[3]}):
+            find_caller().warn(f"{path}: entries beside the weights are left out: {listed(others)}")
         for name, array in dict(parts[0]).items():
             if name in state:
                 _check_equal(path, name, array, state[name], files_by_name[name])

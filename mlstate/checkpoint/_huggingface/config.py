@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 _DTYPES = {"float16", "bfloat16", "float32", "float64"}
+_QUANTIZATION = "quantization_config"
 _MOST_BYTES = 16 << 20
 
 
@@ -23,14 +24,20 @@ def weights_dtype(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str | 
     return max(counts, key=lambda dtype: counts[dtype]) if counts else None
 
 
+def _is_quantized(config: dict[str, Any]) -> bool:
+    return config.get(_QUANTIZATION) is not None
+
+
 def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
     """Set the dtype of a configuration and of those in it; return whether that changed it."""
     is_changed = False
     for key, value in config.items():
+        if key == _QUANTIZATION:
+            continue
         if key in _KEYS and isinstance(value, str) and value.removeprefix("torch.") != dtype:
             config[key] = dtype
             is_changed = True
-        elif key.endswith("_config") and isinstance(value, dict):
+        elif key.endswith("_config") and isinstance(value, dict) and not _is_quantized(value):
             is_changed |= _set_dtype(value, dtype)
     return is_changed
 
@@ -45,10 +52,12 @@ def config_of_dtype(data: bytes, dtype: str | None) -> bytes:
 
     try:
         config = json.loads(data) if dtype is not None and len(data) <= _MOST_BYTES else None
+        if not isinstance(config, dict) or _is_quantized(config):
+            return data
+        if dtype is None or not _set_dtype(config, dtype):
+            return data
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     except (ValueError, RecursionError):
         return data
-    if not isinstance(config, dict) or "quantization_config" in config:
-        return data
-    if dtype is None or not _set_dtype(config, dtype):
-        return data
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    # half of a surrogate pair is escaped, as it was in the file
+    return text.encode(errors="backslashreplace")

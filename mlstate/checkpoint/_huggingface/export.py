@@ -34,7 +34,7 @@ from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
-from .._folder.weight_names import INDEX
+from .._folder.weight_names import INDEX, is_index
 from .._options import SAVE_DEFAULTS
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES
@@ -171,7 +171,7 @@ def _refuse_existing(folder: str, start: Target | None) -> Target:
 
 
 def _is_copied(name: str) -> bool:
-    return not name.startswith(".") and not name.endswith(_WEIGHTS)
+    return not (name.startswith(".") or name.endswith(_WEIGHTS) or is_index(name))
 
 
 def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:

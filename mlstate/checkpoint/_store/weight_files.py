@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.caller import find_caller
+from ..._common.dtypes import DTYPES
 from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError, TensorNotFoundError
@@ -115,8 +116,11 @@ def list_set(folder: Folder, root: str) -> WeightFiles:
         files, missing = set_files(folder.names(""), root)
     except FormatError as error:
         raise _wrong(folder, root, str(error)) from None
-    if len(files) + len(missing) > 1:
-        count = len(files) + len(missing)
+    count = len(files) + len(missing)
+    if missing and files:
+        text = f"and these are missing, whatever tensors they hold: {listed(missing)}"
+        _warn(folder, root, f"the folder has no index of its {count} files, {text}")
+    elif count > 1:
         _warn(folder, root, f"the folder has no index of its {count} files: all are read")
     return WeightFiles(root, tuple(sorted(files + missing)), missing=tuple(missing))
 
@@ -154,7 +158,7 @@ def _generation(infos: Mapping[str, FileInfo]) -> tuple[str, float]:
 
     facts = [(name, *info.identity) for name, info in infos.items()]
     digest = hashlib.sha256(repr(facts).encode(), usedforsecurity=False).hexdigest()
-    return digest[:16], max(info.changed for info in infos.values())
+    return digest[:16], max((info.changed for info in infos.values()), default=0.0)
 
 
 def _read_texts(folder: Folder, name: str) -> dict[str, str]:
@@ -175,13 +179,15 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
 
     from .manifest import IndexRecord, Manifest
 
+    # the name of one file, which the caller passed, may look like a pattern
+    is_pattern = is_set(root) and root != folder.file
     if data is not None:
         weights = parse_index(folder, root, data)
-    elif is_set(root):
+    elif is_pattern:
         weights = list_set(folder, root)
     else:
         weights = WeightFiles(root, (root,))
-    names = sorted({*weights.files, *([] if is_set(root) else [root])})
+    names = sorted({*weights.files, *([] if is_pattern else [root])})
     noted = folder.note_files(names)
     weights = weights._replace(missing=tuple(name for name in weights.files if noted[name] is None))
     if weights.missing == (root,):
@@ -252,10 +258,18 @@ def read_merged_index(folder: Folder, manifest: Manifest) -> _core.MergedIndex:
 def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
     """Raise FormatError if several files hold a tensor with different bytes.
 
-    Memory: two tensors at a time, or mapped files.
+    A tensor of an unknown dtype is not compared: only loading it is an error. Memory: two tensors
+    at a time, or mapped files.
     """
     indexes: dict[str, _core.MergedIndex] = {}
-    for key, file, first_file in merged.copies():
+    copies = merged.copies()
+    known = {info.name for info in DTYPES}
+    opaque: set[str] = set()
+    if copies:
+        opaque = {key for _, key, _, _, dtype, *_ in merged.tensors() if dtype not in known}
+    for key, file, first_file in copies:
+        if key in opaque:
+            continue
         if file not in indexes:
             with folder.header_files((file,)) as local:
                 indexes[file] = _core.MergedIndex.of_files(local, (file,))

@@ -1,5 +1,6 @@
 """Load, inspect and verify files and folders of every format."""
 
+import os
 import pickle
 
 import numpy as np
@@ -157,3 +158,33 @@ def test_an_item_of_a_loaded_state_names_its_parts(tmp_path):
     mlstate.save(tmp_path / "c", WEIGHTS)
     with pytest.raises(TypeError, match=r'use \.model\["b"\]'):
         mlstate.load(tmp_path / "c")["b"]
+
+
+def damage_of(path):
+    [problem] = mlstate.verify(path).problems
+    return problem.kind, problem.text
+
+
+def test_verify_names_a_damaged_list_of_entries(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, w=np.ones(3))
+    data = path.read_bytes()
+    end = data.rindex(b"PK\5\6")
+    start = int.from_bytes(data[end + 16 : end + 20], "little")
+    path.write_bytes(data[:start] + b"X" + data[start + 1 :])
+    kind, text = damage_of(path)
+    assert kind == "altered" and "list of its entries is damaged" in text
+    # many entries of the same bytes
+    listed, count = data[start:end] * 1000, (1000).to_bytes(2, "little")
+    sizes = len(listed).to_bytes(4, "little") + data[end + 16 :]
+    path.write_bytes(data[:start] + listed + data[end : end + 8] + 2 * count + sizes)
+    assert "entries overlap" in damage_of(path)[1]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("suffix", [".npz", ".pt", ".ckpt"])
+def test_verify_refuses_what_is_not_a_regular_file(tmp_path, suffix):
+    pytest.importorskip("torch", reason="it reads two of these")
+    os.mkfifo(tmp_path / f"a{suffix}")
+    kind, text = damage_of(tmp_path / f"a{suffix}")
+    assert kind == "unreadable" and "not a regular file" in text

@@ -367,3 +367,21 @@ def test_mutated_headers_of_packed_files_raise_only_format_errors(tmp_path):
                 read(path)
             except (FormatError, mlstate.TensorNotFoundError):
                 continue
+
+
+@pytest.mark.filterwarnings("ignore:.*no index of its")
+def test_copies_of_opaque_tensors_refuse_alone(tmp_path):
+    def write(number, dtype):
+        name = f"model-{number:05d}-of-00002.safetensors"
+        entries = {"q": (dtype, (4,), 4), f"plain.{number}": ("U8", (2,), 2)}
+        write_header(tmp_path / name, entries, bytes([number]) * 6)
+
+    write(1, "F8_X")
+    write(2, "F8_X")
+    assert mlstate.load(tmp_path, names="plain").model["plain.2"].tolist() == [2, 2]
+    with pytest.raises(FormatError, match="'F8_X' is not supported"):
+        mlstate.load(tmp_path, names="q")
+    for dtype in ("U8", "F8_Y"):
+        write(2, dtype)
+        with pytest.raises(FormatError, match="another dtype or shape"):
+            mlstate.load(tmp_path, names="plain")

@@ -75,3 +75,24 @@ def test_convert_keeps_the_files_of_a_hugging_face_folder(tmp_path, capsys):
     words = ["convert", str(tmp_path / "own"), str(tmp_path / "new"), "--to", "huggingface"]
     assert main(words) == 0, capsys.readouterr().err
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.safetensors"]
+
+
+def test_sections_without_and_with_quantization(tmp_path):
+    quantized = {"dtype": "bfloat16", "quantization_config": {"dtype": "bfloat16"}}
+    config = {"dtype": "bfloat16", "quantization_config": None, "text_config": quantized}
+    written = json.loads(exported_config(tmp_path, config, {"w": np.ones(2, np.float32)}))
+    assert written == config | {"dtype": "float32"}
+
+
+def test_half_of_a_surrogate_pair_stays(tmp_path):
+    config = {"dtype": "bfloat16", "token": "\ud800"}
+    written = json.loads(exported_config(tmp_path, config, {"w": np.ones(2, np.float32)}))
+    assert written == config | {"dtype": "float32"}
+
+
+def test_the_index_of_a_variant_is_not_copied(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "model.safetensors.index.fp16.json").write_text("{}")
+    exported_config(tmp_path, {}, {"w": np.ones(2, np.float32)})
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors"}

@@ -117,3 +117,10 @@ def test_a_malformed_index_is_refused(tmp_path, text):
     (folder / INDEX).write_bytes(text.encode("latin-1"))
     with pytest.raises(mlstate.FormatError, match="index"):
         read_any(folder)
+
+
+def test_entries_beside_the_weights_are_named(tmp_path):
+    weights = {name: torch.ones(2) for name in ("w", "v")}
+    torch.save({"model": weights, "ema": weights, "note": "x"}, tmp_path / "pytorch_model.bin")
+    with pytest.warns(UserWarning, match="left out: 'ema', 'note'"):
+        assert set(read_any(tmp_path).model) == {"w", "v"}

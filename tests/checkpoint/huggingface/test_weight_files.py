@@ -491,3 +491,23 @@ def test_a_missing_folder_names_the_download_command(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError) as caught:
         mlstate.load("runs/a")
     assert "hf download" not in str(caught.value)
+
+
+def test_the_path_of_one_file_is_no_pattern(tmp_path):
+    for name, value in {"a*.safetensors": 1, "a0.safetensors": 2}.items():
+        write_weight_file(tmp_path / name, {"w": np.full(2, value, np.uint8)})
+    assert mlstate.load(tmp_path / "a*.safetensors").model["w"].tolist() == [1, 1]
+
+
+def test_missing_files_without_an_index_are_named(tmp_path):
+    path = tmp_path / "model-00001-of-00002.safetensors"
+    write_weight_file(path, {"w": np.ones(2, np.uint8)})
+    with pytest.warns(UserWarning, match="missing.*'model-00002-of-00002.safetensors'"):
+        assert set(mlstate.load(tmp_path, names="*").model) == {"w"}
+    path.unlink()
+    path.symlink_to("nowhere")
+    with (
+        pytest.warns(UserWarning, match="no index of its 2 files"),
+        pytest.raises(mlstate.errors.StoreNotFoundError, match="2 of the 2 files"),
+    ):
+        mlstate.load(tmp_path)

@@ -76,6 +76,19 @@ TEST(addresses_beyond_memory_are_refused)
     CHECK(mls_tensor_is_addressable(&t));
 }
 
+TEST(an_empty_view_with_any_strides_has_no_range)
+{
+    uintptr_t low, high;
+    unsigned char byte = 0;
+    const mls_tensor view = {.data = &byte,
+                             .dtype = MLS_U8,
+                             .rank = 2,
+                             .shape = {8, 0},
+                             .strides = {PTRDIFF_MAX, PTRDIFF_MIN}};
+    CHECK(mls_tensor_is_addressable(&view));
+    CHECK(!mls_tensor_range(&view, &low, &high));
+}
+
 TEST(an_empty_view_without_memory_is_sliced)
 {
     mls_tensor t = tensor_of(NULL, MLS_F32, 3, (const size_t[]){2, 0, 4});

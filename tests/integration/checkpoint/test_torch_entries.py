@@ -404,3 +404,48 @@ def test_hostile_entries_are_refused(tmp_path):
     (folder / "custom_0.pt").symlink_to("/dev/zero")
     with pytest.raises(FormatError, match="not a regular file"):
         read_any(folder)
+
+
+def test_names_of_a_flattened_optimizer_are_those_of_its_keys(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"z": torch.nn.Linear(2, 2), "a": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.named_parameters())  # the groups have `param_names`
+    model["a"](model["z"](torch.rand(3, 2))).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    _, flat = get_state_dict(model, optimizer, options=options)
+    torch.save({"optimizer": dict(sorted(flat.items()))}, tmp_path / "a.pt")
+    read = read_any(tmp_path / "a.pt").optimizer
+    for name, parameter in model.named_parameters():
+        expected = optimizer.state[parameter]["exp_avg"].numpy()
+        np.testing.assert_array_equal(read[f"{name}.exp_avg"], expected)
+
+
+GROUP = {"state": {}, "param_groups": [{"params": [0], "lr": 1.0}]}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {1: torch.ones(1), "1": torch.zeros(1)},
+        {"model": {"w": torch.ones(1), "text": "a"}, "model.text": torch.ones(1)},
+        {"optimizer": GROUP | {"state": {0: {"m": torch.ones(1)}, "0": {"m": torch.zeros(1)}}}},
+    ],
+)
+def test_entries_with_one_name_are_refused(tmp_path, entries):
+    torch.save({"model": {"w": torch.ones(1)}, **entries}, tmp_path / "a.pt")
+    with pytest.raises(FormatError, match=r"two entries have the name|'param_0\.m' twice"):
+        read_any(tmp_path / "a.pt")
+
+
+def test_a_list_of_optimizers_stays_one_entry_if_its_names_are_taken(tmp_path):
+    tree = {"optimizer_states": [GROUP, GROUP], "optimizer_0": {"a": torch.ones(1)}}
+    torch.save({"model": {"w": torch.ones(1)}, **tree}, tmp_path / "a.pt")
+    assert read_any(tmp_path / "a.pt").states == tree
+
+
+def test_a_state_keeps_the_name_of_an_entry_of_the_metadata(tmp_path):
+    model = mlstate.state.StateDict(w=np.ones(1))
+    write_any(tmp_path / "a.pt", model, metadata={"epoch": 3}, states={"epoch": 5})
+    parts = read_any(tmp_path / "a.pt")
+    assert (parts.metadata, parts.states) == ({"epoch": 3}, {"epoch": 5})

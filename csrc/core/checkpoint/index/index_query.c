@@ -99,9 +99,16 @@ bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
 }
 
 /* Axes and tier may differ: they do not affect the bytes. */
+/* Opaque tensors have dtype and shape in their header entries. */
+static bool same_opaque(const mls_stored *a, const mls_stored *b)
+{
+    return a == b || (a != NULL && b != NULL && mls_str_equal(a->opaque, b->opaque) &&
+                      mls_shape_equal(a->rank, a->shape, b->rank, b->shape));
+}
+
 bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
 {
-    return a->dtype == b->dtype &&
+    return a->dtype == b->dtype && same_opaque(a->opaque, b->opaque) &&
            mls_shape_equal(a->rank, a->shape, b->rank, b->shape) &&
            mls_layout_equal(&a->layout, &b->layout);
 }

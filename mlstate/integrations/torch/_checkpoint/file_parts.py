@@ -123,7 +123,10 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
                     path, f"the optimizer's parameter {member!r} is not a number, or appears twice"
                 )
             default = member if isinstance(member, str) else f"param_{len(names)}"
-            names[member] = str(param_names[number]) if param_names else default
+            # of members that are names, `param_names` may have another order: flattened optimizers
+            # list each member by itself
+            is_name = isinstance(member, str) and not member.isdecimal()
+            names[member] = str(param_names[number]) if param_names and not is_name else default
     if len(set(names.values())) != len(names):
         raise format_error(path, "two parameters of the optimizer have one name")
     return names
@@ -150,6 +153,8 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
                 raise format_error(
                     path, f"the optimizer's {names[member]!r} has a state named {state!r}"
                 )
+            if name in states:
+                raise format_error(path, f"the optimizer has {name!r} twice")
             states[name] = value
     try:
         forms, stored = stored_states(groups, names.values(), states)
@@ -238,19 +243,29 @@ def _state_value(value: Any) -> Any:
 def _add_rest(rest: Mapping[Any, Any], metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the other entries of a tree as named states; add plain values to the metadata."""
     states: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if name in states:
+            raise format_error(path, f"two entries have the name {name!r}")
+        states[name] = value
+
     for key, value in rest.items():
         name = str(key)
         plain = _json_values(value)
         is_nested = isinstance(value, list | tuple | Mapping | np.generic)
-        if plain is not NotImplemented and not is_nested:
+        if plain is not NotImplemented and not is_nested and name not in metadata:
             metadata[name] = plain
         elif _is_optimizer(value):
-            states[name] = _restore_optimizer(value, {}, path)
+            add(name, _restore_optimizer(value, {}, path))
         elif key == _LIGHTNING and value and all(map(_is_optimizer, value)):
-            for number, each in enumerate(value):
-                states[f"optimizer_{number}"] = _restore_optimizer(each, {}, path)
+            numbered = {f"optimizer_{number}": each for number, each in enumerate(value)}
+            if rest.keys() & numbered:
+                add(name, value)
+                continue
+            for own_name, each in numbered.items():
+                add(own_name, _restore_optimizer(each, {}, path))
         else:
-            states[name] = _state_value(value)
+            add(name, _state_value(value))
     return states
 
 
@@ -356,7 +371,11 @@ def parts_of(tree: Any, path: Path) -> Parts:
         value = tree[optimizers[0]]
         value = value[0] if isinstance(value, list) else value
         optimizer = _restore_optimizer(value, texts, path)
-    rest |= {f"{models[0]}.{name}": value for name, value in others.items()}
+    for name, value in others.items():
+        key = f"{models[0]}.{name}"
+        if key in rest:
+            raise format_error(path, f"two entries have the name {key!r}")
+        rest[key] = value
     return Parts(model, optimizer, metadata, _add_rest(rest, metadata, path))
 
 
