@@ -117,7 +117,7 @@ def test_a_malformed_index_is_refused(tmp_path, text):
         read_any(folder)
 
 
-def test_entries_beside_the_weights_are_listed(tmp_path):
+def test_warning_lists_entries_that_are_not_weights(tmp_path):
     weights = {name: torch.ones(2) for name in ("w", "v")}
     torch.save({"model": weights, "ema": weights, "note": "x"}, tmp_path / "pytorch_model.bin")
     with pytest.warns(UserWarning, match="left out: 'ema', 'note'"):
