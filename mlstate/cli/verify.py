@@ -16,7 +16,7 @@ from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._load_whole import WholePath
 from ..checkpoint._store.checkpoint_files import CheckpointFiles
-from ..checkpoint._store.open_path import is_url
+from ..checkpoint._store.open_path import RootPath, is_url
 from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
 from ._common import (
@@ -24,6 +24,7 @@ from ._common import (
     Commands,
     add_command,
     add_monitor,
+    add_names,
     add_step,
     check_is_safetensors,
     find_any,
@@ -35,7 +36,6 @@ from ._common import (
 
 if TYPE_CHECKING:
     from ..checkpoint import Problem
-    from ..checkpoint._store.open_path import RootPath
 
 __all__ = ["add"]
 
@@ -65,6 +65,7 @@ def add(commands: Commands) -> None:
         help="put the newest good step in the place of a damaged newest one; good if there is one",
     )
     add_monitor(parser)
+    add_names(parser)
 
 
 # ---- verification ----
@@ -242,9 +243,28 @@ def _reason(report: VerifyReport) -> str:
     return "there is no older step that is good"
 
 
+def _run_chosen(arguments: argparse.Namespace, step: int | None) -> int:
+    """Verify the tensors that ``--names`` chooses."""
+    if arguments.repair or arguments.all_steps:
+        raise ValueError("--names cannot be used with --repair or --all-steps")
+    where = find_any(arguments.path, step)
+    report = verify(where if isinstance(where, RootPath) else arguments.path, names=arguments.names)
+    root = where.root if isinstance(where, RootPath) else None
+    item = _Verified(root, report)
+    if arguments.json:
+        kind = "safetensors" if root is None else kind_of(root)
+        data = _data([item], report, kind, report.checksums, bool(report))
+        print(json.dumps(data, indent=2))
+    else:
+        _print_one(arguments.path, item, report.checksums)
+    return 0 if report else 1
+
+
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print the problems; return 1 if there are any and they were not repaired."""
     number = number_of_step(arguments.path, arguments.step, arguments)
+    if arguments.names:
+        return _run_chosen(arguments, number)
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
     foreign = _verify_foreign(arguments.path) if is_plain else None
     where = None if foreign is not None else find_any(arguments.path, number)
