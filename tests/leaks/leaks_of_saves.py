@@ -1,6 +1,5 @@
 """Leak cases of asynchronous and planned saves, and of exports."""
 
-import importlib.util
 import itertools
 import shutil
 
@@ -9,7 +8,6 @@ from leak_cases import case, each, raises, with_members
 
 import mlstate
 from mlstate import checkpoint, errors
-from mlstate.checkpoint._files.convert import write_any
 
 FEW = 60
 
@@ -119,21 +117,16 @@ def hugging_face_folders(tmp_path):
 
 
 def _paths(tmp_path):
-    """Return files of every format that is installed, with the same tensors."""
+    """Return a checkpoint and files with the same tensors."""
     model = {f"layers.{i}.w": np.ones((9, 5 + i), np.float32) for i in range(4)}
     mlstate.save(tmp_path / "ckpt", model)
     mlstate.save_file(model, tmp_path / "a.safetensors")
     np.savez(tmp_path / "a.npz", **model)
-    paths = [tmp_path / name for name in ("ckpt", "a.safetensors", "a.npz")]
-    if importlib.util.find_spec("torch") is not None:
-        for name in ("a.pt", "a.dcp"):
-            write_any(tmp_path / name, model)
-            paths.append(tmp_path / name)
-    return paths
+    return [tmp_path / name for name in ("ckpt", "a.safetensors", "a.npz")]
 
 
 @case("load", "diff", "inspect", calls=FEW)
-def paths_of_every_format(tmp_path):
+def paths_of_files(tmp_path):
     paths = _paths(tmp_path)
 
     def run():
