@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIMITS = ROOT / "tools" / "code_lines.json"
 FOLDERS = (
     "csrc/core",
+    "csrc/public",
     "csrc/python",
     "mlstate",
     "tests",
@@ -30,6 +31,7 @@ FOLDERS = (
     "benchmarks",
     "examples",
     "docs",
+    "include",
 )
 C_TOKENS = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 # Tokens that do not count as code.

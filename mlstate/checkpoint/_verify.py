@@ -144,7 +144,7 @@ class VerifyReport:
         self.checksums: bool = True
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        self.checksums = True  # pickles of older versions lack it
+        self.checksums, self.compared = True, []  # pickles of older versions lack them
         for name, value in state[1].items():
             setattr(self, name, value)
 

@@ -99,14 +99,14 @@ def _steps(checkpoint: Checkpoint) -> list[int]:
     return sorted(CheckpointManager(checkpoint.path).steps()) if is_run else []
 
 
-def _kind(checkpoint: Checkpoint) -> str:
-    foreign = checkpoint._whole
-    return kind_of(checkpoint._root) if foreign is None else foreign.format
-
-
 def _has_checksums(checkpoint: Checkpoint) -> bool:
     """Return whether all bytes have checksums, in the files or next to them."""
     return all(shard.crc32c is not None or shard.layers for shard in checkpoint.shards())
+
+
+def _kind(checkpoint: Checkpoint) -> str:
+    foreign = checkpoint._whole
+    return kind_of(checkpoint._root) if foreign is None else foreign.format
 
 
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
@@ -199,10 +199,10 @@ def _inspect_file(arguments: argparse.Namespace) -> None:
     place = local_folder(path)
     header = read_header(place)
     metadata = load_metadata(place)
+    has_checksums = header.has_checksums or find_of_file(place) is not None
     parameters = sum(prod(t.shape) for t in header.tensors)
     [chosen] = chosen_keys(arguments.names, [[t.key for t in header.tensors]])
     listed = [t for t in header.tensors if t.key in chosen and not arguments.summary]
-    has_checksums = header.has_checksums or find_of_file(place) is not None
     if arguments.json:
         tensors = [
             {

@@ -243,43 +243,38 @@ def _reason(report: VerifyReport) -> str:
     return "there is no older step that is good"
 
 
-def _run_chosen(arguments: argparse.Namespace, step: int | None) -> int:
-    """Verify the tensors that ``--names`` chooses."""
+def _verify_chosen(
+    arguments: argparse.Namespace,
+) -> tuple[list[_Verified], VerifyReport, str, bool]:
+    """Return what `_verify_any` does, for the tensors that ``--names`` chooses."""
     if arguments.repair or arguments.all_steps:
         raise ValueError("--names cannot be used with --repair or --all-steps")
-    where = find_any(arguments.path, step)
-    report = verify(where if isinstance(where, RootPath) else arguments.path, names=arguments.names)
-    root = where.root if isinstance(where, RootPath) else None
-    item = _Verified(root, report)
-    if arguments.json:
-        kind = "safetensors" if root is None else kind_of(root)
-        data = _data([item], report, kind, report.checksums, bool(report))
-        print(json.dumps(data, indent=2))
-    else:
-        _print_one(arguments.path, item, report.checksums)
-    return 0 if report else 1
-
-
-def run_verify(arguments: argparse.Namespace) -> int:
-    """Print the problems; return 1 if there are any and they were not repaired."""
     number = number_of_step(arguments.path, arguments.step, arguments)
-    if arguments.names:
-        return _run_chosen(arguments, number)
+    where = find_any(arguments.path, number)
+    root = where.root if isinstance(where, RootPath) else None
+    report = verify(where if isinstance(where, RootPath) else arguments.path, names=arguments.names)
+    kind = "safetensors" if root is None else kind_of(root)
+    return [_Verified(root, report)], report, kind, report.checksums
+
+
+def _verify_any(
+    arguments: argparse.Namespace,
+) -> tuple[list[_Verified], VerifyReport, str, bool]:
+    """Return the reports, the one on the folder, the format, and whether it has checksums."""
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
     foreign = _verify_foreign(arguments.path) if is_plain else None
-    where = None if foreign is not None else find_any(arguments.path, number)
-    checksums = True
     if foreign is not None:
-        kind = "files"
-    elif where is None or isinstance(where, WholePath):
+        return [_Verified(None, foreign)], foreign, "files", True
+    number = number_of_step(arguments.path, arguments.step, arguments)
+    where = find_any(arguments.path, number)
+    checksums = True
+    if where is None or isinstance(where, WholePath):
         kind = "safetensors" if where is None else where.format
         if arguments.repair or arguments.all_steps:
             raise ValueError(f"{arguments.path} is one file: it has no steps")
     else:
         kind = kind_of(where.root)
-    if foreign is not None:
-        items, rest = [_Verified(None, foreign)], foreign
-    elif isinstance(where, WholePath):
+    if isinstance(where, WholePath):
         rest = verify(where.path)
         items, checksums = [_Verified(None, rest)], rest.checksums
     elif where is None:
@@ -296,6 +291,13 @@ def run_verify(arguments: argparse.Namespace) -> int:
         items, rest = _verify_all(where.files)
     else:
         items, rest = _verify_one(where, arguments.repair)
+    return items, rest, kind, checksums
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print the problems; return 1 if there are any and they were not repaired."""
+    run = _verify_chosen if arguments.names else _verify_any
+    items, rest, kind, checksums = run(arguments)
     good = all(verified.report for verified in items) or rest.repaired is not None
     if arguments.json:
         print(json.dumps(_data(items, rest, kind, checksums, good), indent=2))

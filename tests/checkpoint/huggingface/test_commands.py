@@ -22,7 +22,7 @@ def folder(request, tmp_path):
 def test_inspect_prints_the_tensors(folder, capsys):
     assert main(["inspect", str(folder), "--shards"]) == 0
     text = capsys.readouterr().out
-    assert "Hugging Face folder, 2 tensors, 88 B in " in text
+    assert "Hugging Face folder, 2 tensors, 17 parameters, 88 B in " in text
     assert "b.weight" in text
     assert main(["inspect", str(folder), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

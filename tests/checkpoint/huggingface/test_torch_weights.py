@@ -64,10 +64,8 @@ def test_files_without_an_index_are_read_with_a_warning(tmp_path):
         assert_same(read_any(folder)[0])
 
 
-def test_load_names_the_command_that_reads_them(tmp_path):
-    folder = write_torch_folder(tmp_path / "m")
-    with pytest.raises(FileNotFoundError, match=r"mlstate convert reads its \.bin files"):
-        mlstate.load(folder)
+def test_load_reads_them(tmp_path):
+    assert_same(mlstate.load(write_torch_folder(tmp_path / "m")).model)
 
 
 def test_safetensors_of_the_folder_are_preferred(tmp_path):
@@ -119,7 +117,7 @@ def test_a_malformed_index_is_refused(tmp_path, text):
         read_any(folder)
 
 
-def test_entries_beside_the_weights_are_listed(tmp_path):
+def test_warning_lists_entries_that_are_not_weights(tmp_path):
     weights = {name: torch.ones(2) for name in ("w", "v")}
     torch.save({"model": weights, "ema": weights, "note": "x"}, tmp_path / "pytorch_model.bin")
     with pytest.warns(UserWarning, match="left out: 'ema', 'note'"):

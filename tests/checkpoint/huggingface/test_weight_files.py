@@ -493,7 +493,7 @@ def test_a_missing_folder_names_the_download_command(tmp_path, monkeypatch):
     assert "hf download" not in str(caught.value)
 
 
-def test_a_star_in_a_file_name_is_plain(tmp_path):
+def test_star_in_a_file_name_matches_itself_only(tmp_path):
     for name, value in {"a*.safetensors": 1, "a0.safetensors": 2}.items():
         write_weight_file(tmp_path / name, {"w": np.full(2, value, np.uint8)})
     assert mlstate.load(tmp_path / "a*.safetensors").model["w"].tolist() == [1, 1]

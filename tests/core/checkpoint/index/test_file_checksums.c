@@ -67,7 +67,10 @@ static mls_code compare(const mls_file_checksums *record)
 static mls_code use(const mls_file_checksums *record, mls_index *x)
 {
     size_t failed = 9;
-    REQUIRE(mls_index_of_files(folder, names, 1, crc, x, &failed, &status) == MLS_OK);
+    const mls_code code = mls_index_of_files(folder, names, 1, crc, x, &failed, &status);
+    if (code != MLS_OK) {
+        return code;
+    }
     return mls_index_use_checksums(x, record, &failed, &status);
 }
 

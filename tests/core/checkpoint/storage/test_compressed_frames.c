@@ -266,7 +266,8 @@ TEST(each_block_is_read_once)
     fill(data, 5 * FRAME, 4, 0);
     REQUIRE(store(&s, data, 5 * FRAME, 4) && s.coded.bytes < BLOCK);
     CHECK(is_frame(&room, &s, 0));
-    REQUIRE(mls_file_write_at(s.coded.source.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
+    REQUIRE(mls_file_write_at(s.coded.source.fd, zeros, BLOCK, OFFSET, &status) ==
+            MLS_OK);
     for (size_t i = 1; i < 5; i++) {
         CHECK(is_frame(&room, &s, i));
     }
@@ -278,7 +279,8 @@ TEST(each_block_is_read_once)
     REQUIRE(mls_compressed_frame_begin(&s.frames, 1) < BLOCK && s.ends[1] > BLOCK);
     REQUIRE(s.ends[2] < 2 * BLOCK);
     CHECK(is_frame(&room, &s, 1));
-    REQUIRE(mls_file_write_at(s.coded.source.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
+    REQUIRE(mls_file_write_at(s.coded.source.fd, zeros, BLOCK, OFFSET, &status) ==
+            MLS_OK);
     CHECK(is_frame(&room, &s, 2));
     free(zeros);
 }
