@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .state._diff import StateDiff
 from .state._diff import diff as diff_states
@@ -12,18 +12,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TypeAlias
 
-    State: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
+    from .checkpoint import LoadedState
+
+    State: TypeAlias = Mapping[str, Any] | LoadedState | str | os.PathLike[str]
 
 
-def _is_path(value: object) -> bool:
-    return isinstance(value, str | os.PathLike)
+def _loaded(value: object) -> LoadedState | None:
+    """Return what a path holds, or a loaded state; None for the tensors of one state."""
+    from .checkpoint._load import LoadedState, load
+
+    if isinstance(value, str | os.PathLike):
+        return load(value)
+    return value if isinstance(value, LoadedState) else None
 
 
-def _read(path: Any, *, only_model: bool) -> dict[str, Any]:
-    """Return the tensors of a path by name; names outside the model have a prefix."""
-    from .checkpoint._load import load
-
-    loaded = load(path)
+def _tensors(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
+    """Return the tensors by name; names outside the model have a prefix."""
     tensors = dict(loaded.model or {})
     if only_model and loaded.model is None:
         return dict(loaded.optimizer or {})
@@ -40,10 +44,10 @@ def diff(a: State, b: State, *, rtol: float = 0.0, atol: float = 0.0) -> StateDi
 
     Parameters
     ----------
-    a, b : mapping of str to array, torch.nn.Module, str or os.PathLike
-        The states, in main memory, or paths that `load` reads into memory. Of two paths, optimizers
-        and named states are compared too, under names such as ``optimizer.w.m``; of one, the model,
-        or the optimizer if it has no model.
+    a, b : mapping of str to array, torch.nn.Module, LoadedState, str or os.PathLike
+        The states, in main memory, or paths that `load` reads into memory. Of two paths or results
+        of `load`, optimizers and named states are compared too, under names such as
+        ``optimizer.w.m``; of one, the model, or the optimizer if it has no model.
     rtol, atol : float, default 0
         As for `mlstate.state.diff`.
 
@@ -67,9 +71,12 @@ def diff(a: State, b: State, *, rtol: float = 0.0, atol: float = 0.0) -> StateDi
     >>> mlstate.diff(path, {"w": np.array([1.0, 1.01])}, rtol=0.1).identical
     True
     """
-    both = _is_path(a) and _is_path(b)
-    first: Any = _read(a, only_model=not both) if _is_path(a) else a
-    second: Any = _read(b, only_model=not both) if _is_path(b) else b
+    loaded = _loaded(a), _loaded(b)
+    only_model = None in loaded
+    first, second = (
+        cast("Mapping[str, Any]", each) if state is None else _tensors(state, only_model=only_model)
+        for each, state in zip((a, b), loaded, strict=True)
+    )
     return diff_states(first, second, rtol=rtol, atol=atol)
 
 

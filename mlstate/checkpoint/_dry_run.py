@@ -241,6 +241,7 @@ def plan_save(
 def plan_load(
     path: str | os.PathLike[str],
     *,
+    step: int | str | None = None,
     names: str | Iterable[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -259,12 +260,12 @@ def plan_load(
     ----------
     path : str or os.PathLike
         Folder of the checkpoint, or its URL in an object store.
-    names, rank, world_size, layout
+    step, names, rank, world_size, layout
         As for `load`.
     verify : bool, default True
         Whether the load verifies checksums: then whole blocks of 1 MiB are read.
     root : str, optional
-        Path of another root in the folder. Default: the newest checkpoint.
+        Path of another root in the folder. Default: the newest checkpoint, or that of `step`.
     storage_options : mapping, optional
         As for `save`.
 
@@ -299,6 +300,12 @@ def plan_load(
     files = open_files(path, storage_options, reads=True)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
+    if step is not None:
+        if root != MANIFEST:
+            raise ValueError("step= and root= both choose the checkpoint: pass only one of them")
+        from ._manager import find_root
+
+        root = find_root(files, step)
     root, read_manifest = files.open_root(root)
 
     def plan(manifest: Manifest) -> LoadPlan:

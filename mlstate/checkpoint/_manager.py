@@ -335,7 +335,8 @@ class CheckpointManager:
         5
         """
         if not hasattr(step, "__index__") or is_flag(step):
-            raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
+            hint = "; see latest_step() and best_step()" if isinstance(step, str) else ""
+            raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}{hint}")
         for root, manifest in self._roots():
             if manifest.step == step:
                 return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
@@ -844,8 +845,8 @@ def find_root(files: CheckpointFiles, step: int | str) -> str:
     """Return the root of a step; in a folder without steps, its only root."""
     if step == "best":
         raise ValueError(
-            "step='best' needs the name of the metric: pass CheckpointManager(path, monitor=NAME)"
-            ".best_step(), on the command line --step best --monitor NAME"
+            "step='best' needs the metric: pass step=CheckpointManager(path, monitor='loss')"
+            ".best_step(), with mode='max' if the largest is best"
         )
     if isinstance(step, str) and step != "latest":
         raise ValueError(f"step must be an int or 'latest', got {step!r}")

@@ -57,6 +57,14 @@ class LoadOptions(TypedDict, total=False):
 
 PACK_BELOW = 262144
 _HINTS: dict[str, ForwardRef] = {**SaveOptions.__annotations__, **LoadOptions.__annotations__}
+# words of keywords that other libraries use, and the keyword of the same meaning here
+_MEANT = {
+    "memory": "max_staging_bytes",
+    "budget": "max_staging_bytes",
+    "buffer": "max_staging_bytes",
+    "scheduler": "states",
+    "dtype": "cast",
+}
 SAVE_DEFAULTS = cast(
     "SaveOptions",
     dict.fromkeys(SaveOptions.__annotations__)
@@ -113,7 +121,11 @@ def complete_options(
     """Return the options of a call with defaults; raise TypeError for an unknown keyword."""
     for name in options:
         if name not in defaults:
-            hint = names_hint(name, signature(function).parameters, listed=False)
+            parameters = signature(function).parameters
+            hint = names_hint(name, parameters, listed=False)
+            for word, meant in _MEANT.items():
+                if word in name and meant in parameters:
+                    hint = f"; did you mean {meant!r}?"
             raise TypeError(
                 f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}"
             )

@@ -191,10 +191,11 @@ def _mapping_of(name: str, state: Any) -> Any:
     if hasattr(state, "get_state_dict"):
         state = state.get_state_dict()
     if state is not None and not hasattr(state, "keys"):
+        hint = f"; pass its .{name}" if hasattr(state, "model") else ""
         raise TypeError(
             f"{name} must be a mapping of str to arrays, a torch "
             f"{'module' if name == 'model' else 'optimizer'} or something with "
-            f"get_state_dict(), got {type(state).__name__}"
+            f"get_state_dict(), got {type(state).__name__}{hint}"
         )
     return state
 

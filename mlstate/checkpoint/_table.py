@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .._common.text import number_order
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -85,16 +87,10 @@ def columns_of(records: Iterable[TensorRecord]) -> list[str]:
     return [WEIGHTS, *columns] if weights else columns
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key that puts layer 10 after layer 9."""
-    parts = name.split(".")
-    return [(p.isdecimal(), int(p) if p.isascii() and p.isdecimal() else 0, p) for p in parts]
-
-
 def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group]:
-    """Return all layers sorted by name; numbers in names are compared as numbers."""
+    """Return all layers and their parameters, sorted by the numbers in their names."""
     groups: dict[str, Group] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: number_order(record.parameter)):
         name = layer_of(record.parameter)
         group = groups.get(name)
         if group is None:
@@ -106,4 +102,4 @@ def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group
         parameter.add(record, column)
         group.nbytes[column] = group.nbytes.get(column, 0) + record.nbytes
         group.total += record.nbytes
-    return sorted(groups.values(), key=lambda group: _natural(group.name))
+    return sorted(groups.values(), key=lambda group: number_order(group.name))

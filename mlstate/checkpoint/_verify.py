@@ -14,12 +14,14 @@ from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
 from ._folder.names import MANIFEST, Root
 from ._folder.weight_names import is_index
+from ._sections import STATES
 from ._store.checkpoint_files import TRIES, CheckpointFiles
+from ._store.name_globs import listed_names
 from ._store.open_path import RootPath, open_root_path
 from ._store.weight_files import is_weights_root, unlisted_files, warn_of_total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from .. import _core
     from ._load_whole import WholePath
@@ -367,6 +369,51 @@ def _note_result(
         files.unmark(manifest)
 
 
+def _verify_names(
+    files: CheckpointFiles,
+    root: str,
+    names: list[str],
+    report: VerifyReport,
+    progress: Callable[[int], object] | None,
+) -> None:
+    """Read the chosen tensors, one after the other, and add their problems to the report."""
+    from ._load import chosen_names, ranks_of
+
+    def verify_tensors(manifest: Manifest) -> None:
+        report.step, report.bytes, report.problems = manifest.step, 0, []
+        merged = files.load_merged_index(manifest)
+        sections = [merged.keys(number) for number in range(STATES)]
+        checksums = {shard[1]: shard[_CRC32C] is not None for shard in merged.shards()}
+        every = ranks_of(None, None, None, None)
+        for number, keys in enumerate(
+            chosen_names(sections, names, files.path, manifest.weights)[1]
+        ):
+            for key in keys:
+                report.checksums = report.checksums and checksums[key]
+                try:
+                    read = files.folder.load(merged, number, [key], every, True, False, progress)
+                except (ChecksumError, FormatError, StoreError) as error:
+                    if files.folder.is_outage(error) or isinstance(error, StoreNotFoundError):
+                        raise  # `read_root` starts again if a writer has replaced the checkpoint
+                    report.problems.append(_problem_of(error, key, files.path))
+                else:
+                    report.bytes += sum(array.nbytes for array in read.values())
+
+    try:
+        files.read_root(root, verify_tensors)
+    except StoreNotFoundError as error:
+        if not files.folder.exists(root):
+            raise
+        report.problems.append(_problem_of(error, None, files.path))
+
+
+def _problem_of(error: MLStateError, key: str | None, folder: str) -> Problem:
+    """Return the problem that a load of a tensor raised."""
+    path = os.path.relpath(error.path, folder) if error.path else ""
+    kind = "altered" if isinstance(error, ChecksumError) else "unreadable"
+    return _root_problem(kind, path, 0, error)._replace(name=error.name or key)
+
+
 # ---- repair ----
 
 
@@ -465,6 +512,7 @@ def verify(
     repair: bool = False,
     progress: Callable[[int], object] | None = None,
     step: int | str | None = None,
+    names: str | Iterable[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """
@@ -486,6 +534,9 @@ def verify(
         Called with the number of bytes read since the last call.
     step : int or "latest", optional
         The step of a run. Default: the newest.
+    names : str or iterable of str, optional
+        Tensors, layers or globs, as for `load`. Only these tensors are read, one after the other
+        into memory. Headers and other files are not looked at, and no step is marked as damaged.
     storage_options : mapping, optional
         As for `save`.
 
@@ -497,7 +548,10 @@ def verify(
     Raises
     ------
     ValueError
-        `repair` is true for files of another program, which have no older step.
+        `repair` is true for files of another program, which have no older step, or together with
+        `names`; or `names` are given for a file that is read as a whole (``.npz``, ``.pt``).
+    TensorNotFoundError
+        The checkpoint does not hold one of the `names`.
     StoreError
         The folder does not exist or, with `repair`, cannot be written. Also if other processes
         replaced the checkpoint during each of 20 attempts to verify it.
@@ -521,6 +575,9 @@ def verify(
     [('altered', 'w', 4096)]
     """
     check_flags(repair=repair)
+    listed = listed_names(names)
+    if repair and listed is not None:
+        raise ValueError("a repair verifies all tensors: leave out names")
     files, root, _ = open_root_path(path, storage_options)
     is_plain = root == MANIFEST and step is None and not repair
     if is_plain and files.folder.is_local and not is_index(files.folder.file):
@@ -544,12 +601,17 @@ def verify(
     if foreign is not None:
         if repair:
             raise ValueError(f"{foreign.path} is of another program: it has no step to return to")
+        if listed is not None:
+            raise ValueError(f"{foreign.path} is verified as a whole: leave out names")
         from ._load_whole import verify_whole
 
         report.path = foreign.path
         verify_whole(foreign, report, progress)
         return report
     root = _root_to_verify(files, root)
+    if listed is not None:
+        _verify_names(files, root, listed, report, progress)
+        return report
     indexes: dict[str, Any] = {}
     if is_weights_root(root) and repair:
         raise ValueError(

@@ -16,7 +16,7 @@ from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._load_whole import WholePath
 from ..checkpoint._store.checkpoint_files import CheckpointFiles
-from ..checkpoint._store.open_path import is_url
+from ..checkpoint._store.open_path import RootPath, is_url
 from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
 from ._common import (
@@ -24,6 +24,7 @@ from ._common import (
     Commands,
     add_command,
     add_monitor,
+    add_names,
     add_step,
     check_is_safetensors,
     find_any,
@@ -35,7 +36,6 @@ from ._common import (
 
 if TYPE_CHECKING:
     from ..checkpoint import Problem
-    from ..checkpoint._store.open_path import RootPath
 
 __all__ = ["add"]
 
@@ -65,6 +65,7 @@ def add(commands: Commands) -> None:
         help="put the newest good step in the place of a damaged newest one; good if there is one",
     )
     add_monitor(parser)
+    add_names(parser)
 
 
 # ---- verification ----
@@ -242,6 +243,20 @@ def _reason(report: VerifyReport) -> str:
     return "there is no older step that is good"
 
 
+def _verify_chosen(
+    arguments: argparse.Namespace,
+) -> tuple[list[_Verified], VerifyReport, str, bool]:
+    """Return what `_verify_any` does, for the tensors that ``--names`` chooses."""
+    if arguments.repair or arguments.all_steps:
+        raise ValueError("--names cannot be used with --repair or --all-steps")
+    number = number_of_step(arguments.path, arguments.step, arguments)
+    where = find_any(arguments.path, number)
+    root = where.root if isinstance(where, RootPath) else None
+    report = verify(where if isinstance(where, RootPath) else arguments.path, names=arguments.names)
+    kind = "safetensors" if root is None else kind_of(root)
+    return [_Verified(root, report)], report, kind, report.checksums
+
+
 def _verify_any(
     arguments: argparse.Namespace,
 ) -> tuple[list[_Verified], VerifyReport, str, bool]:
@@ -281,7 +296,8 @@ def _verify_any(
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print the problems; return 1 if there are any and they were not repaired."""
-    items, rest, kind, checksums = _verify_any(arguments)
+    run = _verify_chosen if arguments.names else _verify_any
+    items, rest, kind, checksums = run(arguments)
     good = all(verified.report for verified in items) or rest.repaired is not None
     if arguments.json:
         print(json.dumps(_data(items, rest, kind, checksums, good), indent=2))

@@ -206,6 +206,11 @@ def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(
             f"expected a mapping of str to array, got {type(state).__name__}: pass its state_dict()"
         )
+    if not isinstance(state, dict) and hasattr(state, "model"):
+        raise TypeError(
+            f"expected a mapping of str to array, got {type(state).__name__}, which holds several "
+            "states: pass its .model or .optimizer"
+        )
     return state
 
 

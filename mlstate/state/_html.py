@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from html import escape
-from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from .. import _core
 from .._common.dtypes import label_of
-from .._common.text import bytes_text, count_text, shorten
+from .._common.text import bytes_text, count_text, number_order, shorten
 from ._preview import Leaf, Node, Row, preview
 
 if TYPE_CHECKING:
@@ -61,12 +60,10 @@ def _facts(array: Array) -> tuple[str, str]:
 
 def state_repr(state: StateDict) -> str:
     """Return the first and last tensors, and the number of tensors between them."""
-    items = dict.copy(state).items()  # in one step: other threads may change the state
-    if len(items) <= FIRST + LAST + 1:
-        first, last = list(items), []
-    else:
-        first = list(islice(items, FIRST))
-        last = list(islice(reversed(items), LAST))[::-1]
+    copied = dict.copy(state)  # in one step: other threads may change the state
+    items = sorted(copied.items(), key=lambda item: number_order(str(item[0])))
+    cut = len(items) > FIRST + LAST + 1
+    first, last = (items[:FIRST], items[-LAST:]) if cut else (items, [])
     rows = [(shorten(str(name), 60), *_facts(array)) for name, array in first + last]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  {n:{widths[0]}}  {d:{widths[1]}}  {s}".rstrip() for n, d, s in rows]
@@ -182,6 +179,7 @@ def state_html(state: StateDict) -> str:
     title = f"<div class=mlstate><style>{_STYLE}</style><p>{escape(_title(state))}</p>"
     try:
         leaves = [Leaf(*facts) for facts in _core.state_facts(state)]
+        leaves.sort(key=lambda leaf: number_order(leaf.name))
     except UNREADABLE:
         return f"<pre>{escape(state_repr(state))}</pre>"
     root = Node("", -1, leaves)

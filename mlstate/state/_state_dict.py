@@ -107,8 +107,8 @@ class StateDict(_core.StateDict):
     (True, 32)
     >>> state
     StateDict: 2 tensors, 32 B
-      fc.weight  float32  (2, 3)
       fc.bias    float32  (2,)
+      fc.weight  float32  (2, 3)
     >>> state["fc.weights"]
     Traceback (most recent call last):
     mlstate.errors.TensorNotFoundError: Tensor 'fc.weights' not found in state dict

@@ -17,7 +17,7 @@ from checkpoint_model import flip_shard, same
 from thread_team import run_in_threads
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager, Staging, prune, save_async
+from mlstate.checkpoint import CheckpointManager, Staging, plan_load, prune, save_async
 from mlstate.checkpoint._store.open_path import RootPath, open_files
 
 
@@ -85,6 +85,25 @@ def test_a_step_saved_again_is_replaced(manager):
     manager.save(2, state(7))
     assert manager.steps() == [1, 2]
     assert same(state(7), manager.restore(2).model)
+
+
+def test_the_error_of_the_best_step_shows_the_call(manager):
+    for call in (mlstate.load, mlstate.verify, mlstate.inspect, plan_load):
+        with pytest.raises(ValueError, match=r"step=CheckpointManager\(path, monitor='loss'\)"):
+            call(manager.directory, step="best")
+    with pytest.raises(TypeError, match=r"latest_step\(\) and best_step\(\)"):
+        manager.restore("best")
+
+
+def test_the_load_of_a_step_is_planned(tmp_path):
+    with CheckpointManager(tmp_path / "run", keep=None) as manager:
+        for step in (1, 2):
+            manager.save(step, model={"w": np.full(step * 1000, step)}, pack_below_bytes=0)
+    sizes = [sum(read.end - read.begin for read in plan_load(manager.directory, step=step).reads)
+             for step in (1, 2, "latest")]  # fmt: skip
+    assert sizes == [8000, 16000, 16000]
+    with pytest.raises(ValueError, match="pass only one"):
+        plan_load(manager.directory, step=1, root="roots/x")
 
 
 def test_a_damaged_step_is_passed_over_with_a_warning(manager):
@@ -564,3 +583,14 @@ def test_manager_moves_to_an_assigned_directory(manager, tmp_path):
     save_all(manager, 10, 11, 12, 13)
     assert manager.steps() == CheckpointManager(tmp_path / "other").steps() == [11, 12, 13]
     assert pickle.loads(pickle.dumps(manager)).directory == str(tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["memory_budget", "max_memory", "max_buffer_bytes"])
+def test_keywords_of_other_libraries_are_explained(tmp_path, name):
+    manager = CheckpointManager(tmp_path / "run")
+    with pytest.raises(TypeError, match="did you mean 'max_staging_bytes'"):
+        manager.save_async(1, state(1), **{name: "200MB"})
+    with pytest.raises(TypeError, match="did you mean 'max_staging_bytes'"):
+        save_async(tmp_path / "new", state(1), **{name: "200MB"})
+    with pytest.raises(TypeError, match="did you mean 'cast'"):
+        mlstate.load(tmp_path / "run", dtype="bfloat16")

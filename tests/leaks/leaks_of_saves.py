@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 from leak_cases import case, each, raises, with_members
 
+import mlstate
 from mlstate import checkpoint, errors
 
 FEW = 60
@@ -113,3 +114,40 @@ def hugging_face_folders(tmp_path):
         raises(TypeError, checkpoint.export_huggingface_async, tmp_path / "m", {"a": [1]}),
         raises(errors.FormatError, checkpoint.load, wrong),
     ), [model]
+
+
+def _paths(tmp_path):
+    """Return a checkpoint and files with the same tensors."""
+    model = {f"layers.{i}.w": np.ones((9, 5 + i), np.float32) for i in range(4)}
+    mlstate.save(tmp_path / "ckpt", model)
+    mlstate.save_file(model, tmp_path / "a.safetensors")
+    np.savez(tmp_path / "a.npz", **model)
+    return [tmp_path / name for name in ("ckpt", "a.safetensors", "a.npz")]
+
+
+@case("load", "diff", "inspect", calls=FEW)
+def paths_of_files(tmp_path):
+    paths = _paths(tmp_path)
+
+    def run():
+        for path in paths:
+            loaded = mlstate.load(path, rank=1, world_size=3, layout="rows")
+            mlstate.load(path, names="layers.1"), mlstate.inspect(path)
+            assert not mlstate.diff(paths[0], loaded).identical
+            assert mlstate.diff(path, paths[0], rtol=1e-3).identical
+
+    return each(
+        run,
+        raises(errors.TensorNotFoundError, mlstate.load, paths[2], names="missing"),
+        raises(TypeError, mlstate.rename, mlstate.load(paths[1]), {"a": "b"}),
+    ), []
+
+
+@case("verify", calls=FEW)
+def verified_names(tmp_path):
+    path, file = _paths(tmp_path)[:2]
+
+    def run():
+        assert mlstate.verify(path, names="layers.[12].*") and mlstate.verify(file, names="layers")
+
+    return each(run, raises(ValueError, mlstate.verify, path, names="layers", repair=True)), []

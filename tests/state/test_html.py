@@ -204,4 +204,4 @@ def test_unchecked_entries_are_printed():
     dict.__setitem__(state, 3, np.zeros(1))
     first, *lines = repr(state).splitlines()
     assert first == "StateDict: 3 tensors, unknown size"
-    assert lines == ["  a  float64  (2,)", "  b  list", "  3  float64  (1,)"]
+    assert lines == ["  3  float64  (1,)", "  a  float64  (2,)", "  b  list"]

@@ -188,3 +188,26 @@ def test_verify_refuses_what_is_not_a_regular_file(tmp_path, suffix):
     os.mkfifo(tmp_path / f"a{suffix}")
     kind, text = damage_of(tmp_path / f"a{suffix}")
     assert kind == "unreadable" and "not a regular file" in text
+
+
+def test_a_loaded_state_is_compared_as_its_path(path, tmp_path):
+    loaded = mlstate.load(path)
+    mlstate.save(tmp_path / "other", {**WEIGHTS, "b": np.zeros(3)}, MOMENTS)
+    for second in (tmp_path / "other", mlstate.load(tmp_path / "other")):
+        assert [change.name for change in mlstate.diff(loaded, second).changes] == ["b"]
+    assert mlstate.diff(loaded, WEIGHTS).identical and mlstate.diff(WEIGHTS, path).identical
+
+
+def test_errors_name_the_state_of_a_loaded_one(tmp_path):
+    mlstate.save(tmp_path / "ckpt", WEIGHTS)
+    loaded = mlstate.load(tmp_path / "ckpt")
+    target = {name: np.zeros_like(array) for name, array in WEIGHTS.items()}
+    calls = [
+        lambda: mlstate.load_into(target, loaded),
+        lambda: mlstate.rename(loaded, {"layers.": ""}),
+        lambda: mlstate.save_file(loaded, tmp_path / "w.safetensors"),
+        lambda: mlstate.save(tmp_path / "new", loaded),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"LoadedState.*pass its \.model"):
+            call()

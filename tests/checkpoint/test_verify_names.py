@@ -1,0 +1,60 @@
+"""Verify chosen tensors only."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_model import flip_shard
+
+import mlstate
+from mlstate.cli import main
+
+MODEL = {f"layers.{i}.w": np.full(1000, float(i)) for i in range(3)}
+
+
+@pytest.fixture
+def path(tmp_path):
+    saved = mlstate.save(tmp_path / "ckpt", MODEL, {"layers.1.w.m": np.ones(9)}, pack_below_bytes=0)
+    flip_shard(tmp_path / "ckpt", next(s for s in saved.shards() if s.key == "layers.1.w"), 2)
+    return str(tmp_path / "ckpt")
+
+
+def test_only_the_chosen_tensors_are_read(path, capsys):
+    assert mlstate.verify(path, names="layers.2").bytes == 8000
+    assert mlstate.verify(path, names=["layers.0", "layers.2"])
+    [problem] = mlstate.verify(path, names="layers.[01].*").problems
+    assert (problem.kind, problem.name) == ("altered", "layers.1.w")
+    assert problem.path.startswith("params/layers.1.w")
+    assert main(["verify", path, "--names", "layers.2", "--names", "layers.0.*"]) == 0
+    assert "good" in capsys.readouterr().out
+    assert main(["verify", path, "--names", "layers.1"]) == 1
+    assert "altered" in capsys.readouterr().out
+
+
+def test_a_missing_file_is_a_problem(path):
+    [file] = Path(path).glob("params/layers.0.w*")
+    file.unlink()
+    [problem] = mlstate.verify(path, names="layers.0").problems
+    assert problem.kind == "missing" and problem.path == f"params/{file.name}"
+    assert mlstate.verify(path, names="layers.2")
+
+
+def test_a_file_of_safetensors(tmp_path, capsys):
+    path = str(tmp_path / "w.safetensors")
+    mlstate.save_file(MODEL, path)
+    assert mlstate.verify(path, names="layers.2").bytes == 8000
+    assert main(["verify", path, "--names", "layers.2"]) == 0
+    assert "good, 7.81 KiB read" in capsys.readouterr().out
+
+
+def test_wrong_choices_are_refused(path, tmp_path, capsys):
+    with pytest.raises(mlstate.TensorNotFoundError, match=r"did you mean 'layers\.2\.w'"):
+        mlstate.verify(path, names="layers.2.v")
+    with pytest.raises(ValueError, match="leave out names"):
+        mlstate.verify(path, names="layers.2", repair=True)
+    np.savez(tmp_path / "a.npz", **MODEL)
+    with pytest.raises(ValueError, match="verified as a whole"):
+        mlstate.verify(tmp_path / "a.npz", names="layers.2")
+    for option in ("--repair", "--all-steps"):
+        assert main(["verify", path, "--names", "layers.2", option]) == 2
+        assert "--names cannot" in capsys.readouterr().err
