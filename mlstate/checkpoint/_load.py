@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_flags, check_int, is_flag
-from .._common.backend import TensorBackend, torch_backend
+from .._common.backend import TensorBackend, is_module, torch_backend
 from .._common.converted import converted, is_converted
 from .._common.dtypes import FLOATS, dtype_name, numpy_dtype
 from .._common.text import names_hint
@@ -597,8 +597,8 @@ def load(
         anything is changed, they check together that every target matches and that all read
         the same checkpoint.
     into : mapping or object, optional
-        ``{"model": state, "optimizer": state, "states": {name: state}}``, or an object with these
-        attributes. Existing
+        ``{"model": state, "optimizer": state, "states": {name: state}}``, an object with these
+        attributes, or a torch module, which receives the model. Existing
         arrays of the right shape and dtype are filled, and no new ones are made. Torch modules
         and optimizers are filled in place, including DDP, FSDP2 and FSDP1 modules. Sharded modules
         know their part of each tensor, so `group`, `rank` and `layout` do not cut for them; a
@@ -698,6 +698,8 @@ def load(
            [6., 7.]])
     """
     options = complete_options(load, options, LOAD_DEFAULTS)
+    if is_module(options["into"]):
+        options["into"] = {"model": options["into"]}
     into, mmap = options["into"], options["mmap"]
     verify, missing = options["verify"], options["missing"]
     rank, world_size, layout = options["rank"], options["world_size"], options["layout"]

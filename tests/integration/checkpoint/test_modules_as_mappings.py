@@ -26,6 +26,15 @@ def pair():
     return torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
 
 
+def test_load_fills_a_module(tmp_path):
+    a, b = pair()
+    mlstate.save(tmp_path / "run", a)
+    assert mlstate.load(tmp_path / "run", into=b).model is b
+    assert mlstate.diff(a, b).identical
+    with pytest.raises(CompatibilityError, match="weight"):
+        mlstate.load(tmp_path / "run", into=torch.nn.Linear(4, 2))
+
+
 def test_reading_functions_take_a_module(tmp_path):
     a, b = pair()
     state = dict(a.state_dict())
