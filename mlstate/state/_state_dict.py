@@ -60,6 +60,11 @@ def _converted_part(value: Any, dtype: str) -> Any:
     return value if array is value.array else value._with_array(array, value.tier)
 
 
+def _entries_of(value: Any) -> Any:
+    """Return the entries of a torch module, and any other value as it is."""
+    return backend_of(value, StateBackend).module_entries(value) if is_module(value) else value
+
+
 class StateDict(_core.StateDict):
     """A dict of named arrays: the state of a model, an optimizer, or a part of one.
 
@@ -117,9 +122,11 @@ class StateDict(_core.StateDict):
     __slots__ = ()
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
-        if len(args) == 1 and is_module(args[0]):
-            args = (backend_of(args[0], StateBackend).module_entries(args[0]),)
-        super().__init__(*args, **kwargs)
+        super().__init__(*map(_entries_of, args), **kwargs)
+
+    def update(self, /, *args: Any, **kwargs: Any) -> None:
+        """Add the entries of a mapping, of pairs or of a torch module, and those of keywords."""
+        super().update(*map(_entries_of, args), **kwargs)
 
     @property
     def nbytes(self) -> int:

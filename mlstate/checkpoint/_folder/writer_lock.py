@@ -175,10 +175,7 @@ class WriterLock:
         """Return the error for a lock that another writer holds, with a remedy."""
         remedy = "repeat the call when it has ended"
         if self._timeout is not None:
-            remedy = (
-                f"waited {self._timeout:g} s; to wait longer, pass lock_timeout= "
-                "(--lock-timeout) in seconds"
-            )
+            remedy = f"waited {self._timeout:g} s; to wait longer, pass lock_timeout= in seconds"
         error = OSError(errno.EBUSY, f"{reason}: {remedy}")
         return store_error(error, f"cannot lock the {self._subject}", self._path)
 

@@ -378,9 +378,10 @@ def test_every_writer_waits_for_another_process(locked_checkpoint, name):
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_writer_gives_up_after_its_time(locked_checkpoint, holder, name, seconds):
     before, start = contents(), time.monotonic()
+    option = "--lock-timeout" if name.startswith("mlstate ") else "lock_timeout="
     text = (
         rf"cannot lock the checkpoint: process {holder.pid} on \S+ is writing it: "
-        rf"waited {seconds} s; to wait longer, pass lock_timeout= \(--lock-timeout\) in seconds"
+        rf"waited {seconds} s; to wait longer, pass {option} in seconds"
     )
     with pytest.raises(mlstate.StoreError, match=text) as e:
         WRITERS[name](seconds)

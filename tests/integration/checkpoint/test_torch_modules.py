@@ -318,7 +318,7 @@ def few_bits():
 STRANGE = {
     **{
         name: lambda name=name: torch.zeros(4, dtype=torch.uint8).view(getattr(torch, name))
-        for name in (*few_bits(), "bits8", "bits4x2", "float4_e2m1fn_x2")
+        for name in (*few_bits(), "bits8", "bits4x2")
         if hasattr(torch, name)
     },
     "complex32": lambda: torch.zeros(2).view(torch.complex32),
