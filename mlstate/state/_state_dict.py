@@ -125,7 +125,7 @@ class StateDict(_core.StateDict):
         super().__init__(*map(_entries_of, args), **kwargs)
 
     def update(self, /, *args: Any, **kwargs: Any) -> None:
-        """Add the entries of a mapping, of pairs or of a torch module, and those of keywords."""
+        """Add the entries of a mapping, of pairs or of a torch module, and keywords."""
         super().update(*map(_entries_of, args), **kwargs)
 
     @property

@@ -80,7 +80,7 @@ def planned_saves_and_loads(tmp_path):
     ), [model, state]
 
 
-@case("export_huggingface", "export_huggingface_async", calls=FEW)
+@case("export_huggingface", "export_huggingface_async", calls=150)
 def hugging_face_folders(tmp_path):
     model = {f"layers.{i}.w": np.ones((9, 5 + i), np.float32) for i in range(4)}
     model["columns"] = np.ones((6, 4), np.float16).T
