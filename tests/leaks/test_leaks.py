@@ -139,7 +139,7 @@ def weights(prefix="", dtype=np.float32):
 
 @case(
     *with_members(
-        "StateDict", "get_tensor get_tensor_or_none has_tensor remove_tensor digest astype"
+        "StateDict", "get_tensor get_tensor_or_none has_tensor remove_tensor digest astype update"
     )
 )
 def state_dicts(_):
