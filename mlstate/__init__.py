@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         state,
         threads,
     )
-    from ._diff import diff
     from ._info import info
     from .checkpoint import (
         CheckpointManager,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         save_file,
         verify,
     )
+    from .checkpoint._diff import diff
     from .errors import (
         CapacityError,
         ChecksumError,
@@ -136,7 +136,6 @@ _MODULES = (
     "threads",
 )
 _NAMES = {
-    "._diff": ("diff",),
     "._info": ("info",),
     "._safetensors": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
     ".checkpoint": (
@@ -150,6 +149,7 @@ _NAMES = {
         "save_async",
         "verify",
     ),
+    ".checkpoint._diff": ("diff",),
     ".errors": (
         "CapacityError",
         "ChecksumError",

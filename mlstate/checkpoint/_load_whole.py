@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import zipfile
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
@@ -54,6 +55,9 @@ class WholePath(NamedTuple):
         """Read all of it."""
         return read_any(self.path, format=self.format, checked=checked)
 
+
+# Formats whose arrays are views of mapped files: a load returns memory that no writer changes.
+_MAPPED = ("torch", "huggingface")
 
 # ---- which formats ----
 
@@ -296,17 +300,22 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
         request.options["progress"](sum(a.nbytes for each in sections for a in each.values()))
     _, chosen = chosen_names([list(each) for each in sections], request.names, where.path)
     model = sections[0]
+    is_mapped = where.format in _MAPPED and request.options["into"] is None
     arrays: list[dict[str, Any]] = []
     for number, names in enumerate(chosen):
         arrays.append({})
         for name in names:
             parameter = model.get(name.rpartition(".")[0]) if number == OPTIMIZER else None
             part = _cut(name, sections[number][name], request.cutting, parameter)
-            is_cast = bool(request.dtype) and number != OPTIMIZER
-            arrays[-1][name] = converted_value(part, request.dtype) if is_cast else part
+            if request.dtype and number != OPTIMIZER:
+                part = converted_value(part, request.dtype)
+            is_view = is_mapped and part is sections[number][name]
+            arrays[-1][name] = part.copy() if is_view else part
     metadata = dict(parts.metadata)
     step = _step_of(parts)
     states = dict(parts.states) if request.names is None else {}
+    if is_mapped:
+        states = deepcopy(states)
     if request.options["into"] is not None:
         filled, optimizer = _fill(where, request, arrays)
         return LoadedState(filled, optimizer, metadata, step, {})

@@ -183,7 +183,7 @@ def test_verify_names_a_damaged_list_of_entries(tmp_path):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".ckpt"])
-def test_verify_refuses_what_is_not_a_regular_file(tmp_path, suffix):
+def test_verify_refuses_special_files(tmp_path, suffix):
     pytest.importorskip("torch", reason="it reads two of these")
     os.mkfifo(tmp_path / f"a{suffix}")
     kind, text = damage_of(tmp_path / f"a{suffix}")
@@ -211,3 +211,40 @@ def test_errors_name_the_state_of_a_loaded_one(tmp_path):
     for call in calls:
         with pytest.raises(TypeError, match=r"LoadedState.*pass its \.model"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (np.random.default_rng(1), np.random.default_rng(2)),
+        ({"rows": [1, 2]}, {"rows": [1, 3]}),
+        ({"note": "first"}, {"note": "second"}),
+        ({"a": None}, {"a": True}),
+        ({"a": np.zeros(2)}, {"b": np.zeros(2)}),
+    ],
+)
+def test_diff_of_paths_compares_every_item_of_named_states(tmp_path, first, second):
+    for name, state in {"a": first, "b": second, "c": first}.items():
+        mlstate.save(tmp_path / name, {"w": np.ones(2)}, states={"s": state})
+    assert mlstate.diff(tmp_path / "a", tmp_path / "c").identical
+    assert not mlstate.diff(tmp_path / "a", tmp_path / "b").identical
+
+
+@pytest.mark.parametrize("suffix", ["pt", "npz", "safetensors"])
+def test_loaded_arrays_stay_when_the_file_is_overwritten(tmp_path, suffix):
+    path = tmp_path / f"w.{suffix}"
+    array = np.ones(100_000, np.float32)
+    if suffix == "pt":
+        torch = pytest.importorskip("torch")
+        torch.save({"w": torch.from_numpy(array), "ema": {"w": torch.from_numpy(array)}}, path)
+    elif suffix == "npz":
+        np.savez(path, w=array)
+    else:
+        mlstate.save_file({"w": array}, path)
+    loaded = mlstate.load(path)
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(bytes(size))
+    assert np.array_equal(loaded.model["w"], array)
+    for state in loaded.states.values():
+        assert np.array_equal(state["w"], array)

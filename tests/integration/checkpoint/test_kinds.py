@@ -35,7 +35,7 @@ def written(request, tmp_path_factory):
     return path, {name: array_of(tensor) for name, tensor in kind.read(path).items()}
 
 
-def test_whole_checkpoint_equals_what_its_own_library_reads(written):
+def test_load_equals_the_read_of_the_own_library(written):
     path, expected = written
     model = mlstate.load(path).model
     stored = {name: array_of(model[name]) for name in model}

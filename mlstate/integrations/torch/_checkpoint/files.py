@@ -161,7 +161,7 @@ def read_pt(path: Path) -> Parts:
 
     If its format allows, it is memory-mapped and the arrays share its memory.
     """
-    return parts_of(read_tree(path), path)
+    return parts_of(_load_pickle(path, maps=True), path)
 
 
 def read_tree(path: Path) -> Any:
@@ -170,7 +170,7 @@ def read_tree(path: Path) -> Any:
     Beyond tensors and plain values, it may hold NumPy arrays and scalars, paths, namespaces of
     argparse, and members of enums that the program has imported.
     """
-    return _load_pickle(path)
+    return _load_pickle(path, maps=False)
 
 
 def write_tree(tree: Any, file: IO[bytes]) -> None:
@@ -222,7 +222,7 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
     return allowed
 
 
-def _load_pickle(path: Path) -> Any:
+def _load_pickle(path: Path, *, maps: bool) -> Any:
     from pickle import UnpicklingError
 
     import torch
@@ -233,7 +233,7 @@ def _load_pickle(path: Path) -> Any:
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore")  # torch's warnings about its storage classes
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=maps and zipped)
     except UnpicklingError as error:
         raise format_error(path, _describe_refusal(str(error))) from None
     except OSError as error:

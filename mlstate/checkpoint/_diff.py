@@ -5,38 +5,56 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, cast
 
-from .state._diff import StateDiff
-from .state._diff import diff as diff_states
+import numpy as np
+
+from ..state._diff import StateDiff
+from ..state._diff import diff as diff_states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TypeAlias
 
-    from .checkpoint import LoadedState
+    from ._load import LoadedState
 
     State: TypeAlias = Mapping[str, Any] | LoadedState | str | os.PathLike[str]
 
 
 def _loaded(value: object) -> LoadedState | None:
     """Return what a path holds, or a loaded state; None for the tensors of one state."""
-    from .checkpoint._load import LoadedState, load
+    from ._load import LoadedState, load
 
     if isinstance(value, str | os.PathLike):
         return load(value)
     return value if isinstance(value, LoadedState) else None
 
 
-def _tensors(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
-    """Return the tensors by name; names outside the model have a prefix."""
-    tensors = dict(loaded.model or {})
+def _add_entries(entries: dict[str, Any], name: str, value: Any) -> None:
+    """Add the arrays and numbers of a value, however nested; any other value is part of a name."""
+    if hasattr(value, "keys"):
+        for key in value:
+            _add_entries(entries, f"{name}.{key}" if name else str(key), value[key])
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            _add_entries(entries, f"{name}.{number}", each)
+    elif hasattr(value, "dtype"):
+        entries[name] = value
+    elif isinstance(value, int | float | complex) and np.asarray(value).dtype != object:
+        entries[name] = np.asarray(value)
+    else:  # integers beyond 64 bits too
+        entries[f"{name} = {value!r}"] = np.zeros(0)
+
+
+def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
+    """Return the entries by name; names outside the model have a prefix."""
+    entries: dict[str, Any] = {}
     if only_model and loaded.model is None:
-        return dict(loaded.optimizer or {})
+        _add_entries(entries, "", loaded.optimizer or {})
+        return entries
+    _add_entries(entries, "", loaded.model or {})
     if not only_model:
-        states = {f"states.{name}": state for name, state in loaded.states.items()}
-        for prefix, state in {"optimizer": loaded.optimizer, **states}.items():
-            if hasattr(state, "keys"):
-                tensors.update({f"{prefix}.{name}": state[name] for name in state})
-    return {name: value for name, value in tensors.items() if hasattr(value, "dtype")}
+        _add_entries(entries, "optimizer", loaded.optimizer or {})
+        _add_entries(entries, "states", loaded.states)
+    return entries
 
 
 def diff(a: State, b: State, *, rtol: float = 0.0, atol: float = 0.0) -> StateDiff:
@@ -47,7 +65,9 @@ def diff(a: State, b: State, *, rtol: float = 0.0, atol: float = 0.0) -> StateDi
     a, b : mapping of str to array, torch.nn.Module, LoadedState, str or os.PathLike
         The states, in main memory, or paths that `load` reads into memory. Of two paths or results
         of `load`, optimizers and named states are compared too, under names such as
-        ``optimizer.w.m``; of one, the model, or the optimizer if it has no model.
+        ``optimizer.w.m``; of one, the model, or the optimizer if it has no model. Lists and dicts
+        in named states are compared by their items. Items that are neither arrays nor numbers, such
+        as texts, are part of the name: ``states.run.note = 'first'``.
     rtol, atol : float, default 0
         As for `mlstate.state.diff`.
 
@@ -74,7 +94,7 @@ def diff(a: State, b: State, *, rtol: float = 0.0, atol: float = 0.0) -> StateDi
     loaded = _loaded(a), _loaded(b)
     only_model = None in loaded
     first, second = (
-        cast("Mapping[str, Any]", each) if state is None else _tensors(state, only_model=only_model)
+        cast("Mapping[str, Any]", each) if state is None else _entries(state, only_model=only_model)
         for each, state in zip((a, b), loaded, strict=True)
     )
     return diff_states(first, second, rtol=rtol, atol=atol)
