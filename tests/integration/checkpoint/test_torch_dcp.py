@@ -115,6 +115,28 @@ def test_two_applications_are_not_mixed(tmp_path):
     assert sorted(model) == ["a.model.w", "b.model.w"]
 
 
+@pytest.mark.parametrize("form", ["pt", "dcp"])
+@pytest.mark.parametrize("other", ["application", "entry of the same name"])
+def test_several_models_with_optimizers_become_named_states(tmp_path, form, other):
+    first, second = trained(0, 1), trained(1, 1)
+    states = [dict(zip(("model", "optimizer"), get_state_dict(*run), strict=True))
+              for run in (first, second)]  # fmt: skip
+    tree = {"gen": states[0], "disc": states[1]}
+    if other != "application":
+        tree = {"gen": {**states[0], "disc": torch.zeros(2)}, "disc": torch.ones(3)}
+    if form == "pt":
+        torch.save(tree, tmp_path / "a.pt")
+    else:
+        dcp.save(tree, checkpoint_id=tmp_path / "a.dcp")
+    parts = read_any(tmp_path / f"a.{form}")
+    assert parts.model is None and parts.optimizer is None
+    assert main(["convert", str(tmp_path / f"a.{form}"), str(tmp_path / "ckpt")]) == 0
+    loaded = mlstate.load(tmp_path / "ckpt").states
+    assert sorted(loaded) == ["disc", "gen"]
+    for name, tensor in first[0].state_dict().items():
+        assert np.array_equal(loaded["gen"]["model"][name], tensor)
+
+
 def test_dcp_functions_read_the_converted_folder(tmp_path):
     run = trained(0, 3)
     mlstate.save(tmp_path / "ckpt", *run, metadata={"epoch": 3})

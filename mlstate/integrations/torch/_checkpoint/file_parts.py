@@ -330,11 +330,6 @@ def _wrapper_of(tree: Mapping[Any, Any]) -> Any:
     return wrappers[0]
 
 
-def _unwrap(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a tree whose model and optimizer are at the top."""
-    return unwrap(tree, _wrapper_of(tree))
-
-
 def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
     """Return a tree with the content of one entry in its place; all of it if `wrapper` is None."""
     if wrapper not in tree:
@@ -353,11 +348,14 @@ def parts_of(tree: Any, path: Path) -> Parts:
     _check_size(tree, path)
     if _is_optimizer(tree):
         return Parts(None, _restore_optimizer(tree, {}, path), {}, {})
-    tree = _unwrap(tree)
+    tree = unwrap(tree, _wrapper_of(tree))
     models, optimizers = _find_parts(tree)
+    metadata: dict[str, Any] = {}
     if not models and not optimizers:
+        if any(isinstance(value, Mapping) and _find_parts(value)[1] for value in tree.values()):
+            # several models with their optimizers: none of them is the model
+            return Parts(None, None, metadata, _add_rest(tree, metadata, path))
         state, others = _state_from(tree, path)
-        metadata: dict[str, Any] = {}
         return Parts(state, None, metadata, _add_rest(others, metadata, path))
     used = {*models[:1], *optimizers[:1]}
     rest = {key: value for key, value in tree.items() if key not in used}
