@@ -44,7 +44,7 @@ static int take_codes(const mlspy_state *state, PyObject *const *args,
 
 /* scaled_codes_decode(values, codes, scales, dtype, skip, block, first): writes the
  * values; see scaled_codes.h. All arrays have three axes; scales may be None. The codes
- * are arrays of bytes, whatever their dtype. */
+ * are arrays of bytes of any dtype. */
 PyObject *core_scaled_codes_decode(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[3] = {{.owner = NULL}};

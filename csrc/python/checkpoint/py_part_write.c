@@ -185,7 +185,7 @@ static int take_place(const mls_shard_item *item, PyObject *places, mls_placed_i
                                   &out->block, &out->number, &dtype) < 0 ||
                  mlspy_take_text(dtype, "dtype", &text) < 0;
     if (!failed && !mls_dtype_from_name(text.data, text.length, &out->dtype)) {
-        failed = MLSPY_REFUSE(PyExc_ValueError, "%R is no dtype", dtype);
+        failed = MLSPY_REFUSE(PyExc_ValueError, "%R is not a dtype", dtype);
     }
     Py_XDECREF(name);
     Py_XDECREF(place);

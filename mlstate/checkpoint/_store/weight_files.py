@@ -119,7 +119,7 @@ def list_set(folder: Folder, root: str) -> WeightFiles:
         raise _wrong(folder, root, str(error)) from None
     count = len(files) + len(missing)
     if missing and files:
-        text = f"and these are missing, whatever tensors they hold: {listed(missing)}"
+        text = f"and these are missing, with unknown tensors: {listed(missing)}"
         _warn(folder, root, f"the folder has no index of its {count} files, {text}")
     elif count > 1:
         _warn(folder, root, f"the folder has no index of its {count} files: all are read")

@@ -46,7 +46,7 @@ typedef struct mls_read_request {
     int folder; /* descriptor of the checkpoint's folder */
     bool links; /* files may be symbolic links */
     /* The files are in memory, and the folder is not used. Only spans that begin in one
-     * of the ranges are read; if there is no range, the zeros that were not stored are
+     * of the ranges are read; without ranges, the zeros that were not stored are
      * written instead. So several calls with different ranges read everything. */
     bool in_memory;
     const mls_file_range *ranges;
