@@ -61,12 +61,13 @@ def run_process() -> NoReturn:
     if sys.stdout is not None:  # escape names that the terminal cannot show, as stderr does
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        if is_ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        status = main()
-    except KeyboardInterrupt:
+        try:
+            if is_ours:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            status = main()
+        finally:
+            if is_ours:
+                signal.signal(signal.SIGINT, leave)
+    except KeyboardInterrupt:  # also one that arrives while the handler changes
         status = _INTERRUPTED
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, leave)
     sys.exit(status)
