@@ -299,6 +299,8 @@ class SaveContent:
 
 def _refuse_manager_folder_early(target: SaveTarget) -> None:
     """Refuse a manager's folder before the thread starts; the commit raises other errors."""
+    if target.keep_root or target.replace_steps:
+        return
     try:
         refuse_manager_folder(target, target.files.list_roots())
     except StoreError as error:

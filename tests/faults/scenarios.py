@@ -378,7 +378,7 @@ class SaveByRanks(SaveCheckpoint):
     # After the commit, rank 0 lists the roots twice, to plan which rank deletes which old files.
     harmless: ClassVar = SaveCheckpoint.harmless | {
         f"{call}:{turn}": "rank 0 lists the old files once more, and deletes them itself"
-        for call, turns in (("open_folder", (9, 10)), ("list", range(9, 17)))
+        for call, turns in (("open_folder", (8, 9)), ("list", range(5, 13)))
         for turn in turns
     }
 
