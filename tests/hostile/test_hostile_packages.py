@@ -168,13 +168,16 @@ def test_states_outside_functions():
 
 
 def within(seconds, megabytes, source, text):
-    """Refused within little time and memory, whatever sizes the file claims."""
+    """Refused within little time and memory, whatever sizes the file claims.
+
+    A sanitizer keeps freed blocks for a while, so memory is measured only without one.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     refused(source, text)
     assert time.perf_counter() - start < seconds
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < megabytes * 1024
+    assert grown < megabytes * 1024 or "MLSTATE_UNDER_SANITIZER" in os.environ
 
 
 def test_huge_counts_cost_little():
