@@ -29,6 +29,7 @@ from ._quantized.pairs import find_pairs
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
+from ._step_choice import choose_root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import Names, listed_names
 from ._store.open_path import RootPath, open_root_path
@@ -563,6 +564,8 @@ def load(
     path: str | os.PathLike[str],
     *,
     step: int | str | None = None,
+    monitor: str | None = None,
+    mode: str = "min",
     **options: Unpack[LoadOptions],
 ) -> LoadedState:
     """
@@ -579,8 +582,12 @@ def load(
         or ``.ckpt``, or of a folder of torch.distributed.checkpoint. All but the first are read
         whole; ``mmap``, ``missing``, ``verify="first"`` and torch optimizers in ``into`` are
         refused for these.
-    step : int or "latest", optional
+    step : int, "latest" or "best", optional
         The step of a run, the folder of a `CheckpointManager`. Default: the newest.
+    monitor : str, optional
+        With ``step="best"``: the key of the metric in the metadata of the steps.
+    mode : {"min", "max"}, default "min"
+        Whether the smallest or the largest value of `monitor` is best.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
@@ -723,10 +730,8 @@ def load(
             raise ValueError(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
-    if step is not None:
-        from ._manager import find_root
-
-        root, manifest = find_root(files, step), None
+    if step is not None or monitor is not None:
+        root, manifest = choose_root(files, root, step, monitor, mode), None
     by_target = layout is None and rank is None and world_size is None
     if group is not None:
         rank, world_size = group.rank, group.world_size

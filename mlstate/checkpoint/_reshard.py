@@ -10,11 +10,11 @@ from .._common.arguments import check_flags, check_int
 from .._sharding.layout import Layout, Shard, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
-from ._folder.names import SECTIONS
-from ._manager import find_root
+from ._folder.names import MANIFEST, SECTIONS
 from ._options import PACK_BELOW, SAVE_DEFAULTS
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
+from ._step_choice import choose_root
 from ._store.open_path import is_url, open_files, refuse_existing, refuse_file_name
 from ._verify import verify_files
 
@@ -114,7 +114,9 @@ def reshard(
     *,
     layout: Layout | str,
     world_size: int | None = None,
-    step: int | None = None,
+    step: int | str | None = None,
+    monitor: str | None = None,
+    mode: str = "min",
     pack_below_bytes: int = PACK_BELOW,
     overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
@@ -138,8 +140,10 @@ def reshard(
         How to cut tensors. A tensor that lacks an axis of the layout is not cut along it.
     world_size : int, optional
         Number of ranks. Default: the number of parts of `layout`.
-    step : int, optional
-        Step to read from a `CheckpointManager`'s folder. Default: the newest.
+    step : int, "latest" or "best", optional
+        The step of a run, in `source`. Default: the newest.
+    monitor, mode
+        As for `load`: which step is the best.
     pack_below_bytes : int, default 262144
         As for `save`.
     overwrite : bool, default False
@@ -202,10 +206,10 @@ def reshard(
     refuse_existing(new.folder, overwrite)
     refuse_file_name(new.folder)
     read_manifest: Manifest | None = None
-    if step is None:
+    if step is None and monitor is None:
         root, read_manifest = old.open_root()
     else:
-        root = find_root(old, step)
+        root = choose_root(old, MANIFEST, step, monitor, mode)
 
     def write(manifest: Manifest) -> Checkpoint:
         merged = old.load_merged_index(manifest)

@@ -6,7 +6,6 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
-from ._folder.names import MANIFEST
 from ._load import LoadedState, load
 from ._rank_messages import gather_bytes
 from ._store.open_path import RootPath
@@ -18,18 +17,11 @@ if TYPE_CHECKING:
     from ._options import LoadOptions
     from ._store.checkpoint_files import CheckpointFiles
 
-OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
-
 
 def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
     """Suppress the folder's errors if there are several ranks: these must first communicate."""
     alone = group is None or group.world_size == 1
     return nullcontext() if alone else suppress(StoreError)
-
-
-def holds_other_checkpoint(files: CheckpointFiles) -> bool:
-    """Return whether a folder has a checkpoint, but no steps of a manager."""
-    return files.folder.exists(MANIFEST) and not files.list_roots()
 
 
 def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str]:
