@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_flags, check_int, is_flag
 from .._common.backend import TensorBackend, is_module, torch_backend
+from .._common.caller import find_caller
 from .._common.converted import converted, is_converted
 from .._common.dtypes import FLOATS, dtype_name, numpy_dtype
 from .._common.text import names_hint
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from ._store.weight_files import WeightFiles
 
 MISSING = ("skip", "zeros", "error")
+_LAYOUT = 6  # place of the layout's steps in a record of a tensor
 _CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
 
 
@@ -383,9 +385,29 @@ def _result(loader: Loader, prepared: Prepared) -> LoadedState:
     )
 
 
+def warn_of_whole_tensors(request: LoadRequest, path: str) -> None:
+    """Warn a caller that asked for one rank's part of tensors that were all saved whole."""
+    options = request.options
+    rank, world_size = options["rank"], options["world_size"]
+    if rank is None or world_size == 1 or options["layout"] is not None:
+        return
+    if options["into"] is None and options["group"] is None:
+        find_caller().warn(
+            f"{path}: no tensor was saved in parts, so rank {rank} of {world_size} gets all of "
+            "each tensor: pass layout='rows' or another layout for a part of each, or "
+            "layout='whole' for all without this warning"
+        )
+
+
 def _load_new_state(loader: Loader) -> LoadedState:
     """Load new arrays or, with mmap, views of the files."""
     manifest, request = loader.manifest, loader.request
+    if not any("ranks" in kind for kind in loader.states.values()):
+        layouts = [
+            each[_LAYOUT] for each in loader.merged_index.tensors() if each[0] in SECTIONS[:STATES]
+        ]
+        if layouts and not any(layouts):
+            warn_of_whole_tensors(request, loader.folder)
     _, chosen = loader.chosen()
     loader.refuse_lacking(chosen)
     named = {} if request.names is not None else loader.named
@@ -594,7 +616,8 @@ def load(
         other string is a glob such as ``"layers.*.weight"``.
     rank, world_size : int, optional
         Load only the part of one rank. Without `layout`, tensors are cut as they were saved,
-        for `world_size` ranks; tensors that were saved whole are loaded whole.
+        for `world_size` ranks; tensors that were saved whole are loaded whole, with a
+        `CheckpointWarning` if none was saved in parts.
     layout : Layout or str, optional
         Layout to load, independent of the saved layout. Optimizer states are cut along the same
         axes as their parameter, as far as they have these axes.

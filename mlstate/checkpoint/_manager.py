@@ -804,7 +804,7 @@ class CheckpointManager:
                 first = first or error
         if first is not None:
             raise first
-        reason = "no checkpoint there"
+        reason = "no checkpoint there; before the first save, latest_step() is None"
         if holds_other_checkpoint(self._checkpoints):
             reason = f"{OTHER}: mlstate.load loads it"
         raise store_error(FileNotFoundError(2, reason), "cannot restore", self.directory)

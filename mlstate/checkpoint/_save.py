@@ -192,7 +192,9 @@ def _mapping_of(name: str, state: Any) -> Any:
         state = state.get_state_dict()
     if state is not None and not hasattr(state, "keys"):
         hint = f"; pass its .{name}" if hasattr(state, "model") else ""
-        if is_cache(state):
+        if isinstance(state, str | os.PathLike):
+            hint = f"; mlstate.load(path).{name} is the {name} that a path holds"
+        elif is_cache(state):
             hint = '; pass a cache as states={"kv": cache}, which stores its positions too'
         raise TypeError(
             f"{name} must be a mapping of str to arrays, a torch "

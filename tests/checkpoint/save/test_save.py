@@ -21,6 +21,7 @@ import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict
 from mlstate._common.caller import find_caller
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, inspect, reshard
+from mlstate.errors import CheckpointWarning
 
 DTYPES = [
     np.float32, np.float64, np.float16, np.int8, np.uint16, np.int64, np.bool_, np.complex64,
@@ -409,7 +410,9 @@ def test_without_a_layout_parts_are_cut_as_they_were_saved(path):
     got = mlstate.load(path, rank=1, world_size=3).model["flat"]
     assert same({"x": got}, {"x": part(flat, [("flat", 3)], 1)})
     mlstate.save(path, {"w": rows})
-    assert same({"w": rows}, mlstate.load(path, rank=2, world_size=3).model)
+    with pytest.warns(CheckpointWarning, match="rank 2 of 3 gets all of each tensor.* layout="):
+        assert same({"w": rows}, mlstate.load(path, rank=2, world_size=3).model)
+    assert same({"w": rows}, mlstate.load(path, rank=2, world_size=3, layout="whole").model)
     mlstate.save(path, {"w": rows}, layout=Layout.axis(1, 2) * Layout.rows(2))
     with pytest.raises(ValueError, match="'w': its layout has 2 steps: give a layout of"):
         mlstate.load(path, rank=0, world_size=2)
