@@ -36,7 +36,7 @@ from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
-from .._folder.weight_names import INDEX, is_index
+from .._folder.weight_names import index_of, is_index, stem_of
 from .._options import SAVE_DEFAULTS
 from .._quantized.pairs import refuse_quantized
 from .._save import SaveContent, check_target, gather_shards, take_content
@@ -202,6 +202,15 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
     return {os.path.basename(path): partial(open_regular, path) for path in paths}
 
 
+def _stem_beside(source: str | os.PathLike[str] | None) -> str:
+    """Return the stem of the weights that belong to the files of `files_from`."""
+    if source is None:
+        return stem_of([])
+    if is_url(source):
+        return stem_of(list(open_folder(source, reads=True).names("")))
+    return stem_of(os.listdir(local_path(source)))
+
+
 def _open_object(folder: Folder, name: str) -> BytesIO:
     return BytesIO(folder.read(name))
 
@@ -248,7 +257,7 @@ def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Open
         LocalFolder(folder).overwrite_start(file, plan.header(number, crcs))
     if len(plan.files) > 1:
         text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
-        _core.file_replace(os.path.join(folder, INDEX), text.encode(), 0o666)
+        _core.file_replace(os.path.join(folder, index_of(plan.stem)), text.encode(), 0o666)
     try:
         for name, opened in copied.items():
             _copy_file(name, opened, folder, plan)
@@ -341,13 +350,15 @@ def write_folder(
     if it raises, the export fails.
     """
     group, folder = target.group, os.path.realpath(target.path)
-    temporary, copied, end = "", dict[str, Any](), Target(folder, ())
+    temporary, stem, copied, end = "", "", dict[str, Any](), Target(folder, ())
     error: BaseException | None = None
     is_first = target.rank == 0
     try:
         try:
             if is_first:
                 copied = _files_to_copy(files_from)
+                stem = _stem_beside(files_from)
+                plan = plan.named(stem)
                 if plan.is_converted and files_from is not None:
                     tensors = {name: (kind, shape) for name, kind, shape in chain(*plan.tensors)}
                     refuse_quantized(open_folder(files_from, reads=True), tensors)
@@ -357,8 +368,10 @@ def write_folder(
         except BaseException as caught:
             error = caught
         if group is not None:
-            temporary = os.fsdecode(next(iter(group.gather_bytes(os.fsencode(temporary)))))
+            names = next(iter(group.gather_bytes(os.fsencode(f"{stem}\0{temporary}"))))
+            stem, _, temporary = os.fsdecode(names).partition("\0")
         together(group, error)
+        plan = plan.named(stem)
         shares = b""
         try:
             shares = _write_parts(temporary, plan, shards, not is_first, progress)
@@ -443,7 +456,9 @@ def export_huggingface(
     Write the weights of a model as a Hugging Face folder.
 
     The folder has ``model.safetensors``, or several files
-    ``model-0000x-of-0000y.safetensors`` and ``model.safetensors.index.json``. Every rank writes
+    ``model-0000x-of-0000y.safetensors`` and ``model.safetensors.index.json``. If `files_from` has
+    the weights of PEFT or diffusers, such as ``adapter_model.safetensors`` or
+    ``diffusion_pytorch_model.safetensors``, the files have this name instead. Every rank writes
     its own part of each tensor directly to its final place: no rank gathers tensors, and no pass
     over the data follows. ``from_pretrained`` of transformers loads the folder.
 
@@ -481,7 +496,8 @@ def export_huggingface(
         tensor.
     FormatError, CompatibilityError
         With `dtype`, some weights are quantized according to the ``config.json`` of `files_from`:
-        `mlstate.load` with ``cast=`` returns their values.
+        `mlstate.load` with ``cast=`` returns their values. Or `max_shard_bytes` divides the weights
+        of an adapter, which PEFT reads from one file.
     TypeError, CompatibilityError
         As for `save`. Every rank raises if any rank does.
 
