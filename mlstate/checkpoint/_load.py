@@ -258,6 +258,24 @@ class Loader:
         folder = self.request.files.folder
         return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
 
+    def facts(self, section: Section, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of the tensors that `load_state` returns, by name."""
+        label, dtype = SECTIONS[section.number], self.request.dtype
+        stored = {
+            row[1]: (row[4], row[5]) for row in self.merged_index.tensors() if row[0] == label
+        }
+        by_codes = self.pairs.by_codes if self.pairs is not None and section.number == 0 else {}
+        facts = {}
+        for name, key in zip(names, section.keys(names), strict=True):
+            kind, shape = stored[key]
+            if key in by_codes:
+                by_codes[key].check()
+                kind, shape = dtype, by_codes[key].shape
+            elif dtype and not section.is_optimizer and is_converted(kind, dtype):
+                kind = dtype
+            facts[name] = kind, shape
+        return facts
+
     def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
         keys = section.keys(names)
@@ -581,6 +599,60 @@ def find_whole(
     return None
 
 
+def _check_request(
+    path: str | os.PathLike[str],
+    step: int | str | None,
+    monitor: str | None,
+    mode: str,
+    options: LoadOptions,
+) -> tuple[LoadRequest, Manifest | None]:
+    """Check the arguments of a load; return them, and the manifest if `path` came with it."""
+    if is_module(options["into"]):
+        options["into"] = {"model": options["into"]}
+    into, mmap = options["into"], options["mmap"]
+    verify, missing = options["verify"], options["missing"]
+    rank, world_size, layout = options["rank"], options["world_size"], options["layout"]
+    check_flags(mmap=mmap, strict=options["strict"])
+    group = optional_group(options["group"])
+    cast, dtype = _checked_cast(options["cast"], into, mmap=mmap)
+    files, root, manifest = open_root_path(path, options["storage_options"])
+    if mmap:
+        files.folder.require_local("mmap=True", "load without it")
+    cutting = ranks_of(rank, world_size, layout, group)
+    names = None if options["names"] is None else listed_names(options["names"])
+    if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
+        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
+    files = CheckpointFiles(files.folder, checked=bool(verify))
+    if not isinstance(missing, str) or missing not in MISSING:
+        raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
+    options["device"] = _checked_device(options["device"], mmap=mmap)
+    if into is not None:
+        check_into(into)
+        if mmap:
+            raise ValueError(
+                "mmap=True returns views of the files and cannot fill into=: pass only one of them"
+            )
+    if step is not None or monitor is not None:
+        root, manifest = choose_root(files, root, step, monitor, mode), None
+    by_target = layout is None and rank is None and world_size is None
+    if group is not None:
+        rank, world_size = group.rank, group.world_size
+    request = LoadRequest(
+        files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
+    )
+    return request, manifest
+
+
+def open_loader(where: RootPath, options: LoadOptions) -> Loader:
+    """Return a loader that reads the tensors of a root one after the other."""
+    request, manifest = _check_request(
+        where, None, None, "min", complete_options(load, options, LOAD_DEFAULTS)
+    )
+    if manifest is None:
+        manifest = request.files.read_manifest(request.root)
+    return Loader(request, manifest)
+
+
 @show_options(LOAD_DEFAULTS)
 def load(
     path: str | os.PathLike[str],
@@ -728,39 +800,8 @@ def load(
            [6., 7.]])
     """
     options = complete_options(load, options, LOAD_DEFAULTS)
-    if is_module(options["into"]):
-        options["into"] = {"model": options["into"]}
-    into, mmap = options["into"], options["mmap"]
-    verify, missing = options["verify"], options["missing"]
-    rank, world_size, layout = options["rank"], options["world_size"], options["layout"]
-    check_flags(mmap=mmap, strict=options["strict"])
-    group = optional_group(options["group"])
-    cast, dtype = _checked_cast(options["cast"], into, mmap=mmap)
-    files, root, manifest = open_root_path(path, options["storage_options"])
-    if mmap:
-        files.folder.require_local("mmap=True", "load without it")
-    cutting = ranks_of(rank, world_size, layout, group)
-    names = None if options["names"] is None else listed_names(options["names"])
-    if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
-        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
-    files = CheckpointFiles(files.folder, checked=bool(verify))
-    if not isinstance(missing, str) or missing not in MISSING:
-        raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
-    options["device"] = _checked_device(options["device"], mmap=mmap)
-    if into is not None:
-        check_into(into)
-        if mmap:
-            raise ValueError(
-                "mmap=True returns views of the files and cannot fill into=: pass only one of them"
-            )
-    if step is not None or monitor is not None:
-        root, manifest = choose_root(files, root, step, monitor, mode), None
-    by_target = layout is None and rank is None and world_size is None
-    if group is not None:
-        rank, world_size = group.rank, group.world_size
-    request = LoadRequest(
-        files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
-    )
+    request, manifest = _check_request(path, step, monitor, mode, options)
+    files, root, into = request.files, request.root, options["into"]
     if manifest is None:
         foreign = find_whole(path, files)
         if foreign is None:
@@ -773,6 +814,7 @@ def load(
 
             return load_whole(foreign, request)
         request = request._replace(root=root)
+    group = optional_group(options["group"])
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets

@@ -46,7 +46,7 @@ from .config import config_of_dtype, weights_dtype
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import TypeAlias
 
     from ...collectives import ProcessGroup
@@ -295,7 +295,7 @@ def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
 def _write_parts(
     folder: str,
     plan: ExportPlan,
-    shards: _core.ShardItems,
+    batches: Iterable[_core.ShardItems],
     sync: bool,
     progress: Callable[[int], object] | None,
 ) -> bytes:
@@ -307,7 +307,8 @@ def _write_parts(
 
     crcs = np.zeros(plan.starts[-1], np.uint32)
     written = np.zeros(len(plan.places), np.uint64)
-    _core.parts_write(shards, folder, plan.files, plan.places, crcs, written, sync, progress)
+    for shards in batches:
+        _core.parts_write(shards, folder, plan.files, plan.places, crcs, written, sync, progress)
     return _pack(crcs, "<u4") + _pack(written, "<u8")
 
 
@@ -338,7 +339,7 @@ def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
 def write_folder(
     target: SaveTarget,
     plan: ExportPlan,
-    shards: _core.ShardItems,
+    batches: Iterable[_core.ShardItems],
     files_from: str | os.PathLike[str] | None,
     start: Target | None = None,
     progress: Callable[[int], object] | None = None,
@@ -346,6 +347,7 @@ def write_folder(
 ) -> None:
     """Write the parts of all ranks; rank 0 commits. After a failure no folder remains.
 
+    `batches` are the shards of this rank, which are taken while they are written.
     `start` is as for `export`. `written` is called when this rank's shards are no longer needed;
     if it raises, the export fails.
     """
@@ -374,7 +376,7 @@ def write_folder(
         plan = plan.named(stem)
         shares = b""
         try:
-            shares = _write_parts(temporary, plan, shards, not is_first, progress)
+            shares = _write_parts(temporary, plan, batches, not is_first, progress)
             if written is not None:
                 written()
         except BaseException as caught:
@@ -439,7 +441,7 @@ def export(
     `start` is the target when the caller began: a Hugging Face folder there is replaced.
     """
     gathered, plan = gather_parts(request)
-    write_folder(request.target, plan, gathered.shards, files_from, start)
+    write_folder(request.target, plan, [gathered.shards], files_from, start)
 
 
 def export_huggingface(

@@ -63,7 +63,7 @@ class _ExportJob(SaveJob):
         write_folder(
             self.target,
             self.plan,
-            gathered.shards,
+            [gathered.shards],
             self.files_from,
             progress=self.advance,
             written=written,
