@@ -201,6 +201,11 @@ def reshard(
     if steps and isinstance(layout, Layout) and layout.parts != world_size:
         raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
     assert steps is not None
+    if not steps and world_size != 1:
+        raise ValueError(
+            f"layout={layout!r} has 1 part for world_size={world_size}: pass world_size=1, or a "
+            "layout that cuts, such as 'rows'"
+        )
     old, new = _folders(source, target, storage_options)
     content = new.content()
     refuse_existing(new.folder, overwrite)

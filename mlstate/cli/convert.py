@@ -42,6 +42,7 @@ from ._common import (
     find,
     kind_of,
     number_of_step,
+    progress_of,
     stat_path,
 )
 
@@ -142,15 +143,19 @@ def _export(
     else:
         loader = open_loader(where, cast("LoadOptions", changes.load_options()))
         if loader.manifest.model is not None:
-            return export_loaded(arguments.target, loader, start=start, **options)
+            with progress_of("convert", lambda: loader.merged_index.heads()[0][4]) as progress:
+                return export_loaded(
+                    arguments.target, loader, start=start, progress=progress, **options
+                )
         model = None
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
     files_from = options.pop("files_from", None)
     request = take_export(arguments.target, model, dtype=changes.dtype, **options)
-    export(request, files_from, start)
     size = _part_data(model, changes.dtype)
     assert size is not None
+    with progress_of("convert", lambda: size["bytes"]) as progress:
+        export(request, files_from, start, progress)
     return size
 
 

@@ -435,13 +435,14 @@ def export(
     request: Export,
     files_from: str | os.PathLike[str] | None = None,
     start: Target | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> None:
     """Export a model; see `export_huggingface`.
 
     `start` is the target when the caller began: a Hugging Face folder there is replaced.
     """
     gathered, plan = gather_parts(request)
-    write_folder(request.target, plan, [gathered.shards], files_from, start)
+    write_folder(request.target, plan, [gathered.shards], files_from, start, progress)
 
 
 def export_huggingface(
@@ -453,6 +454,7 @@ def export_huggingface(
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
     dtype: object = None,
+    progress: Callable[[int], object] | None = None,
 ) -> None:
     """
     Write the weights of a model as a Hugging Face folder.
@@ -487,6 +489,8 @@ def export_huggingface(
         float16, bfloat16, float32 or float64: its name, or the dtype of NumPy, ml_dtypes or
         torch. All floats are written in this dtype, rounded to nearest; 8-bit floats by their
         values. Integers, bool and complex numbers keep their dtypes.
+    progress : callable, optional
+        Called with the number of bytes that this rank has written since the last call.
 
     Raises
     ------
@@ -524,4 +528,5 @@ def export_huggingface(
     >>> sorted(mlstate.checkpoint.inspect(path).files())
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    export(take_export(path, model, group, max_shard_bytes, rename, dtype), files_from)
+    request = take_export(path, model, group, max_shard_bytes, rename, dtype)
+    export(request, files_from, progress=progress)

@@ -15,7 +15,7 @@ from .export_plan import make_plan
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ... import _core
     from ..._common.atomic_file import Target
@@ -32,6 +32,7 @@ def export_loaded(
     max_shard_bytes: int | str = MAX_SHARD_BYTES,
     files_from: str | os.PathLike[str] | None = None,
     start: Target | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> dict[str, int]:
     """Export the model as a load returns it; return the number of its tensors, and their bytes.
 
@@ -53,7 +54,7 @@ def export_loaded(
             content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
             yield gather_shards(target, content).shards
 
-    write_folder(target, plan, shards(), files_from, start)
+    write_folder(target, plan, shards(), files_from, start, progress)
     return {"tensors": len(plan.nbytes), "bytes": sum(plan.nbytes)}
 
 

@@ -400,6 +400,14 @@ def test_states_are_cut_along_the_axes_of_their_parameter(path):
     assert layouts["w.cols"] == Layout.whole() and layouts["w.rows"] == Layout.rows(2)
 
 
+def test_whole_tensors_are_not_resharded_for_several_ranks(path):
+    mlstate.save(path, {"w": random((4, 2))})
+    for layout in ("whole", Layout.whole()):
+        with pytest.raises(ValueError, match="has 1 part for world_size=3: pass world_size=1"):
+            reshard(path, path / "new", layout=layout, world_size=3)
+    assert reshard(path, path.parent / "new", layout="whole", world_size=1).world_size == 1
+
+
 def test_without_a_layout_parts_are_cut_as_they_were_saved(path):
     flat, rows = random((5, 4)), random((5, 4))
     state = {
