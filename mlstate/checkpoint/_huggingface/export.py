@@ -202,7 +202,7 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
     return {os.path.basename(path): partial(open_regular, path) for path in paths}
 
 
-def _stem_beside(source: str | os.PathLike[str] | None) -> str:
+def _stem_of_folder(source: str | os.PathLike[str] | None) -> str:
     """Return the stem of the weights that belong to the files of `files_from`."""
     if source is None:
         return stem_of([])
@@ -359,7 +359,7 @@ def write_folder(
         try:
             if is_first:
                 copied = _files_to_copy(files_from)
-                stem = _stem_beside(files_from)
+                stem = _stem_of_folder(files_from)
                 plan = plan.named(stem)
                 if plan.is_converted and files_from is not None:
                     tensors = {name: (kind, shape) for name, kind, shape in chain(*plan.tensors)}

@@ -1,4 +1,4 @@
-"""Export the model of a checkpoint, of which few tensors are in memory at the same time."""
+"""Export the model of a checkpoint with few tensors in memory at the same time."""
 
 from __future__ import annotations
 
