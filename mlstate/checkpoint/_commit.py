@@ -113,9 +113,7 @@ class Commit:
         self._group = target.group
         self._keeps_shards = world_size is None
         self._world_size = world_size or target.world_size
-        self._claim: Claim | None = None
-        if target.rank == 0:
-            self._claim = self._folder.claim(MANIFEST, target.lock_timeout)
+        self._claim: Claim | None = target.claim if target.rank == 0 else None
         # ends the claim at the end of its `with` statement
         self.holder: AbstractContextManager[object] = (
             nullcontext() if self._claim is None else self._claim.holder
@@ -220,7 +218,7 @@ class Commit:
         try:
             before = self._previous_index() if self._keeps_shards else None
             shards, gathered.shards = gathered.shards, None
-            with self._folder.new_files(MANIFEST, progress) as new:
+            with self._folder.new_files(progress) as new:
                 report: dict[str, Any] = _core.shards_write(
                     new.path,
                     self._generation,

@@ -12,7 +12,7 @@ from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
 from ._folder.names import SECTIONS
 from ._manager import find_root
-from ._options import PACK_BELOW, SAVE_DEFAULTS
+from ._options import PACK_BELOW, complete_save_options
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
 from ._store.open_path import is_url, open_files, refuse_existing, refuse_file_name
@@ -200,7 +200,7 @@ def reshard(
     old, new = _folders(source, target, storage_options)
     content = new.content()
     refuse_existing(new.folder, overwrite)
-    refuse_file_name(new.folder)
+    refuse_file_name(new)
     read_manifest: Manifest | None = None
     if step is None:
         root, read_manifest = old.open_root()
@@ -243,13 +243,15 @@ def reshard(
         compress = next((record.codec for record in records if record.codec), None)
         saved = check_target(
             SaveFolder(new.path, replace_steps=overwrite, content=content),
-            {
-                **SAVE_DEFAULTS,
-                "pack_below_bytes": pack_below_bytes,
-                "sparse": sparse,
-                "compress": compress,
-                "lock_timeout": lock_timeout,
-            },
+            complete_save_options(
+                reshard,
+                {
+                    "pack_below_bytes": pack_below_bytes,
+                    "sparse": sparse,
+                    "compress": compress,
+                    "lock_timeout": lock_timeout,
+                },
+            ),
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 

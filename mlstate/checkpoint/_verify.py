@@ -13,12 +13,12 @@ from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
 from ._folder.names import MANIFEST, Root
-from ._folder.weight_names import is_index
+from ._folder.weight_names import is_index, is_weights_root
 from ._sections import STATES
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import listed_names
 from ._store.open_path import RootPath, open_root_path
-from ._store.weight_files import is_weights_root, unlisted_files, warn_of_total
+from ._store.weight_files import unlisted_files, warn_of_total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -479,7 +479,7 @@ def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
     Newer steps that cannot be loaded are deleted; the next save or `prune` deletes their files.
     Steps that cannot be read now because of an I/O error may be good, so they stay.
     """
-    claim = files.folder.claim(MANIFEST)
+    claim = files.folder.claim()
     with claim.holder:
         claim.acquire()
         now = _try_root(files, MANIFEST)

@@ -17,12 +17,11 @@ from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._folder.names import FOLDERS, MANIFEST
-from ..checkpoint._folder.weight_names import weights_root
+from ..checkpoint._folder.weight_names import is_weights_root, weights_root
 from ..checkpoint._load import chosen_names
 from ..checkpoint._load_whole import WholePath, has_safetensors_header, whole_path
 from ..checkpoint._manager import CheckpointManager, find_root
 from ..checkpoint._store.open_path import RootPath, is_url, open_files, open_folder
-from ..checkpoint._store.weight_files import is_weights_root
 from ..errors import MLStateError
 
 if TYPE_CHECKING:

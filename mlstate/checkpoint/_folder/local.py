@@ -119,9 +119,6 @@ class LocalFolder:
 
     # ---- reading ----
 
-    def open(self) -> None:
-        """Do nothing: a folder has no options."""
-
     def without_cache(self) -> LocalFolder:
         """Return the folder: it keeps nothing."""
         return self
@@ -300,7 +297,7 @@ class LocalFolder:
 
     # ---- writing ----
 
-    def claim(self, root: str, timeout: float | None = None) -> WriterLock:
+    def claim(self, timeout: float | None = None) -> WriterLock:
         """Return the writers' lock; `timeout` is None if the caller has no such parameter."""
         return WriterLock(self, timeout=timeout)
 
@@ -341,7 +338,7 @@ class LocalFolder:
         return mode
 
     def new_files(
-        self, root: str, progress: Callable[[int], object] | None
+        self, progress: Callable[[int], object] | None
     ) -> AbstractContextManager[NewFiles]:
         """Return a context with the folder itself."""
         return nullcontext(NewFiles(self.path, self.new_file_mode(), is_temporary=False))

@@ -106,10 +106,6 @@ class ObjectFolder:
 
     # ---- objects ----
 
-    def open(self) -> None:
-        """Import the engine, which checks the options."""
-        _ = self.store
-
     def without_cache(self) -> ObjectFolder:
         """Return the folder, with nothing in memory."""
         self._roots.clear()
@@ -214,11 +210,11 @@ class ObjectFolder:
 
     # ---- writing objects ----
 
-    def claim(self, root: str, timeout: float | None = None) -> RootClaim:
-        """Return a writer's claim to a root; there is nothing to wait for."""
+    def claim(self, timeout: float | None = None) -> RootClaim:
+        """Return a writer's claim, which waits for nothing; the engine checks the options."""
         from .._remote.root_claim import RootClaim
 
-        return RootClaim(self.store, root)
+        return RootClaim(self.store, MANIFEST)
 
     def exclusive(self, timeout: float) -> NoExclusion:
         """Exclude no writer: stores have no locks."""
@@ -435,12 +431,12 @@ class ObjectFolder:
         return total, problems
 
     @contextmanager
-    def new_files(self, root: str, progress: Callable[[int], object] | None) -> Iterator[NewFiles]:
+    def new_files(self, progress: Callable[[int], object] | None) -> Iterator[NewFiles]:
         """Yield a local folder for new files, and upload these when the block ends.
 
         Objects that the same save has uploaded before an interruption, since the last change of
-        `root`, are copied in the store.
-        `progress` is called with 0 during the uploads, and may raise to stop.
+        the manifest, are copied in the store. `progress` is called with 0 during the uploads, and
+        may raise to stop.
         """
         folders = (*SECTIONS, INDEX_FOLDER)
         with self._scratch(folders) as local:
@@ -450,7 +446,7 @@ class ObjectFolder:
                 for folder in folders
                 for name in sorted(os.listdir(os.path.join(local, folder)))
             }
-            uploaded = find_uploaded(self.store, root, local, sizes)
+            uploaded = find_uploaded(self.store, MANIFEST, local, sizes)
             parts = max(1, self._options.max_concurrency // max(1, len(sizes)))
 
             def put(path: str) -> None:

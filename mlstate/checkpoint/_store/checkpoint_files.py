@@ -23,10 +23,10 @@ from .._folder.names import (
     orphaned_marks,
     root_of,
 )
-from .._folder.weight_names import is_index
+from .._folder.weight_names import is_index, is_weights_root
 from .manifest import IndexRecord, Manifest, parse
 from .weight_checksums import require_index
-from .weight_files import is_weights_root, read_merged_index, read_weights
+from .weight_files import read_merged_index, read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
