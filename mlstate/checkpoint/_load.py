@@ -9,6 +9,7 @@ prepare, fill      targets; see _load_targets.py
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -363,8 +364,9 @@ class Loader:
         }
 
 
-def _load_into_targets(loader: Loader) -> LoadedState:
+def _load_into_targets(request: LoadRequest, manifest: Manifest) -> LoadedState:
     """Check all targets of ``into``, then fill them."""
+    loader = Loader(request, manifest)
     prepared = prepare(loader)
     apply_all(prepared.actions)
     try:
@@ -382,9 +384,10 @@ def _result(loader: Loader, prepared: Prepared) -> LoadedState:
     )
 
 
-def _load_new_state(loader: Loader) -> LoadedState:
+def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
     """Load new arrays or, with mmap, views of the files."""
-    manifest, request = loader.manifest, loader.request
+    loader = Loader(request, manifest)
+    manifest = loader.manifest
     _, chosen = loader.chosen()
     loader.refuse_lacking(chosen)
     named = {} if request.names is not None else loader.named
@@ -748,8 +751,4 @@ def load(
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets
-
-    def read(manifest_read: Manifest) -> LoadedState:
-        return load_root(Loader(request, manifest_read))
-
-    return files.read_root(root, read, manifest)
+    return files.read_root(root, partial(load_root, request), manifest)
