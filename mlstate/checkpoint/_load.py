@@ -716,7 +716,8 @@ def load(
     names = None if options["names"] is None else listed_names(options["names"])
     if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
-    files = CheckpointFiles(files.folder, checked=bool(verify))
+    if not verify:
+        files = CheckpointFiles(files.folder, checked=False)
     if not isinstance(missing, str) or missing not in MISSING:
         raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
     options["device"] = _checked_device(options["device"], mmap=mmap)

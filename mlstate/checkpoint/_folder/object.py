@@ -446,19 +446,20 @@ class ObjectFolder:
                 for folder in folders
                 for name in sorted(os.listdir(os.path.join(local, folder)))
             }
-            uploaded = find_uploaded(self.store, MANIFEST, local, sizes)
+            store = self.store
+            uploaded = find_uploaded(store, MANIFEST, local, sizes)
             parts = max(1, self._options.max_concurrency // max(1, len(sizes)))
-
-            def put(path: str) -> None:
-                source = uploaded.get(path)
-                if source is None or not self.store.copy(source, path, sizes[path]):
-                    self.store.put_file(path, os.path.join(local, path), parts)
-
             # the index first: it describes the objects of an interrupted save
             indexes = [path for path in sizes if os.path.dirname(path) == INDEX_FOLDER]
             shards = [path for path in sizes if os.path.dirname(path) != INDEX_FOLDER]
             for paths in (indexes, shards):
-                self._run_tasks([partial(put, path) for path in paths], progress)
+                self._run_tasks(
+                    [
+                        partial(store.put_file, path, f"{local}/{path}", parts, uploaded.get(path))
+                        for path in paths
+                    ],
+                    progress,
+                )
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
                 raise store_error(OSError(errno.EIO, text), "cannot save", self.path)
