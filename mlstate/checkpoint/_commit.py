@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
     from ._folder.protocol import Claim
     from ._save import GatheredShards, SaveTarget
@@ -128,7 +129,7 @@ class Commit:
         self._is_replacing = False  # whether the manifest may have been replaced
         self._is_decided = False  # whether the save is committed, or is known not to be
         self._is_clean = False  # whether no file is left that a root does not need
-        self._merged_indexes: dict[str, Any] = {}  # by generation, as read back
+        self._merged_indexes: dict[str, _core.MergedIndex] = {}  # by generation, as read back
         self.manifest: Manifest | None = None  # as committed and read back; on rank 0
         self.warning: str | None = None  # of `delete_replaced`
 
@@ -244,7 +245,7 @@ class Commit:
         else:
             self._reports.append(report)
 
-    def _previous_index(self) -> Any:
+    def _previous_index(self) -> _core.MergedIndex | None:
         """Return this rank's committed index, whose unchanged shards are kept; None if unreadable.
 
         In an object store nothing is kept: comparing bytes would mean to read all of them.
@@ -425,7 +426,7 @@ class Commit:
             return f"rank {rank}: {error}"
         return ""
 
-    def _delete_replaced_together(self, group: Any) -> str | None:
+    def _delete_replaced_together(self, group: ProcessGroup) -> str | None:
         """Delete the files that no root needs, each rank its own; return the text of a warning.
 
         If a rank fails, rank 0 tries again for all ranks.

@@ -19,7 +19,7 @@ from .._common.backend import TensorBackend, is_module, torch_backend
 from .._common.converted import converted, is_converted
 from .._common.dtypes import FLOATS, dtype_name, numpy_dtype
 from .._common.text import names_hint
-from .._sharding.layout import Layout, Steps, steps_of
+from .._sharding.layout import Layout, steps_of
 from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
@@ -41,12 +41,13 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from .. import _core
+    from .._sharding.layout import Cuts, Cutting
     from ..collectives import ProcessGroup
     from ..state import ModelStateDict, OptimizerStateDict
     from ._load_targets import Prepared
     from ._load_whole import WholePath
     from ._options import LoadOptions
-    from ._quantized.pairs import Cutting, Pairs
+    from ._quantized.pairs import Pairs
     from ._sections import Section
     from ._store.manifest import Manifest
     from ._store.weight_files import WeightFiles
@@ -176,7 +177,7 @@ class LoadRequest(NamedTuple):
     names: list[str] | None
     rank: int | None  # its index is preferred if several list the same tensors
     world_size: int | None  # if `rank` is given
-    cutting: tuple[Steps | None, int, int]  # as `ranks_of` returns it
+    cutting: Cutting  # as `ranks_of` returns it
     by_target: bool  # torch objects determine which part of a tensor they receive
     cast: bool  # to the dtypes of `into`
     dtype: str  # of the floats of a new state; "" for the stored ones
@@ -240,17 +241,17 @@ class Loader:
         names = [section.names for section in self.sections[:STATES]]
         return chosen_names(names, self.request.names, self.folder, self.manifest.weights)
 
-    def need(self, requests: Iterable[tuple[Section, list[str], object]]) -> None:
+    def need(self, requests: Iterable[tuple[Section, list[str], Cuts]]) -> None:
         """Read the indexes that list the requested parts, given as section, names and cutting."""
         self.indexes.need((each.number, each.keys(names), cuts) for each, names, cuts in requests)
 
-    def load_keys(self, section: int, keys: list[str], cutting: object) -> dict[str, Any]:
+    def load_keys(self, section: int, keys: list[str], cutting: Cutting) -> dict[str, Any]:
         """Return new arrays of tensors that `need` was not called for, by their keys."""
         self.indexes.need([(section, keys, cutting)])
         return self._load(section, keys, cutting, mmap=False)
 
     def _load(
-        self, section: int, keys: list[str], cutting: object, *, mmap: bool
+        self, section: int, keys: list[str], cutting: Cutting, *, mmap: bool
     ) -> dict[str, Any]:
         progress, verify = self.options["progress"], self.verify and not mmap
         folder = self.request.files.folder
@@ -470,7 +471,7 @@ def ranks_of(
     world_size: int | None,
     layout: Layout | str | None,
     group: ProcessGroup | None,
-) -> tuple[Steps | None, int, int]:
+) -> Cutting:
     """Return the part to load: steps, index, world (0: all of every tensor)."""
     if group is not None:
         if rank is not None or world_size is not None:

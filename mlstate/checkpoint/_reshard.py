@@ -21,6 +21,7 @@ from ._verify import verify_files
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from .._sharding.layout import Cutting, Steps
     from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
@@ -30,7 +31,7 @@ _KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's 
 class _ShardAssigner:
     """Assigns shards to the ranks of the new world; replicated parts go to the first rank."""
 
-    def __init__(self, merged: _core.MergedIndex, steps: Any) -> None:
+    def __init__(self, merged: _core.MergedIndex, steps: Steps) -> None:
         self._facts = {
             (section, key): (shape, axes, version, tier)
             for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in merged.tensors()
@@ -100,7 +101,7 @@ def _load(
     merged: _core.MergedIndex,
     section: int,
     keys: list[str],
-    cutting: object,
+    cutting: Cutting,
 ) -> dict[str, Any]:
     """Return parts of verified tensors: views of mapped files, or copies of objects."""
     mmap = files.folder.is_local

@@ -283,7 +283,7 @@ def _verify_once(
     name: str,
     report: VerifyReport,
     progress: Callable[[int], object] | None,
-    indexes: dict[str, Any],
+    indexes: dict[str, _core.MergedIndex],
 ) -> Manifest | None:
     """Verify the current root; return it, or None if it cannot be read."""
     try:
@@ -322,7 +322,7 @@ def verify_root(
     name: str,
     report: VerifyReport,
     progress: Callable[[int], object] | None,
-    indexes: dict[str, Any],
+    indexes: dict[str, _core.MergedIndex],
 ) -> None:
     """Add the problems of one root to the report, and its merged index to `known`.
 
@@ -460,7 +460,7 @@ def _try_root(files: CheckpointFiles, name: str) -> _Trial:
     is_mended = False
     while True:
         report = VerifyReport(files.path)
-        indexes: dict[str, Any] = {}
+        indexes: dict[str, _core.MergedIndex] = {}
         verify_root(files, name, report, None, indexes)
         if not indexes:
             return _Trial(report, "", False, is_mended)
@@ -612,7 +612,7 @@ def verify(
     if listed is not None:
         _verify_names(files, root, listed, report, progress)
         return report
-    indexes: dict[str, Any] = {}
+    indexes: dict[str, _core.MergedIndex] = {}
     if is_weights_root(root) and repair:
         raise ValueError(
             f"{files.path} is a Hugging Face folder: it has no older step to return to; download "

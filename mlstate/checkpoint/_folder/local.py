@@ -22,6 +22,7 @@ from .writer_lock import WriterLock
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from ..._sharding.layout import Cuts, Cutting
     from .protocol import Folder
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
@@ -258,7 +259,7 @@ class LocalFolder:
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cutting,
         verify: bool,
         mmap: bool,
         progress: Callable[[int], object] | None,
@@ -271,7 +272,7 @@ class LocalFolder:
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cuts,
         targets: dict[str, Any],
         verify: bool,
         progress: Callable[[int], object] | None,

@@ -410,7 +410,7 @@ class CheckpointFiles:
     def needed_files(
         self,
         without: Collection[Root] = (),
-        merged_indexes: Mapping[str, Any] = _NONE,
+        merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
         roots: Mapping[str, Manifest] = _NONE,
     ) -> set[str]:
         """Return the paths of all shard files and indexes that any root needs; raise if unknown.
@@ -446,7 +446,7 @@ class CheckpointFiles:
         self,
         *,
         dry_run: bool = False,
-        merged_indexes: Mapping[str, Any] = _NONE,
+        merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
         roots: Mapping[str, Manifest] = _NONE,
     ) -> list[str]:
         """Delete the shard files and indexes that no root needs; the caller holds the lock.

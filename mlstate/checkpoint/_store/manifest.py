@@ -205,7 +205,7 @@ def _read(document: Any) -> Manifest:
     )
 
 
-def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
+def parse(data: bytes, path: str = MANIFEST) -> Manifest:
     """Parse a manifest; raise FormatError or ChecksumError, with `path`, if it is invalid.
 
     A RecursionError means that the caller's stack is nearly full, not that the manifest is bad.
