@@ -217,9 +217,11 @@ class Commit:
         if self._error is not None:
             return
         try:
-            before = self._previous_index() if self._keeps_shards else None
             shards, gathered.shards = gathered.shards, None
             with self._folder.new_files(progress) as new:
+                # a temporary folder has no old shards to compare with
+                keeps_shards = self._keeps_shards and not new.is_temporary
+                before = self._previous_index() if keeps_shards else None
                 report: dict[str, Any] = _core.shards_write(
                     new.path,
                     self._generation,
@@ -246,12 +248,7 @@ class Commit:
             self._reports.append(report)
 
     def _previous_index(self) -> _core.MergedIndex | None:
-        """Return this rank's committed index, whose unchanged shards are kept; None if unreadable.
-
-        In an object store nothing is kept: comparing bytes would mean to read all of them.
-        """
-        if not self._folder.is_local:
-            return None
+        """Return this rank's committed index, to keep its unchanged shards; None if unreadable."""
         rank = self._target.rank
         try:
             before = self._files.read_manifest() if rank > 0 else self._before

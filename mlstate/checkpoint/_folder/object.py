@@ -373,7 +373,7 @@ class ObjectFolder:
         from .range_load import LoadCall
 
         source = self.path, (), True
-        arrays = merged.load(source, section, keys, cuts, verify, mmap, progress)
+        arrays = merged.load(source, section, keys, cuts, verify, False, progress)
         call = LoadCall(merged, self.path, section, keys, cuts, arrays, verify, is_zeroed=True)
         self._fill(call, progress)
         return arrays

@@ -275,7 +275,7 @@ def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
             with folder.header_files((file,)) as local:
                 indexes[file] = _core.MergedIndex.of_files(local, (file,))
         arrays = (
-            folder.load(index, 0, [key], _WHOLE, False, folder.is_local, None)[key]
+            folder.load(index, 0, [key], _WHOLE, False, True, None)[key]
             for index in (merged, indexes[file])
         )
         if bytes_of(next(arrays)) != bytes_of(next(arrays)):
