@@ -729,7 +729,7 @@ def load(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
     if step is not None:
-        from ._manager import find_root
+        from ._step_roots import find_root
 
         root, manifest = find_root(files, step), None
     by_target = layout is None and rank is None and world_size is None

@@ -11,10 +11,10 @@ from .._sharding.layout import Layout, Shard, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
 from ._folder.names import SECTIONS
-from ._manager import find_root
 from ._options import PACK_BELOW, complete_save_options
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
+from ._step_roots import find_root
 from ._store.open_path import is_url, open_files, refuse_existing, refuse_file_name
 from ._verify import verify_files
 

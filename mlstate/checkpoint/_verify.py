@@ -15,6 +15,7 @@ from ..errors import ChecksumError, FormatError, MLStateError, StoreError, Store
 from ._folder.names import MANIFEST, Root
 from ._folder.weight_names import is_index, is_weights_root
 from ._sections import STATES
+from ._step_roots import find_root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import listed_names
 from ._store.open_path import RootPath, open_root_path
@@ -594,8 +595,6 @@ def verify(
     files = CheckpointFiles(files.folder.without_cache(), checked=False)
     report = VerifyReport(files.path)
     if step is not None:
-        from ._manager import find_root
-
         root = find_root(files, step)
     foreign = None if isinstance(path, RootPath) else _find_whole(files)
     if foreign is not None:

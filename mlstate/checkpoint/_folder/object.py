@@ -16,7 +16,7 @@ from ... import _core
 from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
-from .._remote.resumption import INDEX_FOLDER, find_uploaded
+from .._remote.interrupted_uploads import INDEX_FOLDER, find_uploaded
 from .names import MANIFEST, SECTIONS, group_by_part, root_of
 from .protocol import FileInfo, NewFiles, NoExclusion
 from .weight_names import weights_root
