@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 
     from ..kv._transition_plan import TransitionPlan
 
-# keywords of the formats' plans, the last two of dynamic models only
-_PLAN_OPTIONS = ("source_function", "target_function", "seq_axis", "source_size", "target_size")
+# keywords of the formats' plans: `shared_state` of Core ML, the sizes of dynamic models only
+_PLAN_OPTIONS = (
+    "source_function",
+    "target_function",
+    "seq_axis",
+    "shared_state",
+    "source_size",
+    "target_size",
+)
 
 
 class ModelFormat(NamedTuple):
