@@ -7,12 +7,14 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..kv._model_states import format_error, read_metadata
+from .._common.text import shorten
+from ..kv._model_states import format_error, quoted, read_metadata
 
 if TYPE_CHECKING:
     from ._package import Functions, State
 
 _FILE = "metadata.json"
+_MOST_TEXT = 1024
 _SHAPE = re.compile(r"\[\s*\d{1,18}(\s*,\s*\d{1,18}){0,15}\s*\]", re.ASCII)
 _DTYPES = {
     "Float16": "float16",
@@ -69,7 +71,7 @@ def _states(file: str, owner: dict[str, Any]) -> list[State]:
     states = [_state(file, entry) for entry in _listed(file, owner, "stateSchema")]
     names = [name for name, _, _ in states]
     if len(set(names)) < len(names):
-        raise format_error(file, f"several states have the same name: {names}")
+        raise format_error(file, f"several states have the same name: {quoted(names)}")
     return states
 
 
@@ -77,11 +79,15 @@ def _state(file: str, entry: dict[str, Any]) -> State:
     name = _text(file, entry, "name")
     dtype = _DTYPES.get(_text(file, entry, "dataType"))
     if dtype is None:
-        raise format_error(file, f"state {name!r}: unknown dataType {entry['dataType']!r}")
+        raise format_error(
+            file, f"state {name!r}: unknown dataType {shorten(repr(entry['dataType']), 80)}"
+        )
     text = _text(file, entry, "shape")
     if not _SHAPE.fullmatch(text):
         raise format_error(
-            file, f"state {name!r}: expected a shape such as '[2, 1, 256, 32]', got {text!r}"
+            file,
+            f"state {name!r}: expected a shape such as '[2, 1, 256, 32]', got "
+            f"{shorten(repr(text), 80)}",
         )
     shape = tuple(map(int, text[1:-1].split(",")))
     if not 0 < prod(shape) < 1 << 60:
@@ -100,4 +106,6 @@ def _text(file: str, entry: dict[str, object], key: str) -> str:
     text = entry.get(key)
     if not isinstance(text, str):
         raise format_error(file, f"expected text for {key!r}, got {type(text).__name__}")
+    if len(text) > _MOST_TEXT:
+        raise format_error(file, f"{key!r} has {len(text)} characters, expected {_MOST_TEXT}")
     return text

@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,6 +82,7 @@ def changed_document(change):
         (lambda m: m["functions"][0].pop("stateSchema"), r"'a' has no 'stateSchema'.*\.mlpackage"),
         (lambda m: m.update(defaultFunctionName="c"), "default function 'c' is not listed"),
         (lambda m: m.update(defaultFunctionName=3), "expected text for 'defaultFunctionName'"),
+        (lambda m: m["functions"][1].update(name="b" * 2000), "'name' has 2000 characters"),
         (lambda m: m.update(functions={"a": 1}), "'functions' is not a list of objects"),
         (
             lambda m: m["functions"][1]["stateSchema"].append(m["functions"][1]["stateSchema"][0]),
@@ -517,6 +520,24 @@ def test_manager_takes_lists_and_folders_for_each_size(tmp_path):
         assert manager.grow_if_needed(256).size == 512
     with pytest.raises(CompatibilityError, match="256 positions have 2 chunks, and there are 3"):
         StateManager({256: [Model((256,))] * 3}, specs={256: folders[256]}, shared_state=False)
+
+
+def test_manager_reads_the_functions_of_compiled_models(folder):
+    def load(size):
+        paths = sorted(map(str, folder.glob("*_chunk_*")))
+        return [
+            SimpleNamespace(
+                path_or_asset=path,
+                function_name=f"infer_ctx{size}",
+                make_state=lambda: FakeMLState({STATE: SHAPES[size]}),
+            )
+            for path in paths
+        ]
+
+    manager = StateManager({size: partial(load, size) for size in (256, 512)})
+    manager.state.write_state(STATE, np.ones(SHAPES[256], np.float32))
+    assert manager.grow_if_needed(256).size == 512
+    assert manager.state.read_state(STATE).sum() == 8 * 256 * 32
 
 
 def test_manager_keeps_all_chunks_if_the_second_one_fails(folder):
