@@ -107,5 +107,5 @@ def _text(file: str, entry: dict[str, object], key: str) -> str:
     if not isinstance(text, str):
         raise format_error(file, f"expected text for {key!r}, got {type(text).__name__}")
     if len(text) > _MOST_TEXT:
-        raise format_error(file, f"{key!r} has {len(text)} characters, expected {_MOST_TEXT}")
+        raise format_error(file, f"{key!r} has {len(text)} characters; at most {_MOST_TEXT}")
     return text

@@ -82,7 +82,7 @@ def changed_document(change):
         (lambda m: m["functions"][0].pop("stateSchema"), r"'a' has no 'stateSchema'.*\.mlpackage"),
         (lambda m: m.update(defaultFunctionName="c"), "default function 'c' is not listed"),
         (lambda m: m.update(defaultFunctionName=3), "expected text for 'defaultFunctionName'"),
-        (lambda m: m["functions"][1].update(name="b" * 2000), "'name' has 2000 characters"),
+        (lambda m: m["functions"][1].update(name="b" * 2000), "2000 characters; at most 1024"),
         (lambda m: m.update(functions={"a": 1}), "'functions' is not a list of objects"),
         (
             lambda m: m["functions"][1]["stateSchema"].append(m["functions"][1]["stateSchema"][0]),
