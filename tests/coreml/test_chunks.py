@@ -453,6 +453,42 @@ def test_failed_write_leaves_every_chunk_unchanged(chunk, write, failure):
     assert values(*targets) != before[6:]
 
 
+def interrupted_move(sources, targets, at):
+    """Move with Ctrl-C at one line of the module; return whether the line was reached."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if frame.f_code.co_filename != transition_coreml_state.__code__.co_filename:
+            return None
+        if event == "line":
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        return trace
+
+    former = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        transition_coreml_state(sources, targets, ["k", "v"], 50, specs=LARGE)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(former)
+    return False
+
+
+def test_interrupt_at_any_line_moves_no_chunk():
+    sources = [filled(SMALL, seed) for seed in range(2)]
+    targets = [filled(LARGE, seed) for seed in range(2, 4)]
+    before = values(*sources, *targets)
+    at = 1
+    while interrupted_move(sources, targets, at):
+        assert values(*sources, *targets) == before
+        at += 1
+    assert at > 100 and values(*targets) != before[4:]
+
+
 def test_failures_before_the_first_write_change_nothing():
     sources = [filled(SMALL, 1), filled({"k": (2, 1, 64, 32)}, 2)]  # no state "v"
     targets = [filled(LARGE, 3), filled(LARGE, 4)]
