@@ -35,6 +35,8 @@ from mlstate.errors import (
     StoreNotFoundError,
 )
 
+pytest.importorskip("yaml", reason="meta.yaml is read with PyYAML")
+
 SHAPES = {context: (8, 1, context, 32) for context in (256, 512, 1024)}
 
 
