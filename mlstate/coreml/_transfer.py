@@ -14,7 +14,7 @@ from ..errors import MLStateError
 from ..kv._arguments import capacity_error, incompatible
 from ..kv._axis import valid_axis
 from ..kv._model_states import quoted
-from ..kv._moved_positions import moved_positions
+from ..kv._moved_positions import common_contexts, moved_positions
 from ..kv._transition import compact_kv_state, transition_kv_state
 from ..kv._transition_plan import as_position
 from ._specs import StateSpec, as_spec
@@ -117,8 +117,8 @@ def _read_moved(
     specs: Mapping[str, StateSpec | Sequence[int]] | None,
     move: _Move,
     declared: tuple[int, ...] | None = None,
-) -> NDArray:
-    """Read a state and check everything; return the array for `write_state` of the target.
+) -> tuple[NDArray, tuple[int, ...]]:
+    """Read a state and check everything; return the array for the target and the source's shape.
 
     `declared` is the shape that the source's state must have, if it is known.
     """
@@ -160,7 +160,7 @@ def _read_moved(
             moved = transition_kv_state(
                 value, length, positions, move.pad_value, dtype, seq_axis=seq_axis
             )
-    return np.require(moved, dtype, ["C", "W"])
+    return np.require(moved, dtype, ["C", "W"]), value.shape
 
 
 def move_state(
@@ -176,7 +176,8 @@ def move_state(
 ) -> None:
     """Read, check everything, move and write; the write to the target is the last step."""
     move = _Move(as_position(position), compact, valid_axis(seq_axis))
-    target.write_state(name=name, value=_read_moved(source, target, name, specs, move, declared))
+    value, _ = _read_moved(source, target, name, specs, move, declared)
+    target.write_state(name=name, value=value)
 
 
 def _listed(value: Any) -> tuple[Any, ...]:
@@ -222,13 +223,17 @@ def _move_all(
     pairs = _state_pairs(sources, targets, specs)
     each_name = [_check_names(names, spec) for _, _, _, spec in pairs]
     writes = [
-        (number, target, name, _read_moved(source, target, name, spec, move))
+        (number, target, name, *_read_moved(source, target, name, spec, move))
         for (number, source, target, spec), listed in zip(pairs, each_name, strict=True)
         for name in listed
     ]
+    shapes = [(shape, value.shape, move.seq_axis) for *_, value, shape in writes]
+    contexts = common_contexts(shapes)
+    for (_, _, name, _, _), (shape, target_shape, axis) in zip(writes, shapes, strict=True):
+        moved_positions(name, shape, target_shape, move.position, axis, contexts=contexts)
     former: list[tuple[int, Any, str, NDArray]] = []
     try:
-        for number, target, name, value in writes:
+        for number, target, name, value, _ in writes:
             if len(writes) > 1:  # a single write that fails changes nothing
                 before = np.asarray(target.read_state(name=name))
                 before = np.require(before, _written_dtype(name, before.dtype), ["C", "W"])
@@ -335,6 +340,12 @@ def transition_coreml_state(
     >>> small = FakeMLState({"k_cache": (2, 1, 64, 1, 256)})
     >>> large = FakeMLState({"k_cache": (2, 1, 64, 1, 512)})
     >>> transition_coreml_state(small, large, "k_cache", 200, seq_axis=-1)
+
+    All states of two chunks, or none:
+
+    >>> chunks = [FakeMLState({"k": (2, 1, 256, 32), "v": (2, 1, 256, 32)}) for _ in range(2)]
+    >>> larger = [FakeMLState({"k": (2, 1, 512, 32), "v": (2, 1, 512, 32)}) for _ in range(2)]
+    >>> transition_coreml_state(chunks, larger, ["k", "v"], 200)
     """
     move = _Move(as_position(current_position), False, valid_axis(seq_axis), pad_value)
     _move_all(source_mlstate, target_mlstate, state_name, specs, move)

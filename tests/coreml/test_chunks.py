@@ -434,6 +434,15 @@ def test_one_call_moves_all_states_of_all_chunks():
     assert np.array_equal(back[2].read_state("v")[:, :, :50], sources[2].read_state("v")[:, :, :50])
 
 
+def test_states_whose_lengths_do_not_follow_from_the_contexts_are_refused():
+    source = filled({"kv": (2, 1, 64, 32), "scales": (2, 1, 8, 32)}, 1)
+    target = filled({"kv": (2, 1, 96, 32), "scales": (2, 1, 12, 32)}, 2)
+    before = values(target)
+    with pytest.raises(CompatibilityError, match="scales: 8 positions for a context of 64"):
+        transition_coreml_state(source, target, ["kv", "scales"], 5)
+    assert values(target) == before
+
+
 def test_chunks_that_share_a_state_move_it_once():
     source, target = filled(SMALL, 1), FakeMLState(LARGE)
     transition_coreml_state([source] * 3, [target] * 3, "k", 50, specs=LARGE)
