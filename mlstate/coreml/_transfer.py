@@ -227,10 +227,11 @@ def _move_all(
         for (number, source, target, spec), listed in zip(pairs, each_name, strict=True)
         for name in listed
     ]
-    shapes = [(shape, value.shape, move.seq_axis) for *_, value, shape in writes]
-    contexts = common_contexts(shapes)
-    for (_, _, name, _, _), (shape, target_shape, axis) in zip(writes, shapes, strict=True):
-        moved_positions(name, shape, target_shape, move.position, axis, contexts=contexts)
+    if len(writes) > 1:
+        axis = move.seq_axis
+        contexts = common_contexts((shape, value.shape, axis) for *_, value, shape in writes)
+        for _, _, name, value, shape in writes:
+            moved_positions(name, shape, value.shape, move.position, axis, contexts=contexts)
     former: list[tuple[int, Any, str, NDArray]] = []
     try:
         for number, target, name, value, _ in writes:
