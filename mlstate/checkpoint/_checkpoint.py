@@ -230,7 +230,8 @@ class Checkpoint:
         *,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._files, self._root, manifest = open_root_path(path, storage_options)
+        place = path if isinstance(path, RootPath) else open_root_path(path, storage_options)
+        self._files, self._root, manifest = place
         self.path: str = self._files.path
         if manifest is None:
             self._root, manifest = self._files.open_root(self._root)

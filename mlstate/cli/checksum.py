@@ -9,7 +9,8 @@ from pathlib import Path
 from .._common.local_path import local_path
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint import checksum
-from ._common import Commands, add_command, progress_of, stat_path
+from ._common import Commands, add_command, stat_path
+from ._progress import progress_of
 
 __all__ = ["add"]
 

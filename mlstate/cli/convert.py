@@ -42,9 +42,9 @@ from ._common import (
     find,
     kind_of,
     number_of_step,
-    progress_of,
     stat_path,
 )
+from ._progress import progress_of
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place

@@ -63,7 +63,7 @@ def index_of(stem: str) -> str:
 
 
 def stem_of(names: Collection[str]) -> str:
-    """Return the stem that files of weights should have beside the other files of a folder.
+    """Return the stem of the files of weights that belong to the other files of a folder.
 
     It is the stem of its weights, which its program looks for: ``adapter_model`` for PEFT,
     ``diffusion_pytorch_model`` for diffusers; without weights ``model``.
@@ -74,6 +74,11 @@ def stem_of(names: Collection[str]) -> str:
             if stem in present:
                 return "model" if stem == "pytorch_model" else stem
     return "model"
+
+
+def is_weights_root(root: str) -> bool:
+    """Return whether a root is a file of another program, not a manifest of mlstate."""
+    return root.endswith(SUFFIX) or is_index(root)
 
 
 def is_set(root: str) -> bool:
@@ -141,7 +146,7 @@ _REMEDY = "pass the path of one file or index, or move the others away"
 def set_files(names: Collection[str], root: str) -> tuple[list[str], list[str]]:
     """Return the files of a set, and the names of those that are missing.
 
-    Raises FormatError if the numbers are not those of a set.
+    Raises FormatError if the files do not have the numbers of a set.
     """
     before, _, after = root.partition(_ANY)
     pattern = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}\Z", re.ASCII)
