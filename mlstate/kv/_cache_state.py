@@ -588,11 +588,11 @@ class CacheState(CopiedByValue):
 
         Parameters
         ----------
-        bits : {8, 4}
+        bits : {8, 6, 5, 4, 3, 2}
             Bits of a code.
         group : int
-            Elements of the last axis with the same scale and bias: a multiple of 8 up to 4096 that
-            divides the axis.
+            Elements of the last axis with the same scale and bias: a multiple of 32 up to 4096, or
+            of 8 for 4 and 8 bits, that divides the axis.
         names : iterable of str, optional
             The entries to quantize. Default: all of kind "full".
 
@@ -613,8 +613,8 @@ class CacheState(CopiedByValue):
         Notes
         -----
         The result consists of new NumPy arrays, also for torch tensors on the CPU. Their bits
-        equal the result of ``mlx.core.quantize`` on a CPU: word ``i`` of the codes has elements
-        ``i * 32 / bits`` and following, the first in the lowest bits; a value is
+        equal the result of ``mlx.core.quantize`` on a CPU: the codes of the last axis are one
+        string of bits in words, the first code in the lowest bits of the first word; a value is
         ``scale * code + bias``. Its error is at most one ``scale``, plus the rounding of scale and
         bias to the dtype. Positions without a token become 0. The old arrays are not written. The
         GIL is released for arrays of at least 64 KiB.

@@ -16,6 +16,21 @@ from mlstate import CapacityError, CompatibilityError, TensorNotFoundError, _cor
 from mlstate.kv import CacheEntry, CacheSpec, CacheState
 
 DTYPES = ["float16", "bfloat16", "float32"]
+BITS = [2, 3, 4, 5, 6, 8]
+
+
+def join(codes, bits):
+    """Codes of the last axis as one string of bits in words, the first code in the lowest bits."""
+    single = codes[..., None] >> np.arange(bits, dtype=np.uint32) & 1
+    string = single.reshape(*codes.shape[:-1], codes.shape[-1] * bits).astype(np.uint8)
+    return np.packbits(string, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def split(words, bits):
+    """The reverse of `join`."""
+    string = np.unpackbits(words.astype("<u4").view(np.uint8), axis=-1, bitorder="little")
+    single = string.reshape(*words.shape[:-1], words.shape[-1] * 32 // bits, bits)
+    return (single.astype(np.uint32) << np.arange(bits, dtype=np.uint32)).sum(-1)
 
 
 def quantize(values, bits, group):
@@ -32,16 +47,12 @@ def quantize(values, bits, group):
         scales = np.where(steps != 0, edges / steps, scales)
     biases = np.where(steps != 0, edges, np.float32(0))
     codes = np.clip(np.rint((x - biases) / scales), 0, levels).astype(np.uint32)
-    codes = codes.reshape(*values.shape[:-1], values.shape[-1] * bits // 32, 32 // bits)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    words = np.bitwise_or.reduce(codes << shifts, axis=-1)
+    words = join(codes.reshape(values.shape), bits)
     return words, scales[..., 0].astype(values.dtype), biases[..., 0].astype(values.dtype)
 
 
 def dequantize(words, scales, biases, bits, group):
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    codes = (words[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
-    codes = codes.reshape(*scales.shape, group)
+    codes = split(words, bits).astype(np.float32).reshape(*scales.shape, group)
     wide = [array.astype(np.float32)[..., None] for array in (scales, biases)]
     values = wide[0] * codes + wide[1]
     return values.reshape(*words.shape[:-1], scales.shape[-1] * group).astype(scales.dtype)
@@ -63,14 +74,18 @@ def state_of(arrays, length, **more):
 @settings(max_examples=tries(60), deadline=None)
 @given(
     st.sampled_from(DTYPES),
-    st.sampled_from([4, 8]),
-    st.sampled_from([(8, 1), (8, 3), (64, 1), (32, 4), (24, 5), (4096, 1), (1024, 5)]),
+    st.sampled_from(
+        [
+            *((bits, sizes) for bits in (4, 8) for sizes in [(8, 1), (8, 3), (24, 5)]),
+            *((bits, sizes) for bits in BITS for sizes in [(64, 1), (32, 3), (4096, 1), (1024, 5)]),
+        ]
+    ),
     st.tuples(st.integers(0, 3), st.integers(1, 70)),
     st.sampled_from([1e-5, 1.0, 300.0]),
     st.data(),
 )
-def test_codes_match_the_definition(dtype, bits, sizes, outer, scale, data):
-    group, groups = sizes
+def test_codes_match_the_definition(dtype, parameters, outer, scale, data):
+    bits, (group, groups) = parameters
     values = normal((*outer, group * groups), dtype, 1, scale)
     values[..., :group] = np.abs(values[..., :group])  # a group without negative numbers
     values[:, ::7] = 0
@@ -90,19 +105,20 @@ def test_codes_match_the_definition(dtype, bits, sizes, outer, scale, data):
     assert_same_bits(state.arrays["k"], dequantize(*parts, bits, group))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_arrays_may_have_any_strides(name, bits):
-    values = normal((2, 3, 7, 32))
+    values = normal((2, 3, 7, 64))
+    group = 16 if bits % 4 == 0 else 32
     state = state_of({"k": layout(name, values)}, 7)
-    state.quantize(bits, 16)
-    expected = quantize(values, bits, 16)
+    state.quantize(bits, group)
+    expected = quantize(values, bits, group)
     for array, part in zip(state.arrays.values(), expected, strict=True):
         assert_same_bits(array, part)
     arrays = {key: layout(name, array) for key, array in state.arrays.items()}
     again = CacheState(state.spec, arrays, 7)
     again.dequantize()
-    assert_same_bits(again.arrays["k"], dequantize(*expected, bits, 16))
+    assert_same_bits(again.arrays["k"], dequantize(*expected, bits, group))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -115,7 +131,7 @@ def test_the_sequence_may_be_any_axis_but_the_last(axis):
         assert_same_bits(state.view(name), part)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_error_is_at_most_one_scale(dtype, bits):
     """The bound of the docstring: one scale, plus the rounding of scale and bias."""
@@ -240,10 +256,15 @@ def test_only_full_entries_are_quantized():
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"bits": 6}, ValueError, "k: bits must be 4 or 8, got 6"),
-        ({"bits": 2**32 + 4}, ValueError, "k: bits must be 4 or 8"),
+        ({"bits": 7}, ValueError, "k: bits must be 2, 3, 4, 5, 6 or 8, got 7"),
+        ({"bits": 2**32 + 4}, ValueError, "k: bits must be 2, 3, 4, 5, 6 or 8"),
         ({"bits": "8"}, TypeError, "bits must be an integer, got str"),
-        ({"group": 0}, ValueError, "k: group must be a multiple of 8 up to 4096, got 0"),
+        ({"group": 0}, ValueError, "k: group must be a multiple of 8 up to 4096 for 8 bits"),
+        (
+            {"bits": 3, "group": 16},
+            ValueError,
+            "k: group must be a multiple of 32 up to 4096 for 3",
+        ),
         ({"group": 8192}, ValueError, "k: group must be a multiple of 8"),
         ({"group": 48}, CompatibilityError, "k: the last axis has 64 elements"),
         ({"group": -8}, CapacityError, "k: group -8 is negative"),

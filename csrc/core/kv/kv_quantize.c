@@ -1,17 +1,16 @@
-/* kv_quantize: groups of 4- or 8-bit codes with a scale and a bias for each group.
+/* kv_quantize: groups of codes of 2 to 8 bits with a scale and a bias for each group.
  *
  * Values are handled in tiles of whole groups of consecutive rows: a tile is converted to
  * floats in a buffer on the stack and quantized there, so that any strides, byte order
- * and dtype need one loop only.
+ * and dtype need one loop only. Each step handles all groups of a tile, so that a step
+ * can work on several groups at a time.
  */
 #include "kv/kv_quantize.h"
 
-#include "base/exact_float.h"
 #include "base/size.h"
 #include "kv/kv_transition.h"
 #include "kv/quantize_kernels.h"
 
-#include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 
@@ -25,15 +24,17 @@ enum {
 mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_t *words,
                                size_t *groups, mls_status *st)
 {
-    if (bits != 4 && bits != 8) {
-        mls_fail(st, MLS_E_VALUE, "bits must be 4 or 8, got %u", bits);
-        mls_status_expected(st, "4 or 8");
+    if (bits < 2 || bits > 8 || bits == 7) {
+        mls_fail(st, MLS_E_VALUE, "bits must be 2, 3, 4, 5, 6 or 8, got %u", bits);
+        mls_status_expected(st, "2, 3, 4, 5, 6 or 8");
         return mls_status_got(st, "%u", bits);
     }
-    if (group == 0 || group % MLS_QUANTIZE_UNIT != 0 || group > MLS_QUANTIZE_MOST_GROUP) {
-        mls_fail(st, MLS_E_VALUE, "group must be a multiple of %d up to %d, got %zu",
-                 MLS_QUANTIZE_UNIT, MLS_QUANTIZE_MOST_GROUP, group);
-        mls_status_expected(st, "a multiple of %d up to %d", MLS_QUANTIZE_UNIT,
+    const size_t unit = bits % 4 == 0 ? MLS_QUANTIZE_UNIT : MLS_QUANTIZE_ODD_UNIT;
+    if (group == 0 || group % unit != 0 || group > MLS_QUANTIZE_MOST_GROUP) {
+        mls_fail(st, MLS_E_VALUE,
+                 "group must be a multiple of %zu up to %d for %u bits, got %zu", unit,
+                 MLS_QUANTIZE_MOST_GROUP, bits, group);
+        mls_status_expected(st, "a multiple of %zu up to %d", unit,
                             MLS_QUANTIZE_MOST_GROUP);
         return mls_status_got(st, "%zu", group);
     }
@@ -45,8 +46,8 @@ mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_
         mls_status_expected(st, "a multiple of %zu", group);
         return mls_status_got(st, "%zu", length);
     }
-    *words = length / (32 / bits);
     *groups = length / group;
+    *words = *groups * (group * bits / 32); /* less than the length */
     return MLS_OK;
 }
 
@@ -106,78 +107,6 @@ mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quant
     return code;
 }
 
-/* ---- one group ---- */
-
-static mls_group_range measure(const float *x, size_t count)
-{
-    mls_group_range range = {.low = x[0], .high = x[0]};
-    float not_finite = 0; /* becomes NaN once an element is infinite or NaN */
-    for (size_t i = 0; i < count; i++) {
-        range.low = x[i] < range.low ? x[i] : range.low;
-        range.high = x[i] > range.high ? x[i] : range.high;
-        not_finite += x[i] - x[i];
-    }
-    range.is_finite = !isnan(not_finite);
-    return range;
-}
-
-static void encode(const float *x, size_t count, float scale, float bias, float levels,
-                   unsigned char *codes)
-{
-    const float round = 0x1.8p23F; /* adding it rounds to an integer, ties to even */
-    for (size_t i = 0; i < count; i++) {
-        float code = (x[i] - bias) / scale;
-        code = code > 0 ? code : 0;
-        code = code < levels ? code : levels;
-        codes[i] = (unsigned char)(int32_t)((code + round) - round);
-    }
-}
-
-static void decode(const unsigned char *codes, size_t count, float scale, float bias,
-                   float *x)
-{
-    for (size_t i = 0; i < count; i++) {
-        x[i] = scale * (float)codes[i] + bias;
-    }
-}
-
-static void join(const unsigned char *from, size_t count, unsigned char *to)
-{
-    for (size_t i = 0; i < count / 2; i++) {
-        to[i] = (unsigned char)(from[2 * i] | from[2 * i + 1] << 4);
-    }
-}
-
-static void split(const unsigned char *from, size_t count, unsigned char *to)
-{
-    for (size_t i = 0; i < count / 2; i++) {
-        to[2 * i] = from[i] & 15;
-        to[2 * i + 1] = from[i] >> 4;
-    }
-}
-
-const mls_group_kernels mls_group_scalar = {measure, encode, decode, join, split};
-
-/* Choose scale and bias of a group. The bias is the extreme with the larger absolute
- * value, and 0 is a whole number of steps from it. mlx does the same operations in the
- * same order.
- * Returns false if an element or the range is not finite. */
-static bool choose_affine(mls_group_range r, float levels, float *scale, float *bias)
-{
-    const bool from_low = fabsf(r.low) > fabsf(r.high);
-    const float step = (r.high - r.low) / levels, least = 1e-7F;
-    const float size = step > least ? step : least;
-    const float edge = from_low ? r.low : r.high;
-    *scale = from_low ? size : -size;
-    *bias = 0;
-    const float steps = rintf(edge / *scale); /* from 0 to the edge */
-    if (fabsf(steps) > 0) {
-        *scale = edge / steps;
-        *bias = edge;
-    }
-    return r.is_finite && isfinite(r.high - r.low);
-}
-
 /* ---- tiles ---- */
 
 /* The work, the same for all tiles. */
@@ -195,7 +124,8 @@ typedef struct job {
 /* Elements, codes, scales and biases of a tile, packed. */
 typedef struct buffer {
     float values[TILE];
-    unsigned char codes[TILE], joined[TILE / 2]; /* one or two codes in each byte */
+    unsigned char codes[TILE];                       /* one in each byte */
+    unsigned char joined[TILE + MLS_QUANTIZE_SLACK]; /* as they are stored */
     float scales[MOST_GROUPS], biases[MOST_GROUPS];
 } buffer;
 
@@ -276,58 +206,59 @@ static tile tile_at(const job *j, size_t index)
     return t;
 }
 
+/* Return where a buffer has the codes as they are stored. */
+static unsigned char *stored_codes(const job *j, buffer *b)
+{
+    return j->quantized->bits == 8 ? b->codes : b->joined;
+}
+
 /* Quantize tile number `index`, as a task for the pool. */
 static void quantize_tile(void *context, size_t index)
 {
     job *j = context;
     const mls_quantized *q = j->quantized;
+    const mls_group_kernels *k = j->groups;
     const size_t words = q->group * q->bits / 32;
     const tile t = tile_at(j, index);
-    buffer b;
-    bool is_finite = true;
-    copy_tile(j, j->values, &t, q->group, b.values, MLS_F32, false);
     const size_t count = t.rows * t.groups;
-    for (size_t i = 0; i < count; i++) {
-        const float *x = b.values + i * q->group;
-        if (!choose_affine(j->groups->measure(x, q->group), j->levels, &b.scales[i],
-                           &b.biases[i])) {
-            is_finite = false;
-        }
-        j->groups->encode(x, q->group, b.scales[i], b.biases[i], j->levels,
-                          b.codes + i * q->group);
-    }
-    if (!is_finite) {
+    buffer b;
+    copy_tile(j, j->values, &t, q->group, b.values, MLS_F32, false);
+    if (!k->choose(b.values, count, q->group, j->levels, b.scales, b.biases)) {
         atomic_store_explicit(&j->is_finite, false, memory_order_relaxed);
         return;
     }
-    if (q->bits == 4) {
-        j->groups->join(b.codes, count * q->group, b.joined);
+    k->encode(b.values, count, q->group, j->levels, b.scales, b.biases, b.codes);
+    if (q->bits != 8) {
+        k->join(b.codes, count * q->group, q->bits, b.joined);
     }
-    copy_tile(j, &q->codes, &t, words, q->bits == 4 ? b.joined : b.codes, MLS_U32, true);
+    copy_tile(j, &q->codes, &t, words, stored_codes(j, &b), MLS_U32, true);
     copy_tile(j, &q->scales, &t, 1, b.scales, MLS_F32, true);
     copy_tile(j, &q->biases, &t, 1, b.biases, MLS_F32, true);
+}
+
+/* Compute the values of a tile in a buffer, before they are rounded to the dtype. */
+static void decode_tile(const job *j, const tile *t, buffer *b)
+{
+    const mls_quantized *q = j->quantized;
+    const mls_group_kernels *k = j->groups;
+    const size_t words = q->group * q->bits / 32, count = t->rows * t->groups;
+    copy_tile(j, &q->codes, t, words, stored_codes(j, b), MLS_U32, false);
+    copy_tile(j, &q->scales, t, 1, b->scales, MLS_F32, false);
+    copy_tile(j, &q->biases, t, 1, b->biases, MLS_F32, false);
+    if (q->bits != 8) {
+        k->split(b->joined, count * q->group, q->bits, b->codes);
+    }
+    k->decode(b->codes, count, q->group, b->scales, b->biases, b->values);
 }
 
 /* Dequantize tile number `index`, as a task for the pool. */
 static void dequantize_tile(void *context, size_t index)
 {
     const job *j = context;
-    const mls_quantized *q = j->quantized;
-    const size_t words = q->group * q->bits / 32;
     const tile t = tile_at(j, index);
     buffer b;
-    copy_tile(j, &q->codes, &t, words, q->bits == 4 ? b.joined : b.codes, MLS_U32, false);
-    copy_tile(j, &q->scales, &t, 1, b.scales, MLS_F32, false);
-    copy_tile(j, &q->biases, &t, 1, b.biases, MLS_F32, false);
-    const size_t count = t.rows * t.groups;
-    if (q->bits == 4) {
-        j->groups->split(b.joined, count * q->group, b.codes);
-    }
-    for (size_t i = 0; i < count; i++) {
-        j->groups->decode(b.codes + i * q->group, q->group, b.scales[i], b.biases[i],
-                          b.values + i * q->group);
-    }
-    copy_tile(j, j->values, &t, q->group, b.values, MLS_F32, true);
+    decode_tile(j, &t, &b);
+    copy_tile(j, j->values, &t, j->quantized->group, b.values, MLS_F32, true);
 }
 
 /* Divide the values into tiles and run `task` on each of them. */
@@ -345,7 +276,7 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
     j->column_tiles = length / j->columns + (length % j->columns != 0);
     j->row_tiles = all_rows / j->rows + (all_rows % j->rows != 0);
     j->groups = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_group);
-    j->levels = j->quantized->bits == 4 ? 15 : 255;
+    j->levels = (float)((1 << j->quantized->bits) - 1);
     mls_pool_run(bytes >= MLS_POOL_COPY_BYTES ? pool : NULL, task, j,
                  mls_kv_rows(j->values, last - 1) * j->row_tiles * j->column_tiles);
 }
