@@ -7,10 +7,12 @@
  */
 #include "kv/kv_quantize.h"
 
+#include "base/exact_float.h"
 #include "base/size.h"
 #include "kv/kv_transition.h"
 #include "kv/quantize_kernels.h"
 
+#include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 
@@ -118,6 +120,7 @@ typedef struct job {
     size_t rows, columns;           /* of a tile; columns are whole groups */
     size_t row_tiles, column_tiles; /* at one index of the outer axes */
     float levels;                   /* the largest code */
+    mls_quantization_loss *loss;    /* NULL unless it is asked for */
     atomic_bool is_finite;          /* of all values so far */
 } job;
 
@@ -261,6 +264,33 @@ static void dequantize_tile(void *context, size_t index)
     copy_tile(j, j->values, &t, j->quantized->group, b.values, MLS_F32, true);
 }
 
+/* Add the loss of tile number `index`. */
+static void add_tile_loss(void *context, size_t index)
+{
+    const job *j = context;
+    const mls_tensor *values = j->values;
+    const size_t group = j->quantized->group;
+    const tile t = tile_at(j, index);
+    buffer b;
+    float original[TILE];
+    decode_tile(j, &t, &b);
+    if (values->dtype != MLS_F32) { /* round to the dtype, and read the result */
+        const mls_tensor like = tile_view(values, &t, group);
+        const mls_tensor exact = packed_view(&like, b.values, MLS_F32);
+        const mls_tensor rounded = packed_view(&like, original, values->dtype);
+        mls_copy(j->kernels, &rounded, &exact, mls_cached());
+        mls_copy(j->kernels, &exact, &rounded, mls_cached());
+    }
+    copy_tile(j, values, &t, group, original, MLS_F32, false);
+    for (size_t i = 0; i < t.rows * t.groups * group; i++) {
+        const double value = (double)original[i];
+        const double difference = fabs((double)b.values[i] - value);
+        j->loss->largest = fmax(j->loss->largest, difference);
+        j->loss->squares += difference * difference;
+        j->loss->value_squares += value * value;
+    }
+}
+
 /* Divide the values into tiles and run `task` on each of them. */
 static void run_tiles(job *j, mls_pool *pool, mls_task task)
 {
@@ -301,4 +331,15 @@ void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor
     job j = {.kernels = kernels, .values = values, .quantized = src};
     atomic_init(&j.is_finite, true);
     run_tiles(&j, pool, dequantize_tile);
+}
+
+mls_quantization_loss mls_quantize_loss(const mls_kernels *kernels,
+                                        const mls_tensor *values,
+                                        const mls_quantized *quantized)
+{
+    mls_quantization_loss loss = {0};
+    job j = {.kernels = kernels, .values = values, .quantized = quantized, .loss = &loss};
+    atomic_init(&j.is_finite, true);
+    run_tiles(&j, NULL, add_tile_loss);
+    return loss;
 }

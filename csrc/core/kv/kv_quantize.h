@@ -56,4 +56,18 @@ mls_code mls_quantize(const mls_kernels *kernels, mls_pool *pool,
 void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *values,
                     const mls_quantized *src);
 
+/* How far the values of codes are from the original ones. */
+typedef struct mls_quantization_loss {
+    double largest;       /* absolute difference */
+    double squares;       /* sum of the squares of all differences, and */
+    double value_squares; /* of the original values */
+} mls_quantization_loss;
+
+/* Compare `values` with the values that mls_dequantize computes from `quantized`, which
+ * must have passed the check. One thread adds in a fixed order, so every instruction set
+ * returns the same bits. */
+mls_quantization_loss mls_quantize_loss(const mls_kernels *kernels,
+                                        const mls_tensor *values,
+                                        const mls_quantized *quantized);
+
 #endif
