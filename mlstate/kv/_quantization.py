@@ -87,9 +87,25 @@ def chosen_entries(spec: CacheSpec, names: Iterable[str] | None, kind: str) -> s
     return {entry.name for entry in chosen}
 
 
+def _is_core_readable(array: Any) -> bool:
+    """Return whether an array is in main memory."""
+    return not is_torch(array) or array.is_cpu
+
+
 def _operations_for(array: Any) -> Any:
     """Return the core, or torch's operations for a tensor on another device."""
-    return backend_of(array, KVBackend) if is_torch(array) and not array.is_cpu else _core
+    return _core if _is_core_readable(array) else backend_of(array, KVBackend)
+
+
+def _check_devices(entry: CacheEntry, arrays: Mapping[str, Any]) -> None:
+    """Raise unless all arrays of an entry are on one device."""
+    devices = {name: str(arrays[name].device) for name in entry.arrays}
+    for name, device in devices.items():
+        if device != devices[entry.name]:
+            raise TypeError(
+                f"{name} is on device {device}, but {entry.name} is on {devices[entry.name]}: "
+                "move them to one device"
+            )
 
 
 def _new_array(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
@@ -117,6 +133,7 @@ def convert_entry(
     Both may have another number of positions: the tokens are read once and written once.
     """
     like = arrays[old.name]
+    _check_devices(old, arrays)
     converted = {
         name: _new_array(shape, dtype, like) for name, (shape, dtype) in new.arrays.items()
     }
