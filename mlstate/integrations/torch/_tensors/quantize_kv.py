@@ -30,10 +30,15 @@ def kv_zeros(shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Te
     return like.new_zeros(shape, dtype=torch_dtype(dtype, like))
 
 
+def _divide(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Return a view whose last axis is divided into parts of `size` elements."""
+    return tensor.reshape(*tensor.shape[:-1], tensor.shape[-1] // size, size)
+
+
 def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return int32 words with the codes of the last axis as one string of bits."""
     step = gcd(bits, 32)
-    parts = codes.unflatten(-1, (-1, 32 // step))
+    parts = _divide(codes, 32 // step)
     words = codes.new_zeros((*parts.shape[:-1], bits // step))
     for i in range(32 // step):
         word, shift = divmod(i * bits, 32)
@@ -46,7 +51,7 @@ def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _split(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the int32 codes of a string of bits."""
     step = gcd(bits, 32)
-    parts = words.unflatten(-1, (-1, bits // step))
+    parts = _divide(words, bits // step)
     codes = words.new_empty((*parts.shape[:-1], 32 // step))
     for i in range(32 // step):
         word, shift = divmod(i * bits, 32)
@@ -73,7 +78,7 @@ def kv_quantize(
         raise TypeError("a tensor on the meta device has no values to quantize")
     if values.numel() == 0:
         return
-    x = values.detach().float().unflatten(-1, (-1, group))
+    x = _divide(values.detach().float(), group)
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)  # NaN if a value is
     if not bool(torch.isfinite(high - low).all()):
         raise ValueError(_NOT_FINITE)
@@ -97,7 +102,7 @@ def _values_of(
     """Return the values of codes in float32, before they are rounded."""
     import torch
 
-    numbers = _split(codes.view(torch.int32), bits).float().unflatten(-1, (-1, group))
+    numbers = _divide(_split(codes.view(torch.int32), bits).float(), group)
     return numbers.mul_(scales.float()[..., None]).add_(biases.float()[..., None]).flatten(-2)
 
 
