@@ -1,9 +1,9 @@
 /* kv_quantize: groups of codes of 2 to 8 bits with a scale and a bias for each group.
  *
- * Values are handled in tiles of whole groups of consecutive rows: a tile is converted to
- * floats in a buffer on the stack and quantized there, so that any strides, byte order
- * and dtype need one loop only. Each step handles all groups of a tile, so that a step
- * can work on several groups at a time.
+ * Values are handled in tiles of whole groups of consecutive rows. If rows are packed in
+ * all arrays, a kernel reads and writes the arrays of the caller. Otherwise a tile is
+ * converted to floats in a buffer on the stack, so that any strides, byte order and dtype
+ * need one loop only.
  */
 #include "kv/kv_quantize.h"
 
@@ -17,7 +17,8 @@
 #include <string.h>
 
 enum {
-    TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile */
+    TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile in a buffer, */
+    PACKED_TILE = 8 * TILE,         /* and of another one */
     MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT
 };
 
@@ -117,18 +118,17 @@ typedef struct job {
     const mls_group_kernels *groups;
     const mls_tensor *values;
     const mls_quantized *quantized;
+    bool is_packed;                 /* kernels use the arrays of the caller */
     size_t rows, columns;           /* of a tile; columns are whole groups */
     size_t row_tiles, column_tiles; /* at one index of the outer axes */
-    float levels;                   /* the largest code */
     mls_quantization_loss *loss;    /* NULL unless it is asked for */
     atomic_bool is_finite;          /* of all values so far */
 } job;
 
-/* Elements, codes, scales and biases of a tile, packed. */
+/* The arrays of a tile, packed, with floats. */
 typedef struct buffer {
     float values[TILE];
-    unsigned char codes[TILE];                       /* one in each byte */
-    unsigned char joined[TILE + MLS_QUANTIZE_SLACK]; /* as they are stored */
+    unsigned char codes[TILE]; /* a string of bits */
     float scales[MOST_GROUPS], biases[MOST_GROUPS];
 } buffer;
 
@@ -209,49 +209,80 @@ static tile tile_at(const job *j, size_t index)
     return t;
 }
 
-/* Return where a buffer has the codes as they are stored. */
-static unsigned char *stored_codes(const job *j, buffer *b)
+/* Return the run of a tile in the arrays of the caller. */
+static mls_group_run packed_run(const job *j, const tile *t)
 {
-    return j->quantized->bits == 8 ? b->codes : b->joined;
+    const mls_quantized *q = j->quantized;
+    const size_t words = q->group * q->bits / 32;
+    return (mls_group_run){.groups = t->rows * t->groups,
+                           .size = q->group,
+                           .bits = q->bits,
+                           .values = tile_view(j->values, t, q->group).data,
+                           .scales = tile_view(&q->scales, t, 1).data,
+                           .biases = tile_view(&q->biases, t, 1).data,
+                           .codes = tile_view(&q->codes, t, words).data};
+}
+
+/* Return the run of a tile in a buffer. */
+static mls_group_run buffer_run(const job *j, const tile *t, buffer *b)
+{
+    return (mls_group_run){.groups = t->rows * t->groups,
+                           .size = j->quantized->group,
+                           .bits = j->quantized->bits,
+                           .values = b->values,
+                           .scales = b->scales,
+                           .biases = b->biases,
+                           .codes = b->codes};
+}
+
+/* Copy codes, scales and biases of a tile to a buffer, or back if `store`. */
+static void copy_coded(const job *j, const tile *t, buffer *b, bool store)
+{
+    const mls_quantized *q = j->quantized;
+    copy_tile(j, &q->codes, t, q->group * q->bits / 32, b->codes, MLS_U32, store);
+    copy_tile(j, &q->scales, t, 1, b->scales, MLS_F32, store);
+    copy_tile(j, &q->biases, t, 1, b->biases, MLS_F32, store);
+}
+
+/* Quantize a tile in a buffer. Returns false if a value is not finite. */
+static bool quantize_buffer(const job *j, const tile *t)
+{
+    buffer b;
+    const mls_group_run run = buffer_run(j, t, &b);
+    copy_tile(j, j->values, t, j->quantized->group, b.values, MLS_F32, false);
+    if (!j->groups->quantize[MLS_F32](&run)) {
+        return false;
+    }
+    copy_coded(j, t, &b, true);
+    return true;
 }
 
 /* Quantize tile number `index`, as a task for the pool. */
 static void quantize_tile(void *context, size_t index)
 {
     job *j = context;
-    const mls_quantized *q = j->quantized;
-    const mls_group_kernels *k = j->groups;
-    const size_t words = q->group * q->bits / 32;
     const tile t = tile_at(j, index);
-    const size_t count = t.rows * t.groups;
-    buffer b;
-    copy_tile(j, j->values, &t, q->group, b.values, MLS_F32, false);
-    if (!k->choose(b.values, count, q->group, j->levels, b.scales, b.biases)) {
+    const mls_group_run run = packed_run(j, &t);
+    if (j->is_packed ? !j->groups->quantize[j->values->dtype](&run)
+                     : !quantize_buffer(j, &t)) {
         atomic_store_explicit(&j->is_finite, false, memory_order_relaxed);
-        return;
     }
-    k->encode(b.values, count, q->group, j->levels, b.scales, b.biases, b.codes);
-    if (q->bits != 8) {
-        k->join(b.codes, count * q->group, q->bits, b.joined);
-    }
-    copy_tile(j, &q->codes, &t, words, stored_codes(j, &b), MLS_U32, true);
-    copy_tile(j, &q->scales, &t, 1, b.scales, MLS_F32, true);
-    copy_tile(j, &q->biases, &t, 1, b.biases, MLS_F32, true);
 }
 
 /* Compute the values of a tile in a buffer, before they are rounded to the dtype. */
 static void decode_tile(const job *j, const tile *t, buffer *b)
 {
-    const mls_quantized *q = j->quantized;
-    const mls_group_kernels *k = j->groups;
-    const size_t words = q->group * q->bits / 32, count = t->rows * t->groups;
-    copy_tile(j, &q->codes, t, words, stored_codes(j, b), MLS_U32, false);
-    copy_tile(j, &q->scales, t, 1, b->scales, MLS_F32, false);
-    copy_tile(j, &q->biases, t, 1, b->biases, MLS_F32, false);
-    if (q->bits != 8) {
-        k->split(b->joined, count * q->group, q->bits, b->codes);
-    }
-    k->decode(b->codes, count, q->group, b->scales, b->biases, b->values);
+    const mls_group_run run = buffer_run(j, t, b);
+    copy_coded(j, t, b, false);
+    j->groups->dequantize[MLS_F32](&run);
+}
+
+/* Dequantize tile number `index` in a buffer. */
+static void dequantize_buffer(const job *j, const tile *t)
+{
+    buffer b;
+    decode_tile(j, t, &b);
+    copy_tile(j, j->values, t, j->quantized->group, b.values, MLS_F32, true);
 }
 
 /* Dequantize tile number `index`, as a task for the pool. */
@@ -259,9 +290,12 @@ static void dequantize_tile(void *context, size_t index)
 {
     const job *j = context;
     const tile t = tile_at(j, index);
-    buffer b;
-    decode_tile(j, &t, &b);
-    copy_tile(j, j->values, &t, j->quantized->group, b.values, MLS_F32, true);
+    const mls_group_run run = packed_run(j, &t);
+    if (j->is_packed) {
+        j->groups->dequantize[j->values->dtype](&run);
+    } else {
+        dequantize_buffer(j, &t);
+    }
 }
 
 /* Add the loss of tile number `index`. */
@@ -291,6 +325,26 @@ static void add_tile_loss(void *context, size_t index)
     }
 }
 
+/* Return whether the rows of a view are adjacent, in the byte order of a kernel. */
+static bool has_packed_rows(const mls_tensor *t, bool swapped)
+{
+    const int last = t->rank - 1;
+    const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(t);
+    const ptrdiff_t row = (ptrdiff_t)t->shape[last] * item; /* of memory that exists */
+    return t->swapped == swapped && (t->shape[last] == 1 || t->strides[last] == item) &&
+           (last == 0 || t->shape[last - 1] == 1 || t->strides[last - 1] == row);
+}
+
+/* Return whether kernels can use the arrays of the caller. */
+static bool is_packed(const job *j)
+{
+    const mls_quantized *q = j->quantized;
+    return j->groups->quantize[j->values->dtype] != NULL &&
+           has_packed_rows(j->values, false) && has_packed_rows(&q->scales, false) &&
+           has_packed_rows(&q->biases, false) &&
+           has_packed_rows(&q->codes, ARE_WORDS_SWAPPED);
+}
+
 /* Divide the values into tiles and run `task` on each of them. */
 static void run_tiles(job *j, mls_pool *pool, mls_task task)
 {
@@ -301,12 +355,13 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
     if (bytes == 0) {
         return;
     }
-    j->columns = length < TILE ? length : TILE / group * group;
-    j->rows = TILE / j->columns;
+    j->groups = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_group);
+    j->is_packed = j->loss == NULL && is_packed(j);
+    const size_t most = j->is_packed ? PACKED_TILE : TILE;
+    j->columns = length < most ? length : most / group * group;
+    j->rows = most / j->columns;
     j->column_tiles = length / j->columns + (length % j->columns != 0);
     j->row_tiles = all_rows / j->rows + (all_rows % j->rows != 0);
-    j->groups = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_group);
-    j->levels = (float)((1 << j->quantized->bits) - 1);
     mls_pool_run(bytes >= MLS_POOL_COPY_BYTES ? pool : NULL, task, j,
                  mls_kv_rows(j->values, last - 1) * j->row_tiles * j->column_tiles);
 }

@@ -1,8 +1,9 @@
 /* quantize_kernels: declarations shared by kv_quantize*.c; private to them.
  *
- * Every function handles `groups` packed groups of `size` elements each; `size` is a
- * multiple of 8. Functions for an instruction set compute the same bits as the scalar
- * ones.
+ * A kernel handles a run of `groups` groups of `size` elements each, which are adjacent
+ * in memory, in this machine's byte order and at any address; so are codes, scales and
+ * biases. `size` fits the bits: see mls_quantized_lengths. Kernels for an instruction set
+ * compute the same bits as the scalar ones.
  */
 #ifndef MLS_QUANTIZE_KERNELS_H
 #define MLS_QUANTIZE_KERNELS_H
@@ -13,51 +14,25 @@
 
 #include <math.h>
 
-/* Bytes behind joined codes that `join` may write and `split` may read. */
-enum { MLS_QUANTIZE_SLACK = 16 };
+/* The arrays of a run. */
+typedef struct mls_group_run {
+    size_t groups, size;
+    unsigned bits;
+    void *values, *scales, *biases; /* of one dtype */
+    unsigned char *codes;           /* a string of bits */
+} mls_group_run;
 
+/* Kernels by the dtype of values, scales and biases. Those of MLS_F32 are not NULL. */
 typedef struct mls_group_kernels {
-    /* Choose scale and bias of each group for codes of 0 .. levels. Returns false if an
-     * element or the range of a group is not finite. */
-    bool (*choose)(const float *x, size_t groups, size_t size, float levels,
-                   float *scales, float *biases);
-    /* Compute clip((x - bias) / scale, 0, levels), rounded to nearest even. */
-    void (*encode)(const float *x, size_t groups, size_t size, float levels,
-                   const float *scales, const float *biases, unsigned char *codes);
-    /* Compute scale * code + bias. */
-    void (*decode)(const unsigned char *codes, size_t groups, size_t size,
-                   const float *scales, const float *biases, float *x);
-    /* Join `count` codes, one in each byte, into a string of bits; and the reverse. bits
-     * is 2 to 6. */
-    void (*join)(const unsigned char *codes, size_t count, unsigned bits,
-                 unsigned char *joined);
-    void (*split)(const unsigned char *joined, size_t count, unsigned bits,
-                  unsigned char *codes);
+    /* Write codes, scales and biases. Returns false if a value or the range of a group is
+     * not finite; all three are undefined then. */
+    bool (*quantize[MLS_CONVERTIBLE])(const mls_group_run *run);
+    void (*dequantize[MLS_CONVERTIBLE])(const mls_group_run *run);
 } mls_group_kernels;
 
 MLS_CPU_AVX2_TABLES(mls_group_kernels, mls_group);
 
-/* Choose scale and bias for values of low .. high. The bias is the extreme with the
- * larger absolute value, and 0 is a whole number of steps from it. mlx does the same
- * operations in the same order. Returns false if the range is not finite. */
-static inline bool mls_choose_affine(float low, float high, float levels, float *scale,
-                                     float *bias)
-{
-    const bool from_low = fabsf(low) > fabsf(high);
-    const float step = (high - low) / levels, least = 1e-7F;
-    const float size = step > least ? step : least;
-    const float edge = from_low ? low : high;
-    *scale = from_low ? size : -size;
-    *bias = 0;
-    const float steps = rintf(edge / *scale); /* from 0 to the edge */
-    if (fabsf(steps) > 0) {
-        *scale = edge / steps;
-        *bias = edge;
-    }
-    return isfinite(high - low);
-}
-
-/* Join 8 codes to `bits` bytes. */
+/* Join 8 codes, one in each byte, to a string of `bits` bytes. */
 static inline void mls_join_8(const unsigned char *codes, unsigned bits,
                               unsigned char *joined)
 {
@@ -70,7 +45,7 @@ static inline void mls_join_8(const unsigned char *codes, unsigned bits,
     }
 }
 
-/* Split `bits` bytes to 8 codes. */
+/* Split a string of `bits` bytes to 8 codes. */
 static inline void mls_split_8(const unsigned char *joined, unsigned bits,
                                unsigned char *codes)
 {
