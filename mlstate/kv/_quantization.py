@@ -108,12 +108,16 @@ def _check_devices(entry: CacheEntry, arrays: Mapping[str, Any]) -> None:
             )
 
 
-def _new_array(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-    """Return an array of zeros: of NumPy, or a tensor on the device of `like`."""
+def _new_array(shape: tuple[int, ...], dtype: str, like: Any, *, is_full: bool) -> Any:
+    """Return an array of zeros: of NumPy, or a tensor on the device of `like`.
+
+    If tokens will fill it, it is not cleared: NumPy may clear recycled memory.
+    """
     operations = _operations_for(like)
     if operations is not _core:
         return operations.kv_zeros(shape, dtype, like)
-    return np.zeros(shape, stored_dtype(dtype) if dtype in EXTENSIONS else dtype)
+    stored = stored_dtype(dtype) if dtype in EXTENSIONS else dtype
+    return np.empty(shape, stored) if is_full else np.zeros(shape, stored)
 
 
 def _run(name: str, entry: CacheEntry, full: Any, coded: Mapping[str, Any], length: int) -> Any:
@@ -134,8 +138,10 @@ def convert_entry(
     """
     like = arrays[old.name]
     _check_devices(old, arrays)
+    is_full = length == new.seq_length
     converted = {
-        name: _new_array(shape, dtype, like) for name, (shape, dtype) in new.arrays.items()
+        name: _new_array(shape, dtype, like, is_full=is_full)
+        for name, (shape, dtype) in new.arrays.items()
     }
     if new.kind == "quantized":
         _run("kv_quantize", new, like, converted, length)

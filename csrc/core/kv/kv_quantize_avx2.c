@@ -52,6 +52,11 @@ MLS_INLINED float largest(__m256 v)
     return _mm_cvtss_f32(_mm_max_ss(w, _mm_movehdup_ps(w)));
 }
 
+MLS_INLINED bool has_nan(__m256 v)
+{
+    return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)) != 0;
+}
+
 /* Write the extremes of a group. Returns bits of NaNs if an element is not finite. */
 MLS_INLINED __m256 measure(const unsigned char *items, size_t size, float *low,
                            float *high, mls_dtype dtype)
@@ -96,6 +101,10 @@ MLS_INLINED __m256 choose(const float *lows, const float *highs, __m256 levels,
 MLS_INLINED void store_lanes(unsigned char *items, __m256 lanes, size_t count,
                              mls_dtype dtype)
 {
+    if (count == FLOATS) {
+        store_floats(items, lanes, dtype);
+        return;
+    }
     unsigned char all[WIDTH];
     store_floats(all, lanes, dtype);
     memcpy(items, all, count * item_bytes(dtype));
@@ -104,6 +113,9 @@ MLS_INLINED void store_lanes(unsigned char *items, __m256 lanes, size_t count,
 /* Load `count` lanes. */
 MLS_INLINED __m256 load_lanes(const unsigned char *items, size_t count, mls_dtype dtype)
 {
+    if (count == FLOATS) {
+        return load_floats(items, dtype);
+    }
     unsigned char all[WIDTH] = {0};
     memcpy(all, items, count * item_bytes(dtype));
     return load_floats(all, dtype);
@@ -230,16 +242,29 @@ MLS_INLINED void encode(const unsigned char *items, size_t size, float scale, fl
     }
 }
 
-/* Write the values of the codes of a group. */
+/* Stores floats that are not NaN, as bfloat16. */
+MLS_INLINED void store_bf16_numbers(unsigned char *items, floats values)
+{
+    const __m256i all = _mm256_srli_epi32(rounded_numbers(values), 16);
+    store_half(items, _mm_packus_epi32(_mm256_castsi256_si128(all),
+                                       _mm256_extracti128_si256(all, 1)));
+}
+
+/* Write the values of the codes of a group. Finite scales and biases give no NaN. */
 MLS_INLINED void decode(const unsigned char *codes, size_t size, float scale, float bias,
-                        unsigned char *items, mls_dtype dtype)
+                        unsigned char *items, mls_dtype dtype, bool is_finite)
 {
     const __m256 scales = _mm256_set1_ps(scale), biases = _mm256_set1_ps(bias);
     const size_t step = FLOATS * item_bytes(dtype);
     for (size_t i = 0; i < size; i += FLOATS, items += step) {
         const __m256 v =
             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_quarter(codes + i)));
-        store_floats(items, _mm256_add_ps(_mm256_mul_ps(v, scales), biases), dtype);
+        const floats x = _mm256_add_ps(_mm256_mul_ps(v, scales), biases);
+        if (dtype == MLS_BF16 && is_finite) {
+            store_bf16_numbers(items, x);
+        } else {
+            store_floats(items, x, dtype);
+        }
     }
 }
 
@@ -263,7 +288,7 @@ MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
         }
         const __m256 bad = choose(lows, highs, _mm256_set1_ps(levels), &scales, &biases);
         not_finite = _mm256_or_ps(not_finite, bad);
-        if (_mm256_movemask_ps(_mm256_cmp_ps(not_finite, not_finite, _CMP_UNORD_Q))) {
+        if (has_nan(not_finite)) {
             return false;
         }
         store_lanes((unsigned char *)run->scales + first * item, scales, count, dtype);
@@ -288,6 +313,7 @@ MLS_INLINED void dequantize(const mls_group_run *run, mls_dtype dtype)
     const unsigned char *joined = run->codes, *const end = joined + run->groups * row;
     unsigned char *values = run->values, buffer[MLS_QUANTIZE_MOST_GROUP];
     const code_layout layout = layout_of(run->bits == 8 ? 4 : run->bits);
+    const __m256 zero = _mm256_setzero_ps();
     float scale[FLOATS], bias[FLOATS];
     for (size_t first = 0; first < run->groups; first += FLOATS) {
         const size_t rest = run->groups - first, count = rest < FLOATS ? rest : FLOATS;
@@ -296,14 +322,20 @@ MLS_INLINED void dequantize(const mls_group_run *run, mls_dtype dtype)
             load_lanes((const unsigned char *)run->scales + at, count, dtype);
         const __m256 biases =
             load_lanes((const unsigned char *)run->biases + at, count, dtype);
+        const bool is_finite = !has_nan(
+            _mm256_or_ps(_mm256_mul_ps(scales, zero), _mm256_mul_ps(biases, zero)));
         _mm256_storeu_ps(scale, scales);
         _mm256_storeu_ps(bias, biases);
         for (size_t i = 0; i < count; i++, values += size * item, joined += row) {
             if (run->bits != 8) {
                 split(joined, end, size, buffer, &layout);
             }
-            decode(run->bits == 8 ? joined : buffer, size, scale[i], bias[i], values,
-                   dtype);
+            const unsigned char *codes = run->bits == 8 ? joined : buffer;
+            if (is_finite) {
+                decode(codes, size, scale[i], bias[i], values, dtype, true);
+            } else {
+                decode(codes, size, scale[i], bias[i], values, dtype, false);
+            }
         }
     }
 }
