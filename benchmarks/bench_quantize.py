@@ -224,9 +224,8 @@ def main() -> None:
     report = Report("mlstate: quantized caches, one thread", options.json, results)
     load = ", ".join(f"{number:.1f}" for number in os.getloadavg())
     report.log(f"load of the machine (1, 5, 15 minutes): {load}")
-    report.log(
-        "processor time; 'x base': times faster than the faster one of mlx and torch; '/limit': of a memcpy"
-    )
+    report.log("processor time; 'x base': times faster than the faster one of mlx and torch")
+    report.log("'/limit': times the duration of a memcpy of the values")
     for name, part in PARTS.items():
         if options.only in (None, name):
             part(report, 5 if options.quick else 15)

@@ -68,6 +68,33 @@ def numpy_rotate(keys: Any, shift: int) -> Any:
     return np.concatenate((x * cosine - y * sine, y * cosine + x * sine), -1).astype(keys.dtype)
 
 
+def numpy_quantize(values: Any, group: int) -> tuple[Any, Any, Any]:
+    """Quantize groups of the last axis to 8 bits as mlx does, with NumPy."""
+    x = values.astype(np.float32).reshape(*values.shape[:-1], -1, group)
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    from_low = np.abs(low) > np.abs(high)
+    size = np.maximum((high - low) / np.float32(255), np.float32(1e-7))
+    edge, scale = np.where(from_low, low, high), np.where(from_low, size, -size)
+    steps = np.rint(edge / scale)
+    is_zero = steps == 0
+    scale = np.where(is_zero, scale, edge / np.where(is_zero, np.float32(1), steps))
+    bias = np.where(is_zero, np.float32(0), edge)
+    codes = np.clip(np.rint((x - bias) / scale), 0, 255).astype(np.uint8).reshape(values.shape)
+    return (
+        codes.view(np.uint32),
+        scale[..., 0].astype(values.dtype),
+        bias[..., 0].astype(values.dtype),
+    )
+
+
+def numpy_dequantize(codes: Any, scales: Any, biases: Any) -> Any:
+    """Compute values from codes of 8 bits, with NumPy."""
+    x = codes.view(np.uint8).astype(np.float32).reshape(*scales.shape, -1)
+    x *= scales.astype(np.float32)[..., None]
+    x += biases.astype(np.float32)[..., None]
+    return x.astype(scales.dtype).reshape(*codes.shape[:-1], -1)
+
+
 def torch_quantize(values: Any, bits: int, group: int) -> tuple[Any, Any, Any]:
     """Quantize groups of the last axis as mlx does, with torch."""
     import torch

@@ -383,7 +383,7 @@ int mlstate_kv_quantized_lengths(int64_t length, int bits, int64_t group, int64_
     return code;
 }
 
-/* The arguments of a quantization. `shape` is that of the values. */
+/* The arguments of a quantization except for the values. */
 typedef struct quantization {
     const uint32_t *codes;
     const void *scales, *biases;
@@ -513,7 +513,7 @@ static int check_move(const int64_t *shape, int rank, int seq_axis, int64_t targ
     return MLSTATE_KV_OK;
 }
 
-/* Make the views of codes, scales and biases, and those of the tokens, and check all. */
+/* Make views of codes, scales and biases, views of the tokens, and check all. */
 static int check_move_views(const quantization *a, const int64_t *coded_shape,
                             quantized_move *m)
 {

@@ -1,6 +1,6 @@
 /* kv_quantize_scalar: the groups of kv_quantize in plain C, the reference for others.
  *
- * The kernels are those of float only: other dtypes are converted before and after.
+ * There are kernels for float only: other dtypes are converted before and after.
  */
 #include "kv/quantize_kernels.h"
 

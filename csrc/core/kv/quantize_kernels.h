@@ -22,7 +22,7 @@ typedef struct mls_group_run {
     unsigned char *codes;           /* a string of bits */
 } mls_group_run;
 
-/* Kernels by the dtype of values, scales and biases. Those of MLS_F32 are not NULL. */
+/* Kernels by the dtype of values, scales and biases. NULL: none, except for MLS_F32. */
 typedef struct mls_group_kernels {
     /* Write codes, scales and biases. Returns false if a value or the range of a group is
      * not finite; all three are undefined then. */
