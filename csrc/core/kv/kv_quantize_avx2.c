@@ -192,7 +192,7 @@ MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *j
                       const unsigned char *end, const code_layout *l)
 {
     const unsigned bits = l->bits;
-    for (; count >= BYTES && joined + BYTES <= end; count -= BYTES) {
+    for (; count >= BYTES && end - joined >= BYTES; count -= BYTES) {
         store_16(joined, join_16(load_16(codes), l));
         codes += BYTES;
         joined += 2 * bits;
@@ -207,7 +207,7 @@ MLS_INLINED void split(const unsigned char *joined, const unsigned char *end,
                        size_t count, unsigned char *codes, const code_layout *l)
 {
     const unsigned bits = l->bits;
-    for (; count >= BYTES && joined + BYTES <= end; count -= BYTES) {
+    for (; count >= BYTES && end - joined >= BYTES; count -= BYTES) {
         store_16(codes, split_16(load_16(joined), l));
         codes += BYTES;
         joined += 2 * bits;
