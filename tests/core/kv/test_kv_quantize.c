@@ -171,6 +171,37 @@ TEST(values_are_computed_from_codes)
     }
 }
 
+/* Scales and biases of a file may be any numbers; NaNs may differ in their payload. */
+TEST(values_of_any_scales_are_the_same_for_every_instruction_set)
+{
+    static const float special[] = {NAN,    INFINITY, -INFINITY, 3e38F, -3e38F,
+                                    1e-40F, 0,        -0.0F,     6e4F,  1};
+    enum { COUNT = sizeof special / sizeof special[0], GROUP = 32 };
+    static store scalar, got;
+    for (int kind = 0; kind < 18; kind++) {
+        const mls_dtype dtype = (mls_dtype)(MLS_F16 + kind % 3);
+        make(&scalar, dtype, 1, COUNT * COUNT, GROUP, all_bits[kind / 3], GROUP);
+        for (size_t i = 0; i < COUNT * COUNT; i++) {
+            write(&scalar.q.scales, i, special[i / COUNT]);
+            write(&scalar.q.biases, i, special[i % COUNT]);
+        }
+        for (size_t i = 0; i < count_of(&scalar.q.codes); i++) {
+            scalar.codes[i] = (uint32_t)i * 2654435761U;
+        }
+        mls_dequantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &scalar.t, &scalar.q);
+        EACH_CPU (cpu) {
+            make(&got, dtype, 1, COUNT * COUNT, GROUP, all_bits[kind / 3], GROUP);
+            mls_quantized source = scalar.q;
+            mls_dequantize(mls_kernels_of(cpu), NULL, &got.t, &source);
+            for (size_t i = 0; i < count_of(&got.t); i++) {
+                const float value = read(&got.t, i), expected = read(&scalar.t, i);
+                CHECK(isnan(expected) ? isnan(value)
+                                      : memcmp(&value, &expected, sizeof value) == 0);
+            }
+        }
+    }
+}
+
 /* The numbers that mlx 0.32.4 computes for these values. */
 TEST(codes_match_mlx)
 {
