@@ -610,7 +610,8 @@ class CacheState(CopiedByValue):
         TensorNotFoundError
             A name is unknown. A KeyError.
         TypeError
-            A tensor has no values (device "meta"), or `names` is a str.
+            A tensor has no values (device "meta"), or `names` or another parameter has a wrong
+            type.
 
         Notes
         -----
@@ -670,6 +671,8 @@ class CacheState(CopiedByValue):
             ValueError.
         TensorNotFoundError
             A name is unknown. A KeyError.
+        TypeError
+            The arrays of an entry are on different devices, or a parameter has a wrong type.
 
         Notes
         -----
