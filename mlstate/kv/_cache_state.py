@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
@@ -564,6 +564,26 @@ class CacheState(CopiedByValue):
         set_attributes(other, attributes_of(self))
         return other
 
+    @overload
+    def quantize(
+        self,
+        bits: int = ...,
+        group: int = ...,
+        *,
+        names: Iterable[str] | None = ...,
+        capacity: int | None = ...,
+        report: Literal[False] = ...,
+    ) -> None: ...
+    @overload
+    def quantize(
+        self,
+        bits: int = ...,
+        group: int = ...,
+        *,
+        names: Iterable[str] | None = ...,
+        capacity: int | None = ...,
+        report: Literal[True],
+    ) -> dict[str, QuantizationLoss]: ...
     def quantize(
         self,
         bits: int = 8,
