@@ -17,8 +17,8 @@ enum {
     CODED_COST = 8 /* cost of a compressed byte, relative to an uncompressed one */
 };
 
-/* Cost of a span: a fixed part, and the larger of the bytes read and the bytes written.
- */
+/* Cost of a span in bytes: a fixed part, and the larger of the bytes read and the bytes
+ * written. */
 static uint64_t span_cost(const mls_read_span *s)
 {
     const uint64_t bytes = s->piece->data == NULL ? 0 : s->end - s->from;
@@ -28,6 +28,7 @@ static uint64_t span_cost(const mls_read_span *s)
                                                         : bytes);
 }
 
+/* Append a copy of a span, with its cost. MLS_E_MEMORY: the plan is unchanged. */
 static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
 {
     mls_read_span *spans = mls_grow(plan->spans, plan->count, &plan->room, sizeof *spans);
@@ -57,6 +58,8 @@ typedef struct zero_fill {
     size_t first;     /* element of the shard at byte `from` */
 } zero_fill;
 
+/* Return the number of elements in the visible ranges; 0 if the place has none, which
+ * means that all elements are visible. */
 static size_t count_visible(const mls_stored_shard *shard)
 {
     size_t count = 0;
@@ -67,8 +70,8 @@ static size_t count_visible(const mls_stored_shard *shard)
 }
 
 /* Return the range to fill if the next piece consists of the zeros between the runs of
- * `piece`, and both have the same contiguous destination. Then data and zeros are written
- * in one pass, while the memory is in the cache. */
+ * `piece`, and both have the same contiguous destination; otherwise an empty one. Then
+ * data and zeros are written in one pass, while the memory is in the cache. */
 static zero_fill find_zero_fill(const mls_read_range *piece, const mls_read_range *next)
 {
     const zero_fill none = {0};
@@ -248,7 +251,8 @@ static void divide_into_queues(mls_read_plan *plan)
     plan->queues[plan->queue_count] = plan->task_count;
 }
 
-/* After MLS_E_MEMORY no tasks are built. */
+/* Divide the pieces into spans, sort the spans, and group them into tasks and work
+ * queues. After MLS_E_MEMORY no tasks are built. */
 mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
                             size_t count, size_t *planned, mls_status *st)
 {
@@ -282,7 +286,7 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
     return code;
 }
 
-/* The caller owns the pieces. */
+/* Free the arrays of a plan. The caller owns the pieces. */
 void mls_read_plan_fini(mls_read_plan *plan)
 {
     mls_free(plan->spans);

@@ -99,7 +99,7 @@ static mls_pages take_buffer(writer *w)
     return buffer;
 }
 
-/* Kept for the next task: fresh memory costs as much as the copying. */
+/* Keep a thread's buffer for the next task: fresh memory costs as much as the copying. */
 static void return_buffer(writer *w, mls_pages buffer)
 {
     pthread_mutex_lock(&w->lock);
@@ -205,9 +205,10 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
     s->used += bytes;
 }
 
-/* Convert byte `start` of the stored data to an element of the shard, and limit `*bytes`
- * to the contiguous rest. `*run` is the number of a row range at or before that element;
- * it advances to the range of the element. */
+/* Convert byte `start` of the stored data to an element of the shard, which is returned,
+ * and limit `*bytes` to the contiguous rest; `size` is the size of an element. `*run` is
+ * the number of a row range at or before that element; it advances to the range of the
+ * element. */
 static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
                           size_t *run, size_t *bytes)
 {
@@ -260,6 +261,8 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     return code;
 }
 
+/* Append the compressed bytes `coded` of a tensor, and compute the checksum of each
+ * block, in steps that end with a block or with the buffer. */
 static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
                                const unsigned char *coded)
 {
@@ -303,7 +306,8 @@ static mls_code open_folders(writer *w, mls_status *st)
     return MLS_OK;
 }
 
-/* Return the open folder of a path; `*name` is the rest of the path. */
+/* Return the descriptor of the open folder of a path "folder/name"; `*name` is the rest
+ * of the path, borrowed. */
 static int folder_of(const writer *w, const char *path, const char **name)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
@@ -380,6 +384,8 @@ static mls_code check_new_name(const writer *w, const char *path, mls_status *st
                : MLS_OK;
 }
 
+/* Lay out one file, create it under its temporary name, and reserve its space. `created`
+ * is set as soon as there is a file to delete. A large file gets O_DIRECT if possible. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
     if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
@@ -404,8 +410,9 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* The first task of a file opens it; others wait. Files are opened late and closed early,
- * so that even a hundred thousand files need few descriptors. */
+/* Open the file of a task unless another task has opened it; the others wait. Files are
+ * opened late and closed early, so that even a hundred thousand files need few
+ * descriptors. */
 static mls_code ensure_output(writer *w, output *out, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -520,7 +527,8 @@ static void record_failure(writer *w, size_t index, const mls_status *st)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* After a failure no further task is started. */
+/* Thread function: run task `index` with a buffer, and record its failure. After a
+ * failure no further task is started. */
 static void write_task(void *context, size_t index)
 {
     writer *w = context;
@@ -553,9 +561,9 @@ static size_t first_bytes(const mls_write_plan *plan, size_t number)
     return mls_planned_bytes(&plan->planned[shard], &plan->index.shards[shard]);
 }
 
-/* Divide a file into tasks: a single large shard at block boundaries; everything else is
- * one task. A compressed shard is one task too, since the position of each byte depends
- * on the previous ones. */
+/* Divide file `number` into tasks, and return their number: a single large shard at block
+ * boundaries; everything else is one task. A compressed shard is one task too, since the
+ * position of each byte depends on the previous ones. `out` has room for them. */
 static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
 {
     const size_t bytes = first_bytes(plan, number);
@@ -574,8 +582,9 @@ static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
     return count;
 }
 
-/* Return whether a file contains a shard whose memory is not staged. One such shard makes
- * its whole segment urgent; this is rare, since small shards are staged first. */
+/* Return whether file `number` contains a shard whose memory is not staged. One such
+ * shard makes its whole segment urgent; this is rare, since small shards are staged
+ * first. */
 static bool has_unstaged(const writer *w, size_t number)
 {
     const mls_planned_file *file = &w->plan.files[number];
@@ -587,12 +596,13 @@ static bool has_unstaged(const writer *w, size_t number)
     return false;
 }
 
-/* Add the tasks of all files with (`lent`) or without unstaged memory. Without a `freed`
- * callback all files are in one list, in order. */
-static void add_tasks(writer *w, bool lent)
+/* Add the tasks of all files that read unstaged memory, or (if not `unstaged`) of all
+ * others. Without a `freed` callback no caller waits for memory, and all files are in one
+ * list, in order. */
+static void add_tasks(writer *w, bool unstaged)
 {
     for (size_t i = 0; i < w->plan.file_count; i++) {
-        if (w->job->freed == NULL || has_unstaged(w, i) == lent) {
+        if (w->job->freed == NULL || has_unstaged(w, i) == unstaged) {
             mls_planned_file *file = &w->plan.files[i];
             w->outputs[i] = (output){
                 .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
@@ -656,6 +666,8 @@ static bool can_sync_once(int folder)
     return false;
 }
 
+/* Sync everything at once with syncfs, or else the folders: files that are synced
+ * separately were synced when they were written. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
 #if defined(__linux__)
@@ -749,6 +761,8 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 
 /* ---- the whole save ---- */
 
+/* Delete all files that this call created, under their current names; `index` is the path
+ * of the index file. Failures are ignored. */
 static void discard_files(const writer *w, const char *index)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
@@ -762,7 +776,8 @@ static void discard_files(const writer *w, const char *index)
     }
 }
 
-/* File descriptors are open only after a failure. */
+/* Free everything, close folders and files. File descriptors of outputs are open only
+ * after a failure. */
 static void release_writer(writer *w)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
@@ -809,8 +824,8 @@ static mls_code write_files(writer *w, mls_status *st)
     return MLS_OK;
 }
 
-/* Each step may fail. Nothing is committed before the last one, and a failure deletes
- * everything that was created. */
+/* Plan, write, sync and index all items. Each step may fail. Nothing is committed before
+ * the last one, and a failure deletes everything that was created. */
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st)
 {

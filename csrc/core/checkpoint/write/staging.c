@@ -36,6 +36,8 @@ typedef struct copy_state {
 
 /* ---- sizes ---- */
 
+/* Compute the packed bytes of an item's part, and check its layout and shape. Errors name
+ * the tensor. */
 static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *st)
 {
     mls_part part;
@@ -51,7 +53,8 @@ static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *
     return code;
 }
 
-/* The items are in memory, so the sum can only overflow if they share memory. */
+/* Compute the memory that staging all items takes. The items are in memory, so the sum
+ * can only overflow if they share memory. */
 mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out,
                           mls_status *st)
 {
@@ -71,8 +74,9 @@ mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out
     return MLS_OK;
 }
 
-/* Measured with 150 and 20,000 items. Each thread holds one compressed shard, at most
- * three quarters of its size. */
+/* Estimate the memory that the writer itself takes, from above. Measured with 150 and
+ * 20,000 items. Each thread holds one compressed shard, at most three quarters of its
+ * size. */
 mls_code mls_staging_overhead(const mls_shard_item *items, size_t count, size_t threads,
                               bool compress, size_t *out, mls_status *st)
 {
@@ -241,6 +245,8 @@ static size_t element_offset(const copy_state *c, const staged_item *staged, siz
     return rounded < staged->bytes ? rounded : staged->bytes;
 }
 
+/* Thread function: copy whatever belongs into piece `index` (PIECE_BYTES) of the staging
+ * memory. A piece may start and end within an item. */
 static void copy_task(void *context, size_t index)
 {
     const copy_state *c = context;
@@ -270,6 +276,8 @@ static void point_to_copies(const copy_state *c)
     }
 }
 
+/* Set `staged` of each item by whether its memory starts in `memory` .. `memory +
+ * bytes`. */
 void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
                       size_t bytes)
 {
@@ -277,12 +285,13 @@ void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
     for (size_t i = 0; i < count; i++) {
         mls_shard_item *item = &items[i];
         const unsigned char *data = item->data != NULL ? item->data : item->strided->data;
-        const uintptr_t at = (uintptr_t)data;
-        item->staged = at >= start && at - start < bytes;
+        const uintptr_t address = (uintptr_t)data;
+        item->staged = address >= start && address - start < bytes;
     }
 }
 
-/* Sorting takes less than a thousandth of the time of copying. Tasks divide the memory,
+/* Copy as many items as fit into the staging memory, and point them to their copies.
+ * Sorting takes less than a thousandth of the time of copying. Tasks divide the memory,
  * not the items: several threads share a large item, and small items are grouped. */
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
                    mls_staged *out, mls_status *st)

@@ -126,6 +126,9 @@ static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
     return true;
 }
 
+/* Compare elements `first` .. `first + count` of a shard with their stored bytes
+ * `before`. Changed rows are marked and counted if the shard has bits; otherwise any
+ * change counts once. */
 static void compare_elements(const compare_state *c, compared_shard *shard, size_t first,
                              size_t count, const unsigned char *before, file_reader *r)
 {
@@ -180,9 +183,9 @@ static size_t next_read_size(const compared_shard *shard, const piece *p, size_t
     return left < most ? left : most;
 }
 
-/* Compare a piece of a place until the result is known. The checksum must match even if
- * the bytes equal those in memory: the memory may have been loaded from the damaged file.
- */
+/* Compare a piece of an uncompressed place until the result is known. The checksum must
+ * match even if the bytes equal those in memory: the memory may have been loaded from the
+ * damaged file. */
 static void compare_stored(compare_state *c, compared_shard *shard,
                            const mls_layer *place, const piece *p, file_reader *r)
 {
@@ -213,6 +216,9 @@ static void compare_stored(compare_state *c, compared_shard *shard,
     }
 }
 
+/* Compare a piece of a compressed place, frame by frame, until too many rows have
+ * changed. `p->from` and `p->to` are uncompressed bytes of the place, in whole frames. A
+ * file that cannot be read makes the shard LOST: it is written again. */
 static void compare_compressed(compare_state *c, compared_shard *shard,
                                const mls_layer *place, const piece *p, file_reader *r)
 {
@@ -255,6 +261,7 @@ static void compare_compressed(compare_state *c, compared_shard *shard,
     }
 }
 
+/* Compare the elements that no layer stores with zero, within a piece. */
 static void compare_zeros(const compare_state *c, compared_shard *shard,
                           const mls_layers *layers, const piece *p, file_reader *r)
 {
@@ -266,18 +273,19 @@ static void compare_zeros(const compare_state *c, compared_shard *shard,
         const mls_row_range *extent = &layers->zeros[i];
         const size_t last = extent->begin + extent->count;
         const size_t end = last < to ? last : to, most = c->buffer / item;
-        for (size_t at = extent->begin > from ? extent->begin : from; at < end;) {
-            const size_t step = end - at < most ? end - at : most;
+        for (size_t element = extent->begin > from ? extent->begin : from;
+             element < end;) {
+            const size_t step = end - element < most ? end - element : most;
             if (atomic_load(&shard->changed) > shard->most) {
                 return;
             }
-            compare_elements(c, shard, at, step, r->read, r);
-            at += step;
+            compare_elements(c, shard, element, step, r->read, r);
+            element += step;
         }
     }
 }
 
-/* Compare one piece. The place of a plain shard is completely visible. */
+/* Compare one piece: of a layer, of a plain shard (completely visible), or of zeros. */
 static void compare_piece(compare_state *c, const piece *p, file_reader *r)
 {
     compared_shard *shard = &c->shards[p->shard];
@@ -366,6 +374,8 @@ static size_t most_changed_rows(const mls_write_plan *plan, const mls_planned *p
     return (room < half ? room : half) / (rows->row * rows->item);
 }
 
+/* Divide shard `number` into rows, and return how many of them may change before it is
+ * written whole. 0: after any change, or its version shows that nothing changed. */
 static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -486,6 +496,7 @@ static void list_pieces(compare_state *c)
     }
 }
 
+/* Group consecutive pieces into batches of at least BATCH bytes, one task each. */
 static void make_batches(compare_state *c)
 {
     size_t bytes = 0;
@@ -501,6 +512,8 @@ static void make_batches(compare_state *c)
 
 /* ---- results ---- */
 
+/* Mark the unchanged shards, and give shards with few changed rows a new layer of these
+ * rows. Their other bytes are not written, and count as done. */
 static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -522,7 +535,8 @@ static mls_code apply_results(const compare_state *c, mls_status *st)
     return code;
 }
 
-/* A caller-supplied version is trusted but must not decrease. */
+/* Set `same` of the shards whose version equals the committed one; version 0 means that
+ * the caller gave none. A caller-supplied version is trusted but must not decrease. */
 static mls_code check_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -547,8 +561,8 @@ static mls_code check_versions(mls_write_plan *plan, mls_status *st)
     return MLS_OK;
 }
 
-/* Versions are checked before anything is read. Without a previous index everything is
- * new. */
+/* Find the shards that need not be written, or only in part. Versions are checked before
+ * anything is read. Without a previous index everything is new. */
 mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = check_versions(plan, st);
