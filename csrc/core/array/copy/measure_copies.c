@@ -49,8 +49,8 @@ static void run_small_trials(const mls_kernels *kernels, unsigned char *to,
     }
 }
 
-/* Each copy below is measured by the copy itself, which adds its time to the choices of
- * `kernels`. */
+/* Run trials of all operations until the best way to store is known. Each copy below is
+ * measured by the copy itself, which adds its time to the choices of `kernels`. */
 mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *crc,
                             mls_status *st)
 {
