@@ -19,6 +19,7 @@ MLS_INLINED floats load_floats(const unsigned char *src, bool is_half)
     return is_half ? floats_f16(src) : floats_f32(src);
 }
 
+/* Store one register of floats, as float16 if `is_half`. */
 MLS_INLINED void store_floats(unsigned char *dst, floats values, bool is_half)
 {
     if (is_half) {
@@ -28,6 +29,7 @@ MLS_INLINED void store_floats(unsigned char *dst, floats values, bool is_half)
     }
 }
 
+/* Load one element, a float16 if `is_half`. */
 static inline float load_one(const unsigned char *src, bool is_half)
 {
     uint16_t half;
@@ -40,6 +42,7 @@ static inline float load_one(const unsigned char *src, bool is_half)
     return single;
 }
 
+/* Store one element, as float16 if `is_half`. */
 static inline void store_one(unsigned char *dst, float value, bool is_half)
 {
     if (is_half) {
@@ -50,7 +53,8 @@ static inline void store_one(unsigned char *dst, float value, bool is_half)
     }
 }
 
-/* Rotate one pair at the end of a row. */
+/* Rotate one pair at the end of a row. The second elements are `dst_second` and
+ * `src_second` bytes behind the first ones. */
 static inline void rotate_one(unsigned char *dst, ptrdiff_t dst_second,
                               const unsigned char *src, ptrdiff_t src_second,
                               float cosine, float sine, bool is_half)
