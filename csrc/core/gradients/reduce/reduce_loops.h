@@ -93,7 +93,9 @@ MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, siz
     return i;
 }
 
-/* Sums any number of sources. Two sources, the usual number, have their own loop. */
+/* Sums items `start` .. `start + n` of any number of sources, and divides by `divisor`.
+ * Two sources, the usual number, have their own loop. The scalar kernel does the rest
+ * below a whole step. */
 MLS_INLINED void sum_run(void *out, const void *const *sources, size_t count,
                          size_t start, size_t n, double divisor, size_t from_bytes,
                          size_t to_bytes, floats_function load, store_function store,
@@ -133,7 +135,7 @@ MLS_DEFINE_SUM(sum_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
 MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
 
-/* The sum of float64, one register at a time: memory is the bottleneck. */
+/* Sums float64, one register at a time: memory is the bottleneck. */
 MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
                                size_t start, size_t n, double divisor)
 {
@@ -153,8 +155,8 @@ MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t cou
 
 /* ---- dst += scale * src ---- */
 
-/* Runs whole steps. Product and sum are rounded separately: the build forbids
- * contraction. */
+/* Adds scale * src to dst in whole steps, and returns the number of items done. Product
+ * and sum are rounded separately: the build forbids contraction. */
 MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_t n,
                              float scale, size_t to_bytes, size_t from_bytes,
                              floats_function load_dst, floats_function load_src,
@@ -318,6 +320,8 @@ MLS_INLINED void clear_lanes(doubles *lanes)
     }
 }
 
+/* Returns the sum of all lanes, added in the order that defines the bits of a norm
+ * partial. */
 MLS_INLINED double fold_lanes(const doubles *lanes)
 {
     double sums[MLS_SQUARE_LANES];
