@@ -224,7 +224,7 @@ static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint
     return address;
 }
 
-/* Returns a write lock on a rank's byte of the group's file. */
+/* Returns a write lock on a rank's byte of the group's file, for fcntl. */
 static inline struct flock mls_shm_lock_on(size_t rank)
 {
     struct flock lock;

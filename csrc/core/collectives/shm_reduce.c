@@ -21,7 +21,7 @@
 
 /* ---- helpers ---- */
 
-/* Mixes in everything that decides the bits of a result. */
+/* Mixes everything of a reduction that decides the bits of its result into a hash. */
 static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
 {
     uint64_t divisor;
@@ -37,8 +37,8 @@ PREFETCHES static inline void prefetch_for_write(const void *address)
     __builtin_prefetch(address, 1, 3);
 }
 
-/* memcpy into a slot. The slot's lines are in the cache of the rank that read them last
- * and are slow to fetch, so both source and target are prefetched. */
+/* Copies `bytes` bytes into a slot. The slot's lines are in the cache of the rank that
+ * read them last and are slow to fetch, so both source and target are prefetched. */
 PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
                                   size_t bytes)
 {
@@ -147,6 +147,7 @@ static void fill_scatter(void *context, unsigned char *slot)
     }
 }
 
+/* Returns the bytes of this rank's share of all results. */
 static size_t share_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -185,6 +186,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
+/* Returns whether any rank's share has elements that are not sent yet. */
 static bool more_scatter(void *context)
 {
     scatter *s = context;
@@ -198,6 +200,7 @@ static bool more_scatter(void *context)
 
 /* ---- reduce_scatter of threads, by address ---- */
 
+/* Returns the bytes of the whole arrays of this rank. */
 static size_t total_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -209,6 +212,8 @@ static size_t total_bytes(const scatter *s)
     return bytes;
 }
 
+/* Publishes the addresses of this rank's arrays in its slot, for a direct operation
+ * between threads. */
 static void fill_addresses(void *context, unsigned char *slot)
 {
     const scatter *s = context;
@@ -218,6 +223,8 @@ static void fill_addresses(void *context, unsigned char *slot)
     }
 }
 
+/* Sums this rank's share of each segment directly from the arrays of all ranks, whose
+ * addresses are in their slots, in rank order. */
 static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -269,7 +276,8 @@ static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
                           .context = s};
 }
 
-/* All reductions are checked before anything is sent. */
+/* Sums all segments; each rank gets its share. All reductions are checked before anything
+ * is sent. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
                                 mls_segment *segments, size_t count, bool wants_norms,
                                 mls_status *st)
@@ -312,7 +320,8 @@ static void fill_total(void *context, unsigned char *slot)
     mls_shm_copy(s->g, slot, s->data, s->bytes);
 }
 
-/* `out` may be this rank's own array: the kernels allow that. */
+/* Sums the slots of all ranks, in rank order, into `out`, which may be this rank's own
+ * array: the kernels allow that. */
 static mls_code drain_total(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -339,7 +348,8 @@ static void divide_evenly(size_t n, size_t world, size_t *counts)
     }
 }
 
-/* Returns the byte offset of this rank's share, and all shares in `counts`. */
+/* Returns the byte offset of this rank's share of the elements, and the number of
+ * elements of all shares in `counts`. */
 static size_t find_share(const total *s, size_t *counts)
 {
     size_t start = 0;
@@ -415,8 +425,9 @@ static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t 
     return code;
 }
 
-/* An array is small if it fits a slot and if all ranks sum it faster than they would
- * exchange the shares of the result. */
+/* Sums an array over all ranks; every rank gets all of it. An array is small if it fits a
+ * slot and if all ranks sum it faster than they would exchange the shares of the
+ * result. */
 mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *data,
                             void *out, size_t n, const mls_reduction *reduction,
                             mls_status *st)

@@ -98,7 +98,8 @@ static int find_blocking_rank(const mls_shm *g, wait_condition w)
 
 /* ---- sleeping ---- */
 
-/* Sleeps until the bell differs from `value`, at most `length` nanoseconds. */
+/* Sleeps until the bell differs from `value`, at most `length` nanoseconds; may also
+ * return early. */
 static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 {
 #if defined(__linux__)
@@ -114,6 +115,8 @@ static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t lengt
 #endif
 }
 
+/* Returns whether the process of another rank has ended, by the lock on its byte. Threads
+ * (`fd` below 0) cannot die alone. */
 static bool is_dead(const mls_shm *g, size_t rank)
 {
     struct flock lock = mls_shm_lock_on(rank);
@@ -147,6 +150,8 @@ static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
     }
 }
 
+/* Marks the group as broken: `why`, by `peer`, reported by this rank. Fails with the
+ * reason that was recorded first, or with `more` unless it is "". */
 static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t peer,
                             const char *more, mls_status *st)
 {
@@ -156,7 +161,8 @@ static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size
     return mls_shm_failed_rank(g, kind, more, st);
 }
 
-/* The deadline passed while this rank waited for `peer`. */
+/* Fails because the deadline passed while this rank waited for `peer`; breaks the
+ * group. */
 static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
                                 size_t peer, mls_status *st)
 {
@@ -209,6 +215,8 @@ static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int
 
 /* ---- waiting ---- */
 
+/* Polls for a while before sleeping, since most waits are short. Returns true if no rank
+ * blocks `w` any more, false if it took too long or the group is broken. */
 static bool spin_until_ready(const mls_shm *g, wait_condition w)
 {
     const int64_t end = g->spins == 0 ? 0 : read_clock() + g->spins;
@@ -226,6 +234,10 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
     return false;
 }
 
+/* Waits until no rank blocks the condition `w`: first spins, then sleeps on this rank's
+ * bell, in short naps between which it checks deadline, caller and peer. `sleeping` is
+ * set before the condition is tested once more, so that no wake-up is lost. MLS_E_PEER,
+ * MLS_E_STOPPED. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                          wait_condition w, mls_status *st)
 {
@@ -257,6 +269,8 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
 
 /* ---- steps ---- */
 
+/* Fills this rank's next slot, publishes it, and wakes the others. The caller has waited
+ * until the slot is free. */
 static void publish_step(mls_shm *g, const mls_shm_flow *flow)
 {
     if (flow->fill != NULL) {
@@ -274,9 +288,10 @@ static void consume_step(mls_shm *g)
     mls_shm_wake(g);
 }
 
-/* A rank that breaks the group reads `direct` afterwards, and a rank that sets `direct`
- * reads `broken` afterwards, so at least one of them sees the other. If the group is
- * broken, the arrays of other ranks may be freed already. */
+/* Reads a step of all ranks, if the group is intact. A rank that breaks the group reads
+ * `direct` afterwards, and a rank that sets `direct` reads `broken` afterwards, so at
+ * least one of them sees the other. If the group is broken, the arrays of other ranks may
+ * be freed already. */
 static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     if (flow->drain == NULL || !flow->direct) {
@@ -307,6 +322,8 @@ static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
     return code;
 }
 
+/* Writes a record of this rank's next call, which the other ranks compare with theirs. It
+ * is visible only after publish_step. */
 static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
 {
     mls_shm_area *area = mls_shm_area_of(g, g->rank);
@@ -319,7 +336,7 @@ static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
-/* Fails for a call that differs from the call of another rank; the message quotes the
+/* Fails for a call that differs from the call of rank `rank`; the message quotes the
  * difference. */
 static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *own_record,
                               size_t rank, const mls_shm_record *other, mls_status *st)
@@ -358,6 +375,7 @@ static mls_code compare_records(const mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
+/* Refuses an operation in a forked child or in a broken group. MLS_E_PEER. */
 static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
 {
     const char *name = mls_shm_kind_name(kind);
@@ -373,7 +391,8 @@ static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
     return MLS_OK;
 }
 
-/* Publishes nothing else before all records were compared. */
+/* Publishes and compares the records of a call, with the first step. Publishes nothing
+ * else before all records were compared. */
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st)
 {
@@ -404,7 +423,7 @@ mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call 
     return drain_step(g, flow, st);
 }
 
-/* Writing comes first: other ranks wait for it. */
+/* Runs the steps after the first one. Writing comes first: other ranks wait for it. */
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st)
 {
@@ -455,9 +474,8 @@ static void await_direct(const mls_shm *g)
     }
 }
 
-/* The last wait of a direct operation lets the other ranks finish with this rank's
- * arrays.
- */
+/* Runs a whole operation. The last wait of a direct operation lets the other ranks finish
+ * with this rank's arrays. */
 mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                      mls_status *st)
 {
