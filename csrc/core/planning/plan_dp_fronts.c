@@ -60,6 +60,8 @@ static const double zeros[ROW]; /* the grid of a missing front */
 
 /* ---- points ---- */
 
+/* Ensures that a list has room for `room` points. Returns false if memory runs out; the
+ * list is then unchanged. */
 static bool reserve_points(points *p, size_t room)
 {
     if (room <= p->room) {
@@ -74,7 +76,8 @@ static bool reserve_points(points *p, size_t room)
     return true;
 }
 
-/* Returns the last point with at most that much memory. The front is not empty. */
+/* Returns the last point of a front that needs at most `memory`. The front is not empty,
+ * and its first point needs no more than that. */
 static size_t find_point(const mls_plan_front *f, int64_t memory)
 {
     size_t low = 0, high = f->count;
@@ -89,7 +92,8 @@ static size_t find_point(const mls_plan_front *f, int64_t memory)
     return low;
 }
 
-/* Less memory than the first point's is not enough. */
+/* Returns the extra seconds of s .. t within `memory`; infinity if it does not fit. Less
+ * memory than the first point's is not enough. */
 double mls_plan_dp_fronts_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_fronts *f = context;
@@ -248,7 +252,7 @@ static bool unroll_option(const option *o, int64_t from, int64_t to, points *out
 }
 
 /* Computes the lower envelope of two lists: ordered by memory, keeping only points that
- * are faster than all before. */
+ * are faster than all before. Returns false if memory runs out. */
 static bool merge_points(const points *a, const points *b, points *out)
 {
     size_t i = 0, j = 0;
@@ -270,7 +274,7 @@ static bool merge_points(const points *a, const points *b, points *out)
 }
 
 /* Appends the points that are better than the front's last one. Of points with equal
- * memory, the last one is the best. */
+ * memory, the last one is the best. Returns false if memory runs out. */
 static bool append_points(const solver *v, points *front, const points *added)
 {
     if (!reserve_points(front, front->count + added->count)) {
@@ -291,7 +295,8 @@ static bool append_points(const solver *v, points *front, const points *added)
     return true;
 }
 
-/* Processes all intervals in order into `front`. Lists are swapped instead of copied. */
+/* Processes all intervals in order into `w->front`. Lists are swapped instead of copied.
+ * Returns false if memory runs out. */
 static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 {
     const size_t stride = v->costs->blocks + 2;
@@ -400,6 +405,8 @@ static void solve_task(void *context, size_t s)
     }
 }
 
+/* Solves all segments, shorter ones first: segments of one length (`v->length`) do not
+ * depend on each other, so threads share them. Stops at the first failure. */
 static void run_diagonals(solver *v, mls_pool *pool)
 {
     enum { WORTH = 24 }; /* blocks for which waking helper threads pays off */
@@ -415,17 +422,18 @@ static void run_diagonals(solver *v, mls_pool *pool)
 
 /* ---- the solver ---- */
 
-static void free_scratches(scratch *all, size_t count)
+/* Frees the scratch space of all threads; accepts NULL. */
+static void free_scratches(scratch *scratches, size_t count)
 {
-    for (size_t i = 0; all != NULL && i < count; i++) {
-        mls_free(all[i].options);
-        mls_free(all[i].lists);
-        mls_free(all[i].front.items);
-        mls_free(all[i].segment.items);
-        mls_free(all[i].added.items);
-        mls_free(all[i].merged.items);
+    for (size_t i = 0; scratches != NULL && i < count; i++) {
+        mls_free(scratches[i].options);
+        mls_free(scratches[i].lists);
+        mls_free(scratches[i].front.items);
+        mls_free(scratches[i].segment.items);
+        mls_free(scratches[i].added.items);
+        mls_free(scratches[i].merged.items);
     }
-    mls_free(all);
+    mls_free(scratches);
 }
 
 /* Creates one scratch for each thread; lists of points grow on use. */
@@ -458,7 +466,8 @@ static bool make_fronts(const mls_plan_costs *c, mls_plan_fronts *out)
     return true;
 }
 
-/* Each front has its own allocation, because the lengths become known one by one. */
+/* Frees all fronts, and zeroes the struct. Each front has its own allocation, because the
+ * lengths become known one by one. */
 void mls_plan_fronts_fini(mls_plan_fronts *f)
 {
     const size_t cells = f->fronts == NULL ? 0 : f->blocks * (f->blocks + 1) / 2;
@@ -489,7 +498,8 @@ static mls_code fail_planning(mls_code code, const mls_plan_costs *c, size_t mos
     }
 }
 
-/* Times that differ by less than the rounding of the sums count as equal. */
+/* Solves every segment to the byte. Times that differ by less than the rounding of the
+ * sums count as equal. */
 mls_code mls_plan_dp_fronts(const mls_plan_costs *costs, size_t most_points,
                             mls_pool *pool, mls_poll poll, mls_plan_fronts *out,
                             mls_status *st)

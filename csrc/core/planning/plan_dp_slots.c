@@ -58,7 +58,8 @@ static size_t stride_of(size_t slots)
     return stride / LANES % 2 == 0 ? stride + LANES : stride;
 }
 
-/* Bytes that make_tables allocates, without small arrays. */
+/* Returns the bytes of a table. Bytes that make_tables allocates, without small
+ * arrays. */
 size_t mls_plan_table_bytes(size_t blocks, size_t slots)
 {
     const size_t padded = round_up(blocks, SMALL);
@@ -76,7 +77,8 @@ static float *values_of(const mls_plan_table *table, size_t s, size_t t)
     return table->values + table->rows[s] + t * table->stride;
 }
 
-/* A trace asks for negative memory if a size exceeds the remaining memory. */
+/* Returns the extra seconds of s .. t within `memory` slots; infinity if it does not fit.
+ * A trace asks for negative memory if a size exceeds the remaining memory. */
 double mls_plan_dp_slots_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_table *table = context;
@@ -173,6 +175,9 @@ typedef struct block {
     float plus[LARGE];
 } block;
 
+/* Returns the kernel's arguments for restarts `first` to before `last` of the small tile
+ * at s, t. The arrays of `b` receive, for each restart, its first entry and its extra
+ * seconds; `rest` has what the rows s + i differ by. */
 static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
                                   size_t first, size_t last)
 {
@@ -200,6 +205,8 @@ static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
     return job;
 }
 
+/* Tries restarts `first` to before `last` for all segments of the small tile at s, t, up
+ * to LARGE of them at a time. */
 static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, size_t last)
 {
     block b;
@@ -269,7 +276,7 @@ static size_t first_finite(const float *values, size_t count)
     return low;
 }
 
-/* Completes a segment, after all restarts outside its own small tile. */
+/* Completes segment s .. t, after all restarts outside its own small tile. */
 static void finish_segment(const solver *v, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
@@ -316,9 +323,9 @@ static void prefetch_segment(const solver *v, size_t s, size_t t)
     }
 }
 
-/* Completes one small tile, after the tiles to its left and below it. Restarts before
- * `early` and after `late` are still missing. Prefetches the tile at `next` meanwhile,
- * segment by segment; NEVER: no prefetch. */
+/* Completes the small tile at s, t, after the tiles to its left and below it. Restarts
+ * before `early` and after `late` are still missing. Prefetches the tile at next_s,
+ * next_t meanwhile, segment by segment; NEVER: no prefetch. */
 static void finish_small(const solver *v, size_t s, size_t t, size_t early, size_t late,
                          size_t next_s, size_t next_t)
 {
@@ -420,6 +427,7 @@ static void fill_bounds(solver *v)
     }
 }
 
+/* Frees the solver's arrays, but not the table, which is the result. */
 static void free_solver(solver *v)
 {
     mls_free(v->shift);
@@ -479,7 +487,8 @@ static void run_diagonals(solver *v, mls_pool *pool)
     }
 }
 
-/* Allocates first: nothing is computed that could not be stored. */
+/* Solves every segment by slots. Allocates first: nothing is computed that could not be
+ * stored. */
 mls_code mls_plan_dp_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
                            mls_poll poll, mls_plan_table *out, mls_status *st)
 {

@@ -79,6 +79,7 @@ static uint64_t pack_state(const state *s)
            (uint64_t)s->left << LEFT_AT;
 }
 
+/* Splits a key into the state that it encodes. */
 static state unpack_state(uint64_t key)
 {
     const uint64_t blocks = (one_bit << MLS_SEARCH_BLOCKS) - 1;
@@ -90,6 +91,7 @@ static state unpack_state(uint64_t key)
     };
 }
 
+/* Returns the total of `bytes[i]` over the bits i that are set. */
 static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 {
     int64_t sum = 0;
@@ -101,8 +103,8 @@ static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 
 /* ---- the heap ---- */
 
-/* Returns whether node a comes out before node b. Of equal nodes the newer one comes
- * first, because it is more often closer to the end. */
+/* Returns whether node a leaves the heap before node b: the cheaper one. Of equal nodes
+ * the newer one comes first, because it is more often closer to the end. */
 static bool comes_before(const search *s, uint32_t a, uint32_t b)
 {
     const node *x = &s->nodes[a], *y = &s->nodes[b];
@@ -122,7 +124,8 @@ static void place_node(search *s, size_t place, uint32_t number)
     s->nodes[number].place = (uint32_t)place;
 }
 
-/* Costs only decrease, so nodes only move up, except after a removal. */
+/* Moves the node at `place` of the heap up to its position. Costs only decrease, so nodes
+ * only move up, except after a removal. */
 static void move_up(search *s, size_t place)
 {
     const uint32_t number = s->heap[place];
@@ -299,7 +302,8 @@ static mls_code add_outcome_both(search *s, const moment *m, outcome *o, uint64_
     return add_outcome(s, m, o);
 }
 
-/* Skipped if the output is held already or not needed any more. */
+/* Tries to run block i forward. Skipped if the output is held already or not needed any
+ * more. */
 static mls_code try_forward(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
@@ -418,7 +422,7 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
 
 /* ---- the search ---- */
 
-/* Decodes a node's state: the readable activations and the held bytes. */
+/* Decodes the state of node `number`: the readable activations and the held bytes. */
 static moment moment_of(const search *s, uint32_t number)
 {
     const mls_chain *c = s->chain;
@@ -471,8 +475,8 @@ static int64_t bound_least_peak(const mls_chain *c)
     return least;
 }
 
-/* The first final state that leaves the heap is optimal: no step has a negative cost or
- * lowers a peak. */
+/* Runs the search; `*end` is the best final node, NONE if there is none. The first final
+ * state that leaves the heap is optimal: no step has a negative cost or lowers a peak. */
 static mls_code run_search(search *s, uint32_t *end)
 {
     *end = NONE;
@@ -501,10 +505,13 @@ static mls_code run_search(search *s, uint32_t *end)
     return code;
 }
 
+/* Writes the steps that lead to node `end` into `runs`, in order. On failure the caller
+ * frees what is written so far. */
 static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
 {
-    for (uint32_t at = end; s->nodes[at].parent != NONE; at = s->nodes[at].parent) {
-        const node *n = &s->nodes[at];
+    for (uint32_t number = end; s->nodes[number].parent != NONE;
+         number = s->nodes[number].parent) {
+        const node *n = &s->nodes[number];
         const size_t block = (size_t)n->block;
         mls_code code = MLS_OK;
         if (n->away) { /* collected backwards: the later step comes first */
@@ -526,6 +533,9 @@ static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
     return MLS_OK;
 }
 
+/* Runs the search, writes its best schedule to `*out`, and frees the nodes.
+ * `has_schedule` is false if none fits, or if the search ran out of states (`ran_out`).
+ * On failure `*out` is unchanged. */
 static mls_code find_best(search *s, mls_search_result *out)
 {
     uint32_t end;
@@ -550,7 +560,8 @@ static mls_code find_best(search *s, mls_search_result *out)
     return code;
 }
 
-/* Limits the states to the numbers that a node can have. */
+/* Returns an empty search: no memory is allocated yet. Limits the states to the numbers
+ * that a node can have. */
 static search search_of(const mls_chain *chain, const mls_search_limits *limits,
                         bool by_peak, mls_status *st)
 {
@@ -618,7 +629,8 @@ static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_
     return code;
 }
 
-/* Fails for a budget that is too small. `expected` has the least budget, for programs. */
+/* Fails for a budget that is too small for every schedule of a `kind`. The status's
+ * "expected" has the least budget, for programs. Returns MLS_E_CAPACITY. */
 static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *kind,
                             int64_t least, mls_status *st)
 {
@@ -642,6 +654,8 @@ static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *
                : code;
 }
 
+/* Fails after a search without a schedule: searches again for the least memory, to tell
+ * the user which budget is sufficient. */
 static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
                               const mls_best_options *o, mls_status *st)
 {
@@ -656,7 +670,9 @@ static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *l
                : fail_incomplete(chain, o, st);
 }
 
-/* Computes the extra seconds of the start schedule; INFINITY without one. */
+/* Computes the seconds that the start schedule takes beyond the run that keeps
+ * everything; INFINITY without a start schedule. MLS_E_VALUE: it is invalid or exceeds
+ * the budget. */
 static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o,
                                double *extra, mls_status *st)
 {
@@ -686,8 +702,9 @@ static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o
     return MLS_OK;
 }
 
-/* Searches only for faster schedules than the start. If none is found, the start is the
- * fastest, or the best known if the search ran out of states. */
+/* Finds the fastest schedule. Searches only for faster schedules than the start. If none
+ * is found, the start is the fastest, or the best known if the search ran out of
+ * states. */
 mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *o,
                            mls_best *out, mls_status *st)
 {
