@@ -176,7 +176,8 @@ static mls_code fail_thread_count(size_t threads, mls_status *st)
                     (int)MLS_POOL_MAX_THREADS);
 }
 
-/* No thread is started yet: most small programs never need one. */
+/* Create a pool of `threads` threads, including the caller's. No thread is started yet:
+ * most small programs never need one. */
 mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
 {
     if (!is_thread_count(threads)) {
@@ -209,7 +210,8 @@ static void adopt_after_fork(mls_pool *pool)
     }
 }
 
-/* A forked child adopts the pool first, because it cannot join its parent's threads. */
+/* Stop and free a pool. A forked child adopts the pool first, because it cannot join its
+ * parent's threads. */
 void mls_pool_free(mls_pool *pool)
 {
     if (pool == NULL) {
@@ -227,8 +229,9 @@ size_t mls_pool_threads(const mls_pool *pool)
     return atomic_load(&pool->threads);
 }
 
-/* Fewer threads stop the whole crew, and the next run starts the threads that it needs.
- * More threads are only recorded, and started when a run needs them. */
+/* Change the number of threads. Fewer threads stop the whole crew, and the next run
+ * starts the threads that it needs. More threads are only recorded, and started when a
+ * run needs them. */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
 {
     if (!is_thread_count(threads)) {
@@ -266,7 +269,8 @@ static bool run_with_helpers(mls_pool *pool, const work *w)
     return true;
 }
 
-/* Does not wait for a busy pool: the caller then does all its work itself. */
+/* Run `task` for all indices; the calling thread runs `caller_task` first. Does not wait
+ * for a busy pool: the caller then does all its work itself. */
 void mls_pool_run_helped(mls_pool *pool, void (*caller_task)(void *context),
                          mls_task task, void *context, size_t count)
 {

@@ -43,8 +43,8 @@ mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st);
  * progress, the calling thread does all the work. A NULL pool is a pool of one thread. */
 void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count);
 
-/* The same, but the calling thread first calls `own(context)`, while other threads, if
- * any, already run tasks. */
+/* The same, but the calling thread first calls `caller_task(context)`, while other
+ * threads, if any, already run tasks. */
 void mls_pool_run_helped(mls_pool *pool, void (*caller_task)(void *context),
                          mls_task task, void *context, size_t count);
 

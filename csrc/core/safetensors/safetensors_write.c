@@ -46,6 +46,7 @@ typedef struct writer {
     uint64_t written; /* file offset of the buffer's first byte */
 } writer;
 
+/* Refuse metadata keys that are reserved for mlstate, except MLS_SAFETENSORS_STATE. */
 static mls_code check_keys(const mls_safetensors_content *content, mls_status *st)
 {
     const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
@@ -95,6 +96,8 @@ static mls_code describe_tensors(const mls_safetensors_content *content,
 
 /* ---- tensors ---- */
 
+/* Write the buffered bytes at the end of what is written. On failure the buffer is
+ * kept. */
 static mls_code flush_buffer(writer *w)
 {
     const mls_code code =
@@ -106,6 +109,8 @@ static mls_code flush_buffer(writer *w)
     return code;
 }
 
+/* Add `bytes` bytes of a tensor to the checksums of their blocks. Calls come in order;
+ * `p->done` counts the bytes so far. */
 static void checksum_bytes(writer *w, placed *p, const unsigned char *data, size_t bytes)
 {
     while (bytes > 0) {
@@ -127,8 +132,8 @@ static size_t step_room(const writer *w)
     return STEP_BYTES - (size_t)((w->written + w->buffered) % STEP_BYTES);
 }
 
-/* Contiguous tensors: copy and checksum in one pass, in steps that stay cached until the
- * system call. */
+/* Write a contiguous tensor: copy and checksum in one pass, in steps that stay cached
+ * until the system call. */
 static mls_code write_contiguous(writer *w, placed *p)
 {
     /* packed tensors may have filled more of the buffer than a step */
@@ -191,6 +196,8 @@ static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t
     return MLS_OK;
 }
 
+/* Write one index of the axes before `how.axis`, in pieces of `how.step` indices along
+ * that axis, each of which fits the buffer. */
 static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing how)
 {
     for (size_t start = 0; start < row->shape[how.axis]; start += how.step) {
@@ -218,7 +225,7 @@ static bool next_index(const mls_tensor *t, int axis, size_t *index)
     return false;
 }
 
-/* For tensors that are not contiguous or have the other byte order, but are not empty. A
+/* Write a tensor that is not contiguous or has the other byte order, but is not empty. A
  * 0-d tensor is written as one with a single index. */
 static mls_code write_packed(writer *w, placed *p)
 {
@@ -243,6 +250,7 @@ static mls_code write_packed(writer *w, placed *p)
     return MLS_OK;
 }
 
+/* Write one tensor, directly if it is contiguous and in native byte order. */
 static mls_code write_tensor(writer *w, placed *p)
 {
     const mls_tensor *t = p->tensor;
@@ -252,8 +260,8 @@ static mls_code write_tensor(writer *w, placed *p)
     return write_contiguous(w, p);
 }
 
-/* Tensors first, header last. If the process dies in between, the temporary has no valid
- * header, so no reader accepts it. */
+/* Write all tensors, then the header. If the process dies in between, the temporary has
+ * no valid header, so no reader accepts it. */
 static mls_code write_content(writer *w, const mls_safetensors_content *content)
 {
     w->written = w->header.text.length;
@@ -275,8 +283,8 @@ static mls_code write_content(writer *w, const mls_safetensors_content *content)
                             w->st);
 }
 
-/* The content is checked before the file system is accessed. After mls_atomic_begin,
- * every path ends in commit or abort. */
+/* Write a whole file, atomically. The content is checked before the file system is
+ * accessed. After mls_atomic_begin, every path ends in commit or abort. */
 mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
                                mls_status *st)

@@ -83,6 +83,8 @@ static size_t count_hits(mls_str name, const mls_rename_rule *rule)
     return hits;
 }
 
+/* Computes the length of a name after `hits` replacements of a rule. Returns false on
+ * overflow. */
 static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule,
                          size_t *out)
 {
@@ -136,7 +138,8 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
     memmove(out + written, name.data + read, length - read);
 }
 
-/* Without a star `old` may be empty: it matches the start of every name. */
+/* Creates a rule; false: nothing follows the star. Without a star `old` may be empty: it
+ * matches the start of every name. */
 bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
 {
     *out = (mls_rename_rule){.old = old, .new = new};
@@ -147,8 +150,9 @@ bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
     return !out->anywhere || out->old.length > 0;
 }
 
-/* A name that no rule matches costs one copy and one check for each rule. If the buffer
- * is too small at rule i, the result covers the remaining rules. */
+/* Applies all rules to a name, and returns the length of the result. A name that no rule
+ * matches costs one copy and one check for each rule. If the buffer is too small at rule
+ * i, the result covers the remaining rules. */
 size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, char *out,
                       size_t room, bool *used)
 {

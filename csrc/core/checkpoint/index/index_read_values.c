@@ -13,7 +13,7 @@ static const char out_of_range[] = "is not a whole number in its range";
 
 /* ---- errors ---- */
 
-/* Report a problem of the member `key` at byte `at` of the text, with the name of the
+/* Report a problem of the member `key` at byte `offset` of the text, with the name of the
  * current shard if one is known. Returns MLS_E_FORMAT. */
 static mls_code fail_at(const mls_index_source *in, size_t offset, const char *key,
                         const char *problem)
