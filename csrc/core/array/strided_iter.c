@@ -32,8 +32,8 @@ static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
     w->rank++;
 }
 
-/* Merge an axis with the one inside it if its stride equals the length of the inner axis
- * times the inner stride, in both views. */
+/* Merge an axis with the one inside it (the next one: strides descend) if its stride
+ * equals the length of the inner axis times the inner stride, in both views. */
 static void merge_axes(mls_strided_iter *w)
 {
     int axis_count = 0;

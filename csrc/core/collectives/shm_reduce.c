@@ -335,8 +335,8 @@ static mls_code drain_total(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Divides n elements into shares of a multiple of 64 elements, so of whole cache lines;
- * the last shares may be smaller or empty. */
+/* Divides n elements into shares, one count for each of `world` ranks: multiples of 64
+ * elements, so of whole cache lines; the last shares may be smaller or empty. */
 static void divide_evenly(size_t n, size_t world, size_t *counts)
 {
     enum { MULTIPLE = 64 };

@@ -87,8 +87,8 @@ mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_statu
     return MLS_OK;
 }
 
-/* Returns the total bytes of the messages to all other ranks (`sent`) or from all of
- * them. */
+/* Returns in `*out` the total bytes of the messages from this rank to all others
+ * (`sent`), or to it from all others. MLS_E_SIZE: they exceed memory. */
 static mls_code message_bytes(const mls_bucket *b, bool sent, size_t *out, mls_status *st)
 {
     size_t total = 0;

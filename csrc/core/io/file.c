@@ -499,9 +499,9 @@ static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *
     return mls_fail_os(st, reason, "cannot keep the old file's permissions");
 }
 
-/* Begin to replace the file `path`, in a temporary file beside it. All refusals happen
- * here, before any byte is written. `file` can be aborted at every step, and a failure
- * does so. */
+/* Begin to replace the file `path`, in a temporary file in the same folder. All refusals
+ * happen here, before any byte is written. `file` can be aborted at every step, and a
+ * failure does so. */
 mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
                           mls_status *st)
 {

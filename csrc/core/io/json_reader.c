@@ -618,7 +618,7 @@ static bool match_guessed_key(json_parser *p)
 }
 
 /* Read the key of an object's next member and its colon. Reads nothing inside an array.
- */
+ * Sets `escaped` if a key has an escape: its text is then shorter than in the file. */
 static mls_code read_key(json_parser *p)
 {
     if (!p->object || match_guessed_key(p)) {
@@ -640,8 +640,8 @@ static mls_code read_key(json_parser *p)
     return MLS_OK;
 }
 
-/* Read what may follow a value, or an opening bracket if `first`: a comma or the closing
- * bracket. `*state` is what comes next. */
+/* Read the token after a value, or after an opening bracket if `first`: a comma or the
+ * closing bracket. Sets `*state` to the token that may come next. */
 static mls_code read_separator(json_parser *p, bool first, json_state *state)
 {
     const int closer = p->object ? '}' : ']';

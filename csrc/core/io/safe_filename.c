@@ -77,8 +77,8 @@ static size_t encode_name(mls_str name, char *out, size_t room, size_t *consumed
     return length;
 }
 
-/* Write the file name that stands for a tensor's name. A name that is too long is encoded
- * again with less room, so that the mark fits. */
+/* Write the file name for a tensor's name, and return its length. A name that is too long
+ * is encoded again with less room, so that the mark with its number fits. */
 size_t mls_filename_encode(mls_str name, uint64_t number,
                            char out[MLS_FILENAME_BYTES + 1])
 {

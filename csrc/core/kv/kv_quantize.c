@@ -400,8 +400,8 @@ void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor
     run_tiles(&j, pool, dequantize_tile);
 }
 
-/* Compare the values with what their quantized form decodes to: largest error, and sums
- * of squares. One thread and a fixed order give the same bits everywhere. */
+/* Compare the values with the decoded quantized values: largest error, and sums of
+ * squares. One thread and a fixed order give the same bits everywhere. */
 mls_quantization_loss mls_quantize_loss(const mls_kernels *kernels,
                                         const mls_tensor *values,
                                         const mls_quantized *quantized)

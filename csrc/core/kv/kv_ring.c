@@ -307,7 +307,7 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
     return MLS_OK;
 }
 
-/* Replace the content of the ring by that of a stored one. The counters may come from a
+/* Replace slots and counters by those from a stored ring. The counters may come from a
  * file, so they are checked before a slot is computed. */
 mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
                           const mls_tensor *slots, size_t oldest, size_t next,

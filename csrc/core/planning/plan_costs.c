@@ -365,8 +365,9 @@ static mls_code push_restart(tracer *r, item seg, size_t k, mls_status *st)
     return code == MLS_OK ? push_items(r, rest, 3, st) : code;
 }
 
-/* Replaces a segment by its best choice. If nothing fits although the whole chain did,
- * the solver's values are inconsistent; this fails like a small budget. */
+/* Replaces a segment by its best choice: pushes steps and smaller segments (kind
+ * MLS_STEP_KINDS: first and last block, memory). If nothing fits although the whole chain
+ * did, the solver's values are inconsistent; this fails like a small budget. */
 static mls_code expand_segment(tracer *r, item seg, mls_status *st)
 {
     const mls_plan_costs *c = r->costs;

@@ -325,8 +325,9 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 
 /* ---- segments ---- */
 
-/* Stores the front of a segment. All threads share the count of points; a thread that
- * exceeds the limit stops all of them. */
+/* Stores a copy of a segment's front; `cell` is the segment's place in the table. All
+ * threads share the count of points: MLS_E_SIZE beyond the limit, which stops all of
+ * them. */
 static mls_code store_front(solver *v, const points *front, size_t cell)
 {
     mls_plan_front *f = &v->out->fronts[cell];

@@ -176,7 +176,7 @@ static mls_code pack_last_axis(header_reader *r, mls_json_node node, size_t *sha
 
 /* Read the shape of a tensor, and compute its bytes. The product skips empty axes, as in
  * mls_tensor_init, so that every accepted shape can become an array. A product that fits
- * PTRDIFF_MAX fits a size_t. The bytes of an opaque tensor are those of its offsets. */
+ * PTRDIFF_MAX fits a size_t. An opaque tensor gets its bytes from its offsets. */
 static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -311,7 +311,8 @@ size_t mls_safetensors_blocks(size_t bytes)
     return bytes / MLS_SAFETENSORS_BLOCK + (bytes % MLS_SAFETENSORS_BLOCK != 0 ? 1 : 0);
 }
 
-/* Return the checksum of a whole tensor of `bytes` bytes from those of its blocks. */
+/* Return the checksum of a whole tensor of `bytes` bytes, given the checksums of its
+ * blocks. */
 uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;

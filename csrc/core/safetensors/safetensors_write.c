@@ -96,8 +96,8 @@ static mls_code describe_tensors(const mls_safetensors_content *content,
 
 /* ---- tensors ---- */
 
-/* Write the buffered bytes at the end of what is written. On failure the buffer is
- * kept. */
+/* Write the buffered bytes behind the bytes that are in the file. On failure the buffer
+ * is kept. */
 static mls_code flush_buffer(writer *w)
 {
     const mls_code code =

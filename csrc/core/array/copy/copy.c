@@ -36,7 +36,8 @@ typedef struct integer_range {
     double low, end; /* low <= value < end; both are exact */
 } integer_range;
 
-/* Return the range of values of an integer type, or an empty range for other types. */
+/* Return the values that an integer type can hold, from the first to before the second
+ * number; an empty range for other types. */
 static integer_range range_of(mls_dtype dtype)
 {
     switch (dtype) {

@@ -480,7 +480,7 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
 }
 
 /* Read layer number `number` of a shard with `elements` elements, the next of all
- * columns. The bytes of its range must be exactly those of its elements or frames. */
+ * columns. Its range must have exactly the bytes of its elements or frames. */
 static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t elements,
                            size_t number, mls_layer *layer)
 {
@@ -706,7 +706,8 @@ static void count_layers(const reader *r, needs *n)
     }
 }
 
-/* Allocate all arrays at once: shards point into them, so they must not move. */
+/* Allocate all arrays at once: shards point into them, so they must not move. Only an
+ * index with rows, frames or several layers per shard needs the last five. */
 static mls_code allocate_arrays(reader *r)
 {
     mls_index *x = &r->index;

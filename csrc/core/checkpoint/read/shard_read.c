@@ -488,9 +488,10 @@ static void read_span(read_worker *w, const mls_read_span *s)
     }
 }
 
-/* Return whether a span is one run that can be read directly into its destination (if it
- * is long, without a slow copy). With verification it must also be a whole shard of at
- * most one block. */
+/* Return whether a span can be read directly into its destination: it has a destination,
+ * is a single run (`to` is set) without zeros to fill, and is short or at an address to
+ * which the system copies fast. To be `verified` it must also be a whole shard of at most
+ * one block. */
 static bool is_direct(const mls_read_span *s, bool verified)
 {
     const mls_stored_shard *shard = s->piece->shard;

@@ -172,7 +172,7 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
 }
 
 /* Ensure that blocks `first` to `last`, one or two, are in the buffer, verified. A block
- * that is there already is moved, not read again. */
+ * that is in the buffer already is moved, not read again. */
 static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
                             size_t first, size_t last, mls_status *st)
 {

@@ -245,8 +245,8 @@ static size_t element_offset(const copy_state *c, const staged_item *staged, siz
     return rounded < staged->bytes ? rounded : staged->bytes;
 }
 
-/* Thread function: copy whatever belongs into piece `index` (PIECE_BYTES) of the staging
- * memory. A piece may start and end within an item. */
+/* Thread function: copy everything that belongs into piece `index` (PIECE_BYTES) of the
+ * staging memory. A piece may start and end within an item. */
 static void copy_task(void *context, size_t index)
 {
     const copy_state *c = context;
