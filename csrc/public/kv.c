@@ -161,7 +161,8 @@ static int input_view(mls_tensor *out, const void *data, int dtype, int rank,
     return code == MLS_OK ? set_strides(out, strides) : public_code(code);
 }
 
-/* Make a view of an array that is written: its elements must not share memory. */
+/* Make a view of an array that is written, as input_view does: its elements must not
+ * share memory. */
 static int output_view(mls_tensor *out, void *data, int dtype, int rank,
                        const int64_t *shape, const int64_t *strides)
 {
@@ -410,7 +411,8 @@ typedef struct quantization {
     int64_t group;
 } quantization;
 
-/* Make views of codes, scales and biases for values of a shape that is valid. */
+/* Make views of packed codes, scales and biases for values of a shape that is valid: the
+ * last axis is words of codes, or groups. */
 static int quantized_views(const quantization *a, int rank, const int64_t *shape,
                            mls_quantized *out)
 {

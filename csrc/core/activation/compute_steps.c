@@ -84,7 +84,8 @@ static bool consume_output(demand *d, mls_compute_step *run)
     }
 }
 
-/* Marks the step's input as needed, unless it is inside saved tensors. */
+/* Marks the step's input, activation i of block i, as needed before the step, unless it
+ * is inside saved tensors. `drops` is set if no later step needs it. */
 static void require_input(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;

@@ -22,8 +22,8 @@ static uint32_t mix_hash(uint64_t hash)
     return (uint32_t)(hash ^ (hash >> 32));
 }
 
-/* Compares names. Faster than memcmp, because names are short and usually equal. The last
- * word overlaps the one before. */
+/* Returns whether two names of equal length are the same. Faster than memcmp, because
+ * names are short and usually equal. The last word overlaps the one before. */
 static bool same_bytes(const char *a, const char *b, size_t length)
 {
     uint64_t x, y;

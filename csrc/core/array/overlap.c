@@ -165,7 +165,8 @@ bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
     return has_sum(&s, distance - (items_a - 1), distance + items_b - 1);
 }
 
-/* Sort the axes with several elements by descending stride; return their number. */
+/* Sort the axes with several elements by descending stride into `axes`, which has room
+ * for all axes; return their number. The sign of a stride does not matter. */
 static int sort_axes(const mls_tensor *t, int *axes)
 {
     int count = 0;

@@ -15,7 +15,8 @@ static size_t magnitude(ptrdiff_t stride)
     return stride < 0 ? (size_t)0 - (size_t)stride : (size_t)stride;
 }
 
-/* Insert an axis so that the first view's strides stay in descending order. */
+/* Insert an axis so that the first view's strides stay in descending order, without
+ * regard to signs. Strides are in bytes. */
 static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
                         ptrdiff_t b_stride)
 {

@@ -130,8 +130,8 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
     return mls_shm_run(g, &flow, call, st);
 }
 
-/* Each rank copies a part of the root's bytes to all others; otherwise only the root
- * would work. */
+/* Copies this rank's share of the root's bytes to all other ranks, directly between their
+ * arrays; otherwise only the root would work. */
 static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 {
     (void)st;

@@ -73,7 +73,7 @@ typedef struct share_range {
 } share_range;
 
 /* Advances to the first segment that has elements left for `rank`; returns false at the
- * end. */
+ * end. `base` becomes the position of the rank's share in that segment. */
 static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
 {
     while (c->segment < s->count) {
@@ -90,9 +90,9 @@ static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
     return false;
 }
 
-/* Finds the next elements of `rank` for a range with `*used` bytes already filled.
- * Returns false if the range is full or nothing is left. Shares are split at whole norm
- * blocks, so that norms do not depend on the split. */
+/* Finds the next elements of `rank` for a range of a slot with `*used` bytes already
+ * filled, and adds theirs. Returns false if the range is full or nothing is left. Shares
+ * are split at whole norm blocks, so that norms do not depend on the split. */
 static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
                        share_range *out)
 {
@@ -127,8 +127,9 @@ static const unsigned char *own_elements(const scatter *s, const share_range *pa
     return (const unsigned char *)segment->data + part->at * item;
 }
 
-/* Fills a range for each peer. The cursor of this rank advances too, so that more_scatter
- * knows when all shares are done. */
+/* Fills this rank's slot: a range for each peer, with elements of the peer's share. The
+ * cursor of this rank advances too, so that more_scatter knows when all shares are
+ * done. */
 static void fill_scatter(void *context, unsigned char *slot)
 {
     scatter *s = context;
@@ -159,8 +160,8 @@ static size_t share_bytes(const scatter *s)
     return bytes;
 }
 
-/* Sums the ranges of all ranks in rank order; this rank's elements come from its own
- * array. */
+/* Sums the next elements of this rank's share from the slots of all ranks, in rank order;
+ * this rank's elements come from its own array. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -249,7 +250,8 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Hashes everything that decides the contents of the slots and the bits of the sums. */
+/* Returns a hash of everything that decides the contents of the slots and the bits of the
+ * sums; ranks compare it. */
 static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
                               const mls_segment *segments, size_t count)
 {
@@ -263,7 +265,8 @@ static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
     return print;
 }
 
-/* Returns the steps of a scatter through the slots, and resets the cursors. */
+/* Returns the functions of a scatter through the slots, for the protocol, and resets the
+ * cursors. */
 static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
 {
     memset(s->g->cursors, 0, sizeof s->g->cursors);

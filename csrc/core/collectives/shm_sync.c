@@ -49,7 +49,8 @@ static inline void pause_cpu(void)
 
 /* ---- ranks that are not ready ---- */
 
-/* Returns the first rank that has not published the next step to read, or -1. */
+/* Returns the first rank that has not published the next step to read, or -1; checks only
+ * rank `source` unless that is negative. */
 static int find_unpublished(const mls_shm *g, int source)
 {
     const size_t first = source < 0 ? 0 : (size_t)source;
@@ -172,8 +173,9 @@ static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_
     return break_group(g, kind, MLS_SHM_TIMEOUT, peer, more, st);
 }
 
-/* Checks now and then, while waiting or working: is the group broken, has the deadline
- * passed, does the caller want to stop? */
+/* Checks now and then, while waiting (for `peer`) or working: is the group broken, has
+ * the deadline passed, does the caller want to stop? MLS_E_PEER, MLS_E_STOPPED; breaks
+ * the group in the last two cases. */
 static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                                int peer, mls_status *st)
 {
@@ -196,9 +198,10 @@ static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind ki
     return MLS_E_STOPPED;
 }
 
-/* Checks whether the rank that this one waits for has left or died. Tests the lock before
- * the state, because a leaving rank changes them in the other order. Steps that it
- * published before still count, so the condition is checked once more. */
+/* Checks whether the rank that this one waits for has left or died; then breaks the
+ * group. Tests the lock before the state, because a leaving rank changes them in the
+ * other order. Steps that it published before still count, so the condition is checked
+ * once more. */
 static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int peer,
                             mls_status *st)
 {
@@ -306,8 +309,8 @@ static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st
     return code;
 }
 
-/* Reads a step. If that fails, the other ranks go on without this one, so the group is
- * marked as broken. */
+/* Reads a step, and tells the writers that it was read. If that fails, the other ranks go
+ * on without this one, so the group is marked as broken. */
 static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     const mls_code code = drain_slots(g, flow, st);

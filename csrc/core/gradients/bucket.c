@@ -151,7 +151,7 @@ void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
 }
 
 /* Returns rank `of`'s contribution to this rank's part of segment i: `at` bytes into its
- * message, or in the array itself. */
+ * message, which has `message` bytes, or in this rank's own array. */
 static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
                                       const unsigned char *received, size_t message,
                                       size_t at)

@@ -111,8 +111,9 @@ static void dequantize_block(const signed char *codes, float scale, float *block
     }
 }
 
-/* Stores the difference between intended and decoded values. Stores 0 if either is not
- * finite: a NaN residual would spoil every later step, and this step is lost anyway. */
+/* Stores the difference between intended (`meant`) and decoded (`arrives`) values. Stores
+ * 0 if either is not finite: a NaN residual would spoil every later step, and this step
+ * is lost anyway. */
 static void store_residual(float *residual, const float *meant, const float *arrives,
                            size_t count)
 {

@@ -37,9 +37,9 @@ static mls_code fail_not_regular(mls_status *st)
     return mls_status_expected(st, "a regular file");
 }
 
-/* Examine the opened file instead of the path, which could name another file by now.
- * `opened` is negative if opening failed with `reason`. Takes `opened`: it becomes `*fd`
- * or is closed. */
+/* Accept only a regular file; `*length` is its size in bytes. Examines the opened file
+ * instead of the path, which could name another file by now. `opened` is negative if
+ * opening failed with `reason`. Takes `opened`: it becomes `*fd` or is closed. */
 static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length,
                                mls_status *st)
 {
@@ -416,8 +416,9 @@ static mls_code open_folder(const char *path, int *out, mls_status *st)
     return *out >= 0 ? MLS_OK : mls_fail_os(st, reason, "cannot open the file's folder");
 }
 
-/* Examine the file to be replaced; `*exists` tells whether it exists. Renaming would also
- * replace a file without write permission, but users rely on that protection. */
+/* Check that the file to be replaced is regular and writable; `*exists` tells whether it
+ * exists, and `info` is filled then. Renaming would also replace a file without write
+ * permission, but users rely on that protection. */
 static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
                                bool *exists, mls_status *st)
 {

@@ -164,9 +164,9 @@ static mls_code read_hex4(json_parser *p, unsigned long *out)
     return MLS_OK;
 }
 
-/* Read a \u escape; p->at is after the 'u'. A high surrogate needs its low half. A lone
- * half has no UTF-8 form and is refused; other readers insert a replacement character,
- * which could make two names equal. */
+/* Read a \u escape as a code point; p->at is after the 'u'. A high surrogate needs its
+ * low half. A lone half has no UTF-8 form and is refused; other readers insert a
+ * replacement character, which could make two names equal. */
 static mls_code read_unicode(json_parser *p, unsigned long *out)
 {
     const size_t start = p->at - 2;
@@ -194,7 +194,8 @@ static mls_code read_unicode(json_parser *p, unsigned long *out)
 }
 
 /* Read an escape; p->at is on the backslash. The character overwrites text that has been
- * read: every escape is at least as long as its character. */
+ * read, at `*write`, which advances: every escape is at least as long as its
+ * character. */
 static mls_code read_escape(json_parser *p, size_t *write)
 {
     static const char letters[] = "\"\\/bfnrt";
@@ -220,7 +221,8 @@ static mls_code read_escape(json_parser *p, size_t *write)
     return MLS_OK;
 }
 
-/* Copy the characters up to the next special one: most texts are plain ASCII. */
+/* Move the characters up to the next special one from p->at to `*write`, and advance
+ * both: most texts are plain ASCII. */
 static inline void copy_unescaped(json_parser *p, size_t *write)
 {
     char *text = p->doc->text;
@@ -393,9 +395,9 @@ static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
     }
 }
 
-/* Sort `count` members. `spare` has the same length; the result is in the array that is
- * returned. Bottom-up merge sort: no recursion, n log n at worst, and stable, so that of
- * two equal keys the later one in the file comes second. */
+/* Sort `count` members by key. `spare` has the same length; the result is in the array
+ * that is returned. Bottom-up merge sort: no recursion, n log n at worst, and stable, so
+ * that of two equal keys the later one in the file comes second. */
 static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *spare,
                               size_t count)
 {
@@ -567,8 +569,9 @@ static mls_code read_text_value(json_parser *p)
     return code;
 }
 
-/* Read the value at p->at; its first character decides its type. Sets `*state` to what
- * may come next: the members of a container, or the token after a whole value. */
+/* Read the value at p->at; its first character decides its type. Sets `*state` to the
+ * token that may come next: the members of a container, or the token after a whole
+ * value. */
 static mls_code read_value(json_parser *p, json_state *state)
 {
     const int c = byte_at(p, p->at);
@@ -727,7 +730,8 @@ void mls_json_forget(mls_json *doc)
     doc->count = doc->room = 0;
 }
 
-/* A document has three blocks, regardless of the number of values. */
+/* Free a document and all texts borrowed from it; accepts NULL. It has three blocks,
+ * regardless of the number of values. */
 void mls_json_free(mls_json *doc)
 {
     if (doc != NULL) {

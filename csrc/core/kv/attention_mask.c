@@ -51,7 +51,7 @@ mls_code mls_mask_check(const mls_mask_request *request, const mls_mask_names *n
     return code;
 }
 
-/* Fill columns start .. end-1 of a row. */
+/* Store `element` in columns start .. end-1 of a row, if there are any. */
 static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size_t start,
                          size_t end, mls_element element)
 {

@@ -172,7 +172,8 @@ static mls_tensor tile_view(const mls_tensor *full, const tile *t, size_t width)
 #    define ARE_WORDS_SWAPPED false
 #endif
 
-/* Return a packed view with the shape of `like`. */
+/* Return a packed view of `data` with the shape of `like`, which has two axes. Codes
+ * (MLS_U32) have the byte order of a kernel. */
 static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtype)
 {
     const size_t item = mls_dtype_of(dtype)->item_bytes;
@@ -218,7 +219,8 @@ static tile tile_at(const job *j, size_t index)
     return t;
 }
 
-/* Return the run of a tile in the arrays of the caller. */
+/* Return the groups of a tile in the arrays of the caller, for a kernel; used only if
+ * is_packed. */
 static mls_group_run packed_run(const job *j, const tile *t)
 {
     const mls_quantized *q = j->quantized;
@@ -232,7 +234,7 @@ static mls_group_run packed_run(const job *j, const tile *t)
                            .codes = tile_view(&q->codes, t, words).data};
 }
 
-/* Return the run of a tile in a buffer. */
+/* Return the groups of a tile in a buffer, for a kernel. */
 static mls_group_run buffer_run(const job *j, const tile *t, buffer *b)
 {
     return (mls_group_run){.groups = t->rows * t->groups,
@@ -253,7 +255,8 @@ static void copy_coded(const job *j, const tile *t, buffer *b, bool store)
     copy_tile(j, &q->biases, t, 1, b->biases, MLS_F32, store);
 }
 
-/* Quantize a tile in a buffer. Returns false if a value is not finite. */
+/* Quantize a tile by way of a buffer of float32, for arrays that kernels cannot use.
+ * Returns false if a value is not finite. */
 static bool quantize_buffer(const job *j, const tile *t)
 {
     buffer b;
@@ -335,7 +338,8 @@ static void add_tile_loss(void *context, size_t index)
     }
 }
 
-/* Return whether the rows of a view are adjacent, in the byte order of a kernel. */
+/* Return whether the rows of a view are adjacent and have the byte order `swapped`, as
+ * kernels need. */
 static bool has_packed_rows(const mls_tensor *t, bool swapped)
 {
     const int last = t->rank - 1;
@@ -345,7 +349,8 @@ static bool has_packed_rows(const mls_tensor *t, bool swapped)
            (last == 0 || t->shape[last - 1] == 1 || t->strides[last - 1] == row);
 }
 
-/* Return whether kernels can use the arrays of the caller. */
+/* Return whether kernels can use the arrays of the caller directly: all rows packed, in
+ * the byte order of kernels, and a dtype with a kernel. */
 static bool is_packed(const job *j)
 {
     const mls_quantized *q = j->quantized;

@@ -167,8 +167,8 @@ MLS_INLINED code_layout layout_of(unsigned bits)
         .split_shift = _mm_cvtsi32_si128((int)(16 - bits))};
 }
 
-/* Joins 16 codes: pairs of codes by one multiplication, pairs of pairs by the next one,
- * and 8 codes by shifts in each half of the register. The result has 2 * bits bytes. */
+/* Joins 16 codes to a string of 2 * l->bits bytes: pairs of codes by one multiplication,
+ * pairs of pairs by the next one, and 8 codes by shifts in each half of the register. */
 MLS_INLINED __m128i join_16(__m128i codes, const code_layout *l)
 {
     const __m128i low = _mm_set1_epi64x(0xFFFFFFFF);
@@ -192,7 +192,8 @@ MLS_INLINED __m128i split_16(__m128i string, const code_layout *l)
                             _mm256_extracti128_si256(wide, 1));
 }
 
-/* Join `count` codes. Writes no byte from `end` on. */
+/* Join `count` codes, a multiple of 8, into strings of bits. Writes no byte from `end`
+ * on. */
 MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *joined,
                       const unsigned char *end, const code_layout *l)
 {
@@ -207,7 +208,8 @@ MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *j
     }
 }
 
-/* Split `count` codes. Reads no byte from `end` on. */
+/* Split `count` codes, a multiple of 8, one into each byte. Reads no byte from `end`
+ * on. */
 MLS_INLINED void split(const unsigned char *joined, const unsigned char *end,
                        size_t count, unsigned char *codes, const code_layout *l)
 {

@@ -78,7 +78,8 @@ static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
     return MLS_OK;
 }
 
-/* Reserve an empty ring. `oldest` starts behind the sinks, as if those were there. */
+/* Reserve an empty ring. `oldest` starts behind the sinks, although the ring is still
+ * empty. */
 mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
                           size_t sinks, mls_status *st)
 {
@@ -138,7 +139,8 @@ mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
     return MLS_OK;
 }
 
-/* Check that tokens have the ring's dtype, and its shape except for the sequence. */
+/* Check that tokens have the ring's dtype, its shape except for the sequence, and
+ * separate memory. */
 static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
                              mls_status *st)
 {
@@ -281,9 +283,9 @@ static void clear_slots(const mls_kv_ring *ring, const mls_kernels *kernels, siz
     }
 }
 
-/* Drop the last `count` tokens, and zero their slots. A trim that reaches the sinks ends
- * the sequence within them. Nothing evicted is left between the tokens that stay, so
- * `oldest` begins again. */
+/* Drop the last `count` tokens, and zero their slots: first those after the sinks, then
+ * sinks. A trim that reaches the sinks ends the sequence within them. Nothing evicted is
+ * left between the tokens that stay, so `oldest` begins again. */
 mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t count,
                           mls_status *st)
 {

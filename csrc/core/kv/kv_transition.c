@@ -235,9 +235,9 @@ typedef struct job {
     bool inner_huge; /* use huge pages where tokens fill them */
 } job;
 
-/* Divide a target of `bytes` bytes, more than 0. Rows longer than `longest` are divided
- * by positions; shorter rows stay whole, and parts have up to `together` bytes of them.
- * No product here exceeds `bytes`. */
+/* Divide a target of `bytes` bytes, more than 0, into parts. Rows longer than `longest`
+ * bytes are divided by positions; shorter rows stay whole, and parts have up to
+ * `together` bytes of them. No product here exceeds `bytes`. */
 static division divide_rows(const mls_tensor *t, int seq_axis, size_t bytes,
                             size_t longest, size_t together)
 {
@@ -370,8 +370,8 @@ static bool has_row_kernel(const job *j, size_t row)
            row % 16 == 0 && (uintptr_t)j->dst->data % 16 == 0;
 }
 
-/* Move the rows of a part with the kernel, as measurements have chosen to store them; if
- * they are in progress, return false and move nothing. */
+/* Move the rows of a part (`bytes` bytes) with the kernel, as measurements have chosen to
+ * store them; if they are in progress, return false and move nothing. */
 static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from,
                       size_t bytes)
 {
@@ -400,11 +400,11 @@ static void pad_stage(const job *j, mls_tensor padding)
     }
 }
 
-/* Move short rows, with the kernel if there is one. Otherwise assemble the rows of a part
- * in a buffer, which has their padding already, and copy it in one run. A copy past the
- * cache ends with a fence, which takes longer than a short row. With one fence for each
- * row, innermost sequences took 2.5 to 10 times as long as others (AMD EPYC family 25
- * model 17). */
+/* Move the short rows of task number `task`, with the kernel if there is one. Otherwise
+ * assemble the rows of a part in a buffer, which has their padding already, and copy it
+ * in one run. A copy past the cache ends with a fence, which takes longer than a short
+ * row. With one fence for each row, innermost sequences took 2.5 to 10 times as long as
+ * others (AMD EPYC family 25 model 17). */
 static void move_staged_parts(void *context, size_t task)
 {
     const job *j = context;

@@ -268,7 +268,7 @@ static void rotate_buffer(const job *j, const tile *t)
     }
 }
 
-/* Return a view of a tile of one head; its data is set later. */
+/* Return a view of a tile of one head in the array `full`; its data is set later. */
 static mls_tensor tile_view(const job *j, const tile *t, const mls_tensor *full)
 {
     mls_tensor view = {.dtype = full->dtype, .swapped = full->swapped, .rank = 2};
@@ -398,7 +398,8 @@ static mls_rotate_rows_run choose_fused(const job *j)
                : NULL;
 }
 
-/* Copy the elements of the last axis that do not rotate. */
+/* Copy the elements of the last axis that do not rotate, from `rotary_dim` on; nothing to
+ * do in place. */
 static void copy_rest(const mls_kernels *kernels, const mls_tensor *dst,
                       const mls_tensor *keys, size_t rotary_dim)
 {

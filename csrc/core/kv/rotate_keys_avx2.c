@@ -64,7 +64,8 @@ static inline void rotate_one(unsigned char *dst, ptrdiff_t dst_second,
     store_one(dst + dst_second, y * cosine + x * sine, is_half);
 }
 
-/* Rotate pairs whose first elements are adjacent, and whose second elements are. */
+/* Rotate rows of pairs whose first elements are adjacent, and whose second elements are.
+ * A row is r->pairs pairs; `is_half`: elements are float16, else float32. */
 MLS_INLINED void rotate_split(const mls_rotate_rows *r, bool is_half)
 {
     const size_t item = is_half ? 2 : 4;
@@ -95,7 +96,8 @@ MLS_INLINED __m256 load_twice(const float *src)
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(src)), order);
 }
 
-/* Rotate pairs of adjacent elements. */
+/* Rotate rows of pairs of adjacent elements. `is_half`: elements are float16, else
+ * float32. */
 MLS_INLINED void rotate_interleaved(const mls_rotate_rows *r, bool is_half)
 {
     const size_t item = is_half ? 2 : 4;

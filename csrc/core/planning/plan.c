@@ -87,8 +87,8 @@ static double unplanned_seconds(const mls_chain *chain)
     return seconds;
 }
 
-/* Converts the front of the whole chain to budgets: adds activation 0 and the plain
- * seconds, which solvers do not count. */
+/* Converts the front of the whole chain to budgets: adds activation 0 and the seconds
+ * without recomputation, which solvers do not count. The caller frees the points. */
 static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *fronts,
                                 mls_plan_curve *out, mls_status *st)
 {
@@ -181,8 +181,8 @@ static size_t slots_that_fit(size_t blocks, size_t slots)
     return slots;
 }
 
-/* Checks the table's size before any allocation; the error contains the possible number
- * of slots. */
+/* Checks the number of slots and the table's size before any allocation. MLS_E_SIZE: the
+ * text has the possible number of slots. */
 static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
 {
     if (slots > MLS_PLAN_MAX_SLOTS) {
@@ -199,9 +199,9 @@ static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
                     blocks, slots, MLS_PLAN_TABLE_BYTES >> 20, possible);
 }
 
-/* Solves by slots. MLS_E_CAPACITY: the rounded sizes of a plan do not fit; the true sizes
- * may. One table has the values of all budgets that are whole slots of the largest one.
- */
+/* Solves by slots, for a plan or (`out.plan` NULL) for a curve. MLS_E_CAPACITY: the
+ * rounded sizes of a plan do not fit; the true sizes may. One table has the values of all
+ * budgets that are whole slots of the largest one. */
 static mls_code solve_by_slots(const mls_chain *chain, const mls_plan_request *r,
                                size_t slots, result out, mls_status *st)
 {
@@ -227,8 +227,8 @@ static mls_code solve_by_slots(const mls_chain *chain, const mls_plan_request *r
     return code;
 }
 
-/* Solves to the byte. MLS_E_SIZE: too many blocks or points; all memory is freed, so that
- * it is available for the next attempt. */
+/* Solves to the byte, for a plan or (`out.plan` NULL) for a curve. MLS_E_SIZE: too many
+ * blocks or points; all memory is freed, so that it is available for the next attempt. */
 static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r, result out,
                             mls_status *st)
 {

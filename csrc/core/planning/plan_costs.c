@@ -174,8 +174,8 @@ static int64_t min_size(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Returns the least memory for s .. t. `row` has the values of s .. s, s .. s + 1, ...;
- * `column` has those of k .. t for k > s. */
+/* Returns the least memory for blocks s .. t, over all choices for s. `row[i]` is the
+ * value of s .. s + i; `column[k]` that of k .. t, for k > s. */
 static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64_t *row,
                         const int64_t *column)
 {
@@ -286,8 +286,9 @@ enum {
     AWAY
 }; /* what to do with block s; larger values encode the restart point k */
 
-/* Returns the best choice for s .. t: KEEP, AWAY, or AWAY + k - s. `*best` is INFINITY if
- * nothing fits. Of equal choices it returns the first, which prefers no recomputation. */
+/* Returns the best choice for s .. t within `memory`: KEEP, AWAY, or AWAY + k - s for a
+ * restart at k. `*best` is its extra seconds, INFINITY if nothing fits. Of equal choices
+ * it returns the first, which prefers no recomputation. */
 static size_t choose_option(const tracer *r, size_t s, size_t t, int64_t memory,
                             double *best)
 {

@@ -106,8 +106,8 @@ double mls_plan_dp_fronts_value(const void *context, size_t s, size_t t, int64_t
 
 /* ---- options of a segment ---- */
 
-/* Adds a choice if it fits at all. `threshold` is the least memory that it needs without
- * its fronts. */
+/* Adds a choice unless it needs more than `limit`. `threshold` is the least memory that
+ * it needs without its fronts. */
 static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64_t limit)
 {
     if (o.right->count == 0 || (o.left != NULL && o.left->count == 0)) {
@@ -223,8 +223,9 @@ static int64_t next_memory(const mls_plan_front *f, size_t i, int64_t shift)
     return i + 1 < f->count ? f->points[i + 1].memory + shift : INT64_MAX;
 }
 
-/* Writes the points of a choice from `from` to below `to`: traverses both fronts
- * together, with a point wherever one of them changes. */
+/* Writes the points of a choice with memory `from` to below `to`: traverses both fronts
+ * together, with a point wherever one of them changes. Returns false if memory runs
+ * out. */
 static bool unroll_option(const option *o, int64_t from, int64_t to, points *out)
 {
     const mls_plan_front *r = o->right, *l = o->left;
@@ -349,8 +350,9 @@ static mls_code store_front(solver *v, const points *front, size_t cell)
 }
 
 /* Computes the front of the blocks s to t from those of shorter segments, and stores it.
- * The limit is the budget without activation s, which is held meanwhile: no schedule of
- * a longer segment leaves more memory to this one. */
+ * The limit is the budget without activation s, which is held meanwhile: no schedule of a
+ * longer segment leaves more memory to this one. MLS_E_MEMORY, MLS_E_SIZE, without a
+ * status. */
 static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
@@ -376,7 +378,7 @@ static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
 }
 
 /* Takes a free scratch; there is one for each thread. If more threads have appeared
- * since, the last of them waits here for another segment to finish. */
+ * since, the last of them spins here until another segment is finished. */
 static scratch *take_scratch(solver *v)
 {
     for (size_t i = 0;; i = (i + 1) % v->tasks) {
@@ -386,8 +388,8 @@ static scratch *take_scratch(solver *v)
     }
 }
 
-/* Solves one segment of a diagonal. A segment takes little time, so polling between
- * segments is enough. */
+/* Thread function: solves the segment of v->length + 1 blocks that starts at s. A segment
+ * takes little time, so polling between segments is enough. */
 static void solve_task(void *context, size_t s)
 {
     solver *v = context;
@@ -437,7 +439,8 @@ static void free_scratches(scratch *scratches, size_t count)
     mls_free(scratches);
 }
 
-/* Creates one scratch for each thread; lists of points grow on use. */
+/* Creates `count` scratches, one for each thread; lists of points grow on use. NULL if
+ * memory runs out. */
 static scratch *new_scratches(size_t count, size_t blocks)
 {
     scratch *all = mls_alloc(count, sizeof *all);
@@ -453,7 +456,8 @@ static scratch *new_scratches(size_t count, size_t blocks)
 }
 
 /* Allocates the tables, with one entry and one grid row for each segment. The step is
- * chosen so that the last grid entry is above the budget. */
+ * chosen so that the last grid entry is above the budget. Returns false if memory runs
+ * out. */
 static bool make_fronts(const mls_plan_costs *c, mls_plan_fronts *out)
 {
     const size_t cells = c->blocks * (c->blocks + 1) / 2;

@@ -22,10 +22,10 @@ MLS_TARGET static inline void store(float *p, floats values)
     memcpy(p, &values, sizeof values);
 }
 
-/* Processes one register of entries of a tile, `COLUMNS` segments wide, for all restarts.
- * The sums stay in registers from the first restart to the last. Prefetches the entries
- * of the next strip: they are in many short ranges, too short for the hardware
- * prefetcher. */
+/* Processes the register of entries from m on for the segments of a tile, `COLUMNS`
+ * columns from t on, for all restarts. The sums stay in registers from the first restart
+ * to the last. Prefetches the entries of the next strip: they are in many short ranges,
+ * too short for the hardware prefetcher. */
 MLS_TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
 {
     floats sums[MLS_PLAN_TILE][COLUMNS];

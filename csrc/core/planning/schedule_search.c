@@ -136,7 +136,8 @@ static void move_up(search *s, size_t place)
     place_node(s, place, number);
 }
 
-/* Removes the first node; the last one moves down from the top to its place. */
+/* Removes the first node of the heap and returns its number; the last one moves down from
+ * the top to its place. */
 static uint32_t pop_first(search *s)
 {
     const uint32_t first = s->heap[0], last = s->heap[--s->open];
@@ -216,7 +217,8 @@ static mls_code grow_tables(search *s)
     return MLS_OK;
 }
 
-/* Adds a path to a state: a new state, a better path, or no improvement. */
+/* Adds a path `way` to a state: a new state, a better path, or no improvement. At the
+ * limit of states, a new one is dropped and `ran_out` is set. */
 static mls_code add_path(search *s, const node *way)
 {
     if (s->count == s->room) {
@@ -325,8 +327,8 @@ static int64_t bytes_without_output(const search *s, const moment *m, size_t i)
     return alone ? m->live_bytes - s->chain->activation_bytes[i + 1] : m->live_bytes;
 }
 
-/* Offloads right after a save or load: waiting gains nothing, because the output may
- * stay. */
+/* Adds results that offload block `bit` right after its save or load, with and without
+ * input and output: waiting gains nothing, because the output may stay. */
 static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t bit)
 {
     o->away = true;
@@ -345,8 +347,8 @@ static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t b
     return MLS_OK;
 }
 
-/* Saves a block for its backward pass. A separate output is dropped first, because making
- * it twice is invalid. */
+/* Tries to save block i for its backward pass. A separate output is dropped first,
+ * because making it twice is invalid. */
 static mls_code try_save(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
@@ -363,8 +365,8 @@ static mls_code try_save(search *s, const moment *m, size_t i)
     return code == MLS_OK && s->limits->offload ? add_offloaded(s, m, &o, bit) : code;
 }
 
-/* Loads a block for its backward pass, or for an output that is not held; then the output
- * may stay while the rest is offloaded again. */
+/* Tries to load block i for its backward pass, or for an output that is not held; then
+ * the output may stay while the rest is offloaded again. */
 static mls_code try_load(search *s, const moment *m, size_t i)
 {
     const uint64_t bit = one_bit << i;
@@ -382,8 +384,8 @@ static mls_code try_load(search *s, const moment *m, size_t i)
     return code == MLS_OK && !next ? add_offloaded(s, m, &o, bit) : code;
 }
 
-/* Runs the next backward pass, or the only save or load that it lacks. Sets `*done` if no
- * other step needs to be tried. */
+/* Tries to run the next backward pass, or the only save or load that it lacks. Sets
+ * `*done` if no other step needs to be tried. */
 static mls_code try_backward(search *s, const moment *m, bool *done)
 {
     const mls_chain *c = s->chain;
@@ -591,7 +593,8 @@ mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limit
 
 /* ---- the best schedule ---- */
 
-/* Adds the drops and simulates the schedule, so that every result is verified. */
+/* Writes the steps with drops to best->schedule and simulates them, so that every result
+ * is verified; sets best->totals. */
 static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t count,
                            mls_best *best, mls_status *st)
 {
@@ -614,7 +617,8 @@ static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t
     return code;
 }
 
-/* Returns the steps with their drops; sets `optimal` and `states` from the search. */
+/* Writes the result: the steps with their drops, and `optimal` and `states` from the
+ * search. On failure `*out` is unchanged. */
 static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_t count,
                             const mls_search_result *result, mls_best *out,
                             mls_status *st)

@@ -155,8 +155,8 @@ static bool read_cache_file(int index, const char *name, char *text, int room)
     return good;
 }
 
-/* Return the size in bytes of a cache level from /sys, which states it as "32768K"; 0 if
- * unknown. */
+/* Return the size in bytes of a cache level (1 to 3) from /sys, which states it as
+ * "32768K"; 0 if unknown. */
 static size_t read_sys_cache_bytes(int level)
 {
     enum { CACHES = 8 };

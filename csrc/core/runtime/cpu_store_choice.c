@@ -135,7 +135,8 @@ static bool is_measured(mls_store_choice *choice, unsigned store, uint64_t best)
     return count >= MLS_STORE_TRIALS || (count >= 2 && rate < best / 2);
 }
 
-/* Return the best rate of a set of variants. */
+/* Return the best rate, in bytes per second, that any variant of a set has reached; 0
+ * without trials. */
 static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
 {
     uint64_t best = 0;
@@ -200,9 +201,9 @@ static int fastest_store(mls_store_choice *choice)
     return (int)faster_store(choice, cached, MLS_STORE_STREAM, parts);
 }
 
-/* Choose a variant until the decision expires. Within the cache, a stream must win twice
- * in succession, because another process may have disturbed all trials of plain stores.
- */
+/* Choose the fastest variant until the decision expires, after a number of stored bytes.
+ * Within the cache, a stream must win twice in succession, because another process may
+ * have disturbed all trials of plain stores. */
 static void decide_store(mls_store_choice *choice)
 {
     const bool first = atomic_load(&choice->chosen) == UNDECIDED;
@@ -256,7 +257,8 @@ static uint64_t note_stored(mls_store_choice *choice, size_t bytes)
     return before;
 }
 
-/* Begin the next trial, or use the decision if one was made meanwhile. */
+/* Begin the next trial, and start its clock; or use the decision, without a trial, if one
+ * was made meanwhile. */
 static void begin_trial(mls_store_trial *trial)
 {
     if (atomic_load(&trial->choice->is_decided)) {

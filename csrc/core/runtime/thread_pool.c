@@ -44,8 +44,8 @@ struct mls_pool {
     worker_threads *worker_threads; /* NULL until a run needs helpers */
 };
 
-/* Work until no index is left. The counter can be relaxed: every helper takes the crew's
- * lock before and after, which orders memory. */
+/* Run the task for one index after the other until none is left. The counter can be
+ * relaxed: every helper takes the lock before and after, which orders memory. */
 static void take_indices(worker_threads *c)
 {
     for (;;) {
@@ -84,7 +84,8 @@ static void *helper_main(void *argument)
     return NULL;
 }
 
-/* Allocate a crew without helpers. Returns NULL if memory runs out. */
+/* Allocate the state of a pool's helpers, none of them started. Returns NULL if memory
+ * runs out. */
 static worker_threads *workers_new(void)
 {
     worker_threads *c = mls_alloc(1, sizeof *c);
@@ -139,8 +140,8 @@ static void run_caller_task(const work *w)
     }
 }
 
-/* One round: publish the task, take part, and return when no helper is inside. After that
- * no thread uses the context. */
+/* Run one round with at most `helpers` helpers: publish the task, take part, and return
+ * when no helper is inside. After that no thread uses the context. */
 static void run_with_workers(worker_threads *c, const work *w, size_t helpers)
 {
     pthread_mutex_lock(&c->lock);

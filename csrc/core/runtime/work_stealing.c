@@ -9,8 +9,8 @@
 
 #include <stdint.h>
 
-/* Divide items into `count` queues: queue i has items `starts[i]` .. `starts[i + 1] - 1`.
- * Plain initialisation: the counters are not shared yet. */
+/* Divide items into `count` queues: queue i has items `starts[i]` .. `starts[i + 1] - 1`;
+ * `starts` is borrowed. Plain initialisation: the counters are not shared yet. */
 bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count)
 {
     *all = (mls_work_queues){.starts = starts, .count = count};

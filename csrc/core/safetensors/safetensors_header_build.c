@@ -106,7 +106,8 @@ static mls_code place_checksums(mls_header *h, mls_status *st)
 }
 
 /* Copy the metadata with the two checksum entries added, sorted by key. The caller frees
- * `*out`. Other reserved keys are allowed here; these two are duplicates. */
+ * `*out`. Other reserved keys are allowed here; a caller's key that equals one of these
+ * two is a duplicate. */
 static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
                               mls_str_pair **out, mls_status *st)
 {
@@ -205,8 +206,8 @@ mls_code mls_header_check(const mls_header_tensor *t, mls_status *st)
     return mls_status_got(st, "%s", shape);
 }
 
-/* Append one tensor's entry, with members in the package's order. Offsets count from the
- * first tensor, and the shape counts elements. */
+/* Append one tensor's entry, with members in the order of the safetensors package.
+ * Offsets count from the first tensor, and the shape counts elements. */
 static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
 {
     const mls_dtype dtype = mls_header_dtype(t->dtype, t->rank, t->shape);

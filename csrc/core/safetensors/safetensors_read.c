@@ -79,8 +79,9 @@ static mls_code fail_memory(header_reader *r)
  *
  * dtype, shape, offsets: in this order, since each is checked against those before it. */
 
-/* Find the member `key` of a tensor's entry, which must be of `type`. Unknown members are
- * ignored, as in the package: a later version may add some. */
+/* Find the member `key` of a tensor's entry, which must be of `type`; `name` is the
+ * tensor's, for errors. Unknown members are ignored, as in the safetensors package: a
+ * later version may add some. */
 static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
                             const char *key, mls_json_type type, mls_json_node *out)
 {
@@ -413,7 +414,7 @@ static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, boo
  *
  * Checks across tensors, and the two entry points: from memory and from a path. */
 
-/* Order by offset. Of two tensors at the same offset, the empty one comes first; the
+/* For qsort: by offset. Of two tensors at the same offset, the empty one comes first; the
  * address breaks ties, so that every qsort gives the same order. */
 static int compare_places(const void *a, const void *b)
 {

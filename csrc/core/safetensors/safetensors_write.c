@@ -65,7 +65,8 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
     return MLS_OK;
 }
 
-/* Fill in the header's entries. The caller frees `*out`, which the header refers to. */
+/* Fill in the header's entries, one for each tensor. The caller frees `*out`, which the
+ * header refers to. */
 static mls_code describe_tensors(const mls_safetensors_content *content,
                                  mls_header_tensor **out, mls_status *st)
 {
@@ -161,8 +162,9 @@ typedef struct packing {
     size_t inner; /* packed bytes of one index along `axis` */
 } packing;
 
-/* Choose the largest parts that fit the buffer. One index of the last axis always fits,
- * since an item has at most 8 bytes. */
+/* Choose the largest parts that fit the buffer: `step` indices along `axis`, `inner`
+ * bytes each. One index of the last axis always fits, since an item has at most 8
+ * bytes. */
 static packing choose_packing(const mls_tensor *t)
 {
     packing p = {.axis = t->rank - 1, .inner = mls_tensor_item_bytes(t)};
@@ -174,7 +176,8 @@ static packing choose_packing(const mls_tensor *t)
     return p;
 }
 
-/* Pack `view` into the buffer. It fits: see choose_packing. */
+/* Pack `view`, which has `bytes` bytes, into the buffer, after writing the buffer if it
+ * is too full. It fits: see choose_packing. */
 static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t bytes)
 {
     if (bytes > BUFFER_BYTES - w->buffered) {

@@ -349,7 +349,7 @@ static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *str
     }
 }
 
-/* Returns the position in `a` just after the last element that precedes b's end: in the
+/* Returns the end, as a position in `a`, of the elements that precede b's end: in the
  * last row that starts before b's end, as much as precedes it. */
 static size_t find_end_by_b(const mls_overlap *o)
 {

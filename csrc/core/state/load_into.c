@@ -47,8 +47,8 @@ struct mls_load_into {
 
 /* ---- dividing a pair ---- */
 
-/* Simplifies both views to as few axes as possible, outermost first. Negative strides
- * stay negative. Returns false if there are no elements. */
+/* Writes both views with as few axes as possible, outermost first. Negative strides stay
+ * negative. Returns false if the views have no elements. */
 static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
                           mls_tensor *src)
 {
@@ -68,9 +68,9 @@ static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
     return true;
 }
 
-/* Returns the outermost axis with at most PART bytes for one index, and the number of its
- * indices in a chunk. The innermost axis always qualifies: its indices are single
- * elements. */
+/* Returns the outermost axis with at most PART bytes for one index, and in `*rows` the
+ * number of its indices in a chunk. `bytes` is the size of the whole view. The innermost
+ * axis always qualifies: its indices are single elements. */
 static int choose_split_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
 {
     int axis = 0;
@@ -204,7 +204,8 @@ static bool is_single_copy(const mls_load_into_pair *pair)
            w.a_step == (ptrdiff_t)bytes && w.b_step == (ptrdiff_t)bytes;
 }
 
-/* Appends the address range of a view, if it has elements. */
+/* Appends the address range of a view, if it has elements; `pair` owns it, and `written`
+ * tells a target from a source. */
 static void add_range(mls_address_range *spans, size_t *count, const mls_tensor *t,
                       size_t pair, bool written)
 {
@@ -577,7 +578,8 @@ typedef struct job {
     mls_destination destination;
 } job;
 
-/* Copies the rows of a chunk as smaller views: the outer axes have length 1. */
+/* Copies a chunk of part->size rows of one axis as smaller views: the outer axes have
+ * length 1. The axis is chosen again as in split_strided. */
 static void copy_rows(const job *j, const chunk *part)
 {
     mls_tensor dst, src;

@@ -200,8 +200,8 @@ static mls_code add_path(mls_name_tree *names, mls_str name, uint32_t *leaf,
     return MLS_OK;
 }
 
-/* Inserts all names. The node where a name ends records the name, so a duplicate is
- * detected without a set. */
+/* Inserts all names; a repeated one is MLS_E_VALUE. The node where a name ends records
+ * the name, so a duplicate is detected without a set. */
 static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t count,
                           mls_status *st)
 {
@@ -224,8 +224,8 @@ static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t coun
     return MLS_OK;
 }
 
-/* Replaces `count` by the number of names. Children come after their parents, so one
- * backward pass sums them. */
+/* Replaces each node's `count` by the number of names at and below it. Children come
+ * after their parents, so one backward pass sums them. */
 static void count_names(mls_name_tree *names)
 {
     for (size_t i = 0; i < names->size; i++) {
@@ -404,9 +404,9 @@ static uint32_t earlier_position(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-/* Computes for every node the first name that makes it a layer, in `first`. Children come
- * after their parents, so in a backward pass each node is complete before it is passed
- * on. */
+/* Computes for every node the first name that makes it a layer, in `first`: of the names
+ * directly below it (`direct`), or of all names below it. Children come after their
+ * parents, so in a backward pass each node is complete before it is passed on. */
 static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
 {
     const mls_name_node *nodes = names->nodes;

@@ -73,8 +73,9 @@ static void encode_integer(double value, unsigned char *bytes)
     mls_store_le64(bytes, value < 0 ? (uint64_t)(int64_t)value : (uint64_t)value);
 }
 
-/* Store `value` rounded to a float type. Returns false if a finite value became infinite.
- * Infinity and NaN are stored as they are. */
+/* Store `value` rounded to a float type of 16 to 64 bits, in this machine's byte order.
+ * Returns false if a finite value became infinite. Infinity and NaN are stored as they
+ * are. */
 static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
 {
     double reads_as;
@@ -270,7 +271,9 @@ static part next_part(const mls_store_trial *trial, size_t left, size_t item,
     return (part){.first = is_fresh ? left - count : 0, .count = count};
 }
 
-/* Copy a run of packed elements in this machine's byte order, with kernels. */
+/* Copy a run of packed elements in this machine's byte order, with kernels, part by part
+ * as the trial demands; fresh memory from its end (see next_part), so the addresses
+ * stay. */
 static void copy_run(const copier *c, mls_store_trial *trial, unsigned char *to,
                      const unsigned char *from, size_t count)
 {
@@ -365,8 +368,8 @@ uint64_t mls_element_pattern(mls_element element)
     return pattern;
 }
 
-/* Fill a run of packed elements. Every item size divides eight, so the pattern fits at
- * any element. */
+/* Fill a run of `count` packed elements of `item` bytes. Every item size divides eight,
+ * so the pattern fits at any element. */
 static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
                      unsigned char *to, uint64_t pattern, size_t item, size_t count)
 {

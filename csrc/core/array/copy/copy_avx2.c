@@ -63,8 +63,9 @@ MLS_INLINED size_t stream_vectors(unsigned char *dst, const unsigned char *src,
     return count - left;
 }
 
-/* Convert a run: up to alignment (scalar if streaming), then whole vectors, then the
- * scalar rest. Inlined into each conversion, so that `convert` is not a function call. */
+/* Convert `count` elements of `from_bytes` to elements of `to_bytes` each: up to
+ * alignment (`scalar`, if streaming), then whole vectors (`convert`), then the scalar
+ * rest. Inlined into each conversion, so that `convert` is not a function call. */
 MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_t count,
                              mls_store how, size_t from_bytes, size_t to_bytes,
                              vector_function convert, mls_convert_run scalar)
@@ -141,7 +142,8 @@ static void copy_by_memcpy(unsigned char *dst, const unsigned char *src, size_t 
     }
 }
 
-/* Stores that bypass the cache use convert_run; its "conversion" is a load. */
+/* Copy `bytes` bytes with the kind of store `how`. Stores that bypass the cache use
+ * convert_run; its "conversion" is a load. */
 MLS_TARGET static void copy_run(void *dst, const void *src, size_t bytes, mls_store how)
 {
     if (how == MLS_STORE_STREAM) {

@@ -11,8 +11,8 @@ enum {
     RESULTS = 2 * MLS_STORES /* two for each variant: see mls_store_turn */
 };
 
-/* Run a copy, conversions, a fill and a checksum over BYTES bytes: trials of each
- * operation. */
+/* Run a copy, conversions, a fill and a checksum from one buffer of BYTES bytes to
+ * another: each is a trial, since `large` describes a large result. */
 static void run_trials(const mls_kernels *kernels, const mls_crc_kernels *crc,
                        unsigned char *to, unsigned char *from, mls_destination large)
 {

@@ -153,7 +153,8 @@ static size_t least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* Decodes `count` codes of a row, from code `first`, to every `step`-th float. */
+/* Decodes `count` codes of a row, from code `first`, with one scale, to every `step`-th
+ * float of `out`. Two 4-bit codes share a byte; the first has the lower bits. */
 static void decode_run(const decode_job *j, const unsigned char *row, size_t first,
                        size_t count, float scale, float *out, size_t step)
 {

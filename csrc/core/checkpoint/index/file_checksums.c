@@ -177,9 +177,9 @@ static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *re
     return MLS_OK;
 }
 
-/* Copy the checksums of all tensors, from their records or from the headers, to one array
- * that the index owns. `firsts` has the number of the first block of each part, for each
- * file. */
+/* Copy the checksums of all tensors, from their records or from the headers, to `crcs`,
+ * which replaces the index's array. `firsts[file][part]` is the number of a part's first
+ * block. A tensor without either keeps none. */
 static void use_records(mls_index *x, const mls_file_checksums *records,
                         const size_t *const *firsts, uint32_t *crcs)
 {

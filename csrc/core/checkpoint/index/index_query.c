@@ -255,7 +255,8 @@ static int compare_shards(const void *a, const void *b)
     return mls_index_compare(a, b);
 }
 
-/* Report an error about a shard, or about the index if `shard` is NULL. */
+/* Report a problem of a shard, or of the index if `shard` is NULL. Returns
+ * MLS_E_FORMAT. */
 static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
                            mls_status *st)
 {

@@ -145,7 +145,7 @@ static mls_code read_files(reader *r, mls_json_node object)
 /* ---- kinds ---- */
 
 /* Read one layout step, [axis or name, parts], the only array with mixed types in the
- * format. Returns false if it has another form; `*step` may then be half filled. */
+ * format. Returns false if it has another form. */
 static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
 {
     uint64_t axis, parts;
@@ -262,8 +262,7 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Read the array of kinds, and allocate them. The axes of all kinds share one array, so
- * their number is counted first. */
+/* Read and allocate all kinds. Their axes share one array, so these are counted first. */
 static mls_code read_kinds(reader *r, mls_json_node array)
 {
     member m[KIND_MEMBERS] = {[SECTION] =
@@ -436,7 +435,7 @@ static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node n
 }
 
 /* Read rows and compression of the next layer of a shard with `elements` elements.
- * `first`: it is the shard's first layer. Only the first layer may be full. */
+ * `first`: it is the shard's first layer, the only one that may be full. */
 static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elements,
                             bool first, mls_layer *layer)
 {
@@ -643,7 +642,7 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
 }
 
 /* Read the number of layers of the next shard; 1 if the column is absent. A count that is
- * too large is reported at its column, or at the checksums. */
+ * too large is reported here or at the checksums. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];
@@ -706,8 +705,8 @@ static void count_layers(const reader *r, needs *n)
     }
 }
 
-/* Allocate all arrays at once: shards point into them, so they must not move. Only an
- * index with rows, frames or several layers per shard needs the last five. */
+/* Allocate all arrays at once: shards point into them, so they must not move. Only sparse
+ * and compressed shards need the last five. */
 static mls_code allocate_arrays(reader *r)
 {
     mls_index *x = &r->index;

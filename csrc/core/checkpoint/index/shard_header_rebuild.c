@@ -144,8 +144,8 @@ static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status 
     return code;
 }
 
-/* Append the header if its checksum equals the recorded one, which proves that it is the
- * original header. */
+/* Append the header if its checksum and the file's length equal the recorded ones, which
+ * proves that it is the original header. MLS_E_VALUE: they differ. */
 static mls_code append_header(mls_header *header, const mls_index_file *record,
                               const mls_crc_kernels *crc, mls_json_writer *out,
                               mls_status *st)

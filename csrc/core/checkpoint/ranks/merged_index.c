@@ -22,8 +22,9 @@ static int compare_shards(const void *a, const void *b)
                                              : x->index->rank > y->index->rank;
 }
 
-/* Append the next shard to its tensor, or start a new tensor. Several ranks may have
- * stored the same part with the same data; only the first is kept. */
+/* Append the next shard, in the order of compare_shards, to its tensor, or start a new
+ * tensor; the arrays have room. Several ranks may have stored the same part with the same
+ * data; only the first is kept. */
 static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *next,
                           mls_status *st)
 {
@@ -64,8 +65,9 @@ static int compare_listed(const void *a, const void *b)
 }
 
 /* Check that indexes that share a file agree on its size and checksum, and that their
- * shards together fit the file. Shards of one index do not overlap, but several indexes
- * could claim the same bytes, and so claim more data than the files contain. */
+ * shards together fit the file. `files` are sorted by path. Shards of one index do not
+ * overlap, but several indexes could claim the same bytes, and so claim more data than
+ * the files contain. */
 static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
 {
     uint64_t used = 0;
@@ -222,9 +224,9 @@ static size_t count_common(const mls_part *a, const mls_part *b)
     return count;
 }
 
-/* Check that all elements of `to` were stored; missing parts elsewhere are allowed.
- * Counting stored elements is bounded by the index, whereas a file may claim any number
- * of missing parts. */
+/* Check that all elements of the part `to` were stored by some rank; missing parts
+ * elsewhere are allowed. Counting stored elements is bounded by the index, whereas a file
+ * may claim any number of missing parts. */
 static mls_code check_missing(const mls_merged_index *merged,
                               const mls_merged_index_tensor *tensor, const mls_part *to,
                               mls_status *st)
@@ -260,8 +262,8 @@ typedef struct listing {
     size_t count;
 } listing;
 
-/* Append a place, or zeros if `place` is NULL. `visible` is NULL if all elements are
- * visible. */
+/* Append a place of the current shard and the piece that reads it, or zeros if `place` is
+ * NULL. `visible` is NULL if all elements are visible. */
 static void list_place(listing *l, const mls_layer *place, const mls_row_range *visible,
                        size_t visible_count)
 {

@@ -107,7 +107,8 @@ static size_t destination_of(const mls_stored_shard *shard, const zero_fill *f, 
 
 /* Divide a piece into spans, at multiples of the span size from the start of the place,
  * so that no block belongs to two spans. Zeros that are already in memory are not
- * divided. Zeros between two spans are filled by the earlier span. */
+ * divided. `zeros`, if not empty, is the range of the destination to fill: each span
+ * fills the zeros up to the next one. */
 static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
                            const zero_fill *zeros, mls_status *st)
 {
@@ -159,8 +160,8 @@ static int compare_names(const mls_read_span *x, const mls_read_span *y)
     return x->file == y->file ? 0 : strcmp(x->file, y->file);
 }
 
-/* By file, then offset. The address breaks ties, so that the order does not depend on
- * qsort. */
+/* For qsort: by file, then offset. The address breaks ties, so that the order does not
+ * depend on qsort. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_read_span *x = *(const mls_read_span *const *)a;
@@ -217,7 +218,8 @@ static void sort_spans(mls_read_plan *plan)
     }
 }
 
-/* Group neighbours until their cost exceeds one full span. */
+/* Group neighbours in `order` into tasks, until their cost exceeds one full span.
+ * `tasks[i]` is the first span of task i; a last entry marks the end. */
 static void group_tasks(mls_read_plan *plan)
 {
     uint64_t cost = 0;
@@ -232,8 +234,9 @@ static void group_tasks(mls_read_plan *plan)
     plan->tasks[plan->task_count] = plan->count;
 }
 
-/* Group consecutive tasks of one file. The cost of a work queue is limited, so that
- * threads do not wait for destinations or for each other. */
+/* Group consecutive tasks of one file into work queues. Their cost is limited, so that
+ * threads do not wait for destinations or for each other. `queues[i]` is the first task
+ * of queue i; a last entry marks the end. */
 static void divide_into_queues(mls_read_plan *plan)
 {
     uint64_t cost = 0;

@@ -144,8 +144,8 @@ static mls_code fail_not_regular(const char *file_kind, mls_status *st)
     return mls_status_got(st, "%s", file_kind);
 }
 
-/* Explain a failed openat. Symbolic links are not followed in a folder of ours: shards
- * are stored there. */
+/* Report a failed openat, by its errno `reason`. Symbolic links are followed only if
+ * `links`: in a folder of ours they are refused, since shards are stored there. */
 static mls_code fail_open(int reason, bool links, mls_status *st)
 {
     if (!links && (reason == ELOOP || reason == EMLINK)) {
@@ -258,8 +258,8 @@ static mls_code borrow_buffer(read_worker *w, uint64_t offset, unsigned char **o
 
 /* ---- from a buffer to destinations ---- */
 
-/* Copy the requested bytes of a buffer to their destinations. `data` contains bytes `at`
- * .. `at + bytes` of the shard. */
+/* Copy the requested bytes of a buffer to their destinations, run by run. `data` contains
+ * bytes `at` .. `at + bytes` of the shard. */
 static void scatter_bytes(read_worker *w, run_reader *r, const unsigned char *data,
                           size_t at, size_t bytes)
 {
@@ -353,7 +353,8 @@ static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes
     return MLS_OK;
 }
 
-/* Read all blocks of a span that contain requested bytes; others are skipped. */
+/* Read all blocks of a span that contain requested bytes, and compare their checksums;
+ * other blocks are skipped. */
 static mls_code read_verified(read_worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
@@ -428,7 +429,8 @@ static void fill_zeros(read_worker *w, run_reader *r)
  * If several spans fail, the first one in the order of the pieces is reported,
  * independent of the number of threads. So spans before a failed one are still read. */
 
-/* Record the failure of a span, unless an earlier span failed or the read was stopped. */
+/* Record the failure of a span, unless an earlier span failed or the read was stopped:
+ * the first one in the caller's order is reported. */
 static void record_failure(read_state *shared, const mls_read_span *s,
                            const mls_status *st)
 {
@@ -441,7 +443,8 @@ static void record_failure(read_state *shared, const mls_read_span *s,
     pthread_mutex_unlock(&shared->lock);
 }
 
-/* A stop requested by the caller replaces any failure. */
+/* Record that the caller stopped the read, at span `s`. It replaces any failure; the
+ * first stop is kept. */
 static void record_stop(read_state *shared, const mls_read_span *s)
 {
     pthread_mutex_lock(&shared->lock);

@@ -110,8 +110,8 @@ static void append_problem(verifier *v, const mls_problem *problem)
     problems->list[problems->count++] = *problem;
 }
 
-/* Add a problem; takes the lock. `file` and `shard` are positions in the index, `offset`
- * and `bytes` a range of the file. `text` is copied. */
+/* Add a problem; takes the lock. `file` and `shard` are positions in the index, SIZE_MAX
+ * for no shard; `offset` and `bytes` are a range of the file. `text` is copied. */
 static void add_problem(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
                         uint64_t offset, uint64_t bytes, const char *text)
 {
@@ -345,8 +345,9 @@ static void add_altered(verifier *v, const spot *s, size_t file, uint64_t offset
     add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, offset, length, text);
 }
 
-/* Verify the block that starts at byte `start` of place `number`; `buffer` has room for
- * it. A block is the smallest range that a checksum can identify as damaged. */
+/* Verify the block that starts at byte `start` of place `number`, and report it; `buffer`
+ * has STEP bytes. A block is the smallest range that a checksum can identify as
+ * damaged. */
 static void verify_block(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
@@ -414,8 +415,8 @@ static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, siz
     return true;
 }
 
-/* Verify place `number` from byte `start` on: all of it, or PART bytes. `buffer` has room
- * for a block. */
+/* Verify place `number` from byte `start` on: all of it, or PART bytes. `buffer` has STEP
+ * bytes. */
 static void verify_place(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
@@ -509,8 +510,8 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
     return MLS_OK;
 }
 
-/* Divide the work; `tasks` has room for the number that count_tasks returns. Return their
- * number. */
+/* Divide the work into `tasks`, which has room for the number that count_tasks returns.
+ * Return their number. */
 static size_t make_tasks(const verifier *v, task *tasks)
 {
     size_t count = 0, bytes = 0, file = SIZE_MAX;

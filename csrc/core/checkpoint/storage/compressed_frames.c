@@ -61,8 +61,8 @@ bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 #    pragma GCC optimize("O3")
 #endif
 
-/* Move byte b of every element to plane b, or back. `item` and `back` are constants at
- * each call. */
+/* Move byte b of each of `count` elements to plane b, or back. `item`, the bytes of an
+ * element, and `back` are constants at each call. */
 static inline void move_items(const unsigned char *restrict from, size_t count,
                               size_t item, bool back, unsigned char *restrict to)
 {

@@ -116,8 +116,8 @@ typedef struct layer_sweep {
     size_t next[MLS_LAYERS_MOST]; /* first range of each layer that ends after `at` */
 } layer_sweep;
 
-/* Return the next visible range and its layer; the number of layers means zeros.
- * Returns false at the end. */
+/* Return the next visible range and the number of its layer, or the number of layers for
+ * zeros. Later layers hide earlier ones. Returns false at the end. */
 static bool next_visible(layer_sweep *w, size_t *layer_number, mls_row_range *out)
 {
     const size_t count = w->layers->count;
@@ -155,7 +155,8 @@ static bool next_visible(layer_sweep *w, size_t *layer_number, mls_row_range *ou
     return true;
 }
 
-/* A single layer is completely visible, and the gaps between its ranges are zeros. This
+/* Resolve a shard with one layer, which is completely visible; the gaps between its
+ * ranges are zeros. Returns the number of zero ranges, which are written to `room`. This
  * avoids the sweep for shards that were saved once and have thousands of ranges. */
 static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range *room)
 {

@@ -99,8 +99,8 @@ static bool next_run(mls_stored_runs *r)
     return true;
 }
 
-/* Advance to the visible range that ends after the current run's start. Returns false
- * after the last. */
+/* Advance to the first visible range that ends after the current run's start. Returns
+ * false after the last. */
 static bool next_extent(mls_stored_runs *r)
 {
     const mls_row_range *list = r->shard->visible;

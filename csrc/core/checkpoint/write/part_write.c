@@ -78,8 +78,8 @@ static const unsigned char *converted_at(const writing *w, size_t first, size_t 
     return out;
 }
 
-/* Return bytes `at` .. of the item as they are in the file, in the buffer if its memory
- * is strided or has another dtype. */
+/* Return bytes `at` .. `at + count` of the item as they are in the file: a pointer into
+ * its memory, or into the buffer if the memory is strided or has another dtype. */
 static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t count)
 {
     const mls_shard_item *item = w->placed->item;
@@ -119,8 +119,9 @@ static void finish_block(writing *w)
     }
 }
 
-/* Add bytes `to` .. `to + count` of the tensor to the shares of their blocks. Bytes
- * between them and the last ones count as zeros. Calls ascend. */
+/* Add bytes `to` .. `to + count` of the tensor to the shares of their blocks, the
+ * checksums of this item's bytes only. Bytes between them and the previous ones count as
+ * zeros. Calls ascend. */
 static void add_share(writing *w, const unsigned char *data, size_t to, size_t count)
 {
     while (count > 0) {
@@ -211,7 +212,8 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
     return code == MLS_OK ? report(&w, 1, st) : code;
 }
 
-/* Write `count` items of one file, which is complete on this rank afterwards. */
+/* Open, write and close one file: `count` items, after which this rank's part of it is
+ * complete. The file must exist. */
 static mls_code write_file(const mls_parts_job *job, const mls_placed_item *items,
                            size_t count, part_file *file, mls_status *st)
 {

@@ -162,7 +162,8 @@ static mls_code write_aligned(sink *s, size_t bytes)
     return code;
 }
 
-/* Write the buffer. Bytes count as done after the system call. */
+/* Write the buffer at the sink's offset, and empty it. Bytes count as done after the
+ * system call. */
 static mls_code flush_buffer(sink *s)
 {
     mls_code code = s->used == 0 ? MLS_OK : write_aligned(s, s->used);
@@ -188,9 +189,9 @@ static mls_destination buffer_destination(const sink *s)
     return s->out->direct ? (mls_destination){.bytes = SIZE_MAX} : mls_cached();
 }
 
-/* Append a piece of one block, which fits the buffer: elements from `first` on. Packed
- * memory is copied and checksummed in one pass; other memory is packed first, and
- * checksummed while it is in the cache. */
+/* Append a piece of one block, which fits the buffer: `bytes` bytes from element `first`
+ * on. Packed memory is copied and checksummed in one pass; other memory is packed first,
+ * and checksummed while it is in the cache. */
 static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size_t bytes,
                          uint32_t *crc)
 {
@@ -290,8 +291,9 @@ static const char *folder_name(int number)
     return number == INDEX_FOLDER ? "index" : mls_section_name((mls_section)number);
 }
 
-/* Open all folders. A symbolic link is refused: it may lead to another checkpoint. An
- * open descriptor keeps referring to the same folder, even after a rename. */
+/* Open the folders of all sections and of indexes; the one of states may be missing. A
+ * symbolic link is refused: it may lead to another checkpoint. An open descriptor keeps
+ * referring to the same folder, even after a rename. */
 static mls_code open_folders(writer *w, mls_status *st)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
@@ -351,9 +353,9 @@ static void remove_file(const writer *w, const char *path)
 
 /* ---- files ---- */
 
-/* Allocate disk space, so that a full disk is detected before writing, and so that
- * several threads can write behind the current end. On other systems the file just grows.
- */
+/* Allocate disk space for a large file, so that a full disk is detected before writing,
+ * and so that several threads can write behind the current end. File systems without that
+ * operation just let the file grow. */
 static mls_code reserve_space(const output *out, mls_status *st)
 {
 #if defined(__linux__)
@@ -372,8 +374,8 @@ static mls_code reserve_space(const output *out, mls_status *st)
     return MLS_OK;
 }
 
-/* The generation makes names unique. If the name exists anyway, that file is already
- * committed, and a rename would destroy it. */
+/* Fail with EEXIST if a file has this name. The generation makes names unique, so that
+ * file is already committed, and a rename would destroy it. */
 static mls_code check_new_name(const writer *w, const char *path, mls_status *st)
 {
     struct stat info;
@@ -515,8 +517,8 @@ static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_st
     return last ? finish_output(&s) : MLS_OK;
 }
 
-/* Record a failure. The first task in order wins, so that the reported error does not
- * depend on the number of threads. */
+/* Record the failure of task `index`. The first task in order wins, so that the reported
+ * error does not depend on the number of threads. */
 static void record_failure(writer *w, size_t index, const mls_status *st)
 {
     pthread_mutex_lock(&w->lock);
@@ -693,8 +695,8 @@ static mls_code make_durable(const writer *w, mls_status *st)
 
 /* ---- the index ---- */
 
-/* Write a small file: temporary file, rename. It is synced here only if files are synced
- * separately. */
+/* Write the text of the index to a temporary file, and rename it to `path`. It is synced
+ * here only if files are synced separately. */
 static mls_code write_small(const writer *w, const char *path,
                             const mls_json_writer *text, mls_status *st)
 {
@@ -724,8 +726,8 @@ static mls_code write_small(const writer *w, const char *path,
     return code;
 }
 
-/* Write the index, when all checksums are known. It is the last file, so everything that
- * an index lists exists. */
+/* Write the index, when all checksums are known, and fill in the result. It is the last
+ * file, so everything that an index lists exists. */
 static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 {
     mls_index *index = &w->plan.index;

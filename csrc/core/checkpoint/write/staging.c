@@ -112,8 +112,8 @@ static int compare_chosen(const void *a, const void *b)
                                 : (x->number < y->number ? -1 : x->number > y->number);
 }
 
-/* Position of the first of `count` items, sorted by size, with at least `bytes` bytes;
- * `count` if there is none. */
+/* Position of the first of `count` items, sorted by ascending size, with at least `bytes`
+ * bytes; `count` if none has. */
 static size_t find_item_of_size(const staged_item *order, size_t count, size_t bytes)
 {
     size_t low = 0, high = count;
@@ -159,7 +159,9 @@ static void omit_items(staged_item *order, size_t count, size_t excess)
     }
 }
 
-/* List the items to copy, smallest first, and assign their offsets. */
+/* List the items to copy in `order`, smallest first, and assign their offsets in the
+ * staging memory; `out` receives number and total bytes. Items that are staged already
+ * are skipped. */
 static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
                              size_t count, staged_item *order, copy_state *out,
                              mls_status *st)
@@ -199,8 +201,8 @@ static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
 
 /* ---- copying ---- */
 
-/* Copy bytes `start` .. `start + bytes` of an item; both are multiples of its element
- * size. */
+/* Copy bytes `start` .. `start + bytes` of an item to its place in the staging memory;
+ * both are multiples of its element size. */
 static void copy_bytes(const copy_state *c, const staged_item *staged, size_t start,
                        size_t bytes)
 {
@@ -217,7 +219,8 @@ static void copy_bytes(const copy_state *c, const staged_item *staged, size_t st
     }
 }
 
-/* Position of the last item that starts at or before `place`. It always exists. */
+/* Position of the last item that starts at or before byte `place` of the staging memory.
+ * It always exists. */
 static size_t find_item(const copy_state *c, size_t place)
 {
     size_t low = 0, high = c->count;
@@ -232,8 +235,9 @@ static size_t find_item(const copy_state *c, size_t place)
     return low;
 }
 
-/* Offset in the item of the first element boundary at or after `place`. Tasks may divide
- * an item, which is unaligned, but not an element. */
+/* Offset in the item of the first element boundary at or after byte `place` of the
+ * staging memory; at most its length. Tasks may divide an item, which is unaligned, but
+ * not an element. */
 static size_t element_offset(const copy_state *c, const staged_item *staged, size_t place)
 {
     if (place <= staged->place) {

@@ -132,8 +132,8 @@ static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st
     return name_tensor(item, st);
 }
 
-/* Fill in shards and planned from `sorted`, the items in index order. Duplicates are
- * neighbours, and the output is sorted. */
+/* Fill in shards, keys and planned from `sorted`, the items in index order. Duplicates
+ * are neighbours, and are refused; the output is sorted. */
 static mls_code describe_shards(mls_write_plan *plan, const mls_shard_item **sorted,
                                 mls_status *st)
 {
@@ -341,8 +341,8 @@ static bool is_visible(const mls_index_shard *before, const mls_layer *place)
     return before->layers == NULL || place->visible_count > 0;
 }
 
-/* Count bytes by file, in one pass over each index. Removed shards count as dead, like
- * changed ones. */
+/* Count, for each previous file, the bytes of all its shards and of those that may stay;
+ * `*out` is owned by the caller. Removed shards count as dead, like changed ones. */
 static mls_code count_use(const mls_write_plan *plan, file_use **out, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -432,7 +432,8 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
     return MLS_OK;
 }
 
-/* Shards that cannot be kept are written whole, even if they have new layers. */
+/* Reuse the stored bytes of all shards that can be kept. The others are written whole,
+ * even if they have new layers. */
 static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 {
     file_use *uses = NULL;
@@ -448,8 +449,8 @@ static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
     return code;
 }
 
-/* At most one file for each written shard, plus the previous files. Unused pages of the
- * table are never touched, so they cost nothing. */
+/* Allocate the list of files: at most one for each written shard, plus the previous
+ * files. Unused pages of the table are never touched, so they cost nothing. */
 static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
 {
     const mls_index *before = plan->job->before;

@@ -183,7 +183,8 @@ static void scan_task(void *context, size_t index)
     mls_free(buffer);
 }
 
-/* Create the layers of sparse shards. Omitted bytes count as done. */
+/* Give each sparse shard a layer of its rows that are not zero. Omitted bytes count as
+ * done. */
 static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
 {
     for (size_t i = 0; i < s->count; i++) {

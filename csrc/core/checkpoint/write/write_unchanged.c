@@ -78,8 +78,9 @@ typedef struct file_reader {
 
 /* ---- bytes ---- */
 
-/* Return whether the header of an open file is as recorded; `end` is the offset of one of
- * its places. The first task that opens a file checks it. */
+/* Return whether the header of file `number`, which is open, is as recorded; `end` is the
+ * offset of one of its places. The first task that opens a file checks it; the result is
+ * kept. */
 static bool header_is_good(compare_state *c, int fd, size_t number, uint64_t end)
 {
     mls_status ignored;
@@ -97,8 +98,8 @@ static bool header_is_good(compare_state *c, int fd, size_t number, uint64_t end
     return state == GOOD;
 }
 
-/* Open the file of a place, unless it is open. Returns false if it differs from its
- * record. */
+/* Open the file of a place for this task, unless it is open. Returns false if it is
+ * missing or differs from its record. */
 static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
 {
     uint64_t length;
@@ -146,7 +147,7 @@ static void compare_elements(const compare_state *c, compared_shard *shard, size
 }
 
 /* Compare the visible elements in `data`, which contains `bytes` bytes of a place from
- * `start` on. */
+ * byte `start` on, with the caller's memory. */
 static void compare_read(const compare_state *c, compared_shard *shard,
                          const mls_layer *place, size_t start, size_t bytes,
                          const unsigned char *data, file_reader *r)
@@ -171,8 +172,9 @@ static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
                        : place->crcs[(end - 1) / MLS_SAFETENSORS_BLOCK]);
 }
 
-/* Number of bytes to read next, within one block. The first step is small, since changed
- * shards usually differ at the start. */
+/* Number of bytes to read next from byte `done` of the place on, within one block. If
+ * rows are not compared, the first step is small, since changed shards usually differ at
+ * the start. */
 static size_t next_read_size(const compared_shard *shard, const piece *p, size_t done)
 {
     const size_t most = shard->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
@@ -312,8 +314,9 @@ static bool has_stopped(const compare_state *c)
     return atomic_load(&c->stopped) || atomic_load(&c->no_memory);
 }
 
-/* Compare one batch. The task that compares the last piece of an unchanged shard reports
- * its progress; changed shards are reported when they are written. */
+/* Thread function: compare batch `index`. The task that compares the last piece of an
+ * unchanged shard reports its progress; changed shards are reported when they are
+ * written. */
 static void compare_task(void *context, size_t index)
 {
     compare_state *c = context;
@@ -389,8 +392,8 @@ static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut
     return planned->same ? 0 : most_changed_rows(plan, planned, rows);
 }
 
-/* Return whether a shard is compared. If its version shows a change, only its rows are of
- * interest. */
+/* Return whether shard `number` is compared with its stored bytes. If its version shows a
+ * change, only a shard that may become a layer is. */
 static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
@@ -400,9 +403,9 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
             (plan->job->incremental && divide_rows(plan, number, &ignored) > 0));
 }
 
-/* List the pieces of a shard, in whole frames; if `out` is NULL, they are only counted. A
- * place without bytes to compare still gets one piece, which checks that its file exists.
- */
+/* List the pieces of a shard in `out`, in whole frames, and return their number; if `out`
+ * is NULL, they are only counted. A place without bytes to compare still gets one piece,
+ * which checks that its file exists. */
 static size_t list_shard_pieces(const compare_state *c, size_t number, piece *out)
 {
     const mls_planned *planned = &c->plan->planned[number];

@@ -258,7 +258,9 @@ static bool differs_from_one(double value)
     return !(value >= 1 && value <= 1);
 }
 
-/* A divisor too small for float32 becomes 0, which is refused too. */
+/* Checks that the divisor is finite and not 0 in the dtype of the computation, and 1
+ * unless floats are summed. A divisor too small for float32 becomes 0, which is refused
+ * too. */
 static mls_code check_divisor(const mls_reduction *r, mls_status *st)
 {
     const bool wide = r->dtype == MLS_F64;
@@ -303,8 +305,9 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
     return mls_status_got(st, "%s", mls_dtype_of(r->out_dtype)->name);
 }
 
-/* Checks one array of a reduction against the first one. The two floats of a complex
- * number are read separately, so the alignment of a float is enough. */
+/* Checks one array of a reduction against the first one: layout, alignment, number of
+ * elements. `label` names it. The two floats of a complex number are read separately, so
+ * the alignment of a float is enough. */
 static mls_code check_array(const mls_tensor *t, const char *label,
                             const mls_tensor *first, mls_status *st)
 {
@@ -447,7 +450,8 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
 
 /* ---- checks of dst += scale * src ---- */
 
-/* In the error, "expected" is the target's shape and "got" the source's. */
+/* Checks that both shapes are equal and countable. In the error, "expected" is the
+ * target's shape and "got" the source's. */
 static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_status *st)
 {
     char expected[MLS_FACT_BYTES], actual[MLS_FACT_BYTES];
@@ -476,7 +480,8 @@ static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
     return dst != MLS_C64 && src != MLS_C64 && is_summed(dst) && is_float(src);
 }
 
-/* A NaN scale would destroy the array and is certainly a mistake. */
+/* Checks that a scale is finite, and 1 for integers. A NaN scale would destroy the array
+ * and is certainly a mistake. */
 static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_status *st)
 {
     const bool wide = dst == MLS_F64 || src == MLS_F64;
@@ -492,8 +497,8 @@ static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_stat
     return MLS_OK;
 }
 
-/* Returns whether a view has an axis with stride 0, so that several indices share one
- * element. */
+/* Returns whether a view has an axis of several indices with stride 0, so that these
+ * share one element. An empty view has none. */
 static bool has_zero_stride(const mls_tensor *t)
 {
     bool has_zero = false, empty = false;
@@ -691,7 +696,8 @@ static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
     add_gathered(&g, partial);
 }
 
-/* Runs a job whose step works in place on `t`. `src` may be NULL. */
+/* Runs a job whose step works in place on `t`, packed or not, and adds the figures of the
+ * result to `partial` (NULL: none). `src` may be NULL. */
 static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
                          const mls_tensor *src, mls_norm_partial *partial)
 {

@@ -114,8 +114,8 @@ static void measure_run(const measurer *m, side a, side b, size_t count,
     }
 }
 
-/* Compares `count` elements of a pair's traversal, beginning with number `start`. The
- * elements must exist. Single bytes have no byte order. */
+/* Compares `count` elements of a pair's traversal, beginning with number `start`, and
+ * adds the result to `into`. The elements must exist. Single bytes have no byte order. */
 static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
                          size_t start, size_t count, mls_diff_result *into)
 {

@@ -30,7 +30,8 @@ static void add_nan(mls_diff_result *into)
     into->nan++;
 }
 
-/* Compares the values of two elements whose bits differ. */
+/* Compares the values of two elements whose bits differ. A NaN on one side counts as
+ * such; two NaNs are equal. */
 static void measure_values(double a, double b, mls_diff_result *into)
 {
     if (isnan(a) || isnan(b)) {

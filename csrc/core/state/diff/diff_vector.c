@@ -115,7 +115,8 @@ typedef struct item_kind {
     mls_diff_run oracle;
 } item_kind;
 
-/* Measures a register of items, which is up to four registers of floats. */
+/* Measures a register of items on each side, which is up to four registers of floats or
+ * eight of doubles. */
 MLS_INLINED void measure_group(lanes *l, const unsigned char *a, const unsigned char *b,
                                item_kind kind)
 {
@@ -137,7 +138,8 @@ MLS_INLINED doubles greater(doubles x, double y)
     return most_f64(x, repeat_f64(y));
 }
 
-/* Measures `bytes` bytes, a block of whole registers, and adds the result to `into`. */
+/* Measures `bytes` bytes, a block of whole registers: maxima stay in `l`, counts are
+ * added to `into`. If a NaN occurs, the scalar function measures the block again. */
 MLS_INLINED void measure_block(lanes *l, const unsigned char *a, const unsigned char *b,
                                size_t bytes, item_kind kind, mls_diff_result *into)
 {
@@ -172,8 +174,9 @@ MLS_INLINED double greatest(doubles x)
     return most;
 }
 
-/* Measures a run. Items that do not fill a register are padded with zeros, which are
- * equal. */
+/* Compares `count` packed items, block by block, and adds the result to `into`. Equal
+ * blocks are skipped by memcmp. Items that do not fill a register are padded with zeros,
+ * which are equal. */
 MLS_INLINED void diff_run(const unsigned char *a, const unsigned char *b, size_t count,
                           item_kind kind, mls_diff_result *into)
 {
