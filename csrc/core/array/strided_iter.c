@@ -53,8 +53,9 @@ static void merge_axes(mls_strided_iter *w)
     w->rank = axis_count + 1;
 }
 
-/* Sort and merge the axes, and start at the first run; false: the views are empty. The
- * innermost axis becomes the run; mls_strided_iter_next counts the others. */
+/* Sort and merge the axes, and start at the first run; false: the views are empty. `b`
+ * NULL means the strides of `a`. The innermost axis becomes the run;
+ * mls_strided_iter_next counts the others. */
 bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b)
 {
     w->rank = 0;
@@ -82,7 +83,8 @@ bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_t
 
 /* ---- stepping ---- */
 
-/* Split the run's number into one index for each axis, the last axis fastest. */
+/* Split the run's number into one index for each axis, the last axis fastest. `*a` and
+ * `*b` are the byte offsets of the run in the two views. */
 void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
 {
     ptrdiff_t a_at = 0, b_at = 0;

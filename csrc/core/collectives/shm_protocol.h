@@ -114,6 +114,7 @@ struct mls_shm {
 
 /* ---- shm_group.c: the memory ---- */
 
+/* The shared structures of the group and of one rank; valid until the handle is freed. */
 mls_shm_header *mls_shm_header_of(const mls_shm *g);
 mls_shm_area *mls_shm_area_of(const mls_shm *g, size_t rank);
 

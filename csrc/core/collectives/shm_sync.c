@@ -129,7 +129,8 @@ static bool is_dead(const mls_shm *g, size_t rank)
 
 /* ---- failing ---- */
 
-/* Describes how far a rank is, for the message of a rank that waited in vain. */
+/* Writes how far a rank is to `text` (`room` bytes), for the message of a rank that
+ * waited for it in vain. */
 static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
                               char *text, size_t room)
 {

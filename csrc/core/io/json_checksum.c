@@ -24,7 +24,7 @@ void mls_crc_to_digits(uint32_t crc, char *digits)
 
 /* Convert 8 hexadecimal digits to a checksum; false: they are not such digits. Accepts
  * exactly the output of mls_crc_to_digits. Capitals are refused, so that a flipped bit
- * that turns a small letter into a capital is noticed. * All eight digits are tested at
+ * that turns a small letter into a capital is noticed. All eight digits are tested at
  * once, since an index has a checksum for each shard. Each sum sets the top bit of every
  * byte that is at least a given character. ASCII bytes plus less than 0x80 never carry
  * into the next byte. */

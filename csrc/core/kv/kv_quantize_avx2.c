@@ -58,8 +58,8 @@ MLS_INLINED bool has_nan(__m256 v)
     return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)) != 0;
 }
 
-/* Write the smallest and largest element of a group of `size` elements. Returns a
- * register with a NaN if an element is not finite. */
+/* Write the smallest and largest element of a group of `size` elements to `*low` and
+ * `*high`. Returns a register with a NaN if an element is not finite. */
 MLS_INLINED __m256 measure(const unsigned char *items, size_t size, float *low,
                            float *high, mls_dtype dtype)
 {

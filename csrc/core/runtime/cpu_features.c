@@ -108,7 +108,8 @@ bool mls_cpu_follows_runs(void)
 #endif
 }
 
-/* Write the sets that this machine offers, such as "scalar, avx2". */
+/* Write the sets that this machine offers, such as "scalar, avx2", to `text`, cut off at
+ * `room` bytes. */
 static void list_offered(char *text, size_t room)
 {
     size_t used = 0;

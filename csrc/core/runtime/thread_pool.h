@@ -33,6 +33,7 @@ mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st);
 /* Stop and join the threads of this process. Accepts NULL. No run may be in progress. */
 void mls_pool_free(mls_pool *pool);
 
+/* Return the number of threads, including the calling one; none need be started yet. */
 size_t mls_pool_threads(const mls_pool *pool);
 
 /* Change the number of threads; waits for a run in progress. MLS_E_VALUE as above. */

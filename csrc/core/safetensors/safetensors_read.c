@@ -533,8 +533,8 @@ static mls_code read_json(header_reader *r)
     return code;
 }
 
-/* Read the header's length from the first 8 bytes of a file and compare it with the
- * file's length before anything is allocated. */
+/* Read the header's length from the first 8 bytes of a file, and compare it with the
+ * file's length (at least 8) before anything is allocated. */
 static mls_code header_length(const unsigned char *head, uint64_t file_bytes, size_t *out,
                               mls_status *st)
 {

@@ -172,9 +172,9 @@ bool mls_layout_equal(const mls_layout *a, const mls_layout *b)
     return same;
 }
 
-/* Computes the range that part `index` of `parts` has of `count` elements. Matches
- * torch.chunk, so that a part made by torch's own sharding is the same part here. Empty
- * parts start at `count`, which is within bounds. */
+/* Computes the first element and the length of part `index` of `parts` of `count`
+ * elements. Matches torch.chunk, so that a part made by torch's own sharding is the same
+ * part here. Empty parts start at `count`, which is within bounds. */
 static void compute_range(size_t count, size_t parts, size_t index, size_t *start,
                           size_t *length)
 {

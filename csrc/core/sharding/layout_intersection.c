@@ -30,8 +30,8 @@ static mls_part bounding_box(const mls_part *part)
     return box;
 }
 
-/* Computes the common range of two boxes along an axis, from the start of `a`; returns
- * false if it is empty. */
+/* Computes the common range of two boxes along an axis, `*from` to before `*end`, counted
+ * from the start of `a`; returns false if it is empty. */
 static bool intersect_axis(const mls_part *a, const mls_part *b, int axis, size_t *from,
                            size_t *end)
 {
@@ -55,8 +55,8 @@ static bool same_box(const mls_part *a, const mls_part *b)
     return same;
 }
 
-/* Computes the range of elements of `box`, in C order, that may belong to the part
- * `m->to`. Returns false if it is empty. */
+/* Computes the range `*from` to before `*end` of elements of `box`, in C order, that may
+ * belong to the part `m->to`. Returns false if it is empty. */
 static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
                        size_t *from, size_t *end)
 {

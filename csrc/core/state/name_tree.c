@@ -421,10 +421,11 @@ static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
     }
 }
 
-/* Lists the nodes that are layers. Two layers of the same kind never have the same first
- * name, because a name has one parent and one ancestor at each depth. So the first names
- * define the order. * `layers` first holds the layer of each name that begins one, and is
- * then packed in place: the write position never passes the read position. */
+/* Lists the nodes that are layers, in the order of their first names. Two layers of the
+ * same kind never have the same first name, because a name has one parent and one
+ * ancestor at each depth. So the first names define the order. `layers` first holds the
+ * layer of each name that begins one, and is then packed in place: the write position
+ * never passes the read position. */
 mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32_t **out,
                               size_t *count, mls_status *st)
 {

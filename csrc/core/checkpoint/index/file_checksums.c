@@ -203,7 +203,8 @@ static void use_records(mls_index *x, const mls_file_checksums *records,
 }
 
 /* Set `firsts[file]` to an owned array with the number of each part's first block, for
- * files with a record. After a failure the caller frees the arrays made so far. */
+ * files with a record. After a failure, at file `*failed`, the caller frees the arrays
+ * made so far. */
 static mls_code number_blocks(const mls_index *x, const mls_file_checksums *records,
                               size_t **firsts, size_t *failed, mls_status *st)
 {

@@ -11,7 +11,8 @@
 
 enum { SHOWN_NAME = 100 }; /* bytes of a name in a message */
 
-/* The name is also the name of the folder and the word in the index. */
+/* Return the constant name of a section, which is also its folder and its word in the
+ * index. */
 const char *mls_section_name(mls_section section)
 {
     static const char *const names[MLS_SECTION_COUNT] = {[MLS_PARAMS] = "params",
@@ -350,7 +351,7 @@ static size_t list_places(const mls_index *x, shard_place *out)
         const size_t layers = shard->layers == NULL ? 0 : shard->layers->count;
         if (shard->layers == NULL && shard->bytes > 0) {
             if (out != NULL) {
-                out[count] = (shard_place){.shard = shard};
+                out[count] = (shard_place){.shard = shard}; /* plain */
             }
             count++;
         }

@@ -664,7 +664,7 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
     const column shape = r->shards[SHAPE];
     size_t elements = 0, count = 0;
     mls_code code = MLS_OK;
-    r->in.name = (mls_str){0};
+    r->in.name = (mls_str){0}; /* errors name no shard */
     if ((code = read_identity(r, shard, &kind)) != MLS_OK ||
         (code = read_shape(r, shard)) != MLS_OK ||
         (code = mls_index_next_number(&r->in, &r->shards[VERSION], 1, INT64_MAX,
@@ -795,7 +795,7 @@ static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layer
     if (code != MLS_OK) {
         return code;
     }
-    r->in.name = (mls_str){0};
+    r->in.name = (mls_str){0}; /* errors name no shard */
     code = mls_index_end_columns(&r->in, r->shards, SHARD_NUMBERS);
     return code == MLS_OK ? mls_index_end_columns(&r->in, r->layers, LAYER_NUMBERS)
                           : code;

@@ -144,8 +144,8 @@ static void put_rows(mls_json_writer *b, const mls_layer *layer)
     mls_json_writer_text(b, "\"");
 }
 
-/* Append the members of a layer that describe its coding: a full layer has no rows, an
- * uncompressed layer has no frames. */
+/* Append the members of a layer that describe its coding, each with a leading comma: a
+ * full layer has no rows, an uncompressed layer has no frames. */
 void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer)
 {
     if (layer->row != 0) {

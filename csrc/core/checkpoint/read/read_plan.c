@@ -206,7 +206,7 @@ static bool are_spans_sorted(mls_read_plan *plan)
     return true;
 }
 
-/* Sort the spans by file. They are usually in order already. */
+/* List all spans in `order`, by file and offset. They are usually in order already. */
 static void sort_spans(mls_read_plan *plan)
 {
     const bool sorted = are_spans_sorted(plan);

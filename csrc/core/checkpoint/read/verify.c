@@ -146,9 +146,9 @@ static void report_progress(verifier *v, uint64_t bytes)
 
 /* ---- a file ---- */
 
-/* Open file number `file`. Returns false if it is missing or its length differs from its
- * record; then a problem is added if `reports` is set, which only the header task of a
- * file does. */
+/* Open file number `file` as `*fd`. Returns false if it is missing or its length differs
+ * from its record; then a problem is added if `reports` is set, which only the header
+ * task of a file does. */
 static bool open_file(verifier *v, size_t file, bool reports, int *fd)
 {
     const mls_index_file *record = &v->index->files[file];
@@ -252,10 +252,10 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
     return MLS_OK;
 }
 
-/* Read and check a header. Its own checksum detects damage; the recorded checksum detects
- * a different file. A valid header with another checksum belongs to a file of another
- * save: a copy went wrong, but the disk is fine. The caller releases both outputs, also
- * after a failure. */
+/* Read a header into `*head` and `header`, and check it. Its own checksum detects damage;
+ * the recorded checksum detects a different file. A valid header with another checksum
+ * belongs to a file of another save: a copy went wrong, but the disk is fine. The caller
+ * releases both outputs, also after a failure. */
 static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
                             const mls_crc_kernels *crc, unsigned char **head,
                             mls_safetensors *header, mls_status *st)
@@ -391,8 +391,9 @@ static size_t count_adjacent(const verifier *v, size_t first, size_t most, size_
     return count;
 }
 
-/* Verify adjacent places, none longer than a block, with one read. Returns false if the
- * read failed; the caller then reads each place separately. */
+/* Verify `count` adjacent places of `bytes` bytes in total, none longer than a block,
+ * with one read into `buffer`. Returns false if the read failed; the caller then reads
+ * each place separately. */
 static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, size_t bytes,
                             unsigned char *buffer)
 {
@@ -532,7 +533,7 @@ static size_t make_tasks(const verifier *v, task *tasks)
             continue;
         }
         if (!open || bytes + place.bytes > PART) {
-            tasks[count++] = (task){.first = i};
+            tasks[count++] = (task){.first = i}; /* its places are counted below */
             bytes = 0;
             open = true;
         }

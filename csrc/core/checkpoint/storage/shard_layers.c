@@ -180,7 +180,8 @@ static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range 
 }
 
 /* Compute which elements of each layer are visible, and which elements no layer holds
- * (zeros). Two sweeps: the first only counts, so that each layer's ranges can be stored
+ * (zeros), as ranges in `room`, which has space for mls_layers_room ranges; returns their
+ * number. Two sweeps: the first only counts, so that each layer's ranges can be stored
  * together. */
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room)
 {

@@ -181,18 +181,18 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
 }
 
 /* Write one item to its file, run by run; the runs of its part ascend in the whole
- * tensor. */
+ * tensor. The layout without steps has one part, the whole tensor. */
 static mls_code write_item(const mls_parts_job *job, const mls_placed_item *placed,
                            part_file *file, mls_status *st)
 {
     const mls_shard_item *item = placed->item;
-    const mls_layout all = {0};
+    const mls_layout undivided = {0};
     mls_part part, full_part;
     mls_overlap overlap;
     mls_run run;
     mls_code code =
         mls_layout_part(&item->layout, item->rank, item->shape, item->part, &part, st);
-    if (code != MLS_OK || (code = mls_layout_part(&all, item->rank, item->shape, 0,
+    if (code != MLS_OK || (code = mls_layout_part(&undivided, item->rank, item->shape, 0,
                                                   &full_part, st)) != MLS_OK) {
         return code;
     }

@@ -108,24 +108,25 @@ static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
 }
 
 /* Add this rank's share of the parts of a replicated array: parts `rank`, `rank +
- * world_size`, and so on. */
+ * world_size`, and so on. `layout` divides the parameter, whose axes the array's are
+ * (`axes`; NULL: the same). */
 mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
                                   const mls_tensor *array, const mls_layout *layout,
                                   const signed char *axes, uint64_t rank,
                                   uint64_t world_size, mls_status *st)
 {
-    mls_layout unsharded = {0};
+    mls_layout projected = {0};
     size_t parts = 1, ignored;
     if (mls_layout_parts(layout, &parts, st) != MLS_OK) {
         return st->code;
     }
     if (parts <= 1) {
-        return add_part(list, id, array, &unsharded, 0, st);
+        return add_part(list, id, array, &projected, 0, st);
     }
-    mls_layout_project(layout, 0, array->rank, axes, &unsharded, &ignored);
-    (void)mls_layout_parts(&unsharded, &parts, st); /* at most as many as `layout` has */
+    mls_layout_project(layout, 0, array->rank, axes, &projected, &ignored);
+    (void)mls_layout_parts(&projected, &parts, st); /* at most as many as `layout` has */
     for (uint64_t part = rank; part < parts; part += world_size) {
-        if (add_part(list, id, array, &unsharded, (size_t)part, st) != MLS_OK) {
+        if (add_part(list, id, array, &projected, (size_t)part, st) != MLS_OK) {
             return st->code;
         }
     }

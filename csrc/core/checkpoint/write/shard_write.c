@@ -190,8 +190,8 @@ static mls_destination buffer_destination(const sink *s)
 }
 
 /* Append a piece of one block, which fits the buffer: `bytes` bytes from element `first`
- * on. Packed memory is copied and checksummed in one pass; other memory is packed first,
- * and checksummed while it is in the cache. */
+ * on; `*crc` is the block's checksum so far. Packed memory is copied and checksummed in
+ * one pass; other memory is packed first, and checksummed while it is in the cache. */
 static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size_t bytes,
                          uint32_t *crc)
 {
@@ -479,8 +479,9 @@ static mls_code finish_output(sink *s)
 
 /* ---- tasks ---- */
 
-/* Write the bytes of one task. The task that finishes last completes the file; the lock
- * around the counter makes the other tasks' checksums visible to it. */
+/* Write the bytes of one task by way of `buffer`, which no other task uses. The task that
+ * finishes last completes the file; the lock around the counter makes the other tasks'
+ * checksums visible to it. */
 static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];

@@ -92,7 +92,7 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
     if (layers != NULL) {
         layers->list = (mls_layer *)(layers + 1);
         layers->count = 1;
-        layers->list[0] = (mls_layer){.bytes = bytes};
+        layers->list[0] = (mls_layer){.bytes = bytes}; /* `row` 0: a full layer */
         planned->layers = layers;
         planned->fresh = &layers->list[0];
     }

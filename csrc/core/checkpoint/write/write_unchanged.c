@@ -505,7 +505,7 @@ static void make_batches(compare_state *c)
     size_t bytes = 0;
     for (size_t i = 0; i < c->piece_count; i++) {
         if (c->batch_count == 0 || bytes >= BATCH) {
-            c->batches[c->batch_count++] = (batch){.from = i};
+            c->batches[c->batch_count++] = (batch){.from = i}; /* `to` follows */
             bytes = 0;
         }
         bytes += c->pieces[i].to - c->pieces[i].from;

@@ -570,8 +570,8 @@ static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t ste
     mls_scatter(at, step, packed, item, count);
 }
 
-/* Runs the step of a job on `count` elements at other addresses. For an integer sum,
- * whose step reads `sources`, these are set too. */
+/* Runs the step of a job on `count` packed elements at `out` and `src` instead of its
+ * own. For an integer sum, whose step reads `sources`, these are set too. */
 static void run_packed(const job *like, unsigned char *out, const unsigned char *src,
                        size_t count)
 {

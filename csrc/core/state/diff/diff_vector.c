@@ -77,8 +77,8 @@ MLS_INLINED doubles load_i32(const unsigned char *group, int index)
     return doubles_i32(group + index * (WIDTH / 2));
 }
 
-/* Loads `index`-th register of doubles from 32-bit unsigned items. Subtracts 2^31 as an
- * integer and adds it back as a double. */
+/* Loads register number `index` of doubles from 32-bit unsigned items. Subtracts 2^31 as
+ * an integer and adds it back as a double. */
 MLS_INLINED doubles load_u32(const unsigned char *group, int index)
 {
     unsigned char items[WIDTH / 2];
