@@ -519,6 +519,74 @@ def test_former_values_that_cannot_be_written_back_are_named():
         transition_coreml_state([filled(SMALL, 1), filled(SMALL, 2)], targets, "k", 50)
 
 
+class InterruptedState(FakeMLState):
+    """Raises at every write, like a second Ctrl-C while former values are written."""
+
+    failure = None
+
+    def write_state(self, name, value):
+        if self.failure is not None:
+            raise self.failure
+        super().write_state(name, value)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), SystemExit()])
+def test_second_interrupt_restores_other_chunks_and_keeps_its_type(failure):
+    targets = [filled(LARGE, 3), filled(LARGE, 4, InterruptedState)]
+    targets[1].failure = failure
+    before = values(targets[0])
+    with pytest.raises(type(failure)) as caught:
+        transition_coreml_state([filled(SMALL, 1), filled(SMALL, 2)], targets, "k", 50)
+    assert values(targets[0]) == before
+    assert "state 'k' of chunk 2" in caught.value.__notes__[0]
+
+
+class SharingState:
+    """Its reads return the memory of the state; Core ML makes a copy."""
+
+    def __init__(self, shapes, seed):
+        rng = np.random.default_rng(seed)
+        self._states = {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
+        self.fails_at = 99
+
+    def read_state(self, name):
+        return self._states[name]
+
+    def write_state(self, name, value):
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise RuntimeError("out of memory")
+        self._states[name][...] = value
+
+
+def test_failed_write_restores_states_that_are_read_in_place():
+    source, target = SharingState(SMALL, 1), SharingState(LARGE, 2)
+    target.fails_at = 2
+    before = values(source, target)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        transition_coreml_state(source, target, ["k", "v"], 50)
+    assert values(source, target) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda value: value.astype(np.int8), "k: read_state gave int8, and Core ML takes"),
+        (lambda value: value[0], r"k: the target state has the shape \(1, 96, 32\), and specs"),
+        (lambda value: None, r"k: the target state has the shape \(\), and specs declare"),
+    ],
+)
+def test_former_values_that_could_not_be_written_back_are_refused(change, text):
+    class ChangedState(FakeMLState):
+        def read_state(self, name):
+            return change(super().read_state(name))
+
+    target = ChangedState(LARGE)
+    with pytest.raises(CompatibilityError, match=text):
+        transition_coreml_state(filled(SMALL, 1), target, ["k", "v"], 50, specs=LARGE)
+    assert target.writes == 0
+
+
 def test_lists_of_states_that_do_not_match_are_refused():
     source, target = filled(SMALL, 1), filled(LARGE, 2)
     before = values(target)
@@ -528,6 +596,8 @@ def test_lists_of_states_that_do_not_match_are_refused():
         ([], [], None, "0 source states"),
         ([source, None], [target, target], None, "chunk 2: the source has no state"),
         ([source, filled(SMALL, 3)], [target, target], None, "chunk 2: its target state is also"),
+        ([source, target], [target, source], None, "chunk 1: its source state is also the target"),
+        ([None, None], [None, None], None, "no chunk has a state"),
     ):
         with pytest.raises(CompatibilityError, match=text):
             transition_coreml_state(sources, targets, "k", 5, specs=specs)
