@@ -13,7 +13,7 @@ import numpy as np
 
 from .._common.local_path import local_path
 from .._common.text import shorten
-from ..errors import MLStateWarning
+from ..errors import FormatError, MLStateWarning
 from ..kv._arguments import incompatible
 from ..kv._model_states import FunctionStates, choose_function, format_error, quoted
 from ..kv._moved_positions import AXES, SEQUENCE
@@ -194,19 +194,29 @@ def _check_functions(
                 labels,
                 f"function {shorten(name, 40)} has the states {_listed(states)}",
                 _listed(others),
-                "; chunks that share a state declare the same ones: pass shared_state=False if "
-                "each chunk has its own",
+                "; chunks that share a state declare the same ones. If each has its own, pass "
+                "shared_state=False (--no-shared-state of a plan), or read them one by one",
             )
+
+
+def _read_chunk(source: Source, label: str) -> tuple[ModelFunctions, str | None]:
+    """As `_read_model`; errors name the chunk."""
+    try:
+        return _read_model(source)
+    except (FormatError, TypeError) as error:
+        if label not in str(error):
+            error.args = (f"{label}: {error}",)
+        raise
 
 
 def _read_chunks(
     chunks: Chunks, shared_state: bool
 ) -> tuple[list[tuple[ModelFunctions, str | None]], int]:
     """Return the functions and default function of each chunk, and the first chunk with states."""
-    models = [_read_model(source) for source in chunks.sources]
+    labels = [_label(source, i) for i, source in enumerate(chunks.sources)]
+    models = list(map(_read_chunk, chunks.sources, labels))
     if chunks.default is not None:
         models = [(functions, chunks.default) for functions, _ in models]
-    labels = [_label(source, i) for i, source in enumerate(chunks.sources)]
     stateful = [i for i, (functions, _) in enumerate(models) if any(functions.values())]
     first = stateful[0] if stateful else 0
     for i in stateful[1:]:

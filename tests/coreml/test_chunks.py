@@ -207,6 +207,33 @@ def test_packages_replace_compiled_chunks_that_were_not_distributed(tmp_path):
     assert state_specs(folder)[STATE].shape == SHAPES[256]
 
 
+@pytest.mark.parametrize(("named", "stored"), [(".mlmodelc", ".mlpackage"), ("", ".mlmodelc")])
+def test_only_package_may_have_another_extension_than_its_name(tmp_path, named, stored):
+    write = write_compiled if stored == ".mlmodelc" else write_uncompiled
+    write(tmp_path / f"gemma{stored}", {"infer": {"kv": SHAPES[256]}})
+    lines = f"    ffn: gemma{named}\n    num_chunks: 1\n"
+    (tmp_path / "meta.yaml").write_text(f"model_info:\n  parameters:\n{lines}")
+    assert state_specs(tmp_path)["kv"].shape == SHAPES[256]
+
+
+@pytest.mark.parametrize("null", ["", "null", "~", "''"])
+def test_empty_values_of_meta_yaml_count_as_absent(tmp_path, null):
+    chunks(tmp_path, "llama_FFN_PF_chunk_01of02.mlmodelc", "llama_FFN_PF_chunk_02of02.mlmodelc")
+    lines = "    num_chunks: 2\n    model_prefix: llama\n"
+    for key in ("ffn", "lut_ffn", "monolithic_model", "state_transition_infer_contexts"):
+        lines += f"    {key}: {null}\n"
+    (tmp_path / "meta.yaml").write_text(f"model_info:\n  parameters:\n{lines}")
+    assert state_specs(tmp_path)["kv"].shape == SHAPES[256]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("newline", ["\r\n", "\r"])
+def test_meta_yaml_of_other_editors_is_read(folder, encoding, newline):
+    text = (folder / "meta.yaml").read_text()
+    (folder / "meta.yaml").write_bytes(text.replace("\n", newline).encode(encoding))
+    assert state_specs(folder)[STATE].shape == SHAPES[1024]
+
+
 def test_pattern_of_one_package_and_literal_names_with_brackets(tmp_path):
     write_compiled(tmp_path / "m[1].mlmodelc", {"infer": {"kv": SHAPES[256]}})
     assert state_specs(tmp_path / "m[1].mlmodelc") == state_specs(tmp_path / "*.mlmodelc")
@@ -217,6 +244,11 @@ def test_more_than_nine_chunks_are_ordered_by_number(tmp_path):
         write_compiled(tmp_path / f"m_chunk_{i}.mlmodelc", {"infer": {f"kv{i}": SHAPES[256]}})
     plan = plan_transition(tmp_path / "m_*", tmp_path / "m_*", 8, shared_state=False)
     assert [move.name for move in plan.moves] == [f"chunk {i}: kv{i}" for i in range(1, 12)]
+
+
+def test_numbers_without_a_total_may_begin_with_zero(tmp_path):
+    listed = chunks(tmp_path, "m_chunk_0.mlmodelc", "m_chunk_1.mlmodelc")
+    assert state_specs(listed)["kv"].shape == state_specs(tmp_path / "m_*")["kv"].shape
 
 
 def test_links_of_a_download_cache_are_followed(tmp_path):
@@ -275,7 +307,9 @@ def chunks(tmp_path, *names):
         (["a_chunk_01of02.mlmodelc", "b_chunk_02of02.mlmodelc"], "not the chunks of one model"),
         (["a_chunk_01of02.mlmodelc", "a_chunk_02of03.mlmodelc"], "not the chunks of one model"),
         (["a_chunk_01of02.mlmodelc", "a_embeddings.mlmodelc"], "not the chunks of one model"),
-        (["a_chunk_1.mlmodelc", "a_chunk_3.mlmodelc"], "chunk 2 of 2 missing"),
+        (["a_chunk_1.mlmodelc", "a_chunk_3.mlmodelc"], "chunk 2 of 3 missing"),
+        (["a_chunk_0.mlmodelc", "a_chunk_2.mlmodelc"], "chunk 1 of 3 missing"),
+        (["a_chunk_2.mlmodelc"], "chunk 1 of 2 missing"),
         (["a_chunk_1of1.mlmodelc", "a_chunk_2of1.mlmodelc"], "chunk 2 of 1"),
         (["a_chunk_0of2.mlmodelc", "a_chunk_1of2.mlmodelc"], "chunk 2 of 2 missing"),
         (
@@ -289,6 +323,29 @@ def test_names_of_several_models_are_refused(tmp_path, names, text):
     for source in (listed, tmp_path / "*"):
         with pytest.raises(CompatibilityError, match=text):
             state_specs(source)
+
+
+def test_list_in_another_order_than_its_numbers_is_refused(tmp_path):
+    listed = chunks(tmp_path, "a_chunk_01of02", "a_chunk_02of02")
+    with pytest.raises(CompatibilityError, match="02', 'a_chunk_01of02' are not in the order"):
+        plan_transition(listed, listed[::-1], 9, shared_state=False)
+
+
+def test_damaged_chunk_is_named(tmp_path):
+    listed = chunks(tmp_path, "a_chunk_1.mlmodelc")
+    (tmp_path / "a_chunk_2.mlpackage").mkdir()
+    second = tmp_path / "a_chunk_2.mlpackage"
+    for source, label in ((second, "a_chunk_2.mlpackage"), (b"\x03", "chunk 2"), (None, "chunk 2")):
+        error = TypeError if source is None else FormatError
+        with pytest.raises(error, match=f"^{label}: "):
+            state_specs([*listed, source])
+
+
+def test_pattern_for_a_folder_with_brackets_names_the_remedy(tmp_path):
+    chunks(tmp_path, "b[1]/a_chunk_1.mlmodelc", "b[1]/a_chunk_2.mlmodelc")
+    with pytest.raises(StoreNotFoundError, match=r"write \[\[\] for a bracket"):
+        state_specs(tmp_path / "b[1]" / "a_*")
+    assert state_specs(f"{tmp_path}/b[[]1]/a_*")["kv"].shape == SHAPES[256]
 
 
 def test_unnumbered_packages_need_a_list(tmp_path):
