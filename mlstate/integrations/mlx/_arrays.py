@@ -55,7 +55,8 @@ def _find_source(array: Any) -> Any:
     root = np.asarray(base)
     if root.ctypes.data != array.ctypes.data or root.ndim != array.ndim:
         return None
-    if root.dtype != array.dtype and (root.dtype, name_of(array.dtype)) != (np.uint16, "bfloat16"):
+    is_bfloat16 = name_of(array.dtype) == "bfloat16"
+    if root.dtype != (np.dtype(np.uint16) if is_bfloat16 else array.dtype):
         return None
     axes = zip(array.shape, root.shape, array.strides, root.strides, strict=True)
     if any(part > size or (part > 1 and step != stride) for part, size, step, stride in axes):

@@ -10,7 +10,7 @@ from ...kv._arguments import incompatible
 from .._caches import LaidOutState
 from ._fill_layers import Filler, empty_layer
 from ._live_layers import check_cache, new_layer, read_layer
-from ._read_entries import Reader
+from ._read_entries import Layout, Reader, layout_of
 
 if TYPE_CHECKING:
     from ...kv import CacheState
@@ -86,11 +86,12 @@ def from_cache(cache: list[Any], *, length: int | None = None) -> CacheState:
 def read_state(layers: list[LayerValues], length: int | None = None) -> CacheState:
     """Return the values of layers as a state."""
     reader = Reader()
-    layouts = [reader.read(layer, i, str(i)) for i, layer in enumerate(layers)]
-    reader.require_entries()
-    reader.cut_to_common_capacity()
-    spec = CacheSpec(reader.entries)
-    return LaidOutState(spec, reader.arrays, reader.checked_length(length), tuple(layouts))
+    for i, layer in enumerate(layers):
+        reader.read(layer, i, str(i))
+    reader.finish()
+    tokens = reader.checked_length(length)
+    layouts = tuple([layout_of(layer, tokens) for layer in layers])
+    return LaidOutState(CacheSpec(reader.entries), reader.arrays, tokens, layouts)
 
 
 @set_module("mlstate.integrations.mlx")
@@ -154,8 +155,6 @@ def to_cache(state: CacheState, into: list[Any] | None = None) -> list[Any]:
 
 def _new_cache(state: CacheState) -> list[Any]:
     """Create empty layers like those that the state was made from."""
-    from ._read_entries import Layout
-
     layouts = state._layouts if isinstance(state, LaidOutState) else None
     if not isinstance(layouts, tuple) or not all(isinstance(each, Layout) for each in layouts):
         text = "from_cache did not make the state, so the classes of its layers are unknown"

@@ -23,23 +23,39 @@ class Layout(NamedTuple):
 class Reader(EntryReader):
     """Collects the entries of layers, and the number of tokens that all of them have."""
 
-    def read(self, layer: LayerValues, index: int, where: str) -> Layout:
-        """Add the entries of a layer, and return its layout."""
-        name = layer.cls.name
-        if name == "CacheList":
-            parts = enumerate(layer.children)
-            children = [self.read(child, index, f"{where}.{i}") for i, child in parts]
-            return Layout(name, {}, tuple(children))
-        if name == "ArraysCache":
-            for i, state in enumerate(layer.values["cache"]):
-                if state is not None:
-                    self.add(where, index, f"states.{i}", state, "recurrent")
-        elif not layer.is_empty:
-            _READ[name](_Place(self, layer, index, where))
-            self.count(layer.tokens or 0, where)
-        return Layout(name, _options_of(layer))
+    def __init__(self) -> None:
+        super().__init__()
+        self._full_windows: list[tuple[str, LayerValues]] = []
 
-    def cut_to_common_capacity(self) -> None:
+    def read(self, layer: LayerValues, index: int, where: str) -> None:
+        """Add the entries of a layer."""
+        name = layer.cls.name
+        for i, child in enumerate(layer.children):
+            self.read(child, index, f"{where}.{i}")
+        for i, state in enumerate(layer.values.get("cache", ())):
+            if state is not None:
+                self.add(where, index, f"states.{i}", state, "recurrent")
+        if name not in _READ or layer.is_empty:
+            return
+        _READ[name](_Place(self, layer, index, where))
+        if name == "BatchRotatingKVCache" and (layer.tokens or 0) >= layer.positions:
+            # mlx merges full windows with the number of their positions as number of tokens.
+            self._full_windows.append((where, layer))
+        else:
+            self.count(layer.tokens or 0, where)
+
+    def finish(self) -> None:
+        """Check the layers together, and leave out positions that not all of them have."""
+        self.require_entries()
+        counts = [(layer.tokens or 0, where) for where, layer in self._full_windows]
+        if self.length is None and counts:
+            self.count(*max(counts))
+        for where, layer in self._full_windows:
+            if (self.length or 0) < layer.positions:
+                self.count(layer.tokens or 0, where)
+        self._cut_to_common_capacity()
+
+    def _cut_to_common_capacity(self) -> None:
         """Leave out free positions that a window below its size, or another layer, lacks.
 
         mlx allocates positions for each layer when it needs them.
@@ -139,19 +155,18 @@ _READ = {
 }
 
 
-def _options_of(layer: LayerValues) -> dict[str, Any]:
+def layout_of(layer: LayerValues, length: int) -> Layout:
     """Return the values of a layer that stay when the number of tokens changes."""
-    values = layer.values
+    name, values = layer.cls.name, layer.values
     names = ("group_size", "bits", "keep", "max_size", "chunk_size")
     options: dict[str, Any] = {name: values[name] for name in names if name in values}
-    if layer.cls.name == "ArraysCache":
+    if name == "ArraysCache":
         options = {"size": len(values["cache"])}
-        for name in ("left_padding", "lengths"):
-            options[name] = None if values[name] is None else values[name].tolist()
+        for vector in ("left_padding", "lengths"):
+            options[vector] = None if values[vector] is None else values[vector].tolist()
     elif "left_padding" in values:
-        tokens = layer.tokens or 0
-        evicted = tokens - min(tokens, layer.positions)
+        evicted = length - min(length, layer.positions)
         # Counted from the first token, also after it was evicted.
-        options["padding"] = (tokens - values["offset"]).tolist()
+        options["padding"] = (length - values["offset"]).tolist()
         options["first"] = (values["left_padding"] + evicted).tolist()
-    return options
+    return Layout(name, options, tuple([layout_of(child, length) for child in layer.children]))

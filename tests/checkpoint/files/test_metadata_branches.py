@@ -1,4 +1,4 @@
-"""Metadata that another program parses as one tree: checksums are where it accepts them."""
+"""Metadata that another program parses as one tree: our checksums are in a branch of it."""
 
 import json
 
