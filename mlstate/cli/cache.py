@@ -147,6 +147,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     arrays, texts = flatten_prompt(prompt.layers, prompt.metadata, arguments.to)
     with new_file(start) as temporary:
         save_file(arrays, temporary, texts)
+    nbytes = sum(array.nbytes for array in arrays.values())
     if arguments.json:
         data = {
             "source": str(source.absolute()),
@@ -154,10 +155,10 @@ def run_convert(arguments: argparse.Namespace) -> int:
             "target": str(target.absolute()),
             "target_mlx_lm": arguments.to,
             "layers": len(prompt.layers),
-            "bytes": prompt.nbytes,
+            "bytes": nbytes,
         }
         print(json.dumps(data, indent=2))
         return 0
-    layers, size = count_text(len(prompt.layers), "layer"), bytes_text(prompt.nbytes)
+    layers, size = count_text(len(prompt.layers), "layer"), bytes_text(nbytes)
     print(f"{printable(arguments.target)}: {layers}, {size}, for mlx-lm {_VERSIONS[arguments.to]}")
     return 0
