@@ -85,6 +85,7 @@ OPTIONAL = {
     "transformers",
     "mlx",
     "mlx_lm",
+    "yaml",
 }
 ALLOWED = {"numpy"}
 
