@@ -20,9 +20,14 @@ def view_array(array: Any) -> np.ndarray[Any, Any]:
     """
     import mlx.core as mx
 
-    if array.dtype == mx.bfloat16:
-        return np.array(array.view(mx.uint16), copy=False).view(stored_dtype("bfloat16"))
-    return np.array(copy.copy(array), copy=False)
+    if array.dtype != mx.bfloat16:
+        return np.array(copy.copy(array), copy=False)
+    memory = memoryview(copy.copy(array))
+    if memory.contiguous:
+        bits: np.ndarray[Any, Any] = np.ndarray(array.shape, np.uint16, memory)
+    else:  # NumPy takes the memory of arrays without gaps only
+        bits = np.array(array.view(mx.uint16), copy=False)
+    return bits.view(stored_dtype("bfloat16"))
 
 
 def make_array(array: Any, name: str) -> Any:
@@ -35,7 +40,7 @@ def make_array(array: Any, name: str) -> Any:
     dtype = name_of(array.dtype)
     source = _find_source(array)
     if source is not None:
-        return source.view(mx.bfloat16) if dtype == "bfloat16" else source
+        return source if source.dtype != mx.uint16 else source.view(getattr(mx, dtype))
     if dtype == "bfloat16":
         return mx.array(packed_array(array).view(np.uint16)).view(mx.bfloat16)
     if dtype in EXTENSIONS or not hasattr(mx, "bool_" if dtype == "bool" else dtype):
@@ -50,17 +55,18 @@ def _find_source(array: Any) -> Any:
     base = array
     while isinstance(base, np.ndarray):
         base = base.base
-    if not isinstance(base, memoryview) or not isinstance(base.obj, mx.array):
+    source = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(source, mx.array):
         return None
-    root = np.asarray(base)
+    root = view_array(source)
     if root.ctypes.data != array.ctypes.data or root.ndim != array.ndim:
         return None
-    is_bfloat16 = name_of(array.dtype) == "bfloat16"
-    if root.dtype != (np.dtype(np.uint16) if is_bfloat16 else array.dtype):
+    dtypes = name_of(root.dtype), name_of(array.dtype)
+    if not array.dtype.isnative or (dtypes != ("uint16", "bfloat16") and dtypes[0] != dtypes[1]):
         return None
     axes = zip(array.shape, root.shape, array.strides, root.strides, strict=True)
     if any(part > size or (part > 1 and step != stride) for part, size, step, stride in axes):
         return None
     if root.shape == array.shape:
-        return copy.copy(base.obj)
-    return base.obj[tuple(slice(size) for size in array.shape)]
+        return copy.copy(source)
+    return source[tuple(slice(size) for size in array.shape)]

@@ -6,9 +6,12 @@ prompt file stores the same values. They are private to mlx-lm, so all are check
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FieldKind = Literal["rows", "codes", "states", "vector", "vector?", "count", "flag"]
 
@@ -134,38 +137,42 @@ def _is_rows(value: object) -> bool:
     return isinstance(value, np.ndarray) and value.ndim == 4
 
 
-def _find_type_problem(value: Any, kind: FieldKind) -> str:
-    """Return why a value is not of its kind, or an empty text."""
-    is_right = {
-        "rows": lambda: value is None or _is_rows(value),
-        "codes": lambda: (
-            value is None
-            or (isinstance(value, tuple) and len(value) == 3 and all(map(_is_rows, value)))
-        ),
-        "states": lambda: (
-            isinstance(value, list)
-            and all(each is None or isinstance(each, np.ndarray) for each in value)
-        ),
-        "vector": lambda: _is_vector(value),
-        "vector?": lambda: value is None or _is_vector(value),
-        "count": lambda: type(value) is int and 0 <= value < 1 << 62,
-        "flag": lambda: type(value) is bool,
-    }[kind]()
-    expected = {
-        "rows": "an array with 4 axes",
-        "codes": "three arrays with 4 axes",
-        "states": "a list of arrays",
-        "vector": "a vector of integers",
-        "vector?": "a vector of integers",
-        "count": "a number of 0 or more",
-        "flag": "a bool",
-    }[kind]
-    text = str(value) if type(value) is int else _kind_text(value)
-    return "" if is_right else f"is {text}, not {expected}"
+def _is_codes(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and all(map(_is_rows, value))
+
+
+def _is_states(value: object) -> bool:
+    return isinstance(value, list) and all(
+        each is None or isinstance(each, np.ndarray) for each in value
+    )
 
 
 def _is_vector(value: object) -> bool:
     return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu"
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+# By kind: the check of a value, whether it may be None, and the text of the kind.
+_KINDS: dict[FieldKind, tuple[Callable[[object], bool], bool, str]] = {
+    "rows": (_is_rows, True, "an array with 4 axes"),
+    "codes": (_is_codes, True, "three arrays with 4 axes"),
+    "states": (_is_states, False, "a list of arrays"),
+    "vector": (_is_vector, False, "a vector of integers"),
+    "vector?": (_is_vector, True, "a vector of integers"),
+    "count": (_is_count, False, "a number of 0 or more"),
+    "flag": (lambda value: type(value) is bool, False, "a bool"),
+}
+
+
+def _find_type_problem(value: Any, kind: FieldKind) -> str:
+    """Return why a value is not of its kind, or an empty text."""
+    is_right, is_optional, expected = _KINDS[kind]
+    if (value is None and is_optional) or is_right(value):
+        return ""
+    return f"is {value if type(value) is int else _kind_text(value)}, not {expected}"
 
 
 def _find_shape_problem(layer: LayerValues) -> tuple[str, str] | None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -283,6 +284,52 @@ def test_dtypes_pass_both_ways():
         for moved in (to_cache(state), to_cache(state.copy())):
             assert moved[0].keys.dtype == getattr(mx, dtype)
             assert_equal_caches(moved, cache)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_strided_and_lazy_arrays_are_views_too(dtype):
+    """A first prefill of a window stores transposed keys, which are computed later."""
+    keys = (mx.arange(80).reshape(1, 10, 2, 4) * 0.5).astype(getattr(mx, dtype))
+    layer = models.RotatingKVCache(8, 2)
+    layer.update_and_fetch(keys.transpose(0, 2, 1, 3), -keys.transpose(0, 2, 1, 3))
+    state = from_cache([layer])
+    assert not state.arrays["0.keys"].flags.c_contiguous
+    np.testing.assert_array_equal(
+        state.arrays["0.keys"].astype(np.float32),
+        np.arange(80).reshape(1, 10, 2, 4).swapaxes(1, 2) / 2,
+    )
+    again = from_cache(to_cache(state))
+    assert again.arrays["0.keys"].ctypes.data == state.arrays["0.keys"].ctypes.data
+    assert_equal_caches(to_cache(state.copy()), [layer])
+
+
+def test_bfloat16_passes_without_ml_dtypes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    cache = make("bfloat16")
+    state = from_cache(cache)
+    assert state.arrays["0.keys"].dtype == np.uint16
+    assert state.spec["0.keys"].dtype == "bfloat16"
+    assert_equal_caches(to_cache(state), cache)
+    assert_equal_caches(to_cache(state.copy()), cache)
+    state.resize(512)
+    assert_equal_caches(to_cache(state), cache)
+
+
+def test_other_views_of_the_memory_of_mlx_are_copied():
+    """Only views with the order of mlx's own array are used again."""
+    state = from_cache([_full()])
+    arrays = dict(state.arrays)
+    reversed_keys = arrays["0.keys"][:, :, ::-1]
+    swapped = arrays["0.values"].astype(">f2")
+    other = CacheState(state.spec, {"0.keys": reversed_keys, "0.values": swapped}, 9)
+    moved = to_cache(other, into=[models.KVCache()])[0]
+    np.testing.assert_array_equal(np.array(moved.keys), reversed_keys)
+    np.testing.assert_array_equal(np.array(moved.values), arrays["0.values"])
+    bits = {name: array.view(np.int16) for name, array in arrays.items()}
+    spec = CacheSpec(CacheEntry(e.name, "full", e.shape, "int16") for e in state.spec)
+    moved = to_cache(CacheState(spec, bits, 9), into=[models.KVCache()])[0]
+    assert moved.keys.dtype == mx.int16
+    np.testing.assert_array_equal(np.array(moved.keys), bits["0.keys"])
 
 
 def test_layers_without_tokens_have_no_entry():
