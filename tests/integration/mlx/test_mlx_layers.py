@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 from golden.make_prompt_caches import feed, histories
+from mlx_caches import assert_equal_caches, decode, layers_of, numbers_of
 from needs import needs
 
 from mlstate.errors import CapacityError, CompatibilityError
@@ -16,7 +17,6 @@ pytestmark = needs("mlx", "mlx_lm")
 mx = pytest.importorskip("mlx.core", reason="its arrays are the subject")
 pytest.importorskip("mlx_lm", reason="its caches are the subject")
 
-from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.models import cache as models  # noqa: E402
 
 from mlstate.integrations.mlx import from_cache, to_cache  # noqa: E402
@@ -27,61 +27,6 @@ NAMES = list(histories(models))
 def make(name):
     cache = histories(models)[name]
     mx.eval([layer.state for layer in cache if not isinstance(layer, models.CacheList)])
-    return cache
-
-
-def layers_of(cache):
-    """All layers, also inside of lists."""
-    for layer in cache:
-        if isinstance(layer, models.CacheList):
-            yield from layers_of(layer.caches)
-        else:
-            yield layer
-
-
-def numbers_of(layer):
-    """The attributes of a layer that are not arrays of tokens."""
-    result = {}
-    for name, value in vars(layer).items():
-        if isinstance(value, mx.array) and value.ndim == 1:
-            result[name] = value.tolist()
-        elif isinstance(value, int):
-            result[name] = value
-    return result
-
-
-def bits(array):
-    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
-
-
-def attention_bits(layer):
-    """All that the attention reads."""
-    if isinstance(layer, models.ArraysCache):
-        return [bits(each) for each in layer.cache]
-    return [bits(each) for _, each in tree_flatten(layer.keys_and_values())]
-
-
-def assert_equal_caches(got, expected):
-    pairs = list(zip(layers_of(got), layers_of(expected), strict=True))
-    for left, right in pairs:
-        assert type(left) is type(right)
-        for first, second in zip(attention_bits(left), attention_bits(right), strict=True):
-            assert first.dtype == second.dtype
-            np.testing.assert_array_equal(first, second)
-
-
-def decode(cache, start, counts=(1, 1, 3, 1, 1, 1, 1, 1)):
-    """Run all layers for more tokens."""
-    for layer in layers_of(cache):
-        if isinstance(layer, models.ArraysCache):
-            for i, state in enumerate(layer.cache):
-                layer[i] = state * 2 + start
-        else:
-            keys = layer.keys
-            is_full = isinstance(keys, mx.array)
-            like = keys if is_full else keys[1]
-            width = keys.shape[3] if is_full else keys[0].shape[3] * 32 // layer.bits
-            feed(layer, counts, like.shape[0], width, str(like.dtype).rpartition(".")[2], start)
     return cache
 
 

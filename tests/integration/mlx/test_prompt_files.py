@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden.make_prompt_caches import METADATA, histories
+from mlx_caches import assert_equal_caches, decode, layers_of, numbers_of
 from needs import needs
 
 from mlstate import load_file, save_file
 from mlstate.checkpoint import load_metadata
+from mlstate.cli import main
 from mlstate.errors import ChecksumError, CompatibilityError, FormatError, StoreError
 
 pytestmark = needs("mlx", "mlx_lm")
@@ -47,22 +49,6 @@ def assert_same_state(got, expected):
             assert bool(mx.array_equal(first, second)), name
         else:
             assert first == second, name
-
-
-def assert_same_attention(got, expected):
-    """The attention reads the same; free positions may differ."""
-    for left, right in zip(got, expected, strict=True):
-        assert type(left) is type(right)
-        if isinstance(left, models.CacheList):
-            assert_same_attention(left.caches, right.caches)
-            continue
-        is_arrays = isinstance(left, models.ArraysCache)
-        first = left.cache if is_arrays else left.keys_and_values()
-        second = right.cache if is_arrays else right.keys_and_values()
-        pairs = zip(tree_flatten(first), tree_flatten(second), strict=True)
-        assert all(bool(mx.array_equal(a, b)) and a.dtype == b.dtype for (_, a), (_, b) in pairs)
-        numbers = {k: v for k, v in vars(right).items() if type(v) in (int, bool)}
-        assert {name: getattr(left, name) for name in numbers} == numbers
 
 
 # ---- 0.32 ----
@@ -150,10 +136,15 @@ def test_any_safetensors_copy_of_a_prompt_file_stays_one(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_of_mlx_lm_0_31_has_the_same_cache(name):
+def test_a_file_of_mlx_lm_0_31_continues_like_the_live_cache(name):
     loaded, metadata = load_prompt_cache(old_file(name), return_metadata=True)
     assert metadata == METADATA
-    assert_same_attention(loaded, histories(models)[name])
+    expected = histories(models)[name]
+    assert_equal_caches(loaded, expected)
+    numbers = [[numbers_of(layer) for layer in layers_of(cache)] for cache in (loaded, expected)]
+    assert numbers[0] == numbers[1]
+    for counts in ((1,), (4,), (1,) * 9):
+        assert_equal_caches(decode(loaded, 40, counts), decode(expected, 40, counts))
 
 
 @pytest.mark.parametrize("name", ["full", "wrapped", "states", "window and full"])
@@ -176,10 +167,25 @@ def test_files_before_0_30_have_one_number_more(tmp_path):
         numbers.insert(at, "256")
         texts |= {f"0.0.{i}": number for i, number in enumerate(numbers)}
         save_file(load_file(old_file(name)), path, texts)
-        assert_same_attention(load_prompt_cache(path), histories(models)[name])
+        assert_equal_caches(load_prompt_cache(path), histories(models)[name])
     texts = load_metadata(old_file("states"))
     save_file(load_file(old_file("states")), path, {**texts, "2.0": "MambaCache"})
-    assert_same_attention(load_prompt_cache(path), histories(models)["states"])
+    assert_equal_caches(load_prompt_cache(path), histories(models)["states"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mlx_lm_0_32_reads_converted_files(name, tmp_path):
+    path, again = tmp_path / "new.safetensors", tmp_path / "again.safetensors"
+    assert main(["cache", "convert", str(old_file(name)), str(path)]) == 0
+    assert main(["convert", str(path), str(again)]) == 0  # a plain copy of arrays and metadata
+    for file in (path, again):
+        loaded, metadata = models.load_prompt_cache(str(file), return_metadata=True)
+        assert {key: metadata[key] for key in METADATA} == METADATA
+        expected = histories(models)[name]
+        assert_equal_caches(loaded, expected)
+        if name in ("batch window", "batch wrapped"):  # mlx-lm 0.32.2 does not set `_lengths`
+            loaded = load_prompt_cache(file)
+        assert_equal_caches(decode(loaded, 40), decode(expected, 40))
 
 
 # ---- hostile files ----
