@@ -10,6 +10,7 @@ import numpy as np
 from ...kv._arguments import incompatible
 from ._arrays import make_array, view_array
 from ._layer_values import CLASSES, FieldKind, LayerClass, LayerValues, find_problem
+from ._prompt_file import GENERATIONS
 
 if TYPE_CHECKING:
     from ...errors import CompatibilityError
@@ -23,6 +24,13 @@ def _layer_classes() -> dict[type, LayerClass]:
 
     classes = ((getattr(models, name, None), cls) for name, cls in CLASSES.items())
     return {layer: cls for layer, cls in classes if isinstance(layer, type)}
+
+
+def installed_generation() -> str:
+    """Return the generation of files that the installed mlx-lm reads."""
+    from mlx_lm.models.cache import KVCache
+
+    return GENERATIONS[not hasattr(KVCache, "meta_state")]
 
 
 def check_cache(cache: object, label: str) -> None:

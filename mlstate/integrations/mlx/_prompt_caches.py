@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..._common.arguments import check_flags
 from ..._common.set_module import set_module
 from ..._safetensors import load_file, load_metadata, save_file
-from ._live_layers import check_cache, new_layer, read_layer
-from ._prompt_file import GENERATIONS, PromptFile, flatten_prompt, parse_prompt
+from ._live_layers import check_cache, installed_generation, new_layer, read_layer
+from ._prompt_file import PromptFile, flatten_prompt, parse_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,8 +37,9 @@ def save_prompt_cache(
     Raises
     ------
     CompatibilityError
-        A layer is of an unknown class, has other attributes than in mlx-lm 0.31 and 0.32, or is
-        between ``prepare`` and ``finalize``. The file is unchanged. A ValueError.
+        A layer is of an unknown class, has other attributes than in mlx-lm 0.31 and 0.32, is
+        between ``prepare`` and ``finalize``, or has values that the installed mlx-lm 0.31 does not
+        store. The file is unchanged. A ValueError.
     TypeError
         `cache` is not a list, or `metadata` has a value that is not a str.
     ValueError
@@ -48,10 +49,10 @@ def save_prompt_cache(
 
     Notes
     -----
-    mlx-lm 0.32 and later read the file; it has the same arrays as theirs. The checksums are in the
-    user's metadata, under ``mlstate``, which `load_prompt_cache` leaves out. Arrays are written
-    from the memory of mlx, without a copy; arrays that are lazy are computed. The call returns when
-    the file is on disk.
+    The installed mlx-lm reads the file: it has the arrays and texts that mlx-lm writes. The
+    checksums are in the user's metadata, under ``mlstate``, which `load_prompt_cache` leaves out.
+    Arrays are written from the memory of mlx, without a copy; arrays that are lazy are computed.
+    The call returns when the file is on disk.
 
     Examples
     --------
@@ -68,8 +69,9 @@ def save_prompt_cache(
     """
     check_cache(cache, "cache")
     layers = [read_layer(layer, str(i)) for i, layer in enumerate(cache)]
-    arrays, texts = flatten_prompt(layers, {} if metadata is None else metadata, GENERATIONS[-1])
-    save_file(arrays, path, texts)
+    texts = {} if metadata is None else metadata
+    arrays, entries = flatten_prompt(layers, texts, installed_generation())
+    save_file(arrays, path, entries)
 
 
 @set_module("mlstate.integrations.mlx")

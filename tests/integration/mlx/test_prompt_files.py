@@ -70,6 +70,15 @@ def test_mlx_lm_reads_our_files_and_we_read_its_files(name, tmp_path):
     assert load_metadata(our_file) == texts
 
 
+def test_the_installed_mlx_lm_selects_the_format(tmp_path, monkeypatch):
+    path = tmp_path / "prompt.safetensors"
+    monkeypatch.setattr(models.KVCache, "meta_state", "", raising=False)  # as in 0.31
+    save_prompt_cache(path, histories(models)["full"], METADATA)
+    assert load_metadata(path) == load_metadata(old_file("full"))
+    with pytest.raises(CompatibilityError, match="does not store a layer without tokens"):
+        save_prompt_cache(path, [models.KVCache()])
+
+
 def test_mlx_lm_sees_the_checksums_as_metadata(tmp_path):
     path = tmp_path / "prompt.safetensors"
     save_prompt_cache(path, histories(models)["full"], METADATA)
