@@ -181,15 +181,17 @@ def test_free_positions_that_not_all_layers_have_are_left_out():
     assert_equal_caches(decode(into, 260), decode(cache, 260))
 
 
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 32)])
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_a_quantized_state_makes_quantized_layers(bits, group):
-    cache = [feed(models.KVCache(), [9, 1], width=32)]
+    cache = [feed(models.KVCache(), [9, 1], width=64)]
     expected = [cache[0].to_quantized(group, bits)]
     state = from_cache(cache)
     state.quantize(bits, group)
     quantized = to_cache(state)
     assert type(quantized[0]) is models.QuantizedKVCache
     assert_equal_caches(quantized, expected)
+    assert_equal_caches(to_cache(from_cache(expected)), expected)
     assert_equal_caches(decode(quantized, 10), decode(expected, 10))
     state = from_cache(make("quantized"))
     state.dequantize()
