@@ -1,6 +1,7 @@
 """``mlstate cache``: prompt cache files of two generations of mlx-lm, shown and converted."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,15 @@ def test_a_file_of_0_31_comes_back_from_0_32(run, tmp_path, path):
     if texts["2.0"] == "BatchRotatingKVCache" and texts["0.0.3"] == "False":
         texts["0.0.3"] = ""  # which mlx-lm 0.31 reads as false
     assert load_metadata(old) == texts
+
+
+def test_files_are_shown_and_converted_without_mlx(run, prompt, tmp_path, monkeypatch):
+    for name in ("mlx", "mlx_lm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "2 layers" in output_of(run, "cache", "show", prompt)
+    target = tmp_path / "old.safetensors"
+    output_of(run, "cache", "convert", prompt, target, "--to", "0.31")
+    assert load_metadata(target)["2.1"] == "KVCache"
 
 
 def test_convert_replaces_a_target_only_by_force(run, prompt, tmp_path):

@@ -27,6 +27,7 @@ class Filler(EntryPlan):
 
     def __init__(self, state: CacheState) -> None:
         super().__init__(state)
+        self._layers: dict[int, str] = {}  # the targets by identity
         for name, array in self.arrays.items():
             if not isinstance(array, np.ndarray):
                 text = f"{name}: mlx takes arrays of NumPy, not {type(array).__name__}"
@@ -37,6 +38,10 @@ class Filler(EntryPlan):
         self._plan(layer, read_layer(layer, where), where, layout)
 
     def _plan(self, layer: Any, before: LayerValues, where: str, layout: Layout | None) -> None:
+        first = self._layers.setdefault(id(layer), where)
+        if first != where:
+            text = f"layers {first} and {where} are the same object"
+            raise incompatible(text, where, "a layer for each place", "one layer")
         name = before.cls.name
         is_same = layout is not None and layout.class_name == name
         if name == "CacheList":

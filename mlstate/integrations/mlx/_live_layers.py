@@ -18,19 +18,26 @@ if TYPE_CHECKING:
 _MOST_DEPTH = 4  # of lists in lists
 
 
+def _import_classes() -> Any:
+    """Return the module of mlx-lm with the classes of layers."""
+    try:
+        from mlx_lm.models import cache as classes
+    except ImportError as error:
+        text = "prompt caches of mlx-lm need it: pip install 'mlstate[mlx]'"
+        raise ImportError(text, name=error.name) from error
+    return classes
+
+
 @cache
 def _layer_classes() -> dict[type, LayerClass]:
-    from mlx_lm.models import cache as models
-
-    classes = ((getattr(models, name, None), cls) for name, cls in CLASSES.items())
+    module = _import_classes()
+    classes = ((getattr(module, name, None), cls) for name, cls in CLASSES.items())
     return {layer: cls for layer, cls in classes if isinstance(layer, type)}
 
 
 def installed_generation() -> str:
     """Return the generation of files that the installed mlx-lm reads."""
-    from mlx_lm.models.cache import KVCache
-
-    return GENERATIONS[not hasattr(KVCache, "meta_state")]
+    return GENERATIONS[not hasattr(_import_classes().KVCache, "meta_state")]
 
 
 def check_cache(cache: object, label: str) -> None:
@@ -108,9 +115,7 @@ def write_layer(layer: Any, values: dict[str, Any]) -> None:
 
 def new_layer(layer: LayerValues, where: str) -> Any:
     """Return a layer of mlx-lm with copies of the arrays, or views that are of mlx already."""
-    from mlx_lm.models import cache as models
-
-    cls = getattr(models, layer.cls.name)
+    cls = getattr(_import_classes(), layer.cls.name)
     if layer.children:
         parts = enumerate(layer.children)
         return cls(*(new_layer(each, f"{where}.{i}") for i, each in parts))

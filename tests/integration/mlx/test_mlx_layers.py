@@ -476,6 +476,13 @@ def test_a_cache_that_does_not_fit_is_refused_and_unchanged(name):
     assert fingerprint(into) == before and dict(state.arrays) == arrays
 
 
+def test_a_layer_in_two_places_is_refused():
+    layer = models.KVCache()
+    with pytest.raises(CompatibilityError, match="layers 0 and 1 are the same object"):
+        to_cache(from_cache([_full(), _full()]), into=[layer, layer])
+    assert layer.keys is None
+
+
 def test_a_refusal_of_the_last_layer_changes_no_layer():
     state = from_cache([_full(), _full()])
     into = [models.KVCache(), feed(models.KVCache(), [3], dtype="float32")]

@@ -375,6 +375,13 @@ def test_a_refused_save_leaves_the_file(tmp_path):
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_missing_mlx_lm_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlx_lm.models", None)
+    for call in (lambda: load_prompt_cache(old_file("full")), lambda: save_prompt_cache("f", [])):
+        with pytest.raises(ImportError, match=r"pip install 'mlstate\[mlx\]'"):
+            call()
+
+
 def test_the_package_needs_mlx_only_when_it_is_used():
     code = "import sys, mlstate.integrations.mlx; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
