@@ -13,6 +13,7 @@ pytest.importorskip("mlx_lm", reason="its models run")
 from mlx_lm.generate import generate_step  # noqa: E402
 from mlx_lm.models import cache as models  # noqa: E402
 
+import mlstate  # noqa: E402
 from mlstate.cli import main  # noqa: E402
 from mlstate.errors import CompatibilityError  # noqa: E402
 from mlstate.integrations.mlx import (  # noqa: E402
@@ -21,6 +22,7 @@ from mlstate.integrations.mlx import (  # noqa: E402
     save_prompt_cache,
     to_cache,
 )
+from mlstate.kv import CacheState  # noqa: E402
 
 HYBRIDS = ("gemma3_text", "qwen3_next", "lfm2")
 
@@ -47,7 +49,9 @@ def assert_continues(model, logits, moved, expected, count=30):
     assert bool(mx.array_equal(got, want))
 
 
-@pytest.mark.parametrize("route", ["views", "copies", "file", "mlx-lm's file", "file of 0.31"])
+@pytest.mark.parametrize(
+    "route", ["views", "copies", "checkpoint", "file", "mlx-lm's file", "file of 0.31"]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_restored_cache_continues_with_the_bits_of_the_live_one(model_of, tmp_path, name, route):
     model = model_of(name)
@@ -57,6 +61,11 @@ def test_a_restored_cache_continues_with_the_bits_of_the_live_one(model_of, tmp_
         moved = to_cache(from_cache(cache))
     elif route == "copies":
         moved = to_cache(from_cache(cache).copy())
+    elif route == "checkpoint":
+        mlstate.save(tmp_path / "c", states={"prompt": from_cache(cache)})
+        state = mlstate.load(tmp_path / "c").states["prompt"]
+        assert type(state) is CacheState
+        moved = to_cache(state, into=models.make_prompt_cache(model))
     elif route == "mlx-lm's file":
         models.save_prompt_cache(str(path), cache)
         moved = load_prompt_cache(path)
