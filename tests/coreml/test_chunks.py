@@ -678,6 +678,17 @@ def test_manager_takes_the_states_of_all_contexts_from_a_folder(folder):
         StateManager({128: Model((128,))}, specs=folder)
     with pytest.raises(CompatibilityError, match="does not list contexts"):
         StateManager(models, specs=folder / "*_chunk_*")
+    with pytest.raises(StoreNotFoundError, match="missing_folder"):
+        StateManager(models, specs=folder / "missing_folder")
+
+
+def test_manager_takes_the_function_of_each_size_from_a_folder_of_all_contexts(folder):
+    models = {size: [Model((size,)), Model((size,))] for size in (256, 512)}
+    manager = StateManager(models, specs=dict.fromkeys(models, folder))
+    assert manager.state.read_state(STATE).shape == SHAPES[256]
+    assert manager.grow_if_needed(256).size == 512
+    with pytest.raises(CompatibilityError, match="no context of 128 positions; there are 256, 512"):
+        StateManager({128: Model((128,))}, specs={128: folder})
 
 
 def test_manager_takes_lists_and_folders_for_each_size(tmp_path):
