@@ -86,8 +86,8 @@ def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
             f"{quoted(map(_file_name, paths))} are not in the order of their numbers, in which "
             "the chunks run",
             None,
-            _listed(sorted(numbers)),
-            _listed(numbers),
+            _numbers_text(sorted(numbers)),
+            _numbers_text(numbers),
         )
     return Chunks(tuple(sources), {}, None, None)
 
@@ -155,17 +155,17 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
     absent = [i for i in range(first, min(last, _MOST_CHUNKS) + 1) if i not in numbers]
     if absent or max(numbers) > last:
         raise incompatible(
-            f"{quoted(labels)}: {_listed(absent)} of {total} missing"
+            f"{quoted(labels)}: {_numbers_text(absent)} of {total} missing"
             if absent
             else f"{quoted(labels)}: chunk {max(numbers)} of {total}",
             None,
             f"chunks {first} to {last}",
-            _listed(numbers),
+            _numbers_text(numbers),
         )
     return numbers
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _numbers_text(numbers: Iterable[int]) -> str:
     listed = list(numbers)
     text = ", ".join(map(str, listed[:8]))
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
@@ -290,8 +290,8 @@ def _read_meta(file: str) -> Chunks:
     paths = [_chunk_path(file, name) for name in names]
     absent = [i for i, path in enumerate(paths) if path is None]
     if absent:
-        numbers = _listed(i + 1 for i in absent)
-        name = shorten(names[absent[0]], 80)
+        numbers = _numbers_text(i + 1 for i in absent)
+        name = shorten(repr(names[absent[0]]), 80)
         raise _missing(file, f"{numbers} of {len(names)} missing in the folder, such as {name}")
     default = _text(file, parameters, "state_transition_infer_default_function")
     return Chunks(tuple(paths), contexts, default, file)

@@ -151,7 +151,7 @@ def _read_model(source: Source) -> tuple[ModelFunctions, str | None]:
     return functions, default
 
 
-def _listed(states: Mapping[str, StateSpec]) -> str:
+def _states_text(states: Mapping[str, StateSpec]) -> str:
     """Return states as text, such as "kv (2, 1, 256, 32)"."""
     return ", ".join(f"{shorten(name, 40)} {spec.shape}" for name, spec in states.items()) or "none"
 
@@ -192,8 +192,8 @@ def _check_functions(
         if shared_state and states != others:
             raise _disagreement(
                 labels,
-                f"function {shorten(name, 40)} has the states {_listed(states)}",
-                _listed(others),
+                f"function {shorten(name, 40)} has the states {_states_text(states)}",
+                _states_text(others),
                 "; chunks that share a state declare the same ones. If each has its own, pass "
                 "shared_state=False (--no-shared-state of a plan), or read them one by one",
             )

@@ -226,6 +226,14 @@ def test_empty_values_of_meta_yaml_count_as_absent(tmp_path, null):
     assert state_specs(tmp_path)["kv"].shape == SHAPES[256]
 
 
+@pytest.mark.parametrize("name", ["\\ud800", "a\\e[31m", "a\\n"])
+def test_names_with_control_characters_and_halves_of_pairs_are_shown_escaped(tmp_path, name):
+    (tmp_path / "meta.yaml").write_text(f'model_info:\n  parameters:\n    ffn: "{name}x"\n')
+    with pytest.raises(StoreNotFoundError, match="chunk 1 of 1 missing") as caught:
+        state_specs(tmp_path)
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("newline", ["\r\n", "\r"])
 def test_meta_yaml_of_other_editors_is_read(folder, encoding, newline):

@@ -138,7 +138,7 @@ typedef struct tile {
     size_t outer, row, rows, group, groups;
 } tile;
 
-/* Return a view of a tile whose groups have `width` elements each in `whole`. */
+/* Return a view of a tile whose groups have `width` elements each in `full`. */
 static mls_tensor tile_view(const mls_tensor *full, const tile *t, size_t width)
 {
     const int last = full->rank - 1;
@@ -180,7 +180,7 @@ static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtyp
                         .strides = {(ptrdiff_t)(like->shape[1] * item), (ptrdiff_t)item}};
 }
 
-/* Copy a tile of `whole` to packed memory, or back if `store`. */
+/* Copy a tile of `full` to packed memory, or back if `store`. */
 static void copy_tile(const job *j, const mls_tensor *full, const tile *t, size_t width,
                       void *packed, mls_dtype dtype, bool store)
 {
