@@ -153,7 +153,9 @@ def _read_model(source: Source) -> tuple[ModelFunctions, str | None]:
 
 def _states_text(states: Mapping[str, StateSpec]) -> str:
     """Return states as text, such as "kv (2, 1, 256, 32)"."""
-    return ", ".join(f"{shorten(name, 40)} {spec.shape}" for name, spec in states.items()) or "none"
+    return (
+        shorten(", ".join(f"{name} {spec.shape}" for name, spec in states.items()), 200) or "none"
+    )
 
 
 def _disagreement(labels: tuple[str, str], expected: str, got: str, remedy: str) -> Exception:
@@ -177,7 +179,7 @@ def _check_functions(
     has the same number of positions.
     """
     (functions, default), (other_functions, other_default) = first, other
-    names = tuple(", ".join(map(str, model)) for model in (functions, other_functions))
+    names = [shorten(", ".join(model), 200) for model in (functions, other_functions)]
     if set(functions) != set(other_functions):
         raise _disagreement(labels, f"functions {names[0]}", names[1], "")
     if default != other_default:

@@ -22,6 +22,7 @@ from mlstate.coreml import (
     FakeMLState,
     StateManager,
     StateShapeWarning,
+    StateSpecs,
     compact_coreml_state,
     plan_transition,
     state_specs,
@@ -404,6 +405,16 @@ def test_chunks_with_other_default_functions_are_refused(tmp_path):
     specs = [state_specs(listed[0], function=name) for name in "ab"]
     with pytest.raises(CompatibilityError, match=r"chunk 1 and chunk 2 .*function a and b"):
         plan_transition(specs, specs, 9)
+
+
+def test_errors_of_chunks_with_many_states_and_functions_are_short():
+    pairs = [{f"{i}{'x' * 99}": (1, 1, 32, 32) for i in range(first, 999)} for first in (0, 1)]
+    states = state_specs({"k": (1, 1, 32, 32)})
+    many = [StateSpecs(dict.fromkeys(names, states), min(names)) for names in pairs]
+    for source in (pairs, many):
+        with pytest.raises(CompatibilityError) as caught:
+            plan_transition(source, source, 3)
+        assert len(str(caught.value)) < 900
 
 
 def test_chunks_without_states_are_skipped(tmp_path):
