@@ -326,6 +326,9 @@ static mls_code prepare_writing(mls_prompt_log *log, mls_status *st)
     }
     mls_free(numbers);
     if (code == MLS_OK) {
+        code = mls_prompt_scan_behind_damage(log, st);
+    }
+    if (code == MLS_OK) {
         code = cut_newest(log, st);
     }
     return code == MLS_OK ? check_last_put(log, st) : code;
