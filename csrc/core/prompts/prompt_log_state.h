@@ -118,6 +118,10 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
 uint64_t mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
                                   const mls_crc_kernels *crc);
 
+/* Return whether the last known record of a segment is where it was: a writer may have
+ * cut the file and appended others. */
+bool mls_prompt_last_is_there(const mls_prompt_segment *segment, int fd);
+
 /* Compare the payload of a record with its checksums, through `buffer` of `room` bytes.
  * MLS_E_CHECKSUM, MLS_E_IO, MLS_E_FORMAT, MLS_E_STOPPED. */
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,

@@ -183,18 +183,6 @@ static mls_code scan_records(mls_prompt_log *log, mls_prompt_segment *segment, i
     return code;
 }
 
-/* Whether the last known record is where it was: a writer may have cut the file and
- * appended others. */
-static bool last_is_there(const mls_prompt_segment *segment, int fd)
-{
-    unsigned char bytes[4];
-    mls_status ignored;
-    return segment->last == 0 ||
-           (mls_file_read_at(fd, bytes, sizeof bytes, segment->last + 4, &ignored) ==
-                MLS_OK &&
-            mls_load_le32(bytes) == segment->last_crc);
-}
-
 /* Enter what was appended to the newest segment. `*changed`: the log must be read anew.
  */
 static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
@@ -213,7 +201,7 @@ static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
     } else if (info.st_nlink == 0 || (uint64_t)info.st_size < segment->bytes) {
         *changed = true;
     } else if ((uint64_t)info.st_size > segment->bytes) {
-        *changed = !last_is_there(segment, file->fd);
+        *changed = !mls_prompt_last_is_there(segment, file->fd);
         if (!*changed) {
             code =
                 scan_records(log, segment, file->fd, (uint64_t)info.st_size, skips, st);

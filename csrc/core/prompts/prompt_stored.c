@@ -109,3 +109,15 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
     }
     return MLS_OK;
 }
+
+/* ---- the last record ---- */
+
+bool mls_prompt_last_is_there(const mls_prompt_segment *segment, int fd)
+{
+    unsigned char bytes[4];
+    mls_status ignored;
+    return segment->last == 0 ||
+           (mls_file_read_at(fd, bytes, sizeof bytes, segment->last + 4, &ignored) ==
+                MLS_OK &&
+            mls_load_le32(bytes) == segment->last_crc);
+}
