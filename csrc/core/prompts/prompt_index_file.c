@@ -144,7 +144,7 @@ static bool is_valid(const mls_prompt_log *log, const unsigned char *data, size_
 }
 
 /* Only the newest segment changes: it may have been cut, and become long again. */
-static bool newest_is_there(mls_prompt_log *log)
+static bool newest_is_same(mls_prompt_log *log)
 {
     mls_prompt_file *file = NULL;
     mls_status ignored;
@@ -152,11 +152,11 @@ static bool newest_is_there(mls_prompt_log *log)
         return true;
     }
     mls_prompt_segment *newest = &log->segments[log->segment_count - 1];
-    const bool is_there =
+    const bool is_same =
         mls_prompt_segment_hold(log, newest, &file, &ignored) == MLS_OK &&
-        mls_prompt_last_is_there(newest, file->fd);
+        mls_prompt_last_is_same(newest, file->fd);
     mls_prompt_file_release(file);
-    return is_there;
+    return is_same;
 }
 
 /* A segment that is gone was compacted after the index was written, or deleted: its
@@ -187,7 +187,7 @@ static bool load_segments(mls_prompt_log *log, const unsigned char *at, size_t c
             return false;
         }
     }
-    return newest_is_there(log);
+    return newest_is_same(log);
 }
 
 static mls_prompt_entry read_entry(const unsigned char *at)
@@ -207,7 +207,7 @@ static mls_prompt_entry read_entry(const unsigned char *at)
 }
 
 /* Entries keep their numbers, so one whose segment is gone is added and removed. Parents
- * are linked when all entries are there. */
+ * are linked when all entries exist. */
 static bool load_entries(mls_prompt_log *log, const unsigned char *at, size_t count)
 {
     mls_status ignored;

@@ -143,8 +143,8 @@ static void close_older(mls_prompt_log *log)
     }
 }
 
-/* A copy of another segment is refused. A damaged head is not: the records have checksums
- * of their own, and keys that only this store can make. */
+/* A copy of another segment is refused. A damaged head is not: each record has checksums,
+ * and a key that only this store can make. */
 static mls_code check_head(const mls_prompt_log *log, int fd, uint32_t number,
                            mls_status *st)
 {
