@@ -72,8 +72,14 @@ static void write_entries(const mls_prompt_index *index, unsigned char *out)
 
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 {
-    mls_code code = mls_prompt_index_pack(&log->index, st);
+    struct stat info;
     size_t bytes;
+    /* a replacement would follow a link out of the folder */
+    if (fstatat(log->folder, MLS_PROMPT_INDEX, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
+        !S_ISREG(info.st_mode)) {
+        return mls_fail(st, MLS_E_FORMAT, "`index` is not a regular file: delete it");
+    }
+    mls_code code = mls_prompt_index_pack(&log->index, st);
     if (code != MLS_OK) {
         return code;
     }
