@@ -153,6 +153,19 @@ def test_dropped_block_heals_when_it_is_stored_again(log):
     assert match(log, tokens).length == len(tokens)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_all_handles_see_the_tail_behind_a_block_that_was_stored_again(log, saved):
+    tokens = list(range(2 * BLOCK + 2))
+    put(log, tokens, tails=[len(tokens)])
+    reader = PromptLog(log.path, False)
+    log.mark(match(log, tokens), [1], "drop", 1.0)
+    if saved:
+        log.prune(None, 1.0)  # writes the index
+    assert put(log, tokens, tails=[len(tokens)]) == [0, 1, 0]
+    for handle in (log, reader, PromptLog(log.path, False)):
+        assert pairs_of(match(handle, tokens)) == [(0, 4), (0, 8), (1, 10)]
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_strided_arrays_are_stored_and_filled_in_c_order(log, threads):
     random = np.random.default_rng(3)

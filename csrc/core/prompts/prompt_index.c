@@ -19,22 +19,33 @@ static size_t first_slot(const mls_prompt_index *index, const mls_prompt_key *ke
     return (size_t)mls_load_le64(key->bytes) & (index->slots - 1);
 }
 
-/* Removed entries stay in the table, so that chains of slots have no gaps. */
-uint32_t mls_prompt_index_find(const mls_prompt_index *index, const mls_prompt_key *key)
+/* Removed entries stay in the table, so that chains of slots have no gaps. A key has one
+ * entry, removed or not. */
+static uint32_t find_any(const mls_prompt_index *index, const mls_prompt_key *key)
 {
     if (index->slots == 0) {
         return MLS_PROMPT_NONE;
     }
     size_t slot = first_slot(index, key);
     for (uint32_t number; (number = index->table[slot]) != MLS_PROMPT_NONE;) {
-        const mls_prompt_entry *entry = &index->entries[number];
-        if (mls_prompt_key_equal(&entry->key, key) &&
-            (entry->flags & MLS_PROMPT_REMOVED) == 0) {
+        if (mls_prompt_key_equal(&index->entries[number].key, key)) {
             return number;
         }
         slot = (slot + 1) & (index->slots - 1);
     }
     return MLS_PROMPT_NONE;
+}
+
+static bool is_removed(const mls_prompt_index *index, uint32_t number)
+{
+    return (index->entries[number].flags & MLS_PROMPT_REMOVED) != 0;
+}
+
+uint32_t mls_prompt_index_find(const mls_prompt_index *index, const mls_prompt_key *key)
+{
+    const uint32_t number = find_any(index, key);
+    return number != MLS_PROMPT_NONE && is_removed(index, number) ? MLS_PROMPT_NONE
+                                                                  : number;
 }
 
 static void enter_number(mls_prompt_index *index, uint32_t number)
@@ -103,12 +114,22 @@ static void note_kind(mls_prompt_index *index, const mls_prompt_entry *entry)
     }
 }
 
+/* A removed entry of the key is used again: records that have it as parent are found. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry)
 {
-    const uint32_t number = (uint32_t)index->count++;
-    index->entries[number] = *entry;
+    uint32_t number = find_any(index, &entry->key);
+    uint8_t branches = 0;
+    if (number == MLS_PROMPT_NONE) {
+        number = (uint32_t)index->count++;
+        index->entries[number] = *entry;
+        enter_number(index, number);
+    } else {
+        branches = index->entries[number].flags & MLS_PROMPT_BRANCHES;
+        index->removed -= is_removed(index, number);
+        index->entries[number] = *entry;
+    }
+    index->entries[number].flags |= branches;
     index->entries[number].parent = MLS_PROMPT_NONE;
-    enter_number(index, number);
     mls_prompt_index_link(index, number, entry->parent);
     note_kind(index, &index->entries[number]);
     return number;
@@ -131,7 +152,8 @@ void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t par
 
 void mls_prompt_index_remove(mls_prompt_index *index, uint32_t number)
 {
-    index->entries[number].flags = MLS_PROMPT_REMOVED;
+    mls_prompt_entry *entry = &index->entries[number];
+    entry->flags = MLS_PROMPT_REMOVED | (entry->flags & MLS_PROMPT_BRANCHES);
     index->removed++;
 }
 
@@ -144,7 +166,20 @@ void mls_prompt_index_touch(mls_prompt_index *index, uint32_t number, uint32_t c
     }
 }
 
-/* The new number of each entry is its old one less the removed ones before it. */
+/* Mark the entries that stay: records, and the parents of records. */
+static void mark_needed(const mls_prompt_index *index, uint32_t *marks)
+{
+    for (uint32_t i = 0; i < index->count; i++) {
+        if (!is_removed(index, i)) {
+            marks[i] = 1;
+            if (index->entries[i].parent != MLS_PROMPT_NONE) {
+                marks[index->entries[i].parent] = 1;
+            }
+        }
+    }
+}
+
+/* The new number of each entry is its old one less the number of dropped ones before. */
 mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
 {
     uint32_t *numbers = mls_alloc(index->count, sizeof *numbers);
@@ -152,11 +187,12 @@ mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
         return mls_fail(st, MLS_E_MEMORY, "no memory to pack the index");
     }
     uint32_t left = 0;
-    for (size_t i = 0; i < index->count; i++) {
-        const bool is_removed = (index->entries[i].flags & MLS_PROMPT_REMOVED) != 0;
-        numbers[i] = is_removed ? MLS_PROMPT_NONE : left++;
+    mark_needed(index, numbers);
+    for (uint32_t i = 0; i < index->count; i++) {
+        index->removed -= numbers[i] == 0;
+        numbers[i] = numbers[i] == 0 ? MLS_PROMPT_NONE : left++;
     }
-    for (size_t i = 0; i < index->count; i++) {
+    for (uint32_t i = 0; i < index->count; i++) {
         if (numbers[i] != MLS_PROMPT_NONE) {
             mls_prompt_entry entry = index->entries[i];
             entry.parent =
@@ -166,7 +202,6 @@ mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
     }
     mls_free(numbers);
     index->count = left;
-    index->removed = 0;
     if (index->slots > 0) {
         fill_table(index);
     }

@@ -2,7 +2,7 @@
  *
  * An entry has 44 bytes, and its place in a table of numbers at most 12: at most 67 bytes
  * a record, with the room to grow. Entries keep their numbers until the index is packed.
- * A removed entry stays, flagged, until then.
+ * A removed entry stays, flagged, until then, and as long as a record has it as parent.
  */
 #ifndef MLS_PROMPT_INDEX_H
 #define MLS_PROMPT_INDEX_H
@@ -53,7 +53,8 @@ uint32_t mls_prompt_index_find(const mls_prompt_index *index, const mls_prompt_k
  */
 mls_code mls_prompt_index_reserve(mls_prompt_index *index, size_t count, mls_status *st);
 
-/* Add an entry whose key is not in the index; there must be room. Returns its number. */
+/* Add an entry whose key only a removed entry may have; there must be room. Returns its
+ * number. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry);
 
 /* Set the parent of an entry, if their ends fit together: a chain is never circular. */
@@ -65,7 +66,8 @@ void mls_prompt_index_remove(mls_prompt_index *index, uint32_t number);
 /* Give the entry and its ancestors the time `clock`. */
 void mls_prompt_index_touch(mls_prompt_index *index, uint32_t number, uint32_t clock);
 
-/* Forget removed entries; the others get new numbers. MLS_E_MEMORY: nothing changed. */
+/* Forget removed entries that are the parent of no record; the others get new numbers.
+ * MLS_E_MEMORY: nothing changed. */
 mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st);
 
 size_t mls_prompt_index_bytes(const mls_prompt_index *index);

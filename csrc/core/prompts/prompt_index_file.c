@@ -206,7 +206,7 @@ static mls_prompt_entry read_entry(const unsigned char *at)
         .parent = mls_load_le32(at + 32),
         .end = mls_load_le32(at + 36),
         .kind = at[40],
-        .flags = at[41] & (MLS_PROMPT_PINNED | MLS_PROMPT_BRANCHES),
+        .flags = at[41] & (MLS_PROMPT_REMOVED | MLS_PROMPT_PINNED | MLS_PROMPT_BRANCHES),
     };
     memcpy(entry.key.bytes, at, MLS_PROMPT_KEY);
     return entry;
@@ -229,15 +229,18 @@ static bool load_entries(mls_prompt_log *log, const unsigned char *at, size_t co
         if (segment == NULL || segment->number != entry.segment) {
             segment = mls_prompt_segment_find(log, entry.segment);
         }
-        if (segment != NULL && end > segment->bytes) {
-            return false;
-        }
+        const bool is_removed =
+            segment == NULL || (entry.flags & MLS_PROMPT_REMOVED) != 0;
+        entry.flags &= (uint8_t)~MLS_PROMPT_REMOVED;
         entry.parent = MLS_PROMPT_NONE;
-        const uint32_t number = mls_prompt_index_add(&log->index, &entry);
-        if (segment != NULL) {
-            segment->live += mls_prompt_entry_bytes(&entry);
+        if ((!is_removed && end > segment->bytes) ||
+            mls_prompt_index_add(&log->index, &entry) != i) {
+            return false; /* the same key twice, too */
+        }
+        if (is_removed) {
+            mls_prompt_index_remove(&log->index, (uint32_t)i);
         } else {
-            mls_prompt_index_remove(&log->index, number);
+            segment->live += mls_prompt_entry_bytes(&entry);
         }
     }
     for (size_t i = 0; i < count; i++, first += ENTRY_BYTES) {

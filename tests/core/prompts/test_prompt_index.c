@@ -76,6 +76,22 @@ TEST(a_chain_is_never_circular)
     mls_prompt_index_fini(&index);
 }
 
+TEST(a_parent_that_is_added_again_has_its_children)
+{
+    mls_prompt_index index = {0};
+    const uint32_t a = add(&index, 1, 0, 4, MLS_PROMPT_NONE);
+    (void)add(&index, 2, 0, 4, MLS_PROMPT_NONE);
+    const uint32_t tail = add(&index, 3, 5, 6, a);
+    mls_prompt_index_remove(&index, a);
+    mls_prompt_index_remove(&index, 1);
+    CHECK(mls_prompt_index_pack(&index, &status) == MLS_OK);
+    CHECK(index.count == 2 && index.removed == 1);
+    CHECK(add(&index, 1, 0, 4, MLS_PROMPT_NONE) == a && index.removed == 0);
+    CHECK((index.entries[a].flags & MLS_PROMPT_BRANCHES) != 0);
+    CHECK(index.entries[tail - 1].parent == a);
+    mls_prompt_index_fini(&index);
+}
+
 TEST(an_empty_index_has_no_entry)
 {
     mls_prompt_index index = {0};
