@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers", reason="its models run")
 
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
+import mlstate  # noqa: E402
 from mlstate.integrations.transformers import from_cache, to_cache  # noqa: E402
 
 
@@ -168,6 +169,17 @@ def test_a_used_static_cache_takes_other_tokens(models, name):
     expected = run(model, prompt(), fixed)
     assert_same_bytes(used, fixed)
     assert torch.equal(steps(model, logits, used, 20), steps(model, expected, fixed, 20))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_keeps_a_cache_for_the_next_process(models, tmp_path, name):
+    model = copy.deepcopy(models(name)).to(torch.bfloat16)
+    cache, loaded = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    logits = run(model, prompt(), cache)
+    mlstate.save(tmp_path / "c", states={"prompt": from_cache(cache)})
+    to_cache(mlstate.load(tmp_path / "c").states["prompt"], into=loaded)
+    assert_same_bytes(loaded, cache)
+    assert torch.equal(steps(model, logits, loaded, 20), steps(model, logits, cache, 20))
 
 
 @pytest.mark.filterwarnings("ignore")
