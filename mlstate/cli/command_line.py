@@ -18,7 +18,7 @@ from .._version import __version__
 from ..errors import MLStateError
 from . import checksum as checkpoint_checksum
 from . import convert as checkpoint_convert
-from . import coreai, coreml, demo, info
+from . import coreai, coreml, demo, info, prompts
 from . import diff as checkpoint_diff
 from . import inspect as checkpoint_inspect
 from . import prune as checkpoint_prune
@@ -42,6 +42,7 @@ _COMMANDS = (
     checkpoint_prune,
     coreml,
     coreai,
+    prompts,
     demo,
     info,
 )

@@ -36,6 +36,7 @@ PUBLIC = (
     "mlstate.integrations.transformers",
     "mlstate.kv",
     "mlstate.plot",
+    "mlstate.prompts",
     "mlstate.state",
     "mlstate.threads",
     "mlstate",
