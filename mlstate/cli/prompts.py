@@ -28,15 +28,15 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("prompts", help=text, description=text)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listed = add_command(actions, "ls", "list the prompts, the last used first", run_ls)
-    shown = add_command(actions, "show", "show one prompt: its tokens and entries", run_show)
+    details = add_command(actions, "show", "show one prompt: its tokens and entries", run_show)
     verified = add_command(
         actions, "verify", "read every byte, and report damage", run_verify, "damaged"
     )
     repaired = add_command(actions, "repair", "remove damaged records", run_repair)
     pruned = add_command(actions, "prune", "delete the least recently used prompts", run_prune)
-    for action in (listed, shown, verified, repaired, pruned):
+    for action in (listed, details, verified, repaired, pruned):
         action.add_argument("path", help="the folder of a PromptStore")
-    shown.add_argument("prompt", help="the first digits of its name, as ls prints it")
+    details.add_argument("prompt", help="the first digits of its name, as ls prints it")
     pruned.add_argument(
         "--max-bytes", metavar="SIZE", help="such as 10GB (default: only compact the files)"
     )

@@ -74,7 +74,7 @@ class StoredSpec:
             failure.path = path
             raise failure from None
 
-    def check(self, spec: CacheSpec, what: str) -> None:
+    def check(self, spec: CacheSpec, holder: str) -> None:
         """Raise CompatibilityError unless a cache has the same entries; windows may differ."""
         stored, passed = ({e.name: e for e in entries} for entries in (self.entries, spec))
         missing = [name for name in stored if name not in passed]
@@ -83,14 +83,14 @@ class StoredSpec:
             text = f"lacks the entry {missing[0]!r}" if missing else f"also has {strange[0]!r}"
             name = (missing or strange)[0]
             raise incompatible(
-                f"the {what} {text}: the prompts of this model have {len(stored)} entries, and "
-                f"the {what} {len(passed)}",
+                f"the {holder} {text}: the prompts of this model have {len(stored)} entries, and "
+                f"the {holder} {len(passed)}",
                 name,
                 f"{len(stored)} entries",
                 f"{len(passed)} entries",
             )
         for name, entry in passed.items():
-            _check_entry(stored[name], entry, what)
+            _check_entry(stored[name], entry, holder)
 
 
 def _entry_from(facts: dict[str, Any]) -> CacheEntry:
@@ -110,13 +110,15 @@ def _stable_shape(entry: CacheEntry) -> tuple[int, ...] | None:
     return None if entry.kind == "opaque" else _inner_shape(entry)
 
 
-def _check_entry(stored: CacheEntry, entry: CacheEntry, what: str) -> None:
+def _check_entry(stored: CacheEntry, entry: CacheEntry, holder: str) -> None:
     for fact in ("kind", "dtype", "sinks", "bits", "group"):
         expected, got = getattr(stored, fact), getattr(entry, fact)
         if expected != got:
-            text = f"{fact} {got!r} in the {what}, and {expected!r} in the prompts of this model"
+            text = f"{fact} {got!r} in the {holder}, and {expected!r} in the prompts of this model"
             raise entry_error(entry.name, f"{text}: pass another model= for it", expected, got)
     expected_shape, got_shape = _stable_shape(stored), _stable_shape(entry)
     if expected_shape != got_shape:
-        text = f"shape {got_shape} without positions in the {what}, {expected_shape} in the prompts"
+        text = (
+            f"shape {got_shape} without positions in the {holder}, {expected_shape} in the prompts"
+        )
         raise entry_error(entry.name, f"{text} of this model", expected_shape, got_shape)

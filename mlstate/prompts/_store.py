@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from .. import _core
 from .._common.arguments import check_flags, check_int, check_number
@@ -467,6 +467,11 @@ class PromptStore:
         """Wait for asynchronous puts, and close the files. Matches stay usable."""
         self._pending.close()
         self._log.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a PromptStore cannot be copied or pickled: open its folder in the other process"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -154,6 +154,6 @@ def test_a_torch_module_is_hashed_on_request_only():
     assert fingerprint(module, hash_weights=True) != second
 
 
-def test_a_path_is_no_name(tmp_path):
+def test_a_path_is_not_a_name(tmp_path):
     folder = model_folder(tmp_path / "a")
     assert fingerprint(str(folder)) != fingerprint(pathlib.Path(folder))

@@ -74,7 +74,7 @@ def test_lmcache_a_request_never_gets_the_content_of_another_one(tmp_path):
             assert length == place - place % 16
 
 
-def test_lmcache_a_failed_put_is_not_visible_and_harms_nothing(tmp_path):
+def test_lmcache_a_failed_put_is_not_visible_and_leaves_the_others(tmp_path):
     """The disk is full in the middle of a put, by a limit for the size of files."""
     program = (
         "import resource, signal\n"
@@ -122,7 +122,7 @@ def test_rapid_mlx_a_crash_does_not_poison_the_store(tmp_path, spec):
     assert before
 
 
-def test_omlx_keys_without_their_recurrent_state_are_no_match(tmp_path):
+def test_omlx_keys_without_their_recurrent_state_do_not_match(tmp_path):
     with store_at(tmp_path) as store:
         store.put(TOKENS, prefilled(HYBRID, TOKENS), snapshot=False)
         with store.match(TOKENS) as match:
@@ -142,7 +142,7 @@ def test_omlx_a_hybrid_reuses_the_tokens_that_two_prompts_share(tmp_path):
         assert check_every_match(store, [other], HYBRID) == [64]
 
 
-def test_llama_cpp_a_hybrid_is_worth_something_after_a_restart(tmp_path):
+def test_llama_cpp_a_hybrid_is_reused_after_a_restart(tmp_path):
     with store_at(tmp_path) as store:
         store.put(TOKENS, prefilled(HYBRID, TOKENS))
     with store_at(tmp_path) as store:
@@ -157,7 +157,7 @@ def test_vllm_no_key_is_published_for_a_state_that_was_not_captured(tmp_path):
         assert check_every_match(store, [TOKENS], HYBRID) == [48]
 
 
-def test_lmcache_a_put_tells_how_much_it_has_stored(tmp_path):
+def test_lmcache_a_put_returns_the_number_of_tokens_stored(tmp_path):
     """One of 25 pages was stored, and the result was success."""
     state = prefilled(FULL, TOKENS)
     with store_at(tmp_path, max_bytes=state.nbytes // 6) as store:
@@ -190,8 +190,8 @@ def test_mlx_engine_a_session_does_not_write_its_cache_again_each_turn(tmp_path)
         written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     row = state.nbytes // 256
     turns = sum((stop % 16 or 16) for stop in range(2, 101, 2)) * row
-    whole = sum(range(2, 101, 2)) * row
-    assert written < turns + 60 * 2000 < whole / 2
+    rewritten = sum(range(2, 101, 2)) * row
+    assert written < turns + 60 * 2000 < rewritten / 2
 
 
 def test_ollama_a_second_restore_gives_the_same_bits(tmp_path):

@@ -1,6 +1,7 @@
 """Caches that are stored and restored: kinds, damage, refusals, budgets."""
 
 import logging
+import pickle
 
 import child
 import numpy as np
@@ -147,7 +148,7 @@ def test_a_longer_prompt_writes_its_new_blocks_only(store):
     assert store.stats()["live_bytes"] - before < before / 2
 
 
-def test_other_tokens_another_model_and_another_salt_match_nothing(store, tmp_path):
+def test_other_tokens_another_model_and_another_salt_do_not_match(store, tmp_path):
     store.put(TOKENS[:64], prefilled(FULL, TOKENS[:64]))
     with store.match(TOKENS + 1) as match:
         assert match.length == 0
@@ -338,7 +339,7 @@ def test_a_damaged_snapshot_falls_back_to_an_older_one(store, tmp_path):
 # ---- refusals ----
 
 
-def test_tokens_that_are_no_integers_are_refused(store):
+def test_tokens_other_than_integers_are_refused(store):
     for tokens in ([0.5, 1], ["a"], [True, False], np.zeros((2, 3), int), [-1], [1 << 32]):
         with pytest.raises((TypeError, ValueError), match="token"):
             store.match(tokens)
@@ -429,7 +430,7 @@ def test_wrong_types_are_refused(store, tmp_path):
 # ---- policies ----
 
 
-def test_a_prefill_stops_where_the_policy_says(tmp_path):
+def test_a_prefill_stops_at_the_positions_of_the_policy(tmp_path):
     policies = {
         "end": [99],
         "powers": [16, 32, 64, 99],
@@ -529,6 +530,13 @@ def test_verify_names_damage_and_repair_removes_it(store, tmp_path):
     assert len(store.repair()) == 1 and store.verify() == []
     with store.match(TOKENS) as match:
         assert match.length == 32
+
+
+def test_stores_and_matches_are_not_pickled(store):
+    with store.match(TOKENS) as match:
+        for each in (store, match):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                pickle.dumps(each)
 
 
 def test_a_store_shows_itself(store):
