@@ -66,7 +66,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     """Show one prompt."""
     with _open(arguments.path) as log:
         prompt = _choose(list_prompts(log, arguments.path), arguments.prompt)
-    entries = [] if prompt.meta is None else prompt.meta.stored.to_json()
+    entries = [] if prompt.head is None else prompt.head.stored.to_json()
     if arguments.json:
         facts = prompt.facts() | {"token_ids": prompt.tokens, "entries": entries}
         print(json.dumps(facts, indent=2))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..errors import FormatError
+from .._common.dtypes import numpy_dtype
 from ..kv._arguments import incompatible
 from ..kv._cache_spec import CacheEntry, CacheSpec, entry_error
 
@@ -34,12 +35,14 @@ class StoredSpec:
         Those that are stored in blocks.
     states : tuple of CacheEntry
         Those that are stored as snapshots.
+    token_bytes : int
+        Of the entries that are stored in blocks.
     digest : bytes
         Identifies what two caches must agree on; windows and the place of the sequence axis are
         not part of it.
     """
 
-    __slots__ = ("blocks", "digest", "entries", "states")
+    __slots__ = ("blocks", "digest", "entries", "states", "token_bytes")
 
     def __init__(self, spec: Iterable[CacheEntry]) -> None:
         spec = sorted(spec, key=lambda entry: entry.name)  # the same order for every engine
@@ -53,6 +56,7 @@ class StoredSpec:
         self.entries = tuple(spec)
         self.blocks = tuple(e for e in spec if is_in_blocks(e))
         self.states = tuple(e for e in spec if not is_in_blocks(e))
+        self.token_bytes = sum(_token_bytes(e, name) for e in self.blocks for name in e.arrays)
         facts = [[getattr(e, name) for name in _FACTS] + [_stable_shape(e)] for e in spec]
         self.digest = hashlib.sha256(json.dumps(facts).encode()).digest()[:8]
 
@@ -65,14 +69,31 @@ class StoredSpec:
         ]
 
     @classmethod
-    def from_json(cls, document: Any, path: str) -> StoredSpec:
-        """Return the entries of a document; raise FormatError for a malformed one."""
-        try:
-            return cls(CacheSpec([_entry_from(dict(each)) for each in document]))
-        except (KeyError, TypeError, ValueError) as error:
-            failure = FormatError(f"{path}: the entries of its caches are malformed: {error}")
-            failure.path = path
-            raise failure from None
+    def from_json(cls, document: Any) -> StoredSpec:
+        """Return the entries of a document; raise ValueError for a malformed one."""
+        return cls(CacheSpec([_entry_from(dict(each)) for each in document]))
+
+    def check_parts(self, listed: Any, length: int) -> int:
+        """Return the bytes of the parts of a snapshot; raise ValueError if they do not fit.
+
+        `listed` has, for each array of `states`, its name, and the numbers of tokens of its parts
+        or its shape.
+        """
+        arrays = [(e, name) for e in self.states for name in e.arrays]
+        if not isinstance(listed, list) or len(listed) != len(arrays):
+            raise ValueError(f"expected {len(arrays)} arrays")
+        nbytes = 0
+        for (entry, name), (stored_name, counts, shape) in zip(arrays, listed, strict=True):
+            numbers = shape if entry.seq_axis is None else counts
+            if stored_name != name or not all(type(n) is int and n >= 0 for n in numbers):
+                raise ValueError(f"{name!r}: {stored_name!r}, {counts}, {shape}")
+            if entry.seq_axis is None:
+                nbytes += prod(numbers) * _item_bytes(entry, name)
+            elif sum(numbers) > length:
+                raise ValueError(f"{name!r}: {sum(numbers)} tokens of {length}")
+            else:
+                nbytes += _token_bytes(entry, name) * sum(numbers)
+        return nbytes
 
     def check(self, spec: CacheSpec, holder: str) -> None:
         """Raise CompatibilityError unless a cache has the same entries; windows may differ."""
@@ -104,6 +125,17 @@ def _inner_shape(entry: CacheEntry) -> tuple[int, ...]:
     """Return the shape without the sequence axis."""
     axis = entry.seq_axis
     return entry.shape if axis is None else (*entry.shape[:axis], *entry.shape[axis + 1 :])
+
+
+def _item_bytes(entry: CacheEntry, name: str) -> int:
+    return int(numpy_dtype(entry.arrays[name][1]).itemsize)
+
+
+def _token_bytes(entry: CacheEntry, name: str) -> int:
+    """Return the bytes of one token of an array with a sequence."""
+    shape, _ = entry.arrays[name]
+    axis = entry.seq_axis or 0
+    return prod((*shape[:axis], *shape[axis + 1 :])) * _item_bytes(entry, name)
 
 
 def _stable_shape(entry: CacheEntry) -> tuple[int, ...] | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.text import bytes_text
 from ..errors import FormatError
-from ._match import SNAPSHOT, Meta, parse_meta
+from ._match import SNAPSHOT, Head, head_of
 
 if TYPE_CHECKING:
     from .. import _core
@@ -27,7 +27,7 @@ class StoredPrompt(NamedTuple):
     nbytes: int  # shared blocks included
     pinned: bool
     last_used: int
-    meta: Meta | None  # of the first record that has one
+    head: Head | None  # of the first record that has one
 
     def row(self) -> tuple[str, ...]:
         """Return the cells of a table with `HEADERS`."""
@@ -67,23 +67,23 @@ def _prompt_of(tip: Any, records: dict[bytes, Any], path: str) -> StoredPrompt:
     chain = [tip]
     while chain[-1][1] in records and len(chain) <= len(records):
         chain.append(records[chain[-1][1]])
-    metas = (_meta_of(record, path) for record in reversed(chain))
-    meta = next((meta for meta in metas if meta is not None), None)
+    heads = (_head_of(record, path) for record in reversed(chain))
+    head = next((each for each in heads if each is not None), None)
     return StoredPrompt(
         key=tip[0].hex(),
         fingerprint=tip[4].hex(),
-        model="?" if meta is None else meta.label,
+        model="?" if head is None else head.label,
         tokens=[token for record in reversed(chain) for token in record[8].tolist()],
         kind="snapshot" if tip[2] == SNAPSHOT else "block",
         nbytes=sum(record[5] for record in chain),
         pinned=tip[6],
         last_used=tip[7],
-        meta=meta,
+        head=head,
     )
 
 
-def _meta_of(record: Any, path: str) -> Meta | None:
+def _head_of(record: Any, path: str) -> Head | None:
     try:
-        return parse_meta(record[9], path)
+        return head_of(record[9], path)
     except FormatError:  # of a block that is not the first one
         return None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from .._common.log import log
 from .._common.set_module import set_module
+from .._common.store_error import format_error
 from .._common.text import bytes_text, table_html
 from ..errors import FormatError
 from ._layout import StoredSpec
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK, SNAPSHOT = 0, 1  # kinds of records
 _DIGEST_BYTES = 8
+_HEAD = _DIGEST_BYTES + 4
 
 
 class Candidate(NamedTuple):
@@ -24,44 +27,67 @@ class Candidate(NamedTuple):
 
     position: int
     record: int | None  # of the snapshot; None: only blocks are needed
-    listed: list[Any]  # its parts: name, and numbers of tokens or shape
 
 
-class Meta(NamedTuple):
-    """The description of a record."""
+class Head(NamedTuple):
+    """The description of the caches of a model."""
 
     stored: StoredSpec
-    listed: list[Any]
     label: str
+
+
+# A description is the digest of the entries; of a first block or a snapshot also the length of the
+# head, the head and the list of parts, both as JSON.
 
 
 def pack_meta(stored: StoredSpec, label: str, listed: list[Any]) -> bytes:
     """Return the description of a snapshot, or of the first block of a prompt."""
-    document = {"model": label, "entries": stored.to_json(), "parts": listed}
-    return stored.digest + json.dumps(document, separators=(",", ":")).encode()
+    head = _packed({"model": label, "entries": stored.to_json()})
+    return b"".join((stored.digest, len(head).to_bytes(4, "little"), head, _packed(listed)))
 
 
-def parse_meta(data: bytes, path: str) -> Meta:
-    """Return the description of a record; raise FormatError for a malformed one."""
+def _packed(document: Any) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _cut_meta(data: bytes) -> tuple[bytes, bytes]:
+    """Return the head and the list of parts."""
+    stop = _HEAD + int.from_bytes(data[_HEAD - 4 : _HEAD], "little")
+    return data[_HEAD:stop], data[stop:]
+
+
+@lru_cache(maxsize=16)
+def _parse_head(head: bytes) -> Head:
+    document = json.loads(head)
+    return Head(StoredSpec.from_json(document["entries"]), str(document["model"]))
+
+
+def head_of(data: bytes, path: str) -> Head:
+    """Return the head of a description; raise FormatError for a malformed one."""
     try:
-        document = json.loads(data[_DIGEST_BYTES:])
-        label, entries = str(document["model"]), document["entries"]
-        listed = [_checked_part(each) for each in document["parts"]]
+        head = _parse_head(_cut_meta(data)[0])
+        if head.stored.digest != data[:_DIGEST_BYTES]:
+            raise ValueError("its digest differs")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        failure = FormatError(f"{path}: the description of a record is malformed: {error}")
-        failure.path = path
-        raise failure from None
-    return Meta(StoredSpec.from_json(entries, path), listed, label)
+        text = f"{path}: the description of a record is malformed: {error}"
+        raise format_error(text, path) from None
+    return head
 
 
-def _checked_part(part: Any) -> tuple[str, list[int] | None, list[int] | None]:
-    name, counts, shape = part
-    for numbers in (counts, shape):
-        if numbers is not None and not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers):
-            raise ValueError(f"{numbers} are not numbers of tokens")
-    if not isinstance(name, str) or (counts is None) == (shape is None):
-        raise ValueError(f"{part} is not a part")
-    return name, counts, shape
+def parts_of(match: Match, record: int, path: str) -> list[Any]:
+    """Return the list of parts of a snapshot; raise FormatError unless it fits the record."""
+    stored = match._stored
+    assert stored is not None
+    _, start, end, nbytes = match._log_match.records[record]
+    try:
+        listed = json.loads(_cut_meta(match._log_match.meta(record))[1])
+        size = stored.token_bytes * (end - start) + stored.check_parts(listed, end)
+        if size != nbytes:
+            raise ValueError(f"it needs {size} bytes, and has {nbytes}")
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"{path}: the description of a snapshot is malformed: {error}"
+        raise format_error(text, path) from None
+    return list(listed)
 
 
 @set_module("mlstate.prompts")
@@ -152,18 +178,18 @@ def make_match(
     match._log_match, match._tokens = log_match, tokens
     match.length, match.limit, match._stored = 0, None, expected
     match._candidates, match._blocks = [], []
-    metas = _described(log_match, path)
-    if not metas:
+    heads = _heads(log_match, path)
+    if not heads:
         match.limit = _first_name(expected) if most else None
         return match
-    stored = next(iter(metas.values())).stored
+    stored = next(iter(heads.values())).stored
     if expected is not None and expected.digest != stored.digest:
         log("WARNING", "%s: the stored prompt has other entries than the cache: a miss", path)
         match.limit = _first_name(expected)
         return match
     match._stored = stored
     match._blocks = _chain(log_match, stored)
-    match._candidates = _candidates(match, metas, most)
+    match._candidates = _candidates(match, heads, most)
     if match._candidates:
         match.length = match._candidates[0].position
     if match.length < most:
@@ -171,50 +197,46 @@ def make_match(
     return match
 
 
-def _described(log_match: _core.PromptMatch, path: str) -> dict[int, Meta]:
-    """Return the descriptions of the first block and of the snapshots, by record."""
-    metas: dict[int, Meta] = {}
-    parsed: dict[bytes, Meta] = {}
+def _heads(log_match: _core.PromptMatch, path: str) -> dict[int, Head]:
+    """Return the heads of the first block and of the snapshots, by record."""
+    heads: dict[int, Head] = {}
     for index, (kind, start, _, _) in enumerate(log_match.records):
-        if kind != SNAPSHOT and (kind != BLOCK or start != 0):
-            continue
-        data = log_match.meta(index)
-        try:
-            metas[index] = parsed[data] if data in parsed else parse_meta(data, path)
-        except FormatError as error:
-            log("WARNING", "%s: the record is left out", error)
-            continue
-        parsed[data] = metas[index]
-    first = next(iter(metas.values())).stored.digest if metas else b""
-    return {index: meta for index, meta in metas.items() if meta.stored.digest == first}
+        if kind == SNAPSHOT or (kind == BLOCK and start == 0):
+            try:
+                heads[index] = head_of(log_match.meta(index), path)
+            except FormatError as error:
+                log("WARNING", "%s: the record is left out", error)
+    return heads
 
 
 def _chain(log_match: _core.PromptMatch, stored: StoredSpec) -> list[tuple[int, int, int]]:
     """Return the blocks from the first token on, as long as they have the same entries."""
     blocks: list[tuple[int, int, int]] = []
-    for index, (kind, start, end, _) in enumerate(log_match.records):
+    for index, (kind, start, end, nbytes) in enumerate(log_match.records):
         if kind != BLOCK:
             continue
-        at = blocks[-1][2] if blocks else 0
-        if start != at or log_match.meta(index)[:_DIGEST_BYTES] != stored.digest:
+        is_next = start == (blocks[-1][2] if blocks else 0)
+        is_same = log_match.meta(index)[:_DIGEST_BYTES] == stored.digest
+        if not is_next or not is_same or nbytes != stored.token_bytes * (end - start):
             break
         blocks.append((index, start, end))
     return blocks
 
 
-def _candidates(match: Match, metas: dict[int, Meta], most: int) -> list[Candidate]:
+def _candidates(match: Match, heads: dict[int, Head], most: int) -> list[Candidate]:
     """Return the positions that can be restored, the longest first."""
     stored, reach = match._stored, match._blocks[-1][2] if match._blocks else 0
     assert stored is not None
     candidates = []
-    for index, meta in metas.items():
+    for index, head in heads.items():
         kind, start, end, _ = match._log_match.records[index]
+        if kind != SNAPSHOT or start > reach or head.stored.digest != stored.digest:
+            continue
         position = end if stored.states else min(end, most)  # a state belongs to the end only
-        has_tokens = position > start or bool(stored.states)
-        if kind == SNAPSHOT and start <= reach and has_tokens and 0 < position <= most:
-            candidates.append(Candidate(position, index, meta.listed))
+        if 0 < position <= most and (position > start or stored.states):
+            candidates.append(Candidate(position, index))
     if not stored.states and min(reach, most):
-        candidates.append(Candidate(min(reach, most), None, []))
+        candidates.append(Candidate(min(reach, most), None))
     return sorted(candidates, key=lambda each: each.position, reverse=True)
 
 

@@ -13,11 +13,12 @@ from .._common.local_path import local_folder
 from .._common.log import log
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html
+from ..errors import FormatError
 from ..kv._cache_spec import CacheSpec
 from ._caches import as_tokens, state_of
 from ._fingerprint import fingerprint
 from ._layout import StoredSpec
-from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta
+from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of
 from ._pending import PendingPuts
 from ._stops import Snapshots, checked_policy, positions
 from ._targets import Target, open_target
@@ -228,7 +229,11 @@ class PromptStore:
             base = _base(match, candidate)
             if base > limit:
                 continue
-            requests = _requests(match, target, candidate, good)
+            try:
+                requests = _requests(match, target, candidate, good, self._path)
+            except FormatError as error:
+                log("WARNING", "%s: the record is left out", error)
+                continue
             damage = run_requests(match._log_match, requests)
             if not damage:
                 return candidate.position
@@ -237,7 +242,7 @@ class PromptStore:
             limit = min([limit, *starts])
             good = max(good, min(base, limit))
             if starts and limit and not target.has_snapshots:
-                candidates.append(Candidate(limit, None, []))
+                candidates.append(Candidate(limit, None))
                 candidates.sort(key=lambda each: each.position, reverse=True)
         return 0
 
@@ -505,21 +510,25 @@ def _base(match: Match, candidate: Candidate) -> int:
     return match._log_match.records[candidate.record][1]
 
 
-def _requests(match: Match, target: Target, candidate: Candidate, good: int) -> list[Request]:
+def _requests(
+    match: Match, target: Target, candidate: Candidate, good: int, path: str
+) -> list[Request]:
     """Return the requests for the blocks from `good` on, and for the snapshot."""
     stored, base, position = match._stored, _base(match, candidate), candidate.position
+    record = candidate.record
     assert stored is not None
-    into = target.arrays_at(position, candidate.listed)
+    listed = [] if record is None else parts_of(match, record, path)
+    into = target.arrays_at(position, listed)
     requests: list[Request] = []
-    for record, start, stop in match._blocks:
+    for block, start, stop in match._blocks:
         if good <= start < base:
             end = min(stop, base)
-            requests += block_requests(stored, into, record, start, end, stop - start)
-    if candidate.record is not None:
-        record, tail = candidate.record, []
+            requests += block_requests(stored, into, block, start, end, stop - start)
+    if record is not None:
+        tail: list[Request] = []
         if base < position:
             size = match._log_match.records[record][2] - base
             tail = block_requests(stored, into, record, base, position, size)
         requests += tail
-        requests += state_requests(into, candidate.listed, record, position, len(tail))
+        requests += state_requests(into, listed, record, position, len(tail))
     return requests
