@@ -32,6 +32,7 @@ from ._store.name_globs import Names
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .._sharding.layout import Cuts
     from ._load import Loader
     from ._sections import Section
     from ._states.modules import StoredEntries
@@ -47,7 +48,7 @@ class _Ready(NamedTuple):
     section: Section
     filling: Any
     names: list[str]
-    cuts: Any
+    cuts: Cuts
     casts: dict[str, Any]  # targets of another dtype, by name
 
 
@@ -185,12 +186,12 @@ def _shape_of(
     return Layout(steps).shape(shape, index)
 
 
-def _cuts(loader: Loader, filling: Any, names: list[str]) -> Any:
+def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
     """Return how tensors are cut, for the core: one cut for all names, or a list by name."""
     if isinstance(filling, _ArrayTarget):
         return loader.request.cutting
     if loader.request.by_target:
-        return filling.cuts(names)
+        return filling.cuts(names)  # type: ignore[no-any-return]
     filling.whole()
     return loader.request.cutting
 

@@ -34,7 +34,9 @@ from ._store.manifest import Manifest
 from ._store.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from .._sharding.layout import Steps
+    from collections.abc import Callable, Mapping
+
+    from .._sharding.layout import Cutting
     from ._files.parts import Parts
     from ._folder.protocol import Folder
     from ._load import LoadedState, LoadRequest
@@ -201,7 +203,7 @@ def _refuse_options(where: WholePath, request: LoadRequest) -> None:
         )
 
 
-def _cut(name: str, array: Any, cutting: tuple[Steps | None, int, int], parameter: Any) -> Any:
+def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
     """Return a rank's part of a tensor as a new array; a state is cut as its parameter."""
     steps, index, world = cutting
     if not steps or not world:
@@ -221,7 +223,9 @@ def _cut(name: str, array: Any, cutting: tuple[Steps | None, int, int], paramete
     return part if part is array else part.copy()
 
 
-def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]]:
+def _sections(
+    where: WholePath, parts: Parts, rules: Mapping[str, str] | None
+) -> list[dict[str, Any]]:
     """Return the arrays of model and optimizer, renamed."""
     states = [parts.model, parts.optimizer]
     arrays = [{} if state is None else dict(state) for state in states]
@@ -342,7 +346,7 @@ def _files(path: str) -> dict[str, str]:
     return {name: os.path.join(path, name) for name in names if os.path.isfile(f"{path}/{name}")}
 
 
-def _damaged_entry(path: str, progress: Any) -> str | None:
+def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str | None:
     """Return the first entry of a zip file whose bytes do not match its CRC-32.
 
     Raises zipfile.BadZipFile if the list of entries is damaged. Entries that share bytes would take
@@ -363,7 +367,9 @@ def _damaged_entry(path: str, progress: Any) -> str | None:
     return None
 
 
-def verify_whole(where: WholePath, report: VerifyReport, progress: Any) -> None:
+def verify_whole(
+    where: WholePath, report: VerifyReport, progress: Callable[[int], object] | None
+) -> None:
     """Read all of it; `report.checksums` tells whether its bytes were compared with checksums."""
     from ._verify import Problem
 

@@ -83,6 +83,7 @@ OPTIONAL = {
     "rich",
     "shtab",
     "transformers",
+    "yaml",
 }
 ALLOWED = {"numpy"}
 

@@ -16,7 +16,7 @@ from ... import _core
 from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
-from .._remote.resumption import INDEX_FOLDER, find_uploaded
+from .._remote.interrupted_uploads import INDEX_FOLDER, find_uploaded
 from .names import MANIFEST, SECTIONS, group_by_part, root_of
 from .protocol import FileInfo, NewFiles, NoExclusion
 from .weight_names import weights_root
@@ -24,6 +24,7 @@ from .weight_names import weights_root
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from ..._sharding.layout import Cuts, Cutting
     from .._remote.object_store import ObjectInfo, ObjectStore, Tag
     from .._remote.options import StoreOptions
     from .._remote.root_claim import RootClaim
@@ -105,10 +106,6 @@ class ObjectFolder:
         return self.path == other.path
 
     # ---- objects ----
-
-    def open(self) -> None:
-        """Import the engine, which checks the options."""
-        _ = self.store
 
     def without_cache(self) -> ObjectFolder:
         """Return the folder, with nothing in memory."""
@@ -214,11 +211,11 @@ class ObjectFolder:
 
     # ---- writing objects ----
 
-    def claim(self, root: str, timeout: float | None = None) -> RootClaim:
-        """Return a writer's claim to a root; there is nothing to wait for."""
+    def claim(self, timeout: float | None = None) -> RootClaim:
+        """Return a writer's claim, which waits for nothing; the engine checks the options."""
         from .._remote.root_claim import RootClaim
 
-        return RootClaim(self.store, root)
+        return RootClaim(self.store, MANIFEST)
 
     def exclusive(self, timeout: float) -> NoExclusion:
         """Exclude no writer: stores have no locks."""
@@ -367,7 +364,7 @@ class ObjectFolder:
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cutting,
         verify: bool,
         mmap: bool,
         progress: Callable[[int], object] | None,
@@ -376,7 +373,7 @@ class ObjectFolder:
         from .range_load import LoadCall
 
         source = self.path, (), True
-        arrays = merged.load(source, section, keys, cuts, verify, mmap, progress)
+        arrays = merged.load(source, section, keys, cuts, verify, False, progress)
         call = LoadCall(merged, self.path, section, keys, cuts, arrays, verify, is_zeroed=True)
         self._fill(call, progress)
         return arrays
@@ -386,7 +383,7 @@ class ObjectFolder:
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cuts,
         targets: dict[str, Any],
         verify: bool,
         progress: Callable[[int], object] | None,
@@ -435,12 +432,12 @@ class ObjectFolder:
         return total, problems
 
     @contextmanager
-    def new_files(self, root: str, progress: Callable[[int], object] | None) -> Iterator[NewFiles]:
+    def new_files(self, progress: Callable[[int], object] | None) -> Iterator[NewFiles]:
         """Yield a local folder for new files, and upload these when the block ends.
 
         Objects that the same save has uploaded before an interruption, since the last change of
-        `root`, are copied in the store.
-        `progress` is called with 0 during the uploads, and may raise to stop.
+        the manifest, are copied in the store. `progress` is called with 0 during the uploads, and
+        may raise to stop.
         """
         folders = (*SECTIONS, INDEX_FOLDER)
         with self._scratch(folders) as local:
@@ -450,19 +447,20 @@ class ObjectFolder:
                 for folder in folders
                 for name in sorted(os.listdir(os.path.join(local, folder)))
             }
-            uploaded = find_uploaded(self.store, root, local, sizes)
+            store = self.store
+            uploaded = find_uploaded(store, MANIFEST, local, sizes)
             parts = max(1, self._options.max_concurrency // max(1, len(sizes)))
-
-            def put(path: str) -> None:
-                source = uploaded.get(path)
-                if source is None or not self.store.copy(source, path, sizes[path]):
-                    self.store.put_file(path, os.path.join(local, path), parts)
-
             # the index first: it describes the objects of an interrupted save
             indexes = [path for path in sizes if os.path.dirname(path) == INDEX_FOLDER]
             shards = [path for path in sizes if os.path.dirname(path) != INDEX_FOLDER]
             for paths in (indexes, shards):
-                self._run_tasks([partial(put, path) for path in paths], progress)
+                self._run_tasks(
+                    [
+                        partial(store.put_file, path, f"{local}/{path}", parts, uploaded.get(path))
+                        for path in paths
+                    ],
+                    progress,
+                )
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
                 raise store_error(OSError(errno.EIO, text), "cannot save", self.path)
