@@ -143,6 +143,22 @@ static bool is_valid(const mls_prompt_log *log, const unsigned char *data, size_
            checksum(data, bytes, log->crc) == mls_load_le32(data + TABLES - 4);
 }
 
+/* Only the newest segment changes: it may have been cut, and become long again. */
+static bool newest_is_there(mls_prompt_log *log)
+{
+    mls_prompt_file *file = NULL;
+    mls_status ignored;
+    if (log->segment_count == 0) {
+        return true;
+    }
+    mls_prompt_segment *newest = &log->segments[log->segment_count - 1];
+    const bool is_there =
+        mls_prompt_segment_hold(log, newest, &file, &ignored) == MLS_OK &&
+        mls_prompt_last_is_there(newest, file->fd);
+    mls_prompt_file_release(file);
+    return is_there;
+}
+
 /* A segment that is gone was compacted after the index was written, or deleted: its
  * records were copied, or are lost. One that is shorter makes the index useless. */
 static bool load_segments(mls_prompt_log *log, const unsigned char *at, size_t count)
@@ -171,7 +187,7 @@ static bool load_segments(mls_prompt_log *log, const unsigned char *at, size_t c
             return false;
         }
     }
-    return true;
+    return newest_is_there(log);
 }
 
 static mls_prompt_entry read_entry(const unsigned char *at)

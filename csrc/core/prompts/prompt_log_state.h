@@ -113,6 +113,15 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 unsigned char **bytes, mls_prompt_header *out,
                                 mls_status *st);
 
+/* Return the offset of the first valid header from `from` on, which is a multiple of the
+ * unit; 0 if there is none before `end`. */
+uint64_t mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
+                                  const mls_crc_kernels *crc);
+
+/* Return whether the last known record of a segment is where it was: a writer may have
+ * cut the file and appended others. */
+bool mls_prompt_last_is_there(const mls_prompt_segment *segment, int fd);
+
 /* Compare the payload of a record with its checksums, through `buffer` of `room` bytes.
  * MLS_E_CHECKSUM, MLS_E_IO, MLS_E_FORMAT, MLS_E_STOPPED. */
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,
@@ -123,11 +132,15 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
 
 /* ---- prompt_scan.c ---- */
 
-/* Read the whole log: index file, then the ends of the segments. */
+/* Read the whole log: index file, then the ends of the segments. A damaged header is
+ * skipped together with its record. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st);
 
 /* Read what other processes appended since. */
 mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st);
+
+/* Enter what follows a damaged header at the end of the newest segment. */
+mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st);
 
 /* Enter a record that is stored now. There is room in the index. */
 void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
@@ -214,7 +227,7 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
 mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *notes,
                                 size_t count, mls_status *st);
 
-/* Return the bytes of all files. */
+/* Return the bytes of all files but `used`, which is short. */
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log);
 
 /* Append the key of a used record to the file `used`; failures are ignored. */

@@ -1,4 +1,4 @@
-/* prompt_open: open, lock and close a log. */
+/* prompt_open: open and close a log. */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"
@@ -17,7 +17,7 @@
 #    include <sys/random.h>
 #endif
 
-enum { FOLDER_MODE = 0777, MODE = 0666, UNINDEXED = 256 };
+enum { FOLDER_MODE = 0777, MODE = 0666 };
 
 static const char letters[] = "mlsprmpt";
 
@@ -120,13 +120,30 @@ static mls_code create_store(const mls_prompt_log *log, mls_status *st)
 
 /* ---- open ---- */
 
+/* Make the name of a new folder durable. */
+static int sync_parent(int folder)
+{
+    const int parent = openat(folder, "..", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (parent < 0) {
+        return errno;
+    }
+    const int reason = mls_folder_sync(parent);
+    (void)close(parent);
+    return reason;
+}
+
 static mls_code open_folder(mls_prompt_log *log, bool create, mls_status *st)
 {
-    if (create && mkdir(log->path, FOLDER_MODE) != 0 && errno != EEXIST) {
+    const bool is_new = create && mkdir(log->path, FOLDER_MODE) == 0;
+    if (create && !is_new && errno != EEXIST) {
         return mls_fail_os(st, errno, "cannot create the folder");
     }
     log->folder = open(log->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    return log->folder >= 0 ? MLS_OK : mls_fail_os(st, errno, "cannot open the folder");
+    if (log->folder < 0) {
+        return mls_fail_os(st, errno, "cannot open the folder");
+    }
+    const int reason = is_new ? sync_parent(log->folder) : 0;
+    return reason == 0 ? MLS_OK : mls_fail_os(st, reason, "cannot sync the new folder");
 }
 
 /* Open `store`, for writing if that is permitted. */
@@ -236,162 +253,4 @@ void mls_prompt_log_free(mls_prompt_log *log)
     pthread_mutex_destroy(&log->writer);
     mls_free(log->path);
     mls_free(log);
-}
-
-/* ---- the writer ---- */
-
-/* Cut what a killed writer left after the last complete record. */
-static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
-{
-    char name[MLS_PROMPT_NAME];
-    struct stat info;
-    if (log->segment_count == 0) {
-        return MLS_OK;
-    }
-    const mls_prompt_segment *newest = &log->segments[log->segment_count - 1];
-    mls_prompt_segment_name(name, newest->number);
-    const int fd =
-        openat(log->folder, name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    int reason = fd < 0 || fstat(fd, &info) != 0 ? errno : 0;
-    if (reason == 0 && S_ISREG(info.st_mode) && (uint64_t)info.st_size > newest->bytes &&
-        ftruncate(fd, (off_t)newest->bytes) != 0) {
-        reason = errno;
-    }
-    if (fd >= 0) {
-        (void)close(fd);
-    }
-    return reason == 0 ? MLS_OK : mls_fail_os(st, reason, "cannot repair %s", name);
-}
-
-/* After a power failure the last put may have headers without their payload. All earlier
- * puts were synced. Such records are forgotten; the next put writes them again. */
-static mls_code check_last_put(mls_prompt_log *log, mls_status *st)
-{
-    mls_prompt_segment *segment = mls_prompt_segment_find(log, log->tail_segment);
-    mls_prompt_file *file = NULL;
-    enum { ROOM = 1 << 18 };
-    if (log->is_checked || segment == NULL) {
-        log->is_checked = true;
-        return MLS_OK;
-    }
-    unsigned char *buffer = mls_alloc(ROOM, 1);
-    mls_code code = buffer == NULL ? mls_fail(st, MLS_E_MEMORY, "no memory for a buffer")
-                                   : mls_prompt_segment_hold(log, segment, &file, st);
-    for (uint32_t i = 0; code == MLS_OK && i < log->index.count; i++) {
-        const mls_prompt_entry *entry = &log->index.entries[i];
-        const uint64_t offset = mls_prompt_entry_offset(entry);
-        unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
-        mls_prompt_header header;
-        mls_status damage;
-        if (entry->segment != segment->number || offset < log->tail_offset ||
-            (entry->flags & MLS_PROMPT_REMOVED) != 0) {
-            continue;
-        }
-        mls_code found = mls_prompt_header_read(file->fd, offset, segment->bytes - offset,
-                                                log->crc, room, &bytes, &header, &damage);
-        if (found == MLS_OK) {
-            found = mls_prompt_payload_check(file->fd, offset, &header, log->crc, buffer,
-                                             ROOM, NULL, &damage);
-        }
-        if (bytes != room) {
-            mls_free(bytes);
-        }
-        if (found != MLS_OK) {
-            mls_prompt_forget(log, i);
-        }
-    }
-    mls_prompt_file_release(file);
-    mls_free(buffer);
-    log->is_checked = code == MLS_OK;
-    return code;
-}
-
-/* Another process may have created a segment, and been killed before it stored the hint
- * for readers: so the folder is listed. */
-static mls_code prepare_writing(mls_prompt_log *log, mls_status *st)
-{
-    uint32_t *numbers = NULL;
-    size_t count = 0;
-    mls_code code = mls_prompt_follow(log, st);
-    if (code == MLS_OK) {
-        code = mls_prompt_segments_list(log, &numbers, &count, st);
-    }
-    if (code == MLS_OK && count > 0 && numbers[count - 1] > log->highest) {
-        code = mls_prompt_load(log, st);
-    }
-    for (size_t i = 0; code == MLS_OK && i < count && numbers[i] < log->highest; i++) {
-        if (mls_prompt_segment_find(log, numbers[i]) == NULL) {
-            mls_prompt_segment_remove_stray(log, numbers[i]);
-        }
-    }
-    mls_free(numbers);
-    if (code == MLS_OK) {
-        code = cut_newest(log, st);
-    }
-    return code == MLS_OK ? check_last_put(log, st) : code;
-}
-
-/* File systems without locks have one writer only if the user takes care of it. */
-static int lock_store(mls_prompt_log *log)
-{
-    if (flock(log->store, LOCK_EX | LOCK_NB) == 0) {
-        log->is_locked = true;
-        return 0;
-    }
-    return errno == ENOLCK || errno == ENOTSUP || errno == EINVAL || errno == ENOSYS
-               ? 0
-               : errno;
-}
-
-mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
-{
-    mls_prompt_enter_state(log); /* also in the child of a fork */
-    mls_prompt_leave_state(log);
-    *busy = false;
-    if (log->refused != 0) {
-        return mls_fail_os(st, log->refused, "the prompt store can only be read");
-    }
-    if (pthread_mutex_trylock(&log->writer) != 0) {
-        *busy = true;
-        return MLS_OK;
-    }
-    const int reason = lock_store(log);
-    if (reason != 0) {
-        pthread_mutex_unlock(&log->writer);
-        *busy = reason == EWOULDBLOCK || reason == EINTR;
-        return *busy ? MLS_OK : mls_fail_os(st, reason, "cannot lock the prompt store");
-    }
-    mls_prompt_enter_state(log);
-    const mls_code code = prepare_writing(log, st);
-    log->is_writing = true;
-    mls_prompt_leave_state(log);
-    if (code != MLS_OK) {
-        mls_prompt_unlock(log);
-    }
-    return code;
-}
-
-void mls_prompt_unlock(mls_prompt_log *log)
-{
-    mls_prompt_enter_state(log);
-    log->is_writing = false;
-    mls_prompt_leave_state(log);
-    if (log->is_locked) {
-        log->is_locked = false;
-        (void)flock(log->store, LOCK_UN);
-    }
-    pthread_mutex_unlock(&log->writer);
-}
-
-void mls_prompt_log_save_index(mls_prompt_log *log)
-{
-    bool busy = false;
-    mls_status ignored;
-    if (log->unindexed >= UNINDEXED && mls_prompt_lock(log, &busy, &ignored) == MLS_OK &&
-        !busy) {
-        mls_prompt_enter_state(log);
-        (void)mls_prompt_index_save(log, &ignored);
-        mls_prompt_leave_state(log);
-        mls_prompt_unlock(log);
-    }
 }

@@ -223,10 +223,11 @@ static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
     *next = choose_batch(w, first, limit, &bytes);
     keep_chain(w, true);
     mls_prompt_leave_state(w->log);
-    mls_code code = bytes == 0
-                        ? MLS_OK
-                        : mls_prompt_make_room(w->log, bytes + MLS_PROMPT_FILE_HEAD,
-                                               w->max_bytes, &fits, st);
+    /* with a new segment, and the entries in the index file */
+    const uint64_t more = 2 * MLS_PROMPT_FILE_HEAD + MLS_PROMPT_UNIT * (*next - first);
+    mls_code code =
+        bytes == 0 ? MLS_OK
+                   : mls_prompt_make_room(w->log, bytes + more, w->max_bytes, &fits, st);
     mls_prompt_enter_state(w->log);
     keep_chain(w, false);
     mls_prompt_leave_state(w->log);

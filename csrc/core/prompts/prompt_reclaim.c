@@ -101,10 +101,10 @@ static void merge_uses(mls_prompt_log *log)
 
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
 {
-    const uint64_t index =
-        88 + 24 * (uint64_t)log->segment_count + 44 * (uint64_t)log->index.count;
-    uint64_t bytes = MLS_PROMPT_FILE_HEAD + used_bytes(log) +
-                     (index > log->index_bytes ? index : log->index_bytes);
+    const uint64_t entries = log->index.count - log->index.removed;
+    const uint64_t index = 88 + 24 * (uint64_t)log->segment_count + 44 * entries;
+    uint64_t bytes =
+        MLS_PROMPT_FILE_HEAD + (index > log->index_bytes ? index : log->index_bytes);
     for (size_t i = 0; i < log->segment_count; i++) {
         bytes += log->segments[i].bytes;
     }
@@ -202,21 +202,22 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
     unsigned char room[MLS_PROMPT_HEAD_READ], *bytes;
     mls_prompt_header header;
     mls_status end;
-    for (uint64_t at = MLS_PROMPT_FILE_HEAD; code == MLS_OK && at < length;
-         at += header.record_bytes) {
-        bytes = room;
-        if (mls_prompt_header_read(file->fd, at, length - at, append->log->crc, room,
-                                   &bytes, &header, &end) != MLS_OK) {
-            break; /* a damaged header: the notes behind it are lost */
-        }
-        for (size_t i = 0; header.type == MLS_PROMPT_NOTES && code == MLS_OK &&
-                           i + MLS_PROMPT_NOTE <= header.meta_bytes;
+    for (uint64_t at = MLS_PROMPT_FILE_HEAD; code == MLS_OK && at < length;) {
+        const mls_code result = mls_prompt_header_read(
+            file->fd, at, length - at, append->log->crc, room, &bytes, &header, &end);
+        const bool has_notes = result == MLS_OK && header.type == MLS_PROMPT_NOTES;
+        for (size_t i = 0;
+             has_notes && code == MLS_OK && i + MLS_PROMPT_NOTE <= header.meta_bytes;
              i += MLS_PROMPT_NOTE) {
             code = move_note(append, mls_prompt_note_read(header.meta + i), segment, st);
         }
         if (bytes != room) {
             mls_free(bytes);
         }
+        at = result == MLS_OK ? at + header.record_bytes
+                              : mls_prompt_header_search(file->fd, at + MLS_PROMPT_UNIT,
+                                                         length, append->log->crc);
+        at = at == 0 ? length : at;
     }
     return code;
 }
@@ -322,6 +323,8 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
     }
     if (code == MLS_OK && log->unindexed > UNINDEXED + log->index.count / 4) {
         code = mls_prompt_index_save(log, st);
+    } else if (code == MLS_OK && log->index.removed > UNINDEXED + log->index.count / 2) {
+        code = mls_prompt_index_pack(&log->index, st);
     }
     mls_prompt_leave_state(log);
     return code;

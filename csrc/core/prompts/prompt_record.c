@@ -229,6 +229,11 @@ void mls_prompt_header_copy(mls_prompt_header *header, const unsigned char *byte
     mls_store_le32(out + 4, header->crc);
 }
 
+bool mls_prompt_header_begins(const unsigned char *data)
+{
+    return mls_load_le32(data) == MAGIC;
+}
+
 /* Read the fields at fixed places, and the places of the others. */
 static void read_fields(const unsigned char *data, mls_prompt_header *out)
 {

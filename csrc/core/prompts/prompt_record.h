@@ -122,6 +122,9 @@ mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64
                                  const mls_crc_kernels *crc, mls_prompt_header *out,
                                  mls_status *st);
 
+/* Return whether four bytes are the magic number of a header. */
+bool mls_prompt_header_begins(const unsigned char *data);
+
 /* Copy the bytes of a header to `out` with the fields `put` and `flags` of `header`, and
  * set its `crc`. */
 void mls_prompt_header_copy(mls_prompt_header *header, const unsigned char *bytes,

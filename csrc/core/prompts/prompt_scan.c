@@ -151,8 +151,10 @@ static mls_code scan_window(mls_prompt_log *log, mls_prompt_segment *segment, in
     return MLS_OK;
 }
 
+/* With `skips`, the scan continues behind damaged headers. Without, it ends there: at the
+ * end of the newest segment that is usually a record that is being written. */
 static mls_code scan_records(mls_prompt_log *log, mls_prompt_segment *segment, int fd,
-                             uint64_t length, mls_status *st)
+                             uint64_t length, bool skips, mls_status *st)
 {
     unsigned char window[WINDOW];
     bool done = false;
@@ -168,25 +170,23 @@ static mls_code scan_records(mls_prompt_log *log, mls_prompt_segment *segment, i
         if (code == MLS_OK) {
             code = scan_window(log, segment, fd, length, window, bytes, &done, st);
         }
+        const uint64_t next =
+            code == MLS_OK && done && skips
+                ? mls_prompt_header_search(fd, segment->bytes + MLS_PROMPT_UNIT, length,
+                                           log->crc)
+                : 0;
+        if (next > 0) {
+            segment->bytes = next;
+            done = false;
+        }
     }
     return code;
 }
 
-/* Whether the last known record is where it was: a writer may have cut the file and
- * appended others. */
-static bool last_is_there(const mls_prompt_segment *segment, int fd)
-{
-    unsigned char bytes[4];
-    mls_status ignored;
-    return segment->last == 0 ||
-           (mls_file_read_at(fd, bytes, sizeof bytes, segment->last + 4, &ignored) ==
-                MLS_OK &&
-            mls_load_le32(bytes) == segment->last_crc);
-}
-
 /* Enter what was appended to the newest segment. `*changed`: the log must be read anew.
  */
-static mls_code scan_newest(mls_prompt_log *log, bool *changed, mls_status *st)
+static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
+                            mls_status *st)
 {
     mls_prompt_segment *segment = &log->segments[log->segment_count - 1];
     mls_prompt_file *file = NULL;
@@ -201,9 +201,10 @@ static mls_code scan_newest(mls_prompt_log *log, bool *changed, mls_status *st)
     } else if (info.st_nlink == 0 || (uint64_t)info.st_size < segment->bytes) {
         *changed = true;
     } else if ((uint64_t)info.st_size > segment->bytes) {
-        *changed = !last_is_there(segment, file->fd);
+        *changed = !mls_prompt_last_is_there(segment, file->fd);
         if (!*changed) {
-            code = scan_records(log, segment, file->fd, (uint64_t)info.st_size, st);
+            code =
+                scan_records(log, segment, file->fd, (uint64_t)info.st_size, skips, st);
         }
     }
     mls_prompt_file_release(file);
@@ -227,7 +228,7 @@ static mls_code scan_new_segment(mls_prompt_log *log, uint32_t number, mls_statu
     mls_prompt_file_release(file);
     if (code == MLS_OK) {
         log->highest = number;
-        return scan_newest(log, &changed, st);
+        return scan_newest(log, true, &changed, st);
     }
     mls_prompt_segment_forget(log, number);
     const bool is_known =
@@ -244,7 +245,7 @@ static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
     bool changed = false;
     mls_code code = mls_prompt_segments_list(log, &numbers, &count, st);
     if (code == MLS_OK && log->segment_count > 0) {
-        code = scan_newest(log, &changed, st);
+        code = scan_newest(log, true, &changed, st);
     }
     const uint32_t newest =
         log->segment_count > 0 ? log->segments[log->segment_count - 1].number : 0;
@@ -256,6 +257,12 @@ static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
     mls_free(numbers);
     log->is_stale = log->is_stale || changed;
     return code;
+}
+
+mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st)
+{
+    bool changed = false;
+    return log->segment_count > 0 ? scan_newest(log, true, &changed, st) : MLS_OK;
 }
 
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st)
@@ -292,7 +299,7 @@ mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st)
         code = scan_folder(log, st);
         changed = log->is_stale;
     } else if (!changed && log->segment_count > 0) {
-        code = scan_newest(log, &changed, st);
+        code = scan_newest(log, false, &changed, st);
     }
     return changed ? mls_prompt_load(log, st) : code;
 }

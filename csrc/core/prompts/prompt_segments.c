@@ -143,13 +143,28 @@ static void close_older(mls_prompt_log *log)
     }
 }
 
-/* The file must belong to this log: a copied file could have the place of another. */
+/* A copy of another segment is refused. A damaged head is not: the records have checksums
+ * of their own, and keys that only this store can make. */
+static mls_code check_head(const mls_prompt_log *log, int fd, uint32_t number,
+                           mls_status *st)
+{
+    unsigned char bytes[MLS_PROMPT_FILE_HEAD];
+    mls_prompt_head head;
+    mls_code code = mls_file_read_at(fd, bytes, sizeof bytes, 0, st);
+    if (code == MLS_OK) {
+        code = mls_prompt_head_parse(bytes, letters, log->crc, &head, st);
+    }
+    if (code == MLS_OK &&
+        (head.number != number || memcmp(head.id, log->id, sizeof head.id) != 0)) {
+        return mls_fail(st, MLS_E_FORMAT, "the segment belongs to another place");
+    }
+    return code == MLS_E_FORMAT ? MLS_OK : code;
+}
+
 static mls_code open_file(const mls_prompt_log *log, uint32_t number, int *out,
                           mls_status *st)
 {
     char name[MLS_PROMPT_NAME];
-    unsigned char bytes[MLS_PROMPT_FILE_HEAD];
-    mls_prompt_head head;
     uint64_t length;
     int fd = -1;
     mls_code code = mls_file_open_at(log->folder, mls_prompt_segment_name(name, number),
@@ -157,14 +172,7 @@ static mls_code open_file(const mls_prompt_log *log, uint32_t number, int *out,
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_file_read_at(fd, bytes, sizeof bytes, 0, st);
-    if (code == MLS_OK) {
-        code = mls_prompt_head_parse(bytes, letters, log->crc, &head, st);
-    }
-    if (code == MLS_OK &&
-        (head.number != number || memcmp(head.id, log->id, sizeof head.id) != 0)) {
-        code = mls_fail(st, MLS_E_FORMAT, "the segment belongs to another store");
-    }
+    code = check_head(log, fd, number, st);
     if (code != MLS_OK) {
         (void)close(fd);
         return code;

@@ -4,6 +4,8 @@
 #include "base/memory.h"
 #include "io/file.h"
 
+enum { WINDOW = 64 << 10 }; /* bytes that a search reads at once */
+
 /* ---- headers ---- */
 
 /* Most headers fit into the first read. */
@@ -43,6 +45,38 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
     return MLS_OK;
 }
 
+/* ---- after damage ---- */
+
+/* Records start at multiples of the unit. Most places fail the comparison of the magic
+ * number, which the parser makes first. */
+uint64_t mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
+                                  const mls_crc_kernels *crc)
+{
+    unsigned char room[MLS_PROMPT_HEAD_READ], window[WINDOW], *bytes;
+    mls_prompt_header header;
+    mls_status ignored;
+    for (uint64_t at = from; at < end && end - at >= MLS_PROMPT_FIXED; at += WINDOW) {
+        const size_t step = end - at < WINDOW ? (size_t)(end - at) : WINDOW;
+        if (mls_file_read_at(fd, window, step, at, &ignored) != MLS_OK) {
+            return 0;
+        }
+        for (size_t i = 0; i + MLS_PROMPT_UNIT <= step; i += MLS_PROMPT_UNIT) {
+            if (!mls_prompt_header_begins(window + i)) {
+                continue;
+            }
+            const mls_code code = mls_prompt_header_read(fd, at + i, end - at - i, crc,
+                                                         room, &bytes, &header, &ignored);
+            if (bytes != room) {
+                mls_free(bytes);
+            }
+            if (code == MLS_OK) {
+                return at + i;
+            }
+        }
+    }
+    return 0;
+}
+
 /* ---- one payload ---- */
 
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,
@@ -74,4 +108,16 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
         offset += part.bytes;
     }
     return MLS_OK;
+}
+
+/* ---- the last record ---- */
+
+bool mls_prompt_last_is_there(const mls_prompt_segment *segment, int fd)
+{
+    unsigned char bytes[4];
+    mls_status ignored;
+    return segment->last == 0 ||
+           (mls_file_read_at(fd, bytes, sizeof bytes, segment->last + 4, &ignored) ==
+                MLS_OK &&
+            mls_load_le32(bytes) == segment->last_crc);
 }
