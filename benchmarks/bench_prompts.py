@@ -44,9 +44,7 @@ class Appender:
         """Store one block of a prompt that no other block begins with."""
         self.tokens += 1
         tokens = np.full(BLOCK, self.tokens, np.uint32)
-        done = self.log.put(
-            FINGERPRINT, tokens, BLOCK, [(0, BLOCK, b"", self.parts)], None, 60.0
-        )
+        done = self.log.put(FINGERPRINT, tokens, BLOCK, [(0, BLOCK, b"", self.parts)], None, 60.0)
         assert done == [1]
 
     def append_raw(self) -> None:
