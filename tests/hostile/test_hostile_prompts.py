@@ -14,6 +14,7 @@ from toy_caches import (
     check_every_match,
     empty_state,
     prefill,
+    spec_of,
     store_at,
 )
 
@@ -76,18 +77,17 @@ def test_mutated_files_give_fewer_tokens_and_no_wrong_ones(stored, tmp_path, see
         pass  # the head of the store is damaged
 
 
+GOOD = pack_meta(StoredSpec(FULL), "m", [])
 HEADS = {
     "no head": b"",
-    "another digest": StoredSpec(HYBRID).digest + pack_meta(StoredSpec(FULL), "m", [])[8:],
-    "no JSON": pack_meta(StoredSpec(FULL), "m", []).replace(b"{", b"["),
-    "a long head": pack_meta(StoredSpec(FULL), "m", [])[:8] + b"\xff" * 40,
-    "another name": pack_meta(StoredSpec(FULL), "m", []).replace(b"keys", b"kezs"),
-    "huge shapes": pack_meta(StoredSpec(FULL), "m", []).replace(
-        b"[1,2,4]", b"[1,2,40000000000000]"
-    ),
-    "negative shapes": pack_meta(StoredSpec(FULL), "m", []).replace(b"[1,2,4]", b"[1,2,-4]"),
-    "texts as shapes": pack_meta(StoredSpec(FULL), "m", []).replace(b"[1,2,4]", b'["a"]'),
-    "deep": pack_meta(StoredSpec(FULL), "m", []).replace(b"[1,2,4]", b"[" * 5000 + b"]" * 5000),
+    "another digest": StoredSpec(HYBRID).digest + GOOD[8:],
+    "no JSON": GOOD.replace(b"{", b"["),
+    "a long head": GOOD[:8] + b"\xff" * 40,
+    "another name": GOOD.replace(b"keys", b"kezs"),
+    "huge shapes": GOOD.replace(b"[1,2,4]", b"[1,2,40000000000000]"),
+    "negative shapes": GOOD.replace(b"[1,2,4]", b"[1,2,-4]"),
+    "texts as shapes": GOOD.replace(b"[1,2,4]", b'["a"]'),
+    "deep": GOOD.replace(b"[1,2,4]", b"[" * 5000 + b"]" * 5000),
 }
 
 
@@ -118,8 +118,6 @@ PARTS = {
 
 @pytest.mark.parametrize("listed", PARTS.values(), ids=PARTS)
 def test_a_crafted_description_of_a_snapshot_is_a_miss(tmp_path, listed):
-    from toy_caches import spec_of
-
     spec = spec_of("recurrent")
     with store_at(tmp_path) as store:
         log = _core.PromptLog(str(tmp_path / "store"), False)
@@ -137,7 +135,7 @@ def test_folders_that_are_no_store_are_refused(tmp_path):
     for name in ("file", "other"):
         with pytest.raises((FormatError, StoreError)):
             PromptStore(tmp_path / name, model=MODEL)
-    assert os.listdir(tmp_path / "other") == ["file"]
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
