@@ -10,7 +10,7 @@ import numpy as np
 from .._common.arrays import is_torch
 from .._common.dtypes import numpy_dtype
 from ..kv import KVState, RollingKVState
-from ..kv._arguments import tokens_error
+from ..kv._arguments import incompatible, tokens_error
 from ..kv._axis import with_length
 from ..kv._cache_spec import CacheEntry, CacheSpec
 from ..kv._cache_state import CacheState
@@ -79,6 +79,7 @@ class EngineTarget:
         self, cache: Any, engine: ModuleType, stored: StoredSpec | None, length: int
     ) -> None:
         self.cache, self.engine = cache, engine
+        _check_can_be_emptied(cache)
         self.entries = () if stored is None else stored.entries
         self.blocks = () if stored is None else stored.blocks
         self.has_snapshots = len(self.entries) > len(self.blocks)
@@ -104,9 +105,8 @@ class EngineTarget:
     def finish(self, length: int) -> None:
         """Bring the tokens into the cache; without any, empty it."""
         if length == 0:
-            reset = getattr(self.cache, "reset", None)
-            if reset is not None:
-                reset()
+            if hasattr(self.cache, "reset"):
+                self.cache.reset()
             return
         into = self.states if self.has_snapshots else self.into
         arrays, entries = {}, []
@@ -153,6 +153,14 @@ def _check_room(entry: CacheEntry, length: int) -> None:
     if size is None or length <= size or (entry.window is not None and entry.window <= size):
         return
     raise tokens_error(length, size, "restore into a cache with more positions", entry.name)
+
+
+def _check_can_be_emptied(cache: Any) -> None:
+    """Raise if nothing could remove the tokens of a cache when none are restored."""
+    layers = cache if isinstance(cache, list | tuple) else []
+    if not all(layer.empty() for layer in layers):
+        text = "the cache has tokens, and mlx-lm cannot empty it: pass one of make_prompt_cache"
+        raise incompatible(text, None, "an empty cache", "a cache with tokens")
 
 
 def _first(axis: int, count: int) -> tuple[slice, ...]:
