@@ -182,7 +182,7 @@ class PromptStore:
         most = len(ids) if full else max(len(ids) - 1, 0)
         return make_match(log_match, ids, self._path, most, self._stored)
 
-    def restore(self, match: Match, *, into: Any) -> int:
+    def restore(self, match: Match, *, into: Any, device: Any = None) -> int:
         """Bring the tokens of a match into a cache.
 
         Parameters
@@ -192,6 +192,9 @@ class PromptStore:
         into : CacheState, KVState, RollingKVState, ndarray, torch.Tensor or cache of an engine
             The cache to fill. Its tokens are replaced. Arrays are written in place; a cache of
             transformers or mlx-lm takes new arrays, see their `to_cache`.
+        device : torch.device or str, optional
+            Of the new tensors of a cache of transformers, such as "cuda". Default: the CPU. Layers
+            of `into` that have static tensors keep them.
 
         Returns
         -------
@@ -210,11 +213,11 @@ class PromptStore:
         StoreError
             A file cannot be read. A cache that is written in place has no token then.
         TypeError
-            `match` or `into` has another type.
+            `match` or `into` has another type, or `device` does not belong to `into`.
         """
         if not isinstance(match, Match):
             raise TypeError(f"match must be a Match, got {type(match).__name__}")
-        target = open_target(into, match._stored, match.length, self._spec)
+        target = open_target(into, match._stored, match.length, self._spec, device)
         target.begin()
         position = self._read(match, target) if match._stored is not None else 0
         target.finish(position)

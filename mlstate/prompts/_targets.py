@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.arrays import is_torch
+from .._common.backend import TensorBackend, backend_named
 from .._common.dtypes import numpy_dtype
 from ..kv import KVState, RollingKVState
 from ..kv._arguments import incompatible, tokens_error
@@ -76,9 +77,15 @@ class EngineTarget:
     """A cache of an engine: it takes new arrays after all of them are read."""
 
     def __init__(
-        self, cache: Any, engine: ModuleType, stored: StoredSpec | None, length: int
+        self,
+        cache: Any,
+        engine: ModuleType,
+        stored: StoredSpec | None,
+        length: int,
+        device: Any,
     ) -> None:
         self.cache, self.engine = cache, engine
+        self.device = device
         _check_can_be_emptied(cache)
         self.entries = () if stored is None else stored.entries
         self.blocks = () if stored is None else stored.blocks
@@ -119,6 +126,7 @@ class EngineTarget:
                 axis = entry.seq_axis
                 array = into.arrays[name]
                 arrays[name] = array if axis is None else array[_first(axis, shape[axis])]
+        arrays = _on_device(arrays, self.device)
         self.engine.to_cache(CacheState(CacheSpec(entries), arrays, length), into=self.cache)
 
 
@@ -126,9 +134,12 @@ Target = StateTarget | EngineTarget
 
 
 def open_target(
-    cache: Any, stored: StoredSpec | None, length: int, spec: CacheSpec | None
+    cache: Any, stored: StoredSpec | None, length: int, spec: CacheSpec | None, device: Any
 ) -> Target:
     """Return the target for a cache that `length` tokens are restored into, after all checks."""
+    engine = engine_of(cache)
+    if device is not None and getattr(engine, "__name__", "").rpartition(".")[2] != "transformers":
+        raise TypeError("device= is for caches of transformers: other arrays are written in place")
     if isinstance(cache, CacheState):
         return StateTarget(cache, stored, length)
     if isinstance(cache, RollingKVState):
@@ -139,13 +150,21 @@ def open_target(
         return StateTarget(state_of_array(cache, 0, spec), stored, length)
     if isinstance(cache, np.ndarray) or is_torch(cache):
         return StateTarget(state_of_array(cache, 0, spec), stored, length)
-    engine = engine_of(cache)
     if engine is None:
         raise TypeError(
             "into must be a CacheState, KVState, RollingKVState, array, or a cache of "
             f"transformers or mlx-lm, got {type(cache).__name__}"
         )
-    return EngineTarget(cache, engine, stored, length)
+    return EngineTarget(cache, engine, stored, length, device)
+
+
+def _on_device(arrays: dict[str, Any], device: Any) -> dict[str, Any]:
+    """Return the arrays, or tensors on a device of torch."""
+    if device is None:
+        return arrays
+    backend = backend_named("torch", TensorBackend)
+    tensors = backend.tensors_of(arrays)
+    return {name: tensor.to(backend.device_of(device)) for name, tensor in tensors.items()}
 
 
 def _check_room(entry: CacheEntry, length: int) -> None:

@@ -185,3 +185,19 @@ def test_tokens_that_the_model_has_not_seen_are_refused(model, tmp_path, dtype, 
         with pytest.raises(CompatibilityError, match=r"generate\(\) returns one"):
             store.put(output, cache)
         assert store.put(output[:, :-1], cache) == 24
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_the_tensors_are_on_the_device_that_the_caller_names(model, tmp_path, dtype, name):
+    with store_at(tmp_path) as store:
+        store.put(TOKENS[:, :70], _prefilled(model, 70))
+        cache = DynamicCache(config=model.config)
+        with store.match(TOKENS) as match:
+            assert store.restore(match, into=cache, device="meta") == 70
+        tensors = from_cache(cache).arrays.values()
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+        with store.match(TOKENS) as match, pytest.raises(TypeError, match="device= is for"):
+            store.restore(match, into=from_cache(cache), device="meta")
+        with store.match(TOKENS) as match, pytest.raises(ValueError, match="nowhere"):
+            store.restore(match, into=cache, device="nowhere")
