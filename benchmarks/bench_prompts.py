@@ -6,6 +6,7 @@ for temporary files (TMPDIR).
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -91,8 +92,8 @@ def read_raw(file: int, offset: int, targets: list[np.ndarray]) -> None:
         offset += done
 
 
-def restoring(report: Report, folder: Path, repeats: int) -> None:
-    """Time the restore of 2,048 tokens into existing arrays."""
+def stored_prompt(folder: Path) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """Store 2,048 tokens; return functions that restore them, and read the raw bytes."""
     appender = Appender(folder, PromptLog(folder / "restored", True))
     tokens = np.arange(BLOCKS * BLOCK, dtype=np.uint32)
     for block in range(BLOCKS):
@@ -112,8 +113,14 @@ def restoring(report: Report, folder: Path, repeats: int) -> None:
         mlstate.set_num_threads(threads)
         assert match.read(requests) == []
 
+    return restore, partial(read_raw, appender.raw, 0, flat)
+
+
+def restoring(report: Report, folder: Path, repeats: int) -> None:
+    """Time the restore of 2,048 tokens into existing arrays."""
+    restore, read = stored_prompt(folder)
     candidates = [
-        Candidate("pread, 1 thread", partial(read_raw, appender.raw, 0, flat), limit=True),
+        Candidate("pread, 1 thread", read, limit=True),
         Candidate("read, verified, 1 thread", partial(restore, 1)),
         Candidate("read, verified, 2 threads", partial(restore, 2)),
     ]
@@ -140,10 +147,39 @@ def looking_up(report: Report, folder: Path, repeats: int) -> None:
     report.table("open the same store", measure([opening], repeats))
 
 
+def write_beside(folder: Path, ours: bool) -> None:
+    """Append blocks until this process is terminated."""
+    appender = Appender(folder, PromptLog(folder / "written", True))
+    while True:
+        (appender.append if ours else appender.append_raw)()
+        if os.fstat(appender.raw).st_size > 1 << 30 or appender.log.stats()["disk_bytes"] > 1 << 30:
+            os.ftruncate(appender.raw, 0)
+            appender.raw_end = 0
+            appender.log.prune(0, 60.0)
+
+
+def beside_a_writer(report: Report, folder: Path, repeats: int) -> None:
+    """Time a restore while another process appends: our writer, and a raw one."""
+    reader, *_ = stored_prompt(folder)
+    rows = []
+    for turn in range(2):
+        for ours, name in ((False, "read beside a raw writer"), (True, "read beside our writer")):
+            writer = multiprocessing.get_context("spawn").Process(
+                target=write_beside, args=(folder, ours), daemon=True
+            )
+            writer.start()
+            candidate = Candidate(f"{name}, turn {turn + 1}", partial(reader, 1))
+            rows += measure([candidate], repeats)
+            writer.terminate()
+            writer.join()
+    report.table("restore 224 MiB while another process appends", rows, note="at most 1.1 of raw")
+
+
 PARTS_OF_REPORT: dict[str, Callable[[Report, Path, int], None]] = {
     "append": appending,
     "restore": restoring,
     "match": looking_up,
+    "beside": beside_a_writer,
 }
 
 

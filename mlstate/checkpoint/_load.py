@@ -19,7 +19,7 @@ from .._common.backend import TensorBackend, is_module, torch_backend
 from .._common.converted import converted, is_converted
 from .._common.dtypes import FLOATS, dtype_name, numpy_dtype
 from .._common.text import names_hint
-from .._sharding.layout import Layout, steps_of
+from .._sharding.layout import Cuts, Cutting, Layout, steps_of
 from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from .. import _core
-    from .._sharding.layout import Cuts, Cutting
     from ..collectives import ProcessGroup
     from ..state import ModelStateDict, OptimizerStateDict
     from ._load_targets import Prepared
@@ -717,8 +716,7 @@ def load(
     names = None if options["names"] is None else listed_names(options["names"])
     if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
-    if not verify:
-        files = CheckpointFiles(files.folder, checked=False)
+    files = files if verify else CheckpointFiles(files.folder, checked=False)
     if not isinstance(missing, str) or missing not in MISSING:
         raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
     options["device"] = _checked_device(options["device"], mmap=mmap)

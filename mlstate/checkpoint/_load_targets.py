@@ -16,7 +16,7 @@ from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
-from .._sharding.layout import Layout, Steps
+from .._sharding.layout import Cuts, Layout, Steps
 from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, join, rename_hint
 from ..state._load_into import load_into
@@ -32,7 +32,6 @@ from ._store.name_globs import Names
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .._sharding.layout import Cuts
     from ._load import Loader
     from ._sections import Section
     from ._states.modules import StoredEntries

@@ -17,7 +17,7 @@ from .. import _core
 from .._common.backend import TensorBackend, is_optimizer, torch_backend
 from .._common.dtypes import name_of
 from .._common.regular_file import open_regular
-from .._sharding.layout import Layout
+from .._sharding.layout import Cutting, Layout
 from ..errors import CompatibilityError, FormatError, MLStateError, StoreError
 from ..state._kind import KEY, kind_of
 from ..state._load_into import load_into
@@ -34,9 +34,8 @@ from ._store.manifest import Manifest
 from ._store.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from .._sharding.layout import Cutting
     from ._files.parts import Parts
     from ._folder.protocol import Folder
     from ._load import LoadedState, LoadRequest
@@ -223,9 +222,7 @@ def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
     return part if part is array else part.copy()
 
 
-def _sections(
-    where: WholePath, parts: Parts, rules: Mapping[str, str] | None
-) -> list[dict[str, Any]]:
+def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]]:
     """Return the arrays of model and optimizer, renamed."""
     states = [parts.model, parts.optimizer]
     arrays = [{} if state is None else dict(state) for state in states]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._common.arguments import check_flags, check_int
-from .._sharding.layout import Layout, Shard, steps_of
+from .._sharding.layout import Cutting, Layout, Shard, Steps, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
 from ._folder.names import SECTIONS
@@ -21,7 +21,7 @@ from ._verify import verify_files
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from .._sharding.layout import Cutting, Steps
+    from ._options import SaveOptions
     from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
@@ -240,19 +240,15 @@ def reshard(
             return section_shards[0], section_shards[1], section_shards[2]
 
         records = [TensorRecord(*record) for record in merged.tensors()]
-        sparse = any(record.sparse_shards for record in records)
-        compress = next((record.codec for record in records if record.codec), None)
+        options: SaveOptions = {
+            "pack_below_bytes": pack_below_bytes,
+            "sparse": any(record.sparse_shards for record in records),
+            "compress": next((record.codec for record in records if record.codec), None),
+            "lock_timeout": lock_timeout,
+        }
         saved = check_target(
             SaveFolder(new.path, replace_steps=overwrite, content=content),
-            complete_save_options(
-                reshard,
-                {
-                    "pack_below_bytes": pack_below_bytes,
-                    "sparse": sparse,
-                    "compress": compress,
-                    "lock_timeout": lock_timeout,
-                },
-            ),
+            complete_save_options(reshard, options),
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 

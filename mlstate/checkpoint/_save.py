@@ -111,7 +111,11 @@ def check_target(
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check where to save; `options` has all keywords, as `complete_save_options` returns them."""
+    """Check the arguments and return where to save; the claim is not acquired yet.
+
+    `path` may be a `SaveFolder`, of a manager. `options` has all keywords, as
+    `complete_save_options` returns them.
+    """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "the path of a checkpoint must be a str or os.PathLike, got "

@@ -1,4 +1,4 @@
-"""Read the states that a Core ML model declares; public through `mlstate.coreml`."""
+"""States of a Core ML model as StateSpecs: their checks, and what accepts each source."""
 
 from __future__ import annotations
 

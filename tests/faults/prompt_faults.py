@@ -96,29 +96,29 @@ class History:
         elif name == "prune":
             log.prune(self.budget, 5.0)
         else:
-            found = match(log, tokens)
-            wrong = wrong_records(found, tokens)[1]
+            result = match(log, tokens)
+            wrong = wrong_records(result, tokens)[1]
             if wrong:
                 raise AssertionError(wrong)
-            numbers = range(len(found.records))
+            numbers = range(len(result.records))
             if name == "drop":
                 numbers = [end % len(numbers)] if numbers else []
             if name != "match":
-                log.mark(found, numbers, name, 5.0)
+                log.mark(result, numbers, name, 5.0)
         return log
 
     def expected(self, ended):
-        """Prefixes that must be found, and that must not, if the steps `ended` returned."""
-        stored, gone = set(), set()
+        """Prefixes that must be result, and that must not, if the steps `ended` returned."""
+        stored, lost_before = set(), set()
         for number, (name, tokens, end) in enumerate(self.steps):
             if name == "put":
                 records = {(tuple(tokens[:e]), 0) for e in range(BLOCK, len(tokens) + 1, BLOCK)}
                 records.add((tuple(tokens[:end]), 1))
                 if number in ended:
                     stored |= records
-                gone -= records
+                lost_before -= records
             elif name in ("delete", "drop"):
-                # a model of what hangs on what is in tests/prompts; here: any may be gone
+                # here each of them may be lost; tests/prompts has the exact model
                 touched = {(tuple(tokens[:e]), k) for e in range(len(tokens) + 1) for k in (0, 1)}
                 stored = {
                     (prefix, kind)
@@ -140,20 +140,20 @@ def judge(history, root, ended, *, damaged=False, goes_on=True):
     """Complaints about the folder, if the steps `ended` returned."""
     complaints = []
     if not (root / "log" / "store").exists():
-        return ["the store is gone"] if -1 in ended else []
+        return ["the store is lost_before"] if -1 in ended else []
     try:
         log = PromptLog(root / "log", False)
     except (FormatError, StoreError) as error:
         return [] if damaged else [f"cannot open: {error}"]
     listed = set()
     for tokens in prompts_of(history):
-        found = match(log, tokens)
-        bad, wrong = wrong_records(found, tokens)
+        result = match(log, tokens)
+        bad, wrong = wrong_records(result, tokens)
         complaints += wrong
-        if not damaged and (bad or found.damage):
+        if not damaged and (bad or result.damage):
             # the payload of a put that did not return may be torn by a power failure
-            complaints += [f"damage {found.damage} {bad}"] if damaged is False else []
-        listed |= {(tuple(tokens[:end]), kind) for kind, _, end, _ in found.records} - {
+            complaints += [f"damage {result.damage} {bad}"] if damaged is False else []
+        listed |= {(tuple(tokens[:end]), kind) for kind, _, end, _ in result.records} - {
             (tuple(tokens[:end]), kind) for kind, end in bad
         }
     if history.budget is None and not damaged:
@@ -170,10 +170,12 @@ def judge_next(log, root, damaged):
         log.repair(5.0)
         tokens = list(range(3 * BLOCK))
         done = put(log, tokens)
-        found = match(PromptLog(root / "log", False), tokens)
-        bad = wrong_records(found, tokens)
-        if found.length != len(tokens) or bad != (set(), []):
-            return [f"the next put gives {done}, a match of {found.length}, {found.damage}, {bad}"]
+        result = match(PromptLog(root / "log", False), tokens)
+        bad = wrong_records(result, tokens)
+        if result.length != len(tokens) or bad != (set(), []):
+            return [
+                f"the next put gives {done}, a match of {result.length}, {result.damage}, {bad}"
+            ]
         left = log.verify()
         return [f"damaged after a repair: {left}"] if left else []
     except (StoreError, FormatError) as error:
@@ -299,8 +301,8 @@ def fail_power(seed, root):
             place = root.parent / f"{root.name}-state"
             place.mkdir()
             replay.materialise(state, place)
-            found = judge(history, place, ended, damaged=None)
-            complaints += [f"power, entry {number} {entry}: {text}" for text in found]
+            result = judge(history, place, ended, damaged=None)
+            complaints += [f"power, entry {number} {entry}: {text}" for text in result]
             shutil.rmtree(place)
     return states, complaints
 
@@ -325,8 +327,8 @@ def flip(seed, root):
         else:
             data += chance.randbytes(200)
         path.write_bytes(data)
-        found = judge(history, root, set(), damaged=True)
-        complaints += [f"flip {turn} in {path.name}: {text}" for text in found]
+        result = judge(history, root, set(), damaged=True)
+        complaints += [f"flip {turn} in {path.name}: {text}" for text in result]
         for other in (root / "log").iterdir():
             other.unlink()
         for other, content in originals.items():
@@ -357,8 +359,8 @@ def race(seed, root):
     reader = PromptLog(root / "log", False)
     prompts = [tokens for history in histories for tokens in prompts_of(history)]
     for tokens in prompts:
-        found = match(reader, tokens)
-        bad, wrong = wrong_records(found, tokens)
+        result = match(reader, tokens)
+        bad, wrong = wrong_records(result, tokens)
         complaints += wrong + ([f"damaged: {bad}"] if bad else [])
     for child in children:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -382,9 +384,9 @@ def main():
         while states < count:
             root = Path(folder) / f"case-{seed}"
             root.mkdir()
-            done, found = KINDS[kind](seed, root)
+            done, result = KINDS[kind](seed, root)
             states += done
-            complaints += [f"seed {seed}: {text}" for text in found]
+            complaints += [f"seed {seed}: {text}" for text in result]
             shutil.rmtree(root)
             seed += 1
             if len(complaints) > 50:

@@ -1,4 +1,4 @@
-"""Prompt logs keep what they promised, whatever fails (prompt_faults.py)."""
+"""Prompt logs keep each stored record, after failures of all kinds (prompt_faults.py)."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ CHUNK = 2_000  # states of one process
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", STATES)
-def test_prompt_log_loses_nothing_and_returns_nothing_wrong(shim, kind):
+def test_prompt_log_loses_no_record_and_returns_no_other(shim, kind):
     count = fault_harness.amount(*STATES[kind])
     program = str(fault_harness.HERE / "prompt_faults.py")
     for first in range(0, count, CHUNK):

@@ -1,165 +1,95 @@
-"""Mutated stores of prompts: fewer tokens or an error, never wrong ones."""
+"""Strange files in the folder of a prompt log: an exception or a miss, and never a hang."""
 
-import json
 import os
-import shutil
+import struct
 
 import numpy as np
 import pytest
-from toy_caches import (
-    FULL,
-    HYBRID,
-    MODEL,
-    TOKENS,
-    check_every_match,
-    empty_state,
-    prefill,
-    spec_of,
-    store_at,
-)
+from prompt_model import BLOCK, match, put, wrong_records
 
-from mlstate import _core
+from mlstate._core import PromptLog, crc32c
 from mlstate.errors import FormatError, StoreError
-from mlstate.prompts import PromptStore
-from mlstate.prompts._layout import StoredSpec
-from mlstate.prompts._match import BLOCK, SNAPSHOT, pack_meta
 
-FORK = np.concatenate([TOKENS[:50], TOKENS[:40]])
-SPECS = {"full": FULL, "hybrid": HYBRID}
+NAMES = ["store", "index", "used", "segment-00000001", "segment-00000002", "segment-99999999"]
 
 
-@pytest.fixture(scope="module", params=SPECS)
-def stored(request, tmp_path_factory):
-    """A folder with prompts that share a beginning, and the entries of their caches."""
-    folder, spec = tmp_path_factory.mktemp("stored"), SPECS[request.param]
-    with store_at(folder) as store:
-        for tokens in (TOKENS, FORK):
-            state = empty_state(spec)
-            for stop in (20, 48, len(tokens)):
-                store.put(tokens[:stop], prefill(state, tokens[:stop]))
-    return folder, spec
+def make_fifo(path):
+    os.mkfifo(path)
 
 
-def mutate(path, rng):
+def make_link(path):
+    path.symlink_to("/dev/zero")
+
+
+def make_link_out(path):
+    path.symlink_to("../outside")
+
+
+MAKERS = [make_fifo, make_link, make_link_out, lambda path: path.mkdir()]
+KINDS = ["fifo", "device", "outside", "folder"]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_special_file_in_place_of_a_file_is_refused_or_missed(tmp_path, name, make):
+    (tmp_path / "outside").write_bytes(b"not to be touched")
+    with_prompt = list(range(2 * BLOCK))
+    put(PromptLog(tmp_path / "log", True), with_prompt)
+    (tmp_path / "log" / name).unlink(missing_ok=True)
+    make(tmp_path / "log" / name)
+    refusal = None
+    try:
+        log = PromptLog(tmp_path / "log", False)
+        assert wrong_records(match(log, with_prompt), with_prompt) == (set(), [])
+        put(log, [7] * BLOCK)
+        assert match(log, [7] * BLOCK).length == BLOCK
+        log.verify()
+        log.repair(1.0)
+        log.prune(None, 1.0)
+        log.close()
+    except (FormatError, StoreError) as error:
+        refusal = error
+    assert refusal is None or name in ("store", "index"), refusal
+    assert (tmp_path / "outside").read_bytes() == b"not to be touched"
+
+
+@pytest.mark.parametrize("offset", [8, 16, 96, 104, 108, 112])
+@pytest.mark.parametrize("value", [2**20 + 1, 2**31, 2**32 - 1])
+def test_huge_counts_with_a_right_checksum_are_misses(tmp_path, offset, value):
+    log = PromptLog(tmp_path / "log", True)
+    put(log, [1] * BLOCK)
+    put(log, [2] * BLOCK)
+    path = tmp_path / "log" / "segment-00000001"
     data = bytearray(path.read_bytes())
-    for _ in range(rng.integers(1, 4)):
-        at = int(rng.integers(0, max(len(data), 1)))
-        match int(rng.integers(0, 5)):
-            case 0 | 1 if data:
-                data[at] ^= 1 << int(rng.integers(0, 8))
-            case 2:
-                del data[at:]
-            case 3:
-                data[at : at + 8] = rng.bytes(8)
-            case 4:
-                data[at:at] = data[: int(rng.integers(0, 200))]
+    length = struct.unpack_from("<I", data, 64 + 8)[0]
+    struct.pack_into("<I", data, 64 + offset, value)
+    struct.pack_into("<I", data, 64 + 4, crc32c(bytes(data[64 + 8 : 64 + length])))
     path.write_bytes(data)
+    for reader in (log, PromptLog(tmp_path / "log", False)):
+        assert match(reader, [1] * BLOCK).length == 0
+        assert match(reader, [2] * BLOCK).length == BLOCK
+        assert wrong_records(match(reader, [2] * BLOCK), [2] * BLOCK) == (set(), [])
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_mutated_files_give_fewer_tokens_and_no_wrong_ones(stored, tmp_path, seed):
-    folder, spec = stored
-    shutil.copytree(folder / "store", tmp_path / "store")
-    rng = np.random.default_rng(seed)
-    paths = sorted(path for path in (tmp_path / "store").iterdir() if path.stat().st_size)
-    mutate(paths[int(rng.integers(0, len(paths)))], rng)
-    try:
-        with store_at(tmp_path) as store:
-            lengths = check_every_match(store, [TOKENS, FORK], spec)
-            assert all(length <= 100 for length in lengths)
-            store.repair()
-            assert store.verify() == []
-            check_every_match(store, [TOKENS, FORK], spec)
-            for tokens in (TOKENS, FORK):
-                store.put(tokens, prefill(empty_state(spec), tokens))
-            assert check_every_match(store, [TOKENS, FORK], spec) == [len(TOKENS), len(FORK)]
-    except (FormatError, StoreError):
-        pass  # the head of the store is damaged
+def test_newer_version_is_refused_with_a_remedy(tmp_path):
+    PromptLog(tmp_path / "log", True)
+    path = tmp_path / "log" / "store"
+    data = bytearray(path.read_bytes())
+    data[8] = 2
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=r"newer than this program.*update mlstate"):
+        PromptLog(tmp_path / "log", True)
 
 
-GOOD = pack_meta(StoredSpec(FULL), "m", [])
-HEADS = {
-    "no head": b"",
-    "another digest": StoredSpec(HYBRID).digest + GOOD[8:],
-    "no JSON": GOOD.replace(b"{", b"["),
-    "a long head": GOOD[:8] + b"\xff" * 40,
-    "another name": GOOD.replace(b"keys", b"kezs"),
-    "huge shapes": GOOD.replace(b"[1,2,4]", b"[1,2,40000000000000]"),
-    "negative shapes": GOOD.replace(b"[1,2,4]", b"[1,2,-4]"),
-    "texts as shapes": GOOD.replace(b"[1,2,4]", b'["a"]'),
-    "deep": GOOD.replace(b"[1,2,4]", b"[" * 5000 + b"]" * 5000),
-}
-
-
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_a_crafted_description_of_a_block_is_a_miss(tmp_path, head):
-    """The checksums of a crafted store are right, unlike its content."""
-    with store_at(tmp_path) as store:
-        log = _core.PromptLog(str(tmp_path / "store"), False)
-        parts = [np.zeros((1, 2, 16, 4), np.float32)] * 4
-        log.put(store._key, TOKENS[:16], 16, [(BLOCK, 16, head, parts)], None, 1.0)
-        with store.match(TOKENS) as match:
-            assert match.length == 0
-            assert store.restore(match, into=empty_state(FULL)) == 0
-
-
-PARTS = {
-    "no list": 5,
-    "no parts": [],
-    "other names": [["x", None, [1, 3, 5]]],
-    "no shape": [["0.state", None, None]],
-    "a negative shape": [["0.state", None, [1, -3, -5]]],
-    "a huge shape": [["0.state", None, [1 << 40, 3, 5]]],
-    "a text": [["0.state", None, "abc"]],
-    "tokens": [["0.state", [20], None]],
-    "too many": [["0.state", None, [1, 3, 5]]] * 2,
-}
-
-
-@pytest.mark.parametrize("listed", PARTS.values(), ids=PARTS)
-def test_a_crafted_description_of_a_snapshot_is_a_miss(tmp_path, listed):
-    spec = spec_of("recurrent")
-    with store_at(tmp_path) as store:
-        log = _core.PromptLog(str(tmp_path / "store"), False)
-        meta = pack_meta(StoredSpec(spec), "m", [])[:-2] + json.dumps(listed).encode()
-        record = (SNAPSHOT, 10, meta, [np.zeros((1, 3, 5), np.float32)])
-        log.put(store._key, TOKENS[:10], 16, [record], None, 1.0)
-        with store.match(TOKENS) as match:
-            assert store.restore(match, into=empty_state(spec)) == 0
-
-
-def test_folders_that_are_no_store_are_refused(tmp_path):
-    (tmp_path / "file").write_bytes(b"x")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").write_bytes(b"x")
-    for name in ("file", "other"):
-        with pytest.raises((FormatError, StoreError)):
-            PromptStore(tmp_path / name, model=MODEL)
-    assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
-def test_other_kinds_of_files_are_refused(stored, tmp_path, kind):
-    folder, spec = stored
-    shutil.copytree(folder / "store", tmp_path / "store")
-    for path in sorted((tmp_path / "store").iterdir()):
-        if path.name.startswith("segment"):
-            path.rename(tmp_path / "segment")
-            if kind == "fifo":
-                os.mkfifo(path)
-            elif kind == "link":
-                path.symlink_to(tmp_path / "segment")
-            else:
-                path.mkdir()
-    try:
-        with store_at(tmp_path) as store:
-            assert check_every_match(store, [TOKENS], spec) == [0]
-    except (FormatError, StoreError):
-        pass
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_refused(tmp_path):
-    (tmp_path / "closed").mkdir(mode=0o500)
-    with pytest.raises(StoreError):
-        store_at(tmp_path / "closed")
+def test_random_files_are_refused_or_missed(tmp_path):
+    random = np.random.default_rng(5)
+    for number in range(50):
+        folder = tmp_path / str(number)
+        log = PromptLog(folder, True)
+        put(log, [1] * BLOCK)
+        for name in random.choice(NAMES[1:], 2):
+            (folder / name).write_bytes(random.bytes(int(random.integers(0, 5000))))
+        reader = PromptLog(folder, False)
+        assert wrong_records(match(reader, [1] * BLOCK), [1] * BLOCK) == (set(), [])
+        put(reader, [1] * (2 * BLOCK))
+        assert match(reader, [1] * (2 * BLOCK)).length == 2 * BLOCK

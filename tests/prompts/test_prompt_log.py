@@ -1,4 +1,4 @@
-"""The log of prompt stores: a model says what it must hold."""
+"""The log of prompt stores: a model lists the records that it must hold."""
 
 import fcntl
 import os
@@ -23,8 +23,8 @@ def log(tmp_path):
     return PromptLog(tmp_path / "log", True)
 
 
-def pairs_of(found):
-    return [(kind, end) for kind, _, end, _ in found.records]
+def pairs_of(result):
+    return [(kind, end) for kind, _, end, _ in result.records]
 
 
 OPERATIONS = st.lists(
@@ -39,7 +39,7 @@ OPERATIONS = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(OPERATIONS, st.lists(PROMPTS, min_size=5, max_size=5))
-def test_three_handles_hold_what_the_model_holds(tmp_path_factory, operations, questions):
+def test_three_handles_hold_the_records_of_the_model(tmp_path_factory, operations, questions):
     folder = tmp_path_factory.mktemp("log") / "log"
     logs = [PromptLog(folder, True) for _ in range(3)]
     model = Model()
@@ -50,8 +50,8 @@ def test_three_handles_hold_what_the_model_holds(tmp_path_factory, operations, q
             put(log, tokens, tails=tails, fingerprint=fingerprint)
             model.put(tokens, tails, fingerprint)
         elif name == "delete":
-            found = match(log, tokens, fingerprint)
-            log.mark(found, range(len(found.records)), "delete", 30.0)
+            result = match(log, tokens, fingerprint)
+            log.mark(result, range(len(result.records)), "delete", 30.0)
             model.delete(tokens, fingerprint)
         elif name == "prune":
             log.prune(None, 30.0)
@@ -65,9 +65,9 @@ def test_three_handles_hold_what_the_model_holds(tmp_path_factory, operations, q
     for tokens in prompts:
         for fingerprint in (b"A", b"B"):
             for log in logs:
-                found = match(log, tokens, fingerprint)
-                assert pairs_of(found) == model.match(tokens, fingerprint)
-                assert wrong_records(found, tokens, fingerprint) == (set(), [])
+                result = match(log, tokens, fingerprint)
+                assert pairs_of(result) == model.match(tokens, fingerprint)
+                assert wrong_records(result, tokens, fingerprint) == (set(), [])
     assert logs[0].verify() == []
     assert logs[0].stats()["records"] == len(model.stored) == len(logs[1].records())
 
@@ -90,10 +90,10 @@ def test_a_budget_is_kept_and_pins_stay(tmp_path_factory, seed, kib):
         assert sum(path.stat().st_size for path in files) <= kib << 10
         other = random.integers(0, 3, 30)
         for reader in logs:
-            found = match(reader, other)
-            assert wrong_records(found, other) == (set(), [])
-            found = match(reader, pinned)
-            assert found.length == len(pinned) and wrong_records(found, pinned) == (set(), [])
+            result = match(reader, other)
+            assert wrong_records(result, other) == (set(), [])
+            result = match(reader, pinned)
+            assert result.length == len(pinned) and wrong_records(result, pinned) == (set(), [])
     reopened = PromptLog(folder, False)
     assert match(reopened, pinned).length == len(pinned)
     assert reopened.stats()["pinned"] == 1
@@ -108,8 +108,8 @@ def test_least_recently_used_is_evicted_first(tmp_path):
     assert match(reader, [0] * BLOCK).length == BLOCK  # a use in another process
     done = log.put(FINGERPRINT, np.full(BLOCK, 9), BLOCK, [(0, BLOCK, b"", big)], 130_000, 1.0)
     assert done == [1]
-    held = [token for token in (0, 1, 2, 3, 9) if match(log, [token] * BLOCK).length]
-    assert 0 in held and 9 in held and 1 not in held
+    stored = [token for token in (0, 1, 2, 3, 9) if match(log, [token] * BLOCK).length]
+    assert 0 in stored and 9 in stored and 1 not in stored
 
 
 def test_record_that_cannot_fit_is_not_stored(log):
@@ -135,7 +135,7 @@ def test_record_without_its_parent_is_not_stored(log):
     assert log.stats()["records"] == 0
 
 
-def test_record_is_found_under_its_own_fingerprint_only(log):
+def test_record_is_listed_under_one_fingerprint_only(log):
     tokens = list(range(BLOCK))
     put(log, tokens, fingerprint=b"A")
     assert match(log, tokens, b"A").length == BLOCK
@@ -161,17 +161,17 @@ def test_strided_arrays_are_stored_and_filled_in_c_order(log, threads):
         cache.astype(">f2"),
     ]  # fmt: skip
     log.put(FINGERPRINT, np.arange(BLOCK), BLOCK, [(0, BLOCK, b"", list(parts))], None, 1.0)
-    found = match(log, range(BLOCK))
-    assert found.parts(0) == tuple(part.nbytes for part in parts)
+    result = match(log, range(BLOCK))
+    assert result.parts(0) == tuple(part.nbytes for part in parts)
     for number, part in enumerate(parts):
-        plain = np.zeros(part.shape, np.float16)
+        packed = np.zeros(part.shape, np.float16)
         spaced = np.zeros((*part.shape, 2), np.float16)[..., 0]
         turned = np.zeros(part.shape[::-1], np.float16).T
         wide = np.zeros((*part.shape[:-1], 900), np.float16)
-        rows = wide[..., : part.shape[-1]] if part.ndim else plain
-        requests = [(0, number, array) for array in (plain, spaced, turned, rows)]
-        assert found.read(requests) == []
-        for array in (plain, spaced, turned, rows):
+        rows = wide[..., : part.shape[-1]] if part.ndim else packed
+        requests = [(0, number, array) for array in (packed, spaced, turned, rows)]
+        assert result.read(requests) == []
+        for array in (packed, spaced, turned, rows):
             np.testing.assert_array_equal(array, part)
         assert not (part.ndim and wide[..., part.shape[-1] :].any())
 
@@ -180,18 +180,18 @@ def test_match_outlives_pruning_and_the_log(tmp_path):
     log = PromptLog(tmp_path / "log", True)
     tokens = list(range(3 * BLOCK))
     put(log, tokens)
-    found = match(log, tokens)
-    assert log.mark(found, [0, 1, 2], "delete", 1.0) == 3
+    result = match(log, tokens)
+    assert log.mark(result, [0, 1, 2], "delete", 1.0) == 3
     log.prune(0, 1.0)
     assert PromptLog(tmp_path / "log", False).stats()["records"] == 0
     log.close()
-    assert wrong_records(found, tokens) == (set(), [])
-    found.close()
+    assert wrong_records(result, tokens) == (set(), [])
+    result.close()
     with pytest.raises(ValueError, match="closed"):
-        found.meta(0)
+        result.meta(0)
 
 
-def test_wrong_arguments_are_refused_and_store_nothing(log):
+def test_wrong_arguments_are_refused_and_leave_the_log_empty(log):
     good = np.arange(BLOCK)
     block = [(0, BLOCK, b"", [])]
     wrong = [
@@ -221,8 +221,8 @@ def test_wrong_arguments_are_refused_and_store_nothing(log):
         log.put(b"x", good, BLOCK, block, -1, 1.0)
     assert log.stats()["records"] == 0
     put(log, good)
-    found = match(log, good)
-    size = found.parts(0)[0]
+    result = match(log, good)
+    size = result.parts(0)[0]
     for request, error in [
         ((1, 0, np.zeros(size, np.uint8)), IndexError),
         ((0, 9, np.zeros(size, np.uint8)), IndexError),
@@ -230,9 +230,9 @@ def test_wrong_arguments_are_refused_and_store_nothing(log):
         ((0, 0, b"x" * size), (TypeError, ValueError)),
     ]:
         with pytest.raises(error):
-            found.read([request])
+            result.read([request])
     with pytest.raises(ValueError, match="unknown operation"):
-        log.mark(found, [0], "erase", 1.0)
+        log.mark(result, [0], "erase", 1.0)
 
 
 def test_second_writer_waits_and_then_names_the_lock(tmp_path):
@@ -260,8 +260,8 @@ def test_threads_share_one_log(log):
                     put(log, tokens, tails=[18])
                 elif random.random() < 0.05:
                     log.prune(random.integers(20_000, 100_000), 30.0)
-                found = match(log, tokens)
-                bad = wrong_records(found, tokens)
+                result = match(log, tokens)
+                bad = wrong_records(result, tokens)
                 if bad != (set(), []):
                     errors.append(bad)
         except BaseException as error:
@@ -290,7 +290,7 @@ def test_child_of_a_fork_uses_the_log(log):
     assert match(log, [2] * BLOCK).length == BLOCK
 
 
-def test_folder_that_is_no_store_is_refused(tmp_path):
+def test_folder_without_a_store_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(FormatError, match="not empty"):
         PromptLog(tmp_path, True)
@@ -326,6 +326,6 @@ def test_a_key_is_not_believed_without_the_tokens(log):
     struct.pack_into("<I", data, 64 + 4, crc32c(bytes(data[64 + 8 : 64 + length])))
     with path.open("r+b") as file:
         file.write(data)
-    found = match(log, [1] * BLOCK)
-    assert found.length == 0
-    assert len(found.damage) == 1 and "segment-00000001, offset 64" in found.damage[0]
+    result = match(log, [1] * BLOCK)
+    assert result.length == 0
+    assert len(result.damage) == 1 and "segment-00000001, offset 64" in result.damage[0]

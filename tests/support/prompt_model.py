@@ -1,4 +1,4 @@
-"""A dict that behaves as a prompt log, and payloads that show to which prefix they belong."""
+"""A dict that behaves as a prompt log, and payloads that differ for each prefix."""
 
 import hashlib
 
@@ -37,20 +37,20 @@ def match(log, tokens, fingerprint=FINGERPRINT):
     return log.match(fingerprint, np.asarray(tokens, np.int64), BLOCK)
 
 
-def wrong_records(found, tokens, fingerprint=FINGERPRINT):
+def wrong_records(result, tokens, fingerprint=FINGERPRINT):
     """Read all records of a match; return (damaged ones, complaints about wrong content)."""
     damaged, complaints = set(), []
-    for number, (kind, start, end, size) in enumerate(found.records):
+    for number, (kind, start, end, size) in enumerate(result.records):
         expected = payload(tokens[:end], kind, fingerprint)
-        arrays = [np.zeros(length, np.uint8) for length in found.parts(number)]
+        arrays = [np.zeros(length, np.uint8) for length in result.parts(number)]
         requests = [(number, part, array) for part, array in enumerate(arrays)]
-        if found.read(requests):
+        if result.read(requests):
             damaged.add((kind, end))
             continue
         same = len(arrays) == len(expected) and all(map(np.array_equal, arrays, expected))
         same = same and size == sum(array.size for array in expected)
         same = same and start == (end - BLOCK if kind == 0 else end // BLOCK * BLOCK)
-        if not same or found.meta(number) != f"{kind}:{end}".encode():
+        if not same or result.meta(number) != f"{kind}:{end}".encode():
             complaints.append(f"record {kind, end} of {list(map(int, tokens))} is another one")
     return damaged, complaints
 

@@ -82,12 +82,13 @@ mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t l
 /* Continue after `written` bytes of the vectors. */
 static void skip_written(payload_writer *w, size_t written)
 {
-    int gone = 0;
-    while (gone < w->count && written >= w->vectors[gone].iov_len) {
-        written -= w->vectors[gone++].iov_len;
+    int written_count = 0;
+    while (written_count < w->count && written >= w->vectors[written_count].iov_len) {
+        written -= w->vectors[written_count++].iov_len;
     }
-    w->count -= gone;
-    memmove(w->vectors, w->vectors + gone, (size_t)w->count * sizeof w->vectors[0]);
+    w->count -= written_count;
+    memmove(w->vectors, w->vectors + written_count,
+            (size_t)w->count * sizeof w->vectors[0]);
     if (w->count > 0) {
         w->vectors[0].iov_base = (unsigned char *)w->vectors[0].iov_base + written;
         w->vectors[0].iov_len -= written;
@@ -311,7 +312,8 @@ static mls_code copy_payload(mls_prompt_append *append, int fd, uint64_t from,
     return code;
 }
 
-/* The copy is verified where it is, so nothing can change between check and copy. */
+/* The copy is verified, and not the original, so the bytes cannot change between check
+ * and copy. */
 static mls_code check_copy(mls_prompt_append *append, const mls_prompt_header *header,
                            bool *is_good, mls_status *st)
 {

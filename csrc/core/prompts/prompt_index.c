@@ -151,10 +151,10 @@ mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
     if (numbers == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to pack the index");
     }
-    uint32_t kept = 0;
+    uint32_t left = 0;
     for (size_t i = 0; i < index->count; i++) {
         const bool is_removed = (index->entries[i].flags & MLS_PROMPT_REMOVED) != 0;
-        numbers[i] = is_removed ? MLS_PROMPT_NONE : kept++;
+        numbers[i] = is_removed ? MLS_PROMPT_NONE : left++;
     }
     for (size_t i = 0; i < index->count; i++) {
         if (numbers[i] != MLS_PROMPT_NONE) {
@@ -165,7 +165,7 @@ mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
         }
     }
     mls_free(numbers);
-    index->count = kept;
+    index->count = left;
     index->removed = 0;
     if (index->slots > 0) {
         fill_table(index);

@@ -72,8 +72,14 @@ static void write_entries(const mls_prompt_index *index, unsigned char *out)
 
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 {
-    mls_code code = mls_prompt_index_pack(&log->index, st);
+    struct stat info;
     size_t bytes;
+    /* a replacement would follow a link out of the folder */
+    if (fstatat(log->folder, MLS_PROMPT_INDEX, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
+        !S_ISREG(info.st_mode)) {
+        return mls_fail(st, MLS_E_FORMAT, "`index` is not a regular file: delete it");
+    }
+    mls_code code = mls_prompt_index_pack(&log->index, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -144,7 +150,7 @@ static bool is_valid(const mls_prompt_log *log, const unsigned char *data, size_
 }
 
 /* Only the newest segment changes: it may have been cut, and become long again. */
-static bool newest_is_there(mls_prompt_log *log)
+static bool newest_is_same(mls_prompt_log *log)
 {
     mls_prompt_file *file = NULL;
     mls_status ignored;
@@ -152,11 +158,11 @@ static bool newest_is_there(mls_prompt_log *log)
         return true;
     }
     mls_prompt_segment *newest = &log->segments[log->segment_count - 1];
-    const bool is_there =
+    const bool is_same =
         mls_prompt_segment_hold(log, newest, &file, &ignored) == MLS_OK &&
-        mls_prompt_last_is_there(newest, file->fd);
+        mls_prompt_last_is_same(newest, file->fd);
     mls_prompt_file_release(file);
-    return is_there;
+    return is_same;
 }
 
 /* A segment that is gone was compacted after the index was written, or deleted: its
@@ -187,7 +193,7 @@ static bool load_segments(mls_prompt_log *log, const unsigned char *at, size_t c
             return false;
         }
     }
-    return newest_is_there(log);
+    return newest_is_same(log);
 }
 
 static mls_prompt_entry read_entry(const unsigned char *at)
@@ -207,7 +213,7 @@ static mls_prompt_entry read_entry(const unsigned char *at)
 }
 
 /* Entries keep their numbers, so one whose segment is gone is added and removed. Parents
- * are linked when all entries are there. */
+ * are linked when all entries exist. */
 static bool load_entries(mls_prompt_log *log, const unsigned char *at, size_t count)
 {
     mls_status ignored;

@@ -12,9 +12,9 @@
  * are.
  *
  * Readers take no lock between processes: they follow the end of the newest segment, and
- * believe no entry before they have compared the record's header with what they look for.
- * One writer at a time appends. A log may be used by any number of threads, and by the
- * child of a fork.
+ * believe no entry before they have compared the record's header with the record that
+ * they look for. One writer at a time appends. A log may be used by any number of
+ * threads, and by the child of a fork.
  */
 #ifndef MLS_PROMPT_LOG_H
 #define MLS_PROMPT_LOG_H

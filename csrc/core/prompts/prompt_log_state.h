@@ -118,9 +118,9 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
 uint64_t mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
                                   const mls_crc_kernels *crc);
 
-/* Return whether the last known record of a segment is where it was: a writer may have
+/* Return whether the last known record of a segment is unchanged: a writer may have
  * cut the file and appended others. */
-bool mls_prompt_last_is_there(const mls_prompt_segment *segment, int fd);
+bool mls_prompt_last_is_same(const mls_prompt_segment *segment, int fd);
 
 /* Compare the payload of a record with its checksums, through `buffer` of `room` bytes.
  * MLS_E_CHECKSUM, MLS_E_IO, MLS_E_FORMAT, MLS_E_STOPPED. */
@@ -219,7 +219,7 @@ uint64_t mls_prompt_segment_limit(uint64_t max_bytes);
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
                               bool *fits, mls_status *st);
 
-/* Compact the segments of which more than half is dead, and write the index file if it
+/* Compact the segments whose larger part is dead, and write the index file if it
  * lacks many records. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st);
 

@@ -1,7 +1,7 @@
 /* prompt_match: find the records under a prefix.
  *
  * The index is asked with `state` held; it only proposes records. Then, without it, the
- * header of each is read and compared. If one is not what the index claims, the log is
+ * header of each is read and compared. If one differs from its entry, the log is
  * read anew and the search repeated: another process may have compacted. A second failure
  * is damage: the entry is forgotten, so that the record is stored again.
  */
@@ -70,7 +70,7 @@ static mls_code add_damage(mls_prompt_match *match, const mls_prompt_hit *hit,
 
 /* ---- proposals of the index ---- */
 
-/* Add a record that the index proposes. Its segment may be gone: then there is no file.
+/* Add a record that the index proposes. If its segment is gone, the hit has no file.
  */
 static mls_code propose(search *s, uint32_t number, const mls_prompt_key *parent,
                         size_t start, mls_status *st)
@@ -236,7 +236,7 @@ static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header
 }
 
 /* Read and compare the header of a hit. MLS_E_FORMAT, MLS_E_CHECKSUM, MLS_E_IO: damaged,
- * or not what the index claims. */
+ * or not the record of the entry. */
 static mls_code check_hit(const search *s, size_t number, mls_status *st)
 {
     mls_prompt_hit *hit = &s->match->hits[number];
@@ -299,7 +299,7 @@ static bool is_damage(mls_code code)
 static mls_code check_hits(search *s, bool *damaged, mls_status *st)
 {
     mls_prompt_match *match = s->match;
-    size_t kept = 0;
+    size_t good_count = 0;
     bool is_cut = false;
     mls_code code = MLS_OK;
     match->length = 0;
@@ -310,8 +310,8 @@ static mls_code check_hits(search *s, bool *damaged, mls_status *st)
             code != MLS_OK || is_behind ? MLS_E_STOPPED : check_hit(s, i, st);
         if (result == MLS_OK) {
             match->length = hit->kind == 0 ? hit->end : match->length;
-            match->hits[kept] = *hit;
-            kept++;
+            match->hits[good_count] = *hit;
+            good_count++;
             continue;
         }
         if (is_damage(result)) {
@@ -324,7 +324,7 @@ static mls_code check_hits(search *s, bool *damaged, mls_status *st)
         }
         release_hit(hit);
     }
-    match->count = kept;
+    match->count = good_count;
     return code;
 }
 

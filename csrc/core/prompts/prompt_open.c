@@ -207,13 +207,14 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
                              mls_prompt_log **out, mls_status *st)
 {
     mls_prompt_log *log = mls_alloc(1, sizeof *log);
-    char *copy = mls_alloc(strlen(path) + 1, 1);
+    const size_t path_bytes = strlen(path) + 1;
+    char *copy = mls_alloc(path_bytes, 1);
     if (log == NULL || copy == NULL) {
         mls_free(log);
         mls_free(copy);
         return mls_fail(st, MLS_E_MEMORY, "no memory to open a prompt store");
     }
-    *log = (mls_prompt_log){.path = strcpy(copy, path),
+    *log = (mls_prompt_log){.path = memcpy(copy, path, path_bytes),
                             .folder = -1,
                             .store = -1,
                             .used = -1,

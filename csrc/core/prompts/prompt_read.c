@@ -99,7 +99,7 @@ static mls_code read_runs(part_reader *r, mls_payload_runs *runs, mls_status *st
                                        : code;
 }
 
-/* Read a part to memory of its own and copy it from there. */
+/* Read a part to a temporary block and copy it. */
 static mls_code read_packed(part_reader *r, const mls_tensor *into,
                             const mls_kernels *kernels, size_t bytes, mls_status *st)
 {

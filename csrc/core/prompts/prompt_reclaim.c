@@ -1,7 +1,7 @@
-/* prompt_reclaim: the space of records that nobody needs.
+/* prompt_reclaim: free the space of old records.
  *
  * An eviction only removes entries; the bytes are free when the segment is deleted. A
- * segment of which more than half is dead is compacted: its live records are appended to
+ * segment that is more than half dead is compacted: its live records are appended to
  * the newest segment, and it is deleted. An evicted record may come back when the log is
  * opened after a crash, which is harmless: its bytes are still there.
  *

@@ -262,7 +262,7 @@ static void read_fields(const unsigned char *data, mls_prompt_header *out)
 /* The parts have exactly the bytes of the record without its header. */
 static bool parts_fit(const mls_prompt_header *header)
 {
-    uint64_t bytes = header->header_bytes, rounded;
+    uint64_t bytes = header->header_bytes, rounded = 0;
     for (size_t i = 0; i < header->part_count; i++) {
         if (!mls_u64_add(bytes, mls_prompt_header_part(header, i).bytes, &bytes)) {
             return false;

@@ -40,8 +40,8 @@ typedef struct mls_prompt_key {
 bool mls_prompt_key_equal(const mls_prompt_key *a, const mls_prompt_key *b);
 
 /* The running hash behind a key: SipHash-2-4 with 128 bits. Its secret is the random id
- * of the store, so that nobody who does not read the folder can prepare two texts with
- * one key. Plain data; a copy continues separately. */
+ * of the store, so that only a program that reads the folder can prepare two texts
+ * with one key. Plain data; a copy continues separately. */
 typedef struct mls_prompt_hash {
     uint64_t v[4];
     uint64_t word; /* bytes that fill no word yet */

@@ -1,4 +1,4 @@
-/* prompt_scan: find out what the segments hold. */
+/* prompt_scan: find the records of the segments. */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"
@@ -116,20 +116,20 @@ static mls_code scan_window(mls_prompt_log *log, mls_prompt_segment *segment, in
                             bool *done, mls_status *st)
 {
     const uint64_t start = segment->bytes;
-    unsigned char room[MLS_PROMPT_HEAD_READ], *own = room;
+    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes_of_header = room;
     mls_prompt_header header;
     while (segment->bytes - start < bytes) {
         const size_t at = (size_t)(segment->bytes - start);
         const uint64_t left = length - segment->bytes;
-        own = room;
+        bytes_of_header = room;
         mls_code code =
             mls_prompt_header_parse(window + at, bytes - at, left, log->crc, &header, st);
         if (code == MLS_E_CAPACITY || bytes - at < MLS_PROMPT_FIXED) {
             if (at > 0) {
                 return MLS_OK; /* the next window has more of it */
             }
-            code = mls_prompt_header_read(fd, segment->bytes, left, log->crc, room, &own,
-                                          &header, st);
+            code = mls_prompt_header_read(fd, segment->bytes, left, log->crc, room,
+                                          &bytes_of_header, &header, st);
         }
         if (code == MLS_E_CHECKSUM || code == MLS_E_FORMAT) {
             *done = true;
@@ -141,8 +141,8 @@ static mls_code scan_window(mls_prompt_log *log, mls_prompt_segment *segment, in
         if (code == MLS_OK) {
             mls_prompt_enter(log, segment, segment->bytes, &header);
         }
-        if (own != room) {
-            mls_free(own);
+        if (bytes_of_header != room) {
+            mls_free(bytes_of_header);
         }
         if (code != MLS_OK) {
             return code;
@@ -183,7 +183,8 @@ static mls_code scan_records(mls_prompt_log *log, mls_prompt_segment *segment, i
     return code;
 }
 
-/* Enter what was appended to the newest segment. `*changed`: the log must be read anew.
+/* Enter the records that were appended to the newest segment. `*changed`: the log must be
+ * read anew.
  */
 static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
                             mls_status *st)
@@ -201,7 +202,7 @@ static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
     } else if (info.st_nlink == 0 || (uint64_t)info.st_size < segment->bytes) {
         *changed = true;
     } else if ((uint64_t)info.st_size > segment->bytes) {
-        *changed = !mls_prompt_last_is_there(segment, file->fd);
+        *changed = !mls_prompt_last_is_same(segment, file->fd);
         if (!*changed) {
             code =
                 scan_records(log, segment, file->fd, (uint64_t)info.st_size, skips, st);

@@ -143,8 +143,8 @@ static void close_older(mls_prompt_log *log)
     }
 }
 
-/* A copy of another segment is refused. A damaged head is not: the records have checksums
- * of their own, and keys that only this store can make. */
+/* A copy of another segment is refused. A damaged head is not: each record has checksums,
+ * and a key that only this store can make. */
 static mls_code check_head(const mls_prompt_log *log, int fd, uint32_t number,
                            mls_status *st)
 {
@@ -169,6 +169,9 @@ static mls_code open_file(const mls_prompt_log *log, uint32_t number, int *out,
     int fd = -1;
     mls_code code = mls_file_open_at(log->folder, mls_prompt_segment_name(name, number),
                                      false, &fd, &length, st);
+    if (code == MLS_E_IO && st->os_error == EISDIR) {
+        return mls_fail(st, MLS_E_FORMAT, "not a regular file but a folder");
+    }
     if (code != MLS_OK) {
         return code;
     }

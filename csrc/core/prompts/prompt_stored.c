@@ -112,7 +112,7 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
 
 /* ---- the last record ---- */
 
-bool mls_prompt_last_is_there(const mls_prompt_segment *segment, int fd)
+bool mls_prompt_last_is_same(const mls_prompt_segment *segment, int fd)
 {
     unsigned char bytes[4];
     mls_status ignored;

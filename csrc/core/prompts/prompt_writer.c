@@ -36,7 +36,7 @@ static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
     return reason == 0 ? MLS_OK : mls_fail_os(st, reason, "cannot repair %s", name);
 }
 
-/* Whether the record of an entry is damaged. An error of the system says nothing. */
+/* Whether the record of an entry is damaged. An error of the system does not prove it. */
 static bool is_damaged(const mls_prompt_log *log, const mls_prompt_entry *entry, int fd,
                        uint64_t end, unsigned char *buffer)
 {

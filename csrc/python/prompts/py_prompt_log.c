@@ -107,8 +107,8 @@ static PyObject *log_close(mlspy_prompt_log *self, PyObject *unused)
             return NULL;
         }
         MLSPY_WITHOUT_GIL(mls_prompt_log_save_index(log));
-        self->is_closed = true;
         leave(self);
+        close_log(self);
     }
     Py_RETURN_NONE;
 }
@@ -590,22 +590,32 @@ static PyObject *tokens_array(const mls_prompt_header *header)
     return array;
 }
 
-/* Append one record to the list at `context`. */
+/* A list that grows while the GIL is released between records. */
+typedef struct record_list {
+    PyObject *list;
+    PyThreadState *saved;
+} record_list;
+
+/* Append one record. */
 static bool list_record(void *context, const mls_prompt_listed *listed)
 {
-    PyObject **list = context;
+    record_list *records = context;
     const mls_prompt_hit *hit = &listed->hit;
     const mls_prompt_header *header = &hit->header;
+    PyEval_RestoreThread(records->saved);
     PyObject *tokens = tokens_array(header);
-    mlspy_append(
-        list, Py_BuildValue("(y#y#Iny#KNINy#)", header->key.bytes,
-                            (Py_ssize_t)MLS_PROMPT_KEY, header->parent.bytes,
-                            (Py_ssize_t)MLS_PROMPT_KEY, hit->kind, (Py_ssize_t)hit->end,
-                            header->fingerprint, (Py_ssize_t)header->fingerprint_bytes,
-                            (unsigned long long)hit->payload_bytes,
-                            PyBool_FromLong(listed->is_pinned), (unsigned)listed->used,
-                            tokens, header->meta, (Py_ssize_t)header->meta_bytes));
-    return *list != NULL;
+    mlspy_append(&records->list,
+                 Py_BuildValue("(y#y#Iny#KNINy#)", header->key.bytes,
+                               (Py_ssize_t)MLS_PROMPT_KEY, header->parent.bytes,
+                               (Py_ssize_t)MLS_PROMPT_KEY, hit->kind,
+                               (Py_ssize_t)hit->end, header->fingerprint,
+                               (Py_ssize_t)header->fingerprint_bytes,
+                               (unsigned long long)hit->payload_bytes,
+                               PyBool_FromLong(listed->is_pinned), (unsigned)listed->used,
+                               tokens, header->meta, (Py_ssize_t)header->meta_bytes));
+    const bool goes_on = records->list != NULL && PyErr_CheckSignals() == 0;
+    records->saved = PyEval_SaveThread();
+    return goes_on;
 }
 
 /* records() -> [tuple, ...] */
@@ -617,13 +627,20 @@ static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
     if (log == NULL) {
         return NULL;
     }
-    PyObject *list = PyList_New(0);
-    if (list != NULL && mls_prompt_list(log, list_record, &list, &st) != MLS_OK) {
-        Py_CLEAR(list);
-        mlspy_raise(mlspy_state_of_type(Py_TYPE(self)), &st, self->path);
+    record_list records = {.list = PyList_New(0)};
+    if (records.list != NULL) {
+        records.saved = PyEval_SaveThread();
+        const mls_code code = mls_prompt_list(log, list_record, &records, &st);
+        PyEval_RestoreThread(records.saved);
+        if (code != MLS_OK) {
+            mlspy_raise(mlspy_state_of_type(Py_TYPE(self)), &st, self->path);
+        }
+        if (PyErr_Occurred()) {
+            Py_CLEAR(records.list);
+        }
     }
     leave(self);
-    return list;
+    return records.list;
 }
 
 /* stats() -> {name: int} */

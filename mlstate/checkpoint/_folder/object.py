@@ -17,8 +17,10 @@ from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._remote.interrupted_uploads import INDEX_FOLDER, find_uploaded
-from .names import MANIFEST, SECTIONS, group_by_part, root_of
+from .._remote.parallel_tasks import run_tasks
+from .names import MANIFEST, SECTIONS, root_of
 from .protocol import FileInfo, NewFiles, NoExclusion
+from .range_load import LoadCall, load_units
 from .weight_names import weights_root
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from .._remote.options import StoreOptions
     from .._remote.root_claim import RootClaim
     from .protocol import Folder
-    from .range_load import Answer, LoadCall, Range, Unit
+    from .range_load import Answer, Range, Unit
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 _BATCH = 128 << 20  # bytes of a verification that are copied together
@@ -140,12 +142,12 @@ class ObjectFolder:
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
         """Return size and time of objects, without those that do not exist; by listing."""
+        listed = {part: self.store.list_folder(part) for part in {*map(os.path.dirname, paths)}}
         infos = {}
-        for part, names in group_by_part(paths).items():
-            listed = self.store.list_folder(part)
-            for name in names:
-                if name in listed:
-                    infos[os.path.join(part, name)] = _file_info(listed[name])
+        for path in paths:
+            part, name = os.path.split(path)
+            if name in listed[part]:
+                infos[path] = _file_info(listed[part][name])
         return infos
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
@@ -201,13 +203,8 @@ class ObjectFolder:
 
     def has_files(self, sizes: Mapping[str, int]) -> bool:
         """Return whether objects exist with these sizes."""
-        folders = {os.path.dirname(path) for path in sizes}
-        listed = {folder: self.store.list_folder(folder) for folder in folders}
-        for path, nbytes in sizes.items():
-            folder, name = os.path.split(path)
-            if name not in listed[folder] or listed[folder][name].nbytes != nbytes:
-                return False
-        return True
+        infos = self.find_files(sizes)
+        return sizes == {path: infos[path].nbytes for path in infos}
 
     # ---- writing objects ----
 
@@ -335,8 +332,6 @@ class ObjectFolder:
         progress: Callable[[int], object] | None = None,
     ) -> None:
         """Run tasks in threads; call `progress` with 0 meanwhile, which may raise to stop."""
-        from .._remote.parallel_tasks import run_tasks
-
         run_tasks(tasks, self._options.max_concurrency, progress)
 
     def _copy_ranges(
@@ -370,8 +365,6 @@ class ObjectFolder:
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
         """Return new arrays; never mapped ones."""
-        from .range_load import LoadCall
-
         source = self.path, (), True
         arrays = merged.load(source, section, keys, cuts, verify, False, progress)
         call = LoadCall(merged, self.path, section, keys, cuts, arrays, verify, is_zeroed=True)
@@ -388,16 +381,12 @@ class ObjectFolder:
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read into existing arrays."""
-        from .range_load import LoadCall
-
+        """Read into existing arrays, as `Folder.load_into`."""
         call = LoadCall(merged, self.path, section, keys, cuts, targets, verify, is_zeroed=False)
         self._fill(call, progress)
 
     def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
         """Read into the targets of a call."""
-        from .range_load import load_units
-
         options = self._options
         parts = options.part_bytes, options.max_concurrency
         load_units(call, self._fetch, self._read_unit, *parts, progress)
@@ -454,13 +443,8 @@ class ObjectFolder:
             indexes = [path for path in sizes if os.path.dirname(path) == INDEX_FOLDER]
             shards = [path for path in sizes if os.path.dirname(path) != INDEX_FOLDER]
             for paths in (indexes, shards):
-                self._run_tasks(
-                    [
-                        partial(store.put_file, path, f"{local}/{path}", parts, uploaded.get(path))
-                        for path in paths
-                    ],
-                    progress,
-                )
+                puts = ((path, f"{local}/{path}", parts, uploaded.get(path)) for path in paths)
+                self._run_tasks([partial(store.put_file, *put) for put in puts], progress)
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
                 raise store_error(OSError(errno.EIO, text), "cannot save", self.path)

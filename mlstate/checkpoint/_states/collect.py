@@ -79,7 +79,10 @@ class NamedStates(NamedTuple):
 
 
 def _digest(tree: Tree) -> bytes:
-    """Return a digest of a tree without its shards, and the length of the packed tree."""
+    """Return a digest of a tree without its shards, and the length of the packed tree.
+
+    Ranks compare it to find the trees that are equal on all of them.
+    """
     import hashlib
 
     arrays = whole_arrays(tree)

@@ -230,20 +230,25 @@ class _Restorer:
         self.actions.append(_load_action(where, target, value, before))
 
     def add_dict(self, target: dict[Any, Any], node: object, where: str) -> None:
-        """Add the actions for a dict, whose generators and objects are restored themselves."""
+        """Add the actions for a dict.
+
+        `node` is the stored form: a dict of the values, or ``{"$": "dict", "items": pairs}``.
+        Generators and objects in the dict are restored in place; other values are replaced.
+        Without ``strict``, keys that the checkpoint lacks stay as they are.
+        """
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
         pairs = dict(node["items"]) if "$" in node else node
         strict = self.loader.options["strict"]
         if strict and target.keys() != pairs.keys():
             key = min(target.keys() ^ pairs.keys(), key=str)
-            missing = key in target
-            raise _mismatch(
+            holders = ("target", "checkpoint") if key in target else ("checkpoint", "target")
+            raise _error(
                 f"{where}[{key!r}]",
-                "no such key" if not missing else "this key",
-                "nothing" if missing else "it",
+                f"the {holders[0]} has this key, the {holders[1]} does not",
+                *(("this key", "nothing") if key in target else ("nothing", "this key")),
             )
-        new = {}
+        new = dict(target)
         for key, inner in pairs.items():
             if key not in target:
                 continue
@@ -280,7 +285,12 @@ def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -
 
 
 def _mismatch(where: str, expected: str, got: str) -> CompatibilityError:
-    error = CompatibilityError(f"{where}: the target is {expected}, the checkpoint has {got}")
+    text = f"the target is {expected}, the checkpoint has {got}"
+    return _error(where, text, expected, got)
+
+
+def _error(where: str, text: str, expected: str, got: str) -> CompatibilityError:
+    error = CompatibilityError(f"{where}: {text}")
     error.name, error.expected, error.got = where, expected, got
     return error
 

@@ -46,10 +46,7 @@ def test_lock_being_acquired_is_not_taken_over(tmp_path, monkeypatch):
         write(self, generation)
 
     monkeypatch.setattr(WriterLock, "_write", slow)
-    first, second = (
-        LocalFolder(str(tmp_path)).claim(),
-        LocalFolder(str(tmp_path)).claim(),
-    )
+    first, second = (LocalFolder(str(tmp_path)).claim() for _ in range(2))
     taking = threading.Thread(target=first.acquire)
     taking.start()
     assert locked.wait(20)

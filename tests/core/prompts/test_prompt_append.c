@@ -33,7 +33,7 @@ TEST(a_full_disk_leaves_the_log_as_before)
     mls_prompt_log_free(log);
 }
 
-/* Append one record with a part, and compare what is stored with the packed bytes. */
+/* Append one record with a part, and compare the stored bytes with the packed ones. */
 static void check_part(mls_prompt_log *log, uint32_t number, const mls_tensor *part,
                        const unsigned char *expected, size_t bytes)
 {
@@ -90,7 +90,7 @@ static bool stop(void *context, uint64_t bytes)
     return bytes == 0;
 }
 
-TEST(a_stopped_put_stores_nothing)
+TEST(a_stopped_put_leaves_the_log_as_before)
 {
     mls_prompt_log *log = open_log();
     const prompt p = prompt_of(1);

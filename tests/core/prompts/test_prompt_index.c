@@ -1,4 +1,4 @@
-/* The index: it finds what was added, within its memory, and chains are never circular.
+/* The index: it finds each added entry, within its memory, and chains are never circular.
  */
 #include "prompts/prompt_index.h"
 #include "support/random_bytes.h"
@@ -76,7 +76,7 @@ TEST(a_chain_is_never_circular)
     mls_prompt_index_fini(&index);
 }
 
-TEST(an_empty_index_finds_nothing)
+TEST(an_empty_index_has_no_entry)
 {
     mls_prompt_index index = {0};
     const mls_prompt_key key = key_of(1);

@@ -40,7 +40,7 @@ TEST(a_damaged_header_shortens_the_match_and_is_named)
     mls_prompt_log_free(log);
 }
 
-/* Tokens that collide with the stored key are told apart by the stored ids. */
+/* Tokens that collide with the stored key are distinguished by the stored ids. */
 TEST(another_record_in_place_of_the_expected_one_is_not_believed)
 {
     mls_prompt_log *log = open_log();

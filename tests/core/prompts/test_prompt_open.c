@@ -62,7 +62,7 @@ TEST(a_damaged_or_newer_store_is_refused)
     CHECK(open_path(path_of("log"), true) == MLS_E_FORMAT);
 }
 
-TEST(the_child_of_a_fork_has_a_lock_of_its_own)
+TEST(the_child_of_a_fork_does_not_share_the_lock)
 {
     mls_prompt_log *log = open_log();
     bool busy = false;

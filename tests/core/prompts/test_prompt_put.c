@@ -41,7 +41,7 @@ TEST(token_ids_of_all_integers_are_taken_and_others_refused)
     CHECK(mls_prompt_tokens(&view, &tokens, &status) == MLS_E_SHAPE);
 }
 
-TEST(records_of_several_kinds_end_where_they_say)
+TEST(records_of_several_kinds_are_listed_by_their_ends)
 {
     mls_prompt_log *log = open_log();
     const prompt p = prompt_of(1);

@@ -1,4 +1,4 @@
-/* Space: least recently used first, pins stay, compaction keeps what is live. */
+/* Space: least recently used first, pins stay, compaction keeps live records. */
 #include "support/prompt_logs.h"
 
 enum { PAYLOAD = 20000 };
@@ -118,7 +118,7 @@ TEST(a_prefix_that_others_use_is_not_deleted)
     mls_prompt_log_free(log);
 }
 
-TEST(a_put_larger_than_the_budget_evicts_nothing)
+TEST(a_put_larger_than_the_budget_does_not_evict)
 {
     mls_prompt_log *log = open_log();
     CHECK(put_big(log, 1, UINT64_MAX) == 1);

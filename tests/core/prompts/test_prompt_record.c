@@ -23,9 +23,9 @@ static void check_key(mls_prompt_key key, const char *expected)
     CHECK_TEXT(text, expected);
 }
 
-/* The expected values are those of another implementation of SipHash-2-4 with 128 bits.
+/* Another implementation computed the expected values of SipHash-2-4 with 128 bits.
  */
-TEST(keys_are_those_of_siphash)
+TEST(keys_are_siphash_values)
 {
     const uint32_t four[] = {1, 2, 3, 4}, three[] = {9, 8, 7};
     const mls_prompt_key root = root_key();
@@ -98,7 +98,7 @@ TEST(every_flipped_bit_of_a_header_is_found)
     }
 }
 
-/* The checksum is no protection: a hostile file has the right one. */
+/* The checksum does not protect: a hostile file has the right one. */
 TEST(hostile_lengths_with_a_right_checksum_are_refused)
 {
     unsigned char bytes[512], good[512];
@@ -122,7 +122,7 @@ TEST(hostile_lengths_with_a_right_checksum_are_refused)
     }
 }
 
-TEST(a_header_longer_than_the_bytes_tells_its_length)
+TEST(the_length_of_a_header_longer_than_the_bytes_is_known)
 {
     unsigned char bytes[512];
     mls_prompt_header header;

@@ -1,4 +1,4 @@
-/* Scans: readers follow the writer, ignore what is incomplete, and skip damage. */
+/* Scans: readers follow the writer, ignore incomplete records, and skip damage. */
 #include "support/prompt_logs.h"
 
 static void append_bytes(const char *path, size_t count)
@@ -58,7 +58,7 @@ TEST(an_incomplete_record_is_ignored_and_then_cut)
     mls_prompt_log_free(log);
 }
 
-TEST(a_damaged_header_hides_its_own_record_only)
+TEST(a_damaged_header_hides_one_record_only)
 {
     mls_prompt_log *log = open_log();
     for (uint32_t i = 1; i <= 4; i++) {
@@ -76,7 +76,8 @@ TEST(a_damaged_header_hides_its_own_record_only)
     mls_prompt_log_free(log);
 }
 
-/* The second writer finds only a damaged header behind what it knows, and must not cut.
+/* The second writer finds only a damaged header behind the known records, and must not
+ * cut.
  */
 TEST(records_behind_a_damaged_header_are_not_cut)
 {

@@ -67,7 +67,7 @@ TEST(links_fifos_and_segments_of_other_stores_are_refused)
     mls_prompt_log_free(log);
 }
 
-TEST(a_held_file_is_readable_after_its_segment_is_forgotten)
+TEST(an_open_file_is_readable_after_its_segment_is_forgotten)
 {
     mls_prompt_log *log = open_log();
     mls_prompt_file *file = NULL;

@@ -25,7 +25,7 @@ static void put_long(mls_prompt_log *log, size_t meta_bytes)
     mls_free(meta);
 }
 
-TEST(a_long_header_is_read_to_memory_of_its_own)
+TEST(a_long_header_is_read_to_other_memory)
 {
     mls_prompt_log *log = open_log();
     put_long(log, 10000);
@@ -108,11 +108,11 @@ TEST(a_cut_segment_lacks_its_last_record)
     CHECK(put_blocks(log, 1, 2) == 2);
     const int fd = open_segment();
     mls_prompt_segment segment = log->segments[0];
-    CHECK(mls_prompt_last_is_there(&segment, fd));
+    CHECK(mls_prompt_last_is_same(&segment, fd));
     segment.last_crc ^= 1;
-    CHECK(!mls_prompt_last_is_there(&segment, fd));
+    CHECK(!mls_prompt_last_is_same(&segment, fd));
     segment.last = 0; /* no record is known */
-    CHECK(mls_prompt_last_is_there(&segment, fd));
+    CHECK(mls_prompt_last_is_same(&segment, fd));
     close(fd);
     mls_prompt_log_free(log);
 }

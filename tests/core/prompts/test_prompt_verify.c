@@ -55,7 +55,7 @@ TEST(records_are_listed_until_the_visitor_has_enough)
     mls_prompt_log_free(log);
 }
 
-TEST(statistics_count_what_is_stored)
+TEST(statistics_count_the_stored_records)
 {
     mls_prompt_log *log = open_log();
     mls_prompt_stats stats;

@@ -1,9 +1,9 @@
-/* The writer: one at a time, and it repairs what the last one left. */
+/* The writer: one at a time, and it repairs the traces of the last one. */
 #include "support/prompt_logs.h"
 
 #include <errno.h>
 
-TEST(a_second_writer_is_told_that_the_log_is_busy)
+TEST(a_second_writer_finds_the_log_busy)
 {
     mls_prompt_log *log = open_log(), *other = open_log();
     bool busy = true;
@@ -27,7 +27,7 @@ TEST(a_log_opened_for_reading_is_not_written)
     mls_prompt_log_free(log);
 }
 
-/* As after a power failure: the header is there, and its payload is not. */
+/* As after a power failure: the header survived, and its payload did not. */
 TEST(the_damaged_part_of_the_last_put_is_stored_again)
 {
     mls_prompt_log *log = open_log();
@@ -36,7 +36,7 @@ TEST(the_damaged_part_of_the_last_put_is_stored_again)
     mls_prompt_log_free(log);
     flip_byte(segment_path(1), middle + 500);
     log = open_log();
-    CHECK(stored_tokens(log, 2) == SIZE_MAX); /* a reader finds the damage by itself */
+    CHECK(stored_tokens(log, 2) == SIZE_MAX); /* a reader finds the damage too */
     CHECK(put_blocks(log, 2, 3) == 1);
     CHECK(stored_tokens(log, 2) == 12 && stored_tokens(log, 1) == 8);
     mls_prompt_log_free(log);

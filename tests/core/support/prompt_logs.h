@@ -44,7 +44,7 @@ static inline mls_prompt_log *open_log(void)
     return log;
 }
 
-/* Bytes that show to which record they belong. */
+/* Bytes that differ for each record. */
 static inline void fill_part(unsigned char *part, size_t bytes, const prompt *p,
                              size_t end)
 {
