@@ -473,8 +473,10 @@ class PromptStore:
 
     def close(self) -> None:
         """Wait for asynchronous puts, and close the files. Matches stay usable."""
-        self._pending.close()
-        self._log.close()
+        try:
+            self._pending.close()
+        finally:
+            self._log.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
