@@ -26,6 +26,15 @@ def is_torch(candidate: object) -> bool:
     return torch is not None and isinstance(candidate, torch.Tensor)
 
 
+_CACHES = ("KVState", "RollingKVState", "CacheState")
+
+
+def is_cache(candidate: object) -> bool:
+    """Return whether this is a cache of `mlstate.kv`, without importing it; not a subclass."""
+    cls = type(candidate)
+    return cls.__module__ == "mlstate.kv" and cls.__name__ in _CACHES
+
+
 def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     """Return address, item bytes, shape and strides in bytes."""
     if is_torch(array):

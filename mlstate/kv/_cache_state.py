@@ -445,6 +445,12 @@ class CacheState(CopiedByValue):
         self._history.note_length(length)
         self._cache = self._cache._replace(length=length)
 
+    def _take_tokens(self, other: CacheState) -> None:
+        """Take length and next slots of a state with equal entries, whose arrays were copied."""
+        self._history.note_length(0)  # no position holds the token that it held before
+        spec, _, length, shifts, _ = other._cache
+        self._cache = self._cache._replace(spec=spec, length=length, shifts=shifts)
+
     def snapshot(self) -> Snapshot:
         """Record the cache, so that `restore` can go back to this moment.
 

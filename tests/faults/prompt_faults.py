@@ -60,15 +60,15 @@ class History:
 
     def __init__(self, seed, budget=False):
         self.random = random.Random(seed)
-        self.budget = 150_000 if budget else None
-        self.steps = [self._step() for _ in range(self.random.randint(2, 8))]
+        self.budget = self.random.choice((6_000, 12_000, 30_000)) if budget else None
+        self.steps = [self._step() for _ in range(self.random.randint(2, 12))]
 
     def _tokens(self):
         # few different tokens, so that prompts share blocks
         return [self.random.randint(0, 1) for _ in range(self.random.randint(1, 4) * BLOCK + 2)]
 
     def _step(self):
-        kinds = ["put"] * 6 + ["match", "pin", "delete", "drop", "reopen", "prune", "big"]
+        kinds = ["put"] * 7 + ["match", "pin", "delete", "drop", "reopen", "prune", "big"]
         name = self.random.choice(kinds)
         tokens = [9, *self._tokens()[: BLOCK - 2]] if name == "big" else self._tokens()
         return name, tokens, self.random.randint(0, len(tokens))

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import struct
 import threading
 from pathlib import Path
@@ -246,6 +247,46 @@ def test_second_writer_waits_and_then_names_the_lock(tmp_path):
         timer.start()
         assert put(log, [1] * BLOCK, timeout=30.0) == [1]
         timer.join()
+
+
+class Interrupt(Exception):
+    """Raised by a signal."""
+
+
+@pytest.fixture
+def interrupt():
+    """A function that raises Interrupt in the main thread, after some seconds."""
+
+    def handle(*_):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_signal_ends_the_wait_for_the_lock(log, interrupt):
+    with Path(log.path, "store").open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        interrupt(0.05)
+        with pytest.raises(Interrupt):
+            put(log, [1] * BLOCK, timeout=600.0)
+    assert put(log, [1] * BLOCK) == [1]
+
+
+def test_signal_stops_a_put_and_leaves_the_log_as_before(log, interrupt):
+    put(log, [1] * BLOCK)
+    before = log.stats()
+    parts = [np.ones(8 << 20, np.uint8)] * 400
+    interrupt(0.02)
+    with pytest.raises(Interrupt):
+        log.put(FINGERPRINT, np.full(BLOCK, 2), BLOCK, [(0, BLOCK, b"", parts)], None, 1.0)
+    after = log.stats()
+    assert all(after[name] == before[name] for name in ("records", "blocks", "live_bytes"))
+    assert sum(path.stat().st_size for path in Path(log.path).iterdir()) < 10_000
+    assert put(log, [2] * BLOCK) == [1]
+    assert match(log, [2] * BLOCK).length == BLOCK
 
 
 def test_threads_share_one_log(log):

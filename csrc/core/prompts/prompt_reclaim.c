@@ -288,14 +288,14 @@ static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t l
     return code == MLS_OK ? remove_segment(log, number, st) : code;
 }
 
-/* Return a segment that is worth a compaction, or MLS_PROMPT_NONE. */
-static uint32_t find_mostly_dead(mls_prompt_log *log, bool newest_too)
+/* Return a segment up to number `last` that is worth a compaction, or MLS_PROMPT_NONE. */
+static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
 {
     uint32_t number = MLS_PROMPT_NONE;
     mls_prompt_enter_state(log);
     for (size_t i = 0; i < log->segment_count && number == MLS_PROMPT_NONE; i++) {
         const mls_prompt_segment *segment = &log->segments[i];
-        if ((newest_too || segment->number != log->highest) && is_mostly_dead(segment)) {
+        if (segment->number <= last && is_mostly_dead(segment)) {
             number = segment->number;
         }
     }
@@ -303,12 +303,15 @@ static uint32_t find_mostly_dead(mls_prompt_log *log, bool newest_too)
     return number;
 }
 
+/* The segments that this creates are left alone: one that has only notes is mostly dead.
+ */
 static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too,
                             mls_status *st)
 {
+    const uint32_t last = log->highest - !newest_too; /* only the writer changes it */
     mls_code code = MLS_OK;
-    for (uint32_t number; code == MLS_OK && (number = find_mostly_dead(
-                                                 log, newest_too)) != MLS_PROMPT_NONE;) {
+    for (uint32_t number; code == MLS_OK && log->highest > 0 &&
+                          (number = find_mostly_dead(log, last)) != MLS_PROMPT_NONE;) {
         code = compact_segment(log, number, limit, st);
     }
     return code;
@@ -321,7 +324,7 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
     if (used_bytes(log) > MLS_PROMPT_USED_MOST / 2) {
         merge_uses(log);
     }
-    if (code == MLS_OK && log->unindexed > UNINDEXED + log->index.count / 4) {
+    if (code == MLS_OK && log->unindexed > UNINDEXED + log->index.count / 8) {
         code = mls_prompt_index_save(log, st);
     } else if (code == MLS_OK && log->index.removed > UNINDEXED + log->index.count / 2) {
         code = mls_prompt_index_pack(&log->index, st);

@@ -196,8 +196,10 @@ void mls_prompt_log_save_index(mls_prompt_log *log)
 {
     bool busy = false;
     mls_status ignored;
-    if (log->unindexed >= UNINDEXED && mls_prompt_lock(log, &busy, &ignored) == MLS_OK &&
-        !busy) {
+    mls_prompt_enter_state(log);
+    const bool is_worth_it = log->unindexed >= UNINDEXED;
+    mls_prompt_leave_state(log);
+    if (is_worth_it && mls_prompt_lock(log, &busy, &ignored) == MLS_OK && !busy) {
         mls_prompt_enter_state(log);
         (void)mls_prompt_index_save(log, &ignored);
         mls_prompt_leave_state(log);

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import is_torch, refuse_given_away, refuse_unstorable
+from ..._common.arrays import is_cache, is_torch, refuse_given_away, refuse_unstorable
 from ..._common.backend import backend_of, is_module, is_optimizer
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
@@ -134,6 +134,7 @@ def _is_array(value: Any) -> bool:
             hasattr(value, "dtype")
             and hasattr(value, "shape")
             and not isinstance(value, np.generic)
+            and not is_cache(value)
         )
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.arrays import is_torch
+from ..._common.arrays import is_cache, is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
@@ -186,6 +186,8 @@ class _Restorer:
         library = library_of(target)
         if library is not None:
             self.add_generator(target, library, node, where)
+        elif is_cache(target):
+            self.add_cache(target, node, where)
         elif callable(getattr(target, "load_state_dict", None)):
             self.add_object(target, node, where)
         elif type(target) is dict:
@@ -199,9 +201,9 @@ class _Restorer:
         else:
             raise TypeError(
                 f"into={{'states': ...}}: {where} is a {type(target).__name__}, which cannot be "
-                "restored in place: pass a generator, an object with load_state_dict(), a dict or "
-                "a list; or leave it out, and take the value from LoadedState.states of load("
-                "path) without into="
+                "restored in place: pass a generator, a cache of mlstate.kv, an object with "
+                "load_state_dict(), a dict or a list; or leave it out, and take the value from "
+                "LoadedState.states of load(path) without into="
             )
 
     def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
@@ -219,6 +221,22 @@ class _Restorer:
                 where,
                 lambda: set_state(target, library, state),
                 lambda: set_state(target, library, before),
+            )
+        )
+
+    def add_cache(self, target: Any, node: object, where: str) -> None:
+        from ...kv._stored import check_cache, overwrite_cache
+
+        if not (isinstance(node, dict) and node.get("$") == "cache"):
+            raise _mismatch(where, f"a {type(target).__name__}", "another value")
+        cache = self.decode(node, tensors=_has_torch(node))
+        check_cache(target, cache, where)
+        before = target.copy()
+        self.actions.append(
+            Action(
+                where,
+                lambda: overwrite_cache(target, cache),
+                lambda: overwrite_cache(target, before),
             )
         )
 
@@ -265,6 +283,7 @@ def _is_restorable(value: object) -> bool:
     """Return whether a value inside of a target is restored itself, and not replaced."""
     return (
         library_of(value) is not None
+        or is_cache(value)
         or callable(getattr(value, "load_state_dict", None))
         or (type(value) is dict and any(map(_is_restorable, value.values())))
     )

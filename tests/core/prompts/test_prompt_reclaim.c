@@ -128,6 +128,26 @@ TEST(a_put_larger_than_the_budget_does_not_evict)
     mls_prompt_log_free(log);
 }
 
+TEST(a_segment_with_notes_only_is_compacted_once)
+{
+    mls_prompt_log *log = open_log();
+    size_t changed = 0;
+    bool busy = true;
+    CHECK(put_big(log, 1, UINT64_MAX) == 1);
+    REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
+    CHECK(mls_prompt_segment_create(log, &status) == MLS_OK);
+    mls_prompt_unlock(log);
+    CHECK(mark_all(log, 1, MLS_PROMPT_PIN, &changed) && changed == 1);
+    (void)prune(log, UINT64_MAX);
+    CHECK(log->segment_count == 2 && log->highest == 3);
+    CHECK((log->index.entries[0].flags & MLS_PROMPT_PINNED) != 0);
+    mls_prompt_log_free(log);
+    CHECK(unlink(path_of("log/index")) == 0);
+    log = open_log();
+    CHECK((log->index.entries[0].flags & MLS_PROMPT_PINNED) != 0);
+    mls_prompt_log_free(log);
+}
+
 TEST(strange_rows_of_uses_are_ignored)
 {
     mls_prompt_log *log = open_log();
