@@ -31,6 +31,7 @@ PUBLIC = (
     "mlstate.errors",
     "mlstate.fsdp",
     "mlstate.integrations.lightning",
+    "mlstate.integrations.mlx",
     "mlstate.integrations.mpi",
     "mlstate.integrations.torch",
     "mlstate.integrations.transformers",

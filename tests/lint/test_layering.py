@@ -59,7 +59,7 @@ PACKAGE_ORDER = (
     ("integrations/torch/_activation", "integrations/torch/_checkpoint"),
     ("integrations/torch/_collectives", "integrations/torch/_gradients"),
     ("integrations/torch", "integrations/mpi", "integrations"),
-    ("integrations/lightning", "integrations/transformers"),
+    ("integrations/lightning", "integrations/transformers", "integrations/mlx"),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -83,6 +83,8 @@ OPTIONAL = {
     "rich",
     "shtab",
     "transformers",
+    "mlx",
+    "mlx_lm",
     "yaml",
 }
 ALLOWED = {"numpy"}

@@ -22,6 +22,7 @@ COMMANDS = {
     "reshard": Command("{source} {target} --layout rows=2", ("a b",)),
     "convert": Command("{source} {target}", ("a",)),
     "prune": Command("{source}", ("a --keep",)),
+    "cache": Command("show {target}", ("", "show", "convert a", "convert a b --to 0.30"), False),
     "coreml": Command(
         "states {source}", ("", "plan", "plan a b", "plan a b --at many", "states"), False
     ),
