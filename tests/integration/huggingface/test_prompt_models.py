@@ -139,8 +139,8 @@ def test_damage_never_reaches_a_model(model, tmp_path, dtype, name):
     assert position == (20 if is_hybrid else 32)
     expected = _prefilled(model, position) if is_hybrid else None
     if expected is not None:
-        got, wanted = continued(model, other, position), continued(model, expected, position)
-        assert torch.equal(got, wanted)
+        got, reference = continued(model, other, position), continued(model, expected, position)
+        assert torch.equal(got, reference)
     else:
         assert other.get_seq_length() == position
         for got, live in zip(other.layers, _prefilled(model, 70).layers, strict=True):
@@ -178,7 +178,7 @@ def test_a_batch_of_sequences_is_refused(model, tmp_path, dtype, name):
 
 @pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", ["llama"])
-def test_tokens_that_the_model_has_not_seen_are_refused(model, tmp_path, dtype, name):
+def test_tokens_beyond_those_of_the_cache_are_refused(model, tmp_path, dtype, name):
     cache = DynamicCache(config=model.config)
     output = model.generate(TOKENS[:, :20], max_new_tokens=5, do_sample=False, **{ARGUMENT: cache})
     with store_at(tmp_path) as store:
