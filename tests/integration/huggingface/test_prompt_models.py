@@ -57,7 +57,7 @@ def continued(model, cache, start):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("stored", "into"), [("dynamic", "dynamic"), ("static", "static")])
-def test_logits_after_a_restore_equal_those_of_the_live_cache(
+def test_a_restored_cache_gives_the_logits_of_the_live_one(
     model, tmp_path, stored, into, dtype, name
 ):
     cache = KINDS[stored](config=model.config)
@@ -178,7 +178,7 @@ def test_a_batch_of_sequences_is_refused(model, tmp_path, dtype, name):
 
 @pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", ["llama"])
-def test_tokens_beyond_those_of_the_cache_are_refused(model, tmp_path, dtype, name):
+def test_more_tokens_than_the_cache_has_are_refused(model, tmp_path, dtype, name):
     cache = DynamicCache(config=model.config)
     output = model.generate(TOKENS[:, :20], max_new_tokens=5, do_sample=False, **{ARGUMENT: cache})
     with store_at(tmp_path) as store:
