@@ -53,7 +53,7 @@ PACKAGE_ORDER = (
     ("checkpoint/_folder",),
     ("checkpoint/_store",),
     ("distributed",),
-    ("checkpoint",),
+    ("checkpoint", "prompts"),
     ("plot",),
     ("integrations/torch/_tensors",),
     ("integrations/torch/_activation", "integrations/torch/_checkpoint"),
