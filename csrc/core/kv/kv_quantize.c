@@ -19,7 +19,8 @@
 enum {
     TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile in a buffer, */
     PACKED_TILE = 8 * TILE,         /* and of another one */
-    MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT
+    MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT,
+    LANES = 8 /* sums of a loss */
 };
 
 /* ---- checks ---- */
@@ -329,12 +330,19 @@ static void add_tile_loss(void *context, size_t index)
         mls_copy(j->kernels, &exact, &rounded, mls_cached());
     }
     copy_tile(j, values, &t, group, original, MLS_F32, false);
+    mls_quantization_loss sums[LANES] = {{0}}; /* several, so that additions overlap */
     for (size_t i = 0; i < t.rows * t.groups * group; i++) {
+        mls_quantization_loss *sum = &sums[i % LANES];
         const double value = (double)original[i];
         const double difference = fabs((double)b.values[i] - value);
-        j->loss->largest = fmax(j->loss->largest, difference);
-        j->loss->squares += difference * difference;
-        j->loss->value_squares += value * value;
+        sum->largest = difference > sum->largest ? difference : sum->largest;
+        sum->squares += difference * difference;
+        sum->value_squares += value * value;
+    }
+    for (int i = 0; i < LANES; i++) {
+        j->loss->largest = fmax(j->loss->largest, sums[i].largest);
+        j->loss->squares += sums[i].squares;
+        j->loss->value_squares += sums[i].value_squares;
     }
 }
 
