@@ -278,12 +278,15 @@ static mls_code read_tensor(header_reader *r, mls_json_node entry)
 static const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
                                .length = sizeof MLS_SAFETENSORS_PREFIX - 1};
 
+/* Return whether a key starts with a branch of mlx-lm's tree: a digit from '0' to `last`,
+ * and a dot. */
 static bool is_in_branch(mls_str key, char last)
 {
     return key.length >= 2 && key.data[0] >= '0' && key.data[0] <= last &&
            key.data[1] == '.';
 }
 
+/* Return a key of mlstate without its branch "0." or "1."; any other key as it is. */
 mls_str mls_safetensors_own_key(mls_str key)
 {
     if (is_in_branch(key, '1')) {
@@ -295,6 +298,8 @@ mls_str mls_safetensors_own_key(mls_str key)
     return key;
 }
 
+/* Return the branch of the user's texts, "0." or "1."; "" unless all keys but ours are in
+ * a tree's branches. The value of "2.0" tells which: "" is the newer form, with "0.". */
 mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count)
 {
     mls_str branch = {.data = "", .length = 0};
@@ -428,8 +433,9 @@ static bool assign_block_digits(header_reader *r, mls_str digits)
     return left == 0 && digits.length % MLS_CRC_DIGITS == 0;
 }
 
-/* Read the two checksum entries, and verify the header if `verify`. A file must have both
- * entries or neither: otherwise damage to one key would disable the check. */
+/* Verify the header by its two checksum entries, if `verify`, and assign the checksums of
+ * blocks. Without entries there is nothing to verify (`has_crc` stays false). A file must
+ * have both entries or neither: otherwise damage to one key would disable the check. */
 static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, bool verify)
 {
     if (!verify || (r->header_crc == MLS_JSON_NONE && r->block_crcs == MLS_JSON_NONE)) {

@@ -335,8 +335,8 @@ static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t 
     return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
 }
 
-/* Columns before BLOCKS other than LAYER_COUNT are always written, and other columns if a
- * row has a value. */
+/* Return whether the index has this column: columns before BLOCKS other than LAYER_COUNT
+ * always, and other columns if a row has a value. */
 static bool is_column_needed(table_column column, const mls_index *index)
 {
     bool needed = column != LAYER_COUNT && column < BLOCKS;

@@ -455,8 +455,8 @@ static void verify_places(verifier *v, const task *t)
     mls_free(buffer);
 }
 
-/* Thread function: run one task. A task without places (`count` 0) verifies the rest of a
- * file. */
+/* Thread function: run task `index`. A task without places (`count` 0) verifies its file
+ * except the bytes of tensors. */
 static void verify_task(void *context, size_t index)
 {
     verifier *v = context;

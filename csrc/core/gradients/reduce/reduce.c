@@ -723,8 +723,9 @@ static void scale_step(const job *j, size_t start, size_t n)
     j->scale(j->out + start * j->item, n, j->number);
 }
 
-/* Adds scale * src to dst, in place. Integers have no scale: they use the kernel for a
- * sum of two sources, the first of which is `dst`. */
+/* Adds scale * src to dst, in place, and the figures of the result to `partial` unless
+ * that is NULL. Integers have no scale: they use the kernel for a sum of two sources, the
+ * first of which is `dst`. */
 mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
                         const mls_tensor *src, double scale, mls_norm_partial *partial,
                         mls_status *st)
