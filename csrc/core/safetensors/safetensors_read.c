@@ -409,9 +409,9 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     return MLS_OK;
 }
 
-/* Assign to each tensor the start of its digits, in the order of the tensors. Returns
- * false if the number of digits does not match the blocks, or if other characters occur.
- */
+/* Assign to each tensor the start of its digits, in the order of the tensors; `digits`
+ * has 8 for each block of the file. Returns false if the number of digits does not match
+ * the blocks, or if other characters occur. */
 static bool assign_block_digits(header_reader *r, mls_str digits)
 {
     size_t left = digits.length / MLS_CRC_DIGITS;
