@@ -276,9 +276,9 @@ static mls_code fail_text(const mls_json_writer *b, mls_status *st)
 }
 
 /* Build the text, and set offsets and file length. The first tensor starts at a multiple
- * of `alignment`; `keys` are the two checksum keys. Offsets in the text count from the
- * first tensor. The tensors' own are converted to file offsets at the end, when the
- * length of the text is known. */
+ * of `alignment`; `keys` has the keys of the metadata's branch. Offsets in the text count
+ * from the first tensor. The tensors' own are converted to file offsets at the end, when
+ * the length of the text is known. */
 static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t count,
                            const char *const *keys, size_t alignment, mls_status *st)
 {
