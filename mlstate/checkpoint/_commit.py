@@ -108,6 +108,11 @@ class Commit:
     """
 
     def __init__(self, target: SaveTarget, world_size: int | None = None) -> None:
+        """Prepare to commit to `target`, the folder to save to with rank, group and claim.
+
+        `world_size`: the ranks of the new checkpoint if one process writes all of them (`reshard`);
+        None: as many as save. Nothing is written before `begin`.
+        """
         self._target = target
         self._files = target.files
         self._folder = target.files.folder

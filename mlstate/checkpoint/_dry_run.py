@@ -309,6 +309,10 @@ def plan_load(
     root, read_manifest = files.open_root(root)
 
     def plan(manifest: Manifest) -> LoadPlan:
+        """Return the files and byte ranges that a load reads with this manifest.
+
+        Reads the indexes.
+        """
         manifest = without_missing(files.folder, manifest, listed)
         indexes = Indexes(files, manifest, rank)
         sections = [indexes.merged_index.keys(section) for section in range(len(SECTIONS))]

@@ -118,6 +118,7 @@ class LoadedState:
 
     def __repr__(self) -> str:
         def shown(state: object) -> str:
+            """Return a state's short text: None, its tensor count, or "filled" for a module."""
             if state is None:
                 return "None"
             if not hasattr(state, "keys") or not hasattr(state, "__len__"):
@@ -190,6 +191,12 @@ class Loader:
     """Loads one root; `sections` are model, optimizer, and the named states with tensors."""
 
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
+        """Read the indexes that `request` needs and choose the names to load.
+
+        No tensor is read yet.
+
+        With `verify="first"`, all files are verified here.
+        """
         if request.options["rename"] is None:
             manifest = without_missing(request.files.folder, manifest, request.names)
         self.request = request
@@ -462,6 +469,11 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
     """
 
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
+        """Return whether all ranks read the same checkpoint; False: all open it again.
+
+        `manifest`, `error`: of this rank, one of them None. Raises on all ranks if one has an error
+        that a newer manifest does not explain.
+        """
         generation = "" if manifest is None else manifest.generation
         again = False
         can_retry = manifest is not None and attempt < TRIES - 1

@@ -73,6 +73,7 @@ def _target(into: Any, name: str) -> Any:
 
 
 def check_into(into: Any) -> None:
+    """Raise TypeError if `into` is neither a mapping nor an object with `model` and `optimizer`."""
     if hasattr(into, "get"):
         unknown = [key for key in into if key not in ("model", "optimizer", "states")]
         if unknown:
@@ -96,6 +97,10 @@ class _ArrayTarget:
     optional: frozenset[str] = frozenset()  # names that the checkpoint may lack
 
     def __init__(self, target: Any) -> None:
+        """Wrap the arrays to fill, by name.
+
+        Torch tensors are filled as arrays that share their memory.
+        """
         arrays = dict(target)
         self.tensors = [value for value in arrays.values() if is_torch(value)]
         if self.tensors:

@@ -136,6 +136,10 @@ class CheckpointManager:
         warn_unchanged: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Check the arguments, which the class describes, and open the folder.
+
+        Nothing is written.
+        """
         check_flags(warn_unchanged=warn_unchanged)
         if keep is not None:
             keep = check_int("keep", keep, 1, also=", or None for all")
@@ -164,6 +168,7 @@ class CheckpointManager:
         self._checkpoints = open_files(path)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle keeps: folder, rules, own steps; no lock, signal or running save."""
         # `_turn` creates a new lock; signals and a running save, with its memory, belong to a
         # process; no private class is named
         state = {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
@@ -173,6 +178,7 @@ class CheckpointManager:
         return {**state, "_rules": tuple(self._rules), "_timer": timer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled manager, also of an older version, which lacks newer attributes."""
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
@@ -185,6 +191,10 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
+        """Wait for a running save.
+
+        Its error is a note on the block's own exception, if there is one.
+        """
         try:
             self.close()
         except Exception as error:

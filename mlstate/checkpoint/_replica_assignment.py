@@ -75,7 +75,7 @@ def _quote_name(name: str) -> str:
 def _array_facts(value: Any, cache: dict[Any, str]) -> str:
     """Return dtype and shape as text, equal for all array libraries; "" without a dtype.
 
-    `known` caches the texts, because many arrays of a model have the same dtype and shape.
+    `cache` keeps the texts, because many arrays of a model have the same dtype and shape.
     """
     try:
         facts = value.dtype, label_of(value.dtype), tuple(value.shape)

@@ -218,6 +218,7 @@ def reshard(
         root = choose_root(old, MANIFEST, step, monitor, mode)
 
     def write(manifest: Manifest) -> Checkpoint:
+        """Verify the old checkpoint, and write it for the new ranks, one rank after the other."""
         merged = old.load_merged_index(manifest)
         _, problems = verify_files(old, manifest, merged, None)
         if problems:
@@ -228,6 +229,7 @@ def reshard(
         replicated_keys = {key for key in merged.keys(STATES) if key.startswith(trees)}
 
         def states(rank: int) -> tuple[Any, Any, Any]:
+            """Return a new rank's model, optimizer, named states: shards by key, or None."""
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:

@@ -272,6 +272,7 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
 
 
 def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of the caller's metadata ({} for None), or raise if it is not JSON."""
     import json
 
     if mapping is not None and not hasattr(mapping, "keys"):
@@ -303,6 +304,7 @@ class SaveContent:
         named: NamedStates = NO_STATES,
         entries: Iterable[str] = (),
     ) -> None:
+        """Keep what a save writes; see the comments for each argument."""
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest

@@ -109,6 +109,11 @@ class SaveJob:
         progress: Callable[[int], object] | None,
         began: float,
     ) -> None:
+        """Keep all that a save in the background and its handle share; the thread starts later.
+
+        `budget`: limit of the staging memory or None. `progress`: the caller's callback, called
+        with bytes. `began`: `perf_counter` at the call of `save_async`.
+        """
         import threading
 
         self.began = began
@@ -262,7 +267,7 @@ class SaveJob:
         return write_and_commit(self.target, gathered, self.advance, freed)
 
     def memory(self, nbytes: int, overhead: int = 0) -> Any:
-        """Return memory of `wanted` bytes, or of fewer if the budget less `overhead` is smaller."""
+        """Return memory of `nbytes` bytes, or of fewer if the budget less `overhead` is smaller."""
         if self.budget is not None:
             most = self.budget.nbytes
             # even if the budget barely covers the writer, a quarter of it is used for copies

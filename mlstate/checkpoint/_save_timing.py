@@ -68,6 +68,7 @@ class SignalWatch:
     """
 
     def __init__(self, signals: tuple[int, ...]) -> None:
+        """Install a handler that only records a signal; the old handlers return with `close`."""
         self._old: dict[int, Any] = {}
         self._pid = os.getpid()
         self.received: int | None = None

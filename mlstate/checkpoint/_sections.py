@@ -33,6 +33,10 @@ class Section:
         keys: Iterable[str],
         prefix: str = "",
     ) -> None:
+        """Create a section of these index keys.
+
+        The names are the keys without `prefix` ("state/").
+        """
         self.label = label  # name in errors: model, optimizer or states['...']
         self.number = number  # of the index's section
         self.kind = kind  # description in the manifest; None if it was not saved

@@ -134,6 +134,7 @@ class VerifyReport:
     )
 
     def __init__(self, path: str) -> None:
+        """Create a report without problems, to be filled by `verify`."""
         self.path: str = path
         self.problems: list[Problem] = []
         self.leftover: list[str] = []
@@ -159,6 +160,7 @@ class VerifyReport:
         ]
 
     def _title(self) -> str:
+        """Return one line: path, number of problems and leftover files, bytes read."""
         count = len(self.problems)
         state = "good" if not count else f"{count} problem{'' if count == 1 else 's'}"
         extra = [f"{len(self.leftover)} files left over"] if self.leftover else []
@@ -325,7 +327,7 @@ def verify_root(
     progress: Callable[[int], object] | None,
     indexes: dict[str, _core.MergedIndex],
 ) -> None:
-    """Add the problems of one root to the report, and its merged index to `known`.
+    """Add the problems of one root to the report, and its merged index to `indexes`.
 
     If files are missing and a writer has replaced the root meanwhile, start again.
     """
@@ -381,6 +383,10 @@ def _verify_names(
     from ._load import chosen_names, ranks_of
 
     def verify_tensors(manifest: Manifest) -> None:
+        """Read the named tensors through their checksums, and put problems and bytes into `report`.
+
+        It starts `report` anew, because it is called again if a writer replaces the checkpoint.
+        """
         report.step, report.bytes, report.problems = manifest.step, 0, []
         merged = files.load_merged_index(manifest)
         sections = [merged.keys(number) for number in range(STATES)]

@@ -85,7 +85,7 @@ def optional_group(group: Any) -> Any:
 
 
 def failed(operation: str, rank: int, reason: str) -> CollectiveError:
-    """Return the error of a failed operation; `what` is the cause and the remedy."""
+    """Return the error of a failed operation; `reason` is the cause and the remedy."""
     error = CollectiveError(f"{operation} on rank {rank}: {reason}")
     error.name, error.rank = operation, rank
     return error

@@ -86,7 +86,7 @@ def _target_state(
 
 
 def _written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return a dtype that `write_state` accepts and that holds every value of `found`."""
+    """Return a dtype that `write_state` accepts and that holds every value of `dtype`."""
     native = dtype.newbyteorder("=")
     if name_of(native) in ("float16", "bfloat16"):
         return np.dtype(np.float32)

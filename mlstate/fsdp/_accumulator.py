@@ -341,7 +341,7 @@ class GradientAccumulator:
         return _Sum(memory.view(native).reshape(gradient.shape), gradient_dtype, memory)
 
     def _add_checked(self, core_sums: dict[str, Any], others: dict[str, Any]) -> None:
-        """Add checked gradients; the core reads `plain` ones without conversion."""
+        """Add checked gradients by name: `core_sums` in the core, `others` in the core or torch."""
         rest = []
         for name, gradient in others.items():
             total = self._sums[name]

@@ -323,6 +323,10 @@ def _blob_digest(path: str, expected: str, progress: Callable[[int], object] | N
 def _blob_problems(
     path: str, name: str, expected: str, progress: Callable[[int], object] | None
 ) -> Iterator[Problem]:
+    """Yield the problem of a file in the Hub's cache whose bytes do not match its blob's name.
+
+    `expected`: the digest in the blob's name, a SHA-256 (64 digits) or a git SHA-1.
+    """
     algorithm = "SHA-256" if len(expected) == 64 else "git SHA-1"
     try:
         got = _blob_digest(path, expected, progress)

@@ -340,6 +340,7 @@ def _refuse_parts(*states: StateDict | None) -> None:
 
 
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
+    """Return a copy of the caller's metadata ({} for None); raises TypeError if it is not JSON."""
     copied = {} if metadata is None else dict(metadata)
     for key, value in copied.items():
         if not isinstance(key, str):
@@ -426,6 +427,7 @@ def _write_safetensors(target: Target, parts: Parts) -> None:
 
 
 def _read_safetensors(path: Place) -> Parts:
+    """Read a safetensors file, on this machine or in a store, to the parts that are converted."""
     if isinstance(path, Path):
         return read_file(path, mmap=False)
     from ... import checkpoint
@@ -495,6 +497,7 @@ def _write_npz(target: Target, parts: Parts) -> None:
 
 
 def _read_npz(path: Path) -> Parts:
+    """Read a .npz file of `save_npz` or of NumPy to the parts that are converted."""
     from .npz import read_npz
 
     arrays, record = read_npz(path)

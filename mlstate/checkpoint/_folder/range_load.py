@@ -85,6 +85,10 @@ def load_units(
     reported = 0
 
     def load_part(unit: Unit, path: str, begin: int, end: int) -> None:
+        """Fetch one byte range of a unit.
+
+        The thread that fetches its last one gives it to `read`.
+        """
         nonlocal total
         answers = fetch(path, begin, end)
         with lock:
@@ -137,6 +141,10 @@ def plan_units(call: LoadCall, staged: Collection[str], part_bytes: int) -> Iter
 
 
 def _group_small(small: list[tuple[list[Range], int]], most: int) -> Iterator[Unit]:
+    """Yield units of several small keys each, of up to `most` bytes.
+
+    `small`: for each key the ranges that hold it, and the key's position in the call.
+    """
     unit, nbytes = Unit([], []), 0
     for ranges, at in small:
         more = sum(end - begin for _, begin, end in ranges)

@@ -135,6 +135,11 @@ class WriterLock:
     def __init__(
         self, folder: LocalFolder, subject: str = "checkpoint", timeout: float | None = None
     ) -> None:
+        """Prepare the lock of a local folder; `acquire` takes it.
+
+        `subject`: what is locked, for error messages. `timeout`: seconds to wait for another
+        writer; None: fail at once.
+        """
         self._timeout = timeout
         self._subject = subject
         self._folder = folder
@@ -221,6 +226,7 @@ class WriterLock:
         return os.path.samestat(current, os.fstat(descriptor.fileno()))
 
     def _text(self, descriptor: _core.Descriptor) -> dict[str, Any]:
+        """Return the owner that the lock file names, {} if it names none."""
         import json
 
         # a writer killed before ftruncate leaves the end of a longer text after the first line

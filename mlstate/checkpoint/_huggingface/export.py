@@ -224,7 +224,7 @@ def _temporary_name(folder: str) -> str:
 
 
 def _begin(folder: str, plan: ExportPlan) -> None:
-    """Create a temporary folder `made` with files of their final length."""
+    """Create a temporary `folder` with files of their final length."""
     try:
         make_path(os.path.dirname(folder))
         os.mkdir(folder)

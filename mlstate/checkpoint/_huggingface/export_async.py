@@ -37,6 +37,10 @@ class _ExportJob(SaveJob):
         files_from: str | None,
         began: float,
     ) -> None:
+        """Prepare an export in the background.
+
+        `files_from`: folder of further files to copy, or None. `began`: `perf_counter` at the call.
+        """
         super().__init__(request.target, request.content, staging, None, None, began)
         self.request = request
         self.files_from = files_from

@@ -110,6 +110,7 @@ class ObjectStore:
     """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
+        """Create the client of a store for the URL of a folder; sends no request."""
         self.url = url
         self.timeout = options.timeout_seconds
         self._options = options
@@ -151,6 +152,7 @@ class ObjectStore:
         """
 
         def request() -> tuple[bytes, Tag] | None:
+            """Return the object and its version, or None if it has more than `most` bytes."""
             answer = self._engine.get(self._store, key)
             nbytes = answer.meta["size"]
             if nbytes > most:
@@ -267,6 +269,7 @@ class ObjectStore:
         """
 
         def request() -> None:
+            """Upload the file in parts; an error counts only if the object then lacks its size."""
             try:
                 self._engine.put(
                     self._upload_store(self._options.part_bytes, for_parts=True),

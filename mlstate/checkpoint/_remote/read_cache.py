@@ -54,6 +54,7 @@ class ReadCache:
     """
 
     def __init__(self, folder: str, most_bytes: int | None, url: str) -> None:
+        """Cache byte ranges of the store `url` in `folder`; None of `most_bytes` means no limit."""
         self._folder = folder
         self._most = most_bytes
         self._url = url
@@ -77,6 +78,7 @@ class ReadCache:
     # ---- reading ----
 
     def _entries(self, path: str) -> list[_Entry]:
+        """Return the cached ranges of one object, [] if it has none."""
         folder = self._object_folder(path)
         try:
             names = os.listdir(folder)

@@ -127,6 +127,7 @@ def modules_of(model: Any, states: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_array(value: Any) -> bool:
+    """Return whether a value is stored as a tensor; NumPy scalars and KV caches are not."""
     return (
         isinstance(value, Shard)
         or is_torch(value)

@@ -207,6 +207,10 @@ class _Restorer:
             )
 
     def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
+        """Add the action that sets a random generator of `library` to its stored state.
+
+        `node`: the stored description of the value. `where`: its path in the state, for errors.
+        """
         if library == "torch" and isinstance(node, dict) and node.get("form") == "torch":
             # a tensor of torch.get_rng_state(), from a file of torch
             node = {"$": "generator", "library": library, "state": node}
@@ -225,6 +229,10 @@ class _Restorer:
         )
 
     def add_cache(self, target: Any, node: object, where: str) -> None:
+        """Add the action that overwrites a KV cache with the stored one, and can undo it.
+
+        `node`: the stored description of the value. `where`: its path in the state, for errors.
+        """
         from ...kv._stored import check_cache, overwrite_cache
 
         if not (isinstance(node, dict) and node.get("$") == "cache"):

@@ -192,6 +192,13 @@ class _Encoder:
         return None
 
     def mapping(self, value: dict[Any, Any], where: str, path: tuple[str, ...], levels: int) -> Any:
+        """Return the JSON node of a dict.
+
+        A plain one has str keys only, others are stored as pairs.
+
+        `where`: the path for errors. `path`: the same as keys. `levels`: how deep values may still
+        nest.
+        """
         kind = next((name for name, cls in _DICTS.items() if type(value) is cls), "dict")
         pairs = []
         for key, inner in value.items():

@@ -120,6 +120,7 @@ def _kind(members: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[st
 
 
 def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Return the descriptions of the named states in a manifest by name, None if it has none."""
     if "states" not in members:
         return None
     listed = _member(members, "states", dict)
@@ -144,6 +145,10 @@ def _numbers(values: Any, name: str, count: int, least: int = 0) -> list[int]:
 
 
 def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple[IndexRecord, ...]:
+    """Return each rank's record of its index file: path, size, checksum, counts.
+
+    `members`: the manifest's JSON object.
+    """
     listed = _member(members, "indexes", dict)
     crcs: str = _member(listed, "crc32c", str, pattern=_CRCS)
     if len(crcs) != 8 * world_size:
@@ -161,6 +166,10 @@ def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple
 
 
 def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] | None:
+    """Return the groups of ranks whose indexes are alike; None if the manifest has no groups.
+
+    `members`: the manifest's JSON object.
+    """
     if "patterns" not in members:
         return None
     patterns = []

@@ -178,6 +178,7 @@ class TierMoves:
         return sorted(name for name in names if name.endswith(SUFFIX))
 
     def _refuse_or_discard(self, discard: bool) -> None:
+        """Raise if the folder has units of an earlier process, or delete them if `discard`."""
         self._folder.remove(self._folder.temporary_files())
         units = [f for f in self._files() if is_unit_file(os.path.join(self._directory, f))]
         if discard:
@@ -211,6 +212,10 @@ class TierMoves:
         return os.path.join(self._directory, unit.file)
 
     def _open_units(self) -> None:
+        """Take over the unit files of an earlier process.
+
+        A damaged one is left out with a warning.
+        """
         import warnings
 
         self._folder.remove(self._folder.temporary_files())
@@ -236,6 +241,7 @@ class TierMoves:
         self._units[unit.name] = unit
 
     def _add(self, units: list[Unit]) -> None:
+        """Insert new units, and move each to the tier that its shards mark, within the budgets."""
         for unit in units:
             with self._changed:
                 self._insert(unit)
@@ -361,6 +367,11 @@ class TierMoves:
             self._check_fits(unit, to)
 
     def _move_towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], operation: str) -> Tier:
+        """Move a unit to `to` (None: the next tier in `steps`), and return its tier.
+
+        `steps`: the next tier for each, nearer or farther. Raises ValueError if `to` is the other
+        way.
+        """
         with self._changed:
             unit = self._unit_at_rest(name)
             target = steps[unit.tier] if to is None else Tier(to)

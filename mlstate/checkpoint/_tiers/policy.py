@@ -36,6 +36,7 @@ class PlacedUnit:
     __slots__ = ("name", "nbytes", "pins", "score", "tier", "used_at", "uses")
 
     def __init__(self, name: str, nbytes: int, tier: Tier) -> None:
+        """Create a unit without uses, of this size and in this tier."""
         self.name = name
         self.nbytes = nbytes
         self.tier = tier
@@ -62,6 +63,7 @@ class TierPolicy:
     """
 
     def __init__(self, hot_budget: int | None, warm_budget: int | None) -> None:
+        """Create a policy without units; budgets are bytes, None for no limit."""
         for label, budget in (("hot", hot_budget), ("warm", warm_budget)):
             if budget is not None and budget < 0:
                 raise ValueError(f"{label}_budget_bytes must not be negative, got {budget}")

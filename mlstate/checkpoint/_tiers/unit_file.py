@@ -63,6 +63,7 @@ class Part:
     __slots__ = ("array", "dtype", "facts", "is_tensor", "key", "marked", "section", "shape")
 
     def __init__(self, section: int, key: str, value: Any) -> None:
+        """Wrap one array or `Shard`; `section` is 0 for the model, 1 for the optimizer."""
         self.section = section
         self.key = key
         self.facts: dict[str, Any] | None = None

@@ -47,6 +47,7 @@ class TieredUnit:
     __slots__ = ("_given", "name", "parameter", "states", "tier")
 
     def __init__(self, unit: Unit) -> None:
+        """Present the arrays of a unit that is in memory; no array is copied."""
         self.name: str = unit.name
         self.tier: Tier = unit.tier
         self.parameter: Any = None
@@ -59,6 +60,7 @@ class TieredUnit:
                 self.states[part.state] = part.array
 
     def __repr__(self) -> str:
+        """Return name, tier, and shape and dtype of each array."""
         arrays = {"parameter": self.parameter, **self.states}
         texts = [
             f"{name} {tuple(array.shape)} {name_of(array.dtype)}"

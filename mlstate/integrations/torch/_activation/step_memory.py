@@ -177,9 +177,9 @@ class _Recomputation:
 class _StepSimulation:
     """A plan's steps as torch runs them: memory held, and differences from the plan's count.
 
-    An activation is in memory if it is kept (`held`), if it is the argument of the next first
-    run (`passing`), or if a neighbouring block saved it for its backward run. A block's saved
-    memory is counted without its input and output.
+    An activation is in memory if it is kept (`_live_activations`), if it is the argument of the
+    next first run (`_passing`), or if a neighbouring block saved it for its backward run. A
+    block's saved memory is counted without its input and output.
     """
 
     def __init__(self, plan: Plan, again: list[_Recompute]) -> None:

@@ -374,7 +374,10 @@ def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
-    """Return whether `here` is true on any rank of an FSDP1 module; a rank may have no elements."""
+    """Return whether `local_flag` is true on any rank of an FSDP1 module.
+
+    A rank may hold no elements of it, so its own answer is not enough.
+    """
     import torch
     import torch.distributed as dist
 

@@ -55,7 +55,7 @@ class Link(ExchangeLink):
         work.wait() if remaining is None else work.wait(remaining)
 
     def run_overlapped_task(self) -> None:
-        """Run `meanwhile` unless it has run."""
+        """Run the task that overlaps the exchange, unless it has run."""
         task, self.overlapped_task = self.overlapped_task, None
         if task is not None:
             task()
