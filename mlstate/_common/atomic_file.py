@@ -174,6 +174,7 @@ class Target(NamedTuple):
             raise
 
     def _swap(self, new: str, old: str) -> None:
+        """Exchange the finished file or folder `new` with the target, which becomes `old`."""
         try:
             _core.path_rename(new, self.path, True)
         except OSError as error:

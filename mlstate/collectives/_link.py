@@ -106,6 +106,7 @@ class ExchangeLink(ABC):
         self.reduce(parts, op, target)
 
     def all_reduce(self, source: Any, target: Any, op: str) -> None:
+        """Write the reduction of all ranks' `source` to `target`: small arrays by one gather."""
         length, world = len(source), self.world_size
         if world == 1:
             self.reduce([source], op, target)
@@ -130,6 +131,7 @@ class ExchangeLink(ABC):
     def all_to_all(
         self, source: Array, target: Array, sent: list[int], expected: list[int]
     ) -> None:
+        """Send `sent[i]` rows to rank i, and receive `expected[i]` rows from it."""
         source_bytes, into = self.bytes_of(source), self.bytes_of(target)
         start, end = _address(source_bytes), _address(into)
         if start < end + len(into) and end < start + len(source_bytes):

@@ -249,6 +249,10 @@ class _Host:
             )
 
     def _handle_sockets(self, ready: list[socket.socket], deadline: float) -> None:
+        """Accept new peers, read their ranks, and drop ranks whose connection has ended.
+
+        `ready`: sockets with something to read. `deadline`: of the rendezvous, on `time.monotonic`.
+        """
         for peer in ready:
             if peer is self._listener:
                 self._accept_peer()
@@ -265,6 +269,7 @@ class _Host:
                 self.ranks.pop(rank).close()
 
     def _accept_peer(self) -> None:
+        """Accept a connection; its rank is not known yet. Other users' processes are refused."""
         try:
             peer, _ = self._listener.accept()
         except OSError:

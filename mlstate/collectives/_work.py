@@ -34,6 +34,7 @@ class Work:
     __slots__ = ("_error", "_finished", "_result", "operation", "rank")
 
     def __init__(self, operation: str, rank: int) -> None:
+        """Create the handle of an operation that has not run yet."""
         import threading  # keeps threading out of `import mlstate`
 
         self.operation: str = operation

@@ -485,6 +485,11 @@ class DistributedStateCollector:
             return {**same, "the state": _collection_mode(target, model)}
 
         def prepare() -> tuple[Any, list[Entry], list[Entry]]:
+            """Return state, store function and source of this rank, and two lists for all ranks.
+
+            The lists describe the tensors to fill and those to send. Only the root has a source.
+            Raises if this rank cannot take part.
+            """
             state, store = _collect_state(target, model, fill=True)
             check_writable(state)
             entries = describe(state)

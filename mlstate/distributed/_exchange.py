@@ -295,6 +295,10 @@ class Gathering(_Transfer):
         return jobs
 
     def _move(self, state: Mapping[str, object], jobs: list[Job]) -> None:
+        """Send this rank's pieces to the root, one message at a time; the root puts them in place.
+
+        `jobs`: the pieces that each rank sends, equal on all ranks.
+        """
         me, world = self.group.rank, self.group.world_size
         room = MessageBuffer()  # of what this rank sends, or the root receives
         for message in split_messages(jobs, self.max_bytes):
@@ -338,6 +342,7 @@ class Gathering(_Transfer):
         return self._result(state, tensors) if self.group.rank == self.root else None
 
     def _result(self, state: Mapping[str, Any], tensors: list[Tensor]) -> StateDict:
+        """Return the gathered state: `tensors` from the wholes, replicated ones from this rank."""
         gathered = like(state)
         for tensor in tensors:
             if tensor.steps is not None:

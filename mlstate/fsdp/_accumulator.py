@@ -43,6 +43,11 @@ class _Sum:
     )
 
     def __init__(self, array: Any, dtype: str, memory: Any = None) -> None:
+        """Start a sum with the first gradient of a parameter.
+
+        `array`: the sum, a NumPy array or torch tensor. `dtype`: of the gradients. `memory`: its
+        bytes.
+        """
         self.array = array
         self.given = dtype  # dtype of the gradients, which `array` need not have
         self.memory = memory  # the bytes of `array`, or None if torch owns them
@@ -162,6 +167,7 @@ def _readable(gradient: Any) -> Any:
 
 
 def _check_dtype(dtype: DType | None) -> str | None:
+    """Return the dtype of the sums, "float32" or None (as the gradients); raises for others."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -224,6 +230,7 @@ class GradientAccumulator:
     __slots__ = ("__weakref__", "_dtype", "_lock", "_steps", "_sums")
 
     def __init__(self, accumulation_steps: int = 1, *, dtype: DType | None = None) -> None:
+        """Check the arguments (see the class); no memory is allocated yet."""
         try:
             if isinstance(accumulation_steps, bool):
                 raise TypeError

@@ -69,6 +69,7 @@ class FSDPBackwardHook:
     """
 
     def __init__(self, fsdp: FSDP) -> None:
+        """Create a hook without parameters; `register_hooks` connects it to a model."""
         if not isinstance(fsdp, FSDP):
             raise TypeError(
                 f"fsdp must be an FSDP, got {type(fsdp).__name__}; make one of your group: "

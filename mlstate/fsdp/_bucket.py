@@ -65,6 +65,7 @@ class Entry:
         allow_unused: bool = False,
         absence: str = "",
     ) -> None:
+        """Check a gradient of `unit`. A fault becomes `problem`, because all ranks must go on."""
         self.unit = unit
         self.is_unused = gradient is None and not problem and allow_unused
         if self.is_unused:

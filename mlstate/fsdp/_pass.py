@@ -27,6 +27,7 @@ class BucketPlan:
     def __init__(
         self, units: Mapping[str, FSDPShardingUnit], reducer: Reducer, *, accumulate: bool
     ) -> None:
+        """Divide the units into buckets; `accumulate`: sums are added to the local gradients."""
         self.units = dict(units)
         self.accumulate = accumulate
         self.buckets = list(reducer.divide(reversed(self.units.values())))
@@ -50,6 +51,7 @@ class BackwardPass:
     """
 
     def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
+        """Start a pass without gradients. It locks the reductions of this FSDP until it ends."""
         self.session = Session(reducer)
         self.arrived: dict[str, Entry] = {}
         self.token: Callable[[], object] | None = (

@@ -187,6 +187,7 @@ class Session:
     """
 
     def __init__(self, reducer: Reducer) -> None:
+        """Begin a session; raises if another one of this FSDP is under way."""
         if not reducer.lock.acquire(blocking=False):
             raise failed(
                 "reduce_scatter",
@@ -246,6 +247,12 @@ class Session:
     def _reduce(
         self, buckets: Sequence[FullBucket], entries: Sequence[Entry], plan: bytes, started: float
     ) -> tuple[int, list[Entry] | None]:
+        """Exchange one header, then reduce the first buckets if all ranks agree.
+
+        Returns the number of reduced buckets and None. If ranks disagree on the first bucket,
+        nothing is reduced: returns 1 and the entries on which they agree, to be reduced alone.
+        `entries`: those of the first bucket. `plan`: digest of the buckets, equal on all ranks.
+        """
         first, terms, _ = buckets[0]
         handles = self._reducer.prepare(buckets)
         can_pack = handles[0] is not None and not terms.compression
@@ -406,6 +413,7 @@ class Reducer:
         timeout: float | None,
         record: bool = False,
     ) -> None:
+        """Keep the group and the terms; `settings` are compared between ranks. Sends nothing."""
         self.rank, self.world_size = int(group.rank), int(group.world_size)
         self.group, self.timeout = group, timeout
         self.lock = threading.Lock()

@@ -85,6 +85,7 @@ class GradientReport:
         return f"{wrong} of {self.compared} gradients {verb} by more than {self.atol:g}"
 
     def _rows(self) -> tuple[list[str], list[list[str]]]:
+        """Return the headers and one row of texts for each mismatch."""
         headers = ["parameter", "rank", "element", "expected", "actual"]
         rows = [
             [m.parameter, str(m.rank), f"{m.element:,}" if m.element is not None else ""]
@@ -129,6 +130,10 @@ def _find_differences(expected: Any, actual: Any, atol: float) -> Any:
 
 
 def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch | None:
+    """Return the first element where a unit's gradient differs from its part of `full`, or None.
+
+    `full`: the expected gradient of the whole parameter. `atol`: absolute tolerance.
+    """
     name, rank, local = unit.parameter_name, unit.shard_index, unit.local_gradient
     if local is None:
         return Mismatch(name, rank, None, "a gradient", "none")

@@ -67,6 +67,7 @@ class CompatibilityResult:
     __slots__ = ("_counts", "_is_refused", "differences", "errors", "renames", "warnings")
 
     def __init__(self) -> None:
+        """Create a result without differences, to be filled by `check_compatibility`."""
         self.errors: list[str] = []
         self.warnings: list[str] = []
         self.differences: list[Difference] = []

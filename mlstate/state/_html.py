@@ -39,6 +39,7 @@ _STYLE = """
 
 
 def _title(state: StateDict) -> str:
+    """Return one line: class, tensors, bytes, and what the class adds."""
     try:
         size = bytes_text(state.nbytes)
     except UNREADABLE:
@@ -116,6 +117,7 @@ class _Opener:
         self.room = room  # bytes left
 
     def rows(self, children: tuple[tuple[str, Kind], ...]) -> str:
+        """Return the rows of a node's children that still fit; equal neighbours share one."""
         runs: list[tuple[list[str], Kind]] = []
         for name, kind in children:
             if runs and runs[-1][1] == kind:

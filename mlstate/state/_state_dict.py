@@ -492,6 +492,7 @@ class StateDict(_core.StateDict):
         return super().__reduce_ex__(max(index(protocol), 2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy arrays and attributes; arrays that are one object stay one."""
         # Same result as copy.deepcopy through __reduce_ex__, with less work for each array.
         reduced = self.__reduce_ex__(4)
         if isinstance(reduced, str):
