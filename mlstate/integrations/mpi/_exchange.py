@@ -49,6 +49,7 @@ class Channel:
     """A group's own communicator, which has no other user, with its state."""
 
     def __init__(self, comm: Any) -> None:
+        """Wrap a communicator of mpi4py that only this channel uses."""
         from mpi4py import MPI
 
         self.mpi: Any = MPI
@@ -107,6 +108,7 @@ class _Messages:
     """
 
     def __init__(self, link: Link, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+        """Start to send `sends[i]` to rank i; `receives[i]` waits for what rank i sends."""
         channel = link.channel
         self.memory: list[Any] = [sends, receives]
         self.requests: list[Any] = []
@@ -156,6 +158,7 @@ class Link(ExchangeLink):
     )
 
     def __init__(self, channel: Channel, operation: str, tag: int, timeout: float) -> None:
+        """Begin one operation; `tag`: of its messages. `timeout`: seconds."""
         self.channel = channel
         self.operation = operation
         self.tag = tag

@@ -77,6 +77,7 @@ class MPIGroup(Engine):
     """
 
     def __init__(self, comm: Any = None, *, timeout: float | None = None) -> None:
+        """Duplicate a communicator (None: COMM_WORLD), which all its ranks must do together."""
         try:
             from mpi4py import MPI
         except ImportError as error:
@@ -146,6 +147,7 @@ class MPIGroup(Engine):
         return work
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        """Run one operation over a link to the ranks; an error after its start ends the group."""
         self._check_thread(call.name, self._rank)
         link = self._channel.link(call.name, call.text, call.seconds or self._timeout)
         self._inside = True

@@ -171,6 +171,7 @@ class MLStateCallback:
         keep: int | None = None,
         **options: Any,
     ) -> None:
+        """Check the arguments (see the class); `options` are those of `CheckpointManager`."""
         try:
             import transformers  # noqa: F401
         except ImportError:

@@ -26,6 +26,7 @@ class BlockCall:
     """One call of a block, with arguments detached from the graph."""
 
     def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Record a call; its tensors are detached but share memory with the arguments."""
         import torch
         from torch.utils import _pytree
 
@@ -86,6 +87,11 @@ class SampledModel:
     """A model with its blocks in order, and arguments for a run: a tensor, a tuple or a dict."""
 
     def __init__(self, module: Any, sample: Any, blocks: Any, count: int | None) -> None:
+        """Find the blocks of a model that is to run on `sample`.
+
+        `sample`: a tensor, a tuple of arguments, or a dict of keywords. `blocks`: a pattern or list
+        as in `Chain.from_torch`; None: the only list of `count` modules.
+        """
         args, self.kwargs = ((), sample) if isinstance(sample, dict) else (sample, {})
         self.args = args if isinstance(args, tuple) else (args,)
         tensors = tensors_in((self.args, self.kwargs))

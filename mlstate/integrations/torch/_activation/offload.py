@@ -64,6 +64,7 @@ class Host:
         return target.set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
 
     def _copied(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a storage, copied to memory (pinned for CUDA) or to a file."""
         import torch
 
         if self._folder is None:

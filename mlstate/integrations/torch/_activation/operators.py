@@ -85,6 +85,7 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
         def __torch_dispatch__(
             self, func: Any, types: object, args: Any = (), kwargs: Any = None
         ) -> Any:
+            """Run an operator and record name, seconds, new bytes, and whether it can be kept."""
             kwargs = kwargs or {}
             if func in SAC_IGNORED_OPS:
                 return func(*args, **kwargs)
@@ -189,6 +190,7 @@ class OperatorProfile:
         )
 
     def _rows(self) -> list[list[str]]:
+        """Return texts for each operator: name, calls, seconds, bytes, keepable; slowest first."""
         operators = [name.rpartition(" ")[0] for name in self.names]
         rows = []
         for name in dict.fromkeys(operators):
@@ -373,6 +375,7 @@ def selective_contexts(saved: Iterable[str]) -> tuple[object, object]:
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     def policy(context: Any, func: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        """Return torch's policy for one operator call: keep its result, or recompute it."""
         name = str(func)
         # Some torch versions call this again in the backward pass.
         count = counts[bool(context.is_recompute)]

@@ -85,6 +85,7 @@ class Allocations:
         self.curve: list[tuple[float, int]] = []
 
     def __enter__(self) -> Allocations:
+        """Start to record allocations; on the CPU by torch's profiler, if it is not in use."""
         import torch
 
         if self._on_cpu:
@@ -119,6 +120,10 @@ class Allocations:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _read_events(self, roots: Any) -> None:
+        """Add the bytes and peak before each mark to `_read`, and the curve of live bytes.
+
+        `roots`: the profiler's tree of events.
+        """
         live_bytes = peak = 0
         began = None
         sizes: dict[int, int] = {}  # sizes of recorded allocations, by address

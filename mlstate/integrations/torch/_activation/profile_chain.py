@@ -51,6 +51,7 @@ class _Times:
         self._keys: list[tuple[Any, ...]] = []
 
     def __call__(self, call: BlockCall) -> None:
+        """Run a block forward and backward several times, and add the seconds of each run."""
         runs = []
         for _ in range(self._repeats + 1):
             run = call.bind()
@@ -95,6 +96,7 @@ class _Bytes:
         self.gradients: list[int] = []
 
     def __call__(self, call: BlockCall) -> None:
+        """Run a block, and add bytes of its activation and gradient; marks separate its phases."""
         import torch
 
         if not self.activations:

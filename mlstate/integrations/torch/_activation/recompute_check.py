@@ -69,6 +69,8 @@ class _Where:
                     self._watch(name, module)
 
     def _watch(self, name: str, module: Any) -> None:
+        """Put hooks on a submodule that record its name while it runs."""
+
         def enter(*_: Any) -> None:
             self._stack.append(name)
 
@@ -90,6 +92,7 @@ class _Run:
     """Tensors that one run of a block saved and returned."""
 
     def __init__(self, call: BlockCall, where: _Where) -> None:
+        """Run a block; record its outputs, saved tensors, and which submodule saved each."""
         import torch
 
         self.saved: list[torch.Tensor] = []
@@ -122,6 +125,7 @@ class _Checker:
         self._next = 0
 
     def __call__(self, call: BlockCall) -> None:
+        """Check the next call of a block, if it is a chosen one; an exception becomes a finding."""
         i = self._next
         self._next += 1
         if i not in self._blocks:
@@ -136,6 +140,10 @@ class _Checker:
             where.remove()
 
     def _check(self, name: str, module: Any, call: BlockCall, where: _Where) -> None:
+        """Run a block twice as a recomputation does, and add a finding for each difference.
+
+        `where`: tells which submodule runs.
+        """
         entering = [tensor for tensor, _ in call.tensors()]
         before = [tensor.clone() for tensor in entering]
         outside = _outside_states()
@@ -176,6 +184,10 @@ class _Checker:
         self.findings.append(Finding(name, place, kind, text))
 
     def _check_random(self, name: str, before: tuple[Any, ...]) -> None:
+        """Add a finding if the block drew from `random` or NumPy.
+
+        `before`: the states of both generators before the block ran.
+        """
         for source, then, now in zip(
             ("random", "numpy.random"), before, _outside_states(), strict=True
         ):
@@ -245,6 +257,7 @@ class _Trace:
     def __init__(
         self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
     ) -> None:
+        """Trace one run; `record`: operators of the first run to compare with, or None."""
         self.made: list[tuple[str, str, list[torch.Tensor]]] = []
         self.found: tuple[str, str] | None = None  # first operator with other results, and how
         self.routing: tuple[str, str] | None = None  # first operator with other indices
@@ -254,6 +267,7 @@ class _Trace:
         self._mode: Any = None
 
     def __enter__(self) -> _Trace:
+        """Start to see each operator that torch runs in this thread."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         trace = self
@@ -361,6 +375,7 @@ def _gradients_of(model: SampledModel, planned: Any = None) -> dict[str, torch.T
 
 
 def _parameters(model: SampledModel) -> dict[str, Any]:
+    """Return the parameters by name, of the module or, if it is only a list, of its blocks."""
     if hasattr(model.module, "named_parameters"):
         return dict(model.module.named_parameters())
     return {

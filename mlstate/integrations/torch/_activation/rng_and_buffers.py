@@ -95,6 +95,7 @@ def copy_objects(values: object) -> Any:
 
 
 def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a value that shares the tensors' memory; `memo`: copies by id."""
     import torch
 
     if id(value) in memo:
@@ -121,6 +122,7 @@ def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_object(value: Any, memo: dict[int, object]) -> Any:
+    """Return a copy of an object and its content, or the object if it cannot be copied."""
     try:
         copied = copy.copy(value)
     except Exception:  # locks, generators, handles of devices: all runs share them
@@ -212,6 +214,10 @@ class Surroundings:
     """
 
     def __init__(self, module: object, buffers: Buffers, leaves: Sequence[Any]) -> None:
+        """Record what a run depends on: random states, buffers, training mode, autocast.
+
+        `leaves`: the block's arguments, whose devices' generators count.
+        """
         import torch
 
         self._training = getattr(module, "training", None)

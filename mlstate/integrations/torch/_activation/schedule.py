@@ -29,6 +29,10 @@ class Program:
     """A schedule, with data derived for every step."""
 
     def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
+        """Compute from a plan's steps what each step must keep and free.
+
+        Raises ValueError if torch cannot run a kind of step.
+        """
         self.steps = [(str(kind), int(index)) for kind, index in steps]
         unknown = next((kind for kind, _ in self.steps if kind not in _KINDS), None)
         if unknown is not None:
@@ -49,6 +53,7 @@ class Program:
         self.runs_blocks_once = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
 
     def _read_steps(self) -> None:
+        """Fill the tables by block: runs, first run, backward step, offload, dropped input."""
         saved: set[int] = set()
         for at, (kind, i) in enumerate(self.steps):
             if kind in ("forward", "save"):
@@ -146,6 +151,7 @@ class _Call:
     """Data to run a block again as in its first run."""
 
     def __init__(self) -> None:
+        """Create the record of a block's call, still empty."""
         self.slots: list[weakref.ref[_SavedSlot]] = []
         self.spec: Any = None
         # leaves of its arguments: the number of a tensor in the activation, or None for an object
@@ -196,6 +202,10 @@ class Run:
         folder: str | None = None,
         observe: Callable[[str, int], None] | None = None,
     ) -> None:
+        """Start a forward pass of the blocks; no block has run.
+
+        `folder`: of offloaded tensors; None: memory. `observe`: called with each step as it runs.
+        """
         self.next = 0  # next block of the forward pass
         self._program = program
         self._blocks = blocks
@@ -285,6 +295,11 @@ class Run:
     def _record_call(
         self, call: _Call, block: Block, leaves: list[Any], spec: Any, links: list[int | None]
     ) -> None:
+        """Record the arguments and surroundings of a block's first run, for running it again.
+
+        `leaves`: arguments, flattened by `spec`. `links`: the number of each in the activation, or
+        None.
+        """
         import torch
 
         call.spec = spec
@@ -302,6 +317,7 @@ class Run:
         call.surroundings = Surroundings(block.module, block.buffers, leaves)
 
     def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        """Run a block for the first time and return its output; keep or drop what it saves."""
         import torch
 
         kind = self._program.steps[self._position][0]
@@ -363,6 +379,7 @@ class Run:
             self._take_step()
 
     def _take_step(self) -> None:
+        """Carry out the next step of the plan during the backward pass."""
         at = self._position
         kind, i = self._program.steps[at]
         if self._observe is not None:
@@ -433,6 +450,7 @@ class Run:
         return leaves
 
     def _arguments(self, i: int, call: _Call) -> list[Any]:
+        """Return the arguments to run block `i` again: activations, tensors, copied objects."""
         objects = copy_objects(call.objects)
         arguments = []
         for k, (leaf, flag) in enumerate(zip(call.leaves, call.flags, strict=True)):
@@ -445,6 +463,10 @@ class Run:
         return arguments
 
     def _offload(self, i: int, output: bool) -> None:
+        """Move what block `i` saved out of the device's memory; `output`: its output too.
+
+        Parameters and the block's input stay.
+        """
         call = self._call_of(i)
         host = call.host = Host(self._folder)
         persistent = _persistent_storages(self._blocks[i].module)
@@ -461,6 +483,7 @@ class Run:
             host.outputs = [host.put(leaf.value) for leaf in self._activation(i + 1)]
 
     def _load(self, i: int, output: bool) -> None:
+        """Bring back what `_offload` moved; `output`: the block's output too."""
         call = self._call_of(i)
         host = call.host
         if host is None:
@@ -605,6 +628,10 @@ class _Packer:
         keep: bool,
         places: dict[int, int],
     ) -> None:
+        """Prepare for a block's recomputation; `slots`: where its first run's saved tensors belong.
+
+        `keep`: its output is needed, so it runs to its end. `places`: storages of its input.
+        """
         self._name = name
         self._slots = slots
         self._keep = keep
@@ -612,6 +639,7 @@ class _Packer:
         self._count = 0
 
     def __call__(self, tensor: torch.Tensor) -> None:
+        """Put the next saved tensor into its slot, or raise if it differs; stop after the last."""
         k = self._count
         self._count += 1
         if self._slots is None or k >= len(self._slots):
@@ -662,6 +690,7 @@ def _persistent_storages(module: Any) -> set[int]:
 
 
 def _difference_error(name: str, label: str, first: list[Any], now: list[Any]) -> MLStateError:
+    """Return the error for a recomputation that saves another tensor than the first run."""
     texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
     return refusal(
         name,

@@ -140,6 +140,10 @@ class _Recomputation:
         self._keeps: list[tuple[bool, bool]] = []
 
     def __call__(self, call: BlockCall) -> None:
+        """Run a block as its recomputation does, to its last saved tensor, between two marks.
+
+        It records whether the saved tensors include the block's input and its output.
+        """
         import torch
 
         hooks: Any = torch.autograd.graph.saved_tensors_hooks
@@ -183,6 +187,7 @@ class _StepSimulation:
     """
 
     def __init__(self, plan: Plan, again: list[_Recompute]) -> None:
+        """Start before the first step; `again`: what was measured of each block's recomputation."""
         self._chain = plan.chain
         self._again = again
         self._program = Program(plan.steps())

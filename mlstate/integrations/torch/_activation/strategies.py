@@ -50,6 +50,7 @@ class _Forward:
         self.manager, self.name, self.number, self.plain = manager, name, number, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, checkpointed by torch if the manager decides so for its first tensor."""
         import torch
         from torch.utils.checkpoint import checkpoint
 

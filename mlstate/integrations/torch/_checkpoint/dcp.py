@@ -54,6 +54,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_metadata(file: Any) -> Any:
+    """Return the metadata from the file `.metadata`, read without running any code in it."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
@@ -120,6 +121,7 @@ def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> A
             self.fs = RegularFiles()
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            """Return the metadata of the chosen keys; raises if the files are too small for it."""
             if kwargs.get("rank") is not None:
                 raise FormatError("a checkpoint whose metadata are by rank cannot be read whole")
             with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
@@ -147,6 +149,7 @@ def planner() -> Any:
 
     class Careful(_EmptyStateDictLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
+            """Put a value that is not a tensor into the state dict; refuse pickles that run code."""
             name = read_item.dest_index.fqn
             try:
                 allowed = harmless_globals(value)

@@ -223,6 +223,10 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
 
 
 def _load_pickle(path: Path, *, maps: bool) -> Any:
+    """Return the content of a torch file, read without running code in it; raises FormatError.
+
+    `maps`: map the file's tensors into memory instead of reading them.
+    """
     from pickle import UnpicklingError
 
     import torch

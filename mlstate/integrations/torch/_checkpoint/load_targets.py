@@ -116,6 +116,7 @@ def _check_ranks(module: torch.nn.Module, ranks: int) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    """Raise for an optimizer of FSDP1, or one sharded over more than `ranks` processes."""
     for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         if is_flattened(parameter):
             raise TypeError(
@@ -181,6 +182,7 @@ class Filling:
         optional: Iterable[str] = (),
         contract: ModuleContract | None = None,
     ) -> None:
+        """Prepare to fill `places`, by name; allocates CPU memory for tensors on a device."""
         self.places = places
         self.contract = contract
         self.optional = frozenset(optional)
@@ -372,6 +374,11 @@ class OptimizerFilling(Filling):
         complete: bool,
         cast: bool,
     ) -> None:
+        """Check that the checkpoint's states fit the optimizer, and prepare memory for them.
+
+        `records`: the stored states by key. `saved`: their parameter groups and step. `names`: of
+        the parameters, if the module is None. `strict`, `complete`, `cast`: as in `load`.
+        """
         if module is None:
             _check_optimizer(optimizer, 1 << 62)
         check_contract(optimizer)
@@ -494,6 +501,10 @@ class OptimizerFilling(Filling):
         current: Any,
         like: torch.Tensor,
     ) -> Place:
+        """Return the memory for the state `key`; `current`: the optimizer's own, None: create it.
+
+        `like`: a tensor with the device and dtype of a created one.
+        """
         state = record.state or ""
         run = slot.run
         if run is not None and record.shape != slot.shape:

@@ -143,6 +143,7 @@ def _modules_of(unit: Unit) -> Iterable[torch.nn.Module]:
 
 
 def _copy_of(name: str, value: Any) -> Any:
+    """Return a copy of an entry of a state, to undo a load with; raises if it cannot be copied."""
     import torch
 
     try:
@@ -171,6 +172,7 @@ class ModuleContract:
     """
 
     def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Find the submodules that load their own entries, and those that are tied to them."""
         self.module = module
         self._keys = by_name(module, {key: key for key in state})
         self.entries = {name: state[key] for name, key in self._keys.items()}
@@ -324,6 +326,7 @@ class OwnLoad:
         *,
         strict: bool,
     ) -> None:
+        """Copy what the units' modules hold, so that `undo` can restore it; nothing is loaded."""
         import torch
 
         self.contract = contract
@@ -418,6 +421,7 @@ class OwnLoad:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
+        """Let one unit load its entries; names that do not fit are added to the three lists."""
         ordered: Any = OrderedDict(state)
         ordered._metadata = metadata
         root = self.contract.module

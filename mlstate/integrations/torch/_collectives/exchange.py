@@ -38,6 +38,7 @@ class Link(ExchangeLink):
     )
 
     def __init__(self, group: Any, device: torch.device, timeout: float | None) -> None:
+        """Begin one operation on torch's `group`; `timeout`: seconds, None for torch's own."""
         self._group = group
         self._deadline = None if timeout is None else monotonic() + timeout
         self.began = False  # communication was started

@@ -125,6 +125,7 @@ class TorchGroup(Engine):
     """
 
     def __init__(self, process_group: Any = None, *, check: bool = False) -> None:
+        """Wrap a group of torch (None: the default group); the class describes the arguments."""
         import torch
         import torch.distributed as dist
 
@@ -164,6 +165,7 @@ class TorchGroup(Engine):
         return call.device is not None and call.device.type != "cpu"
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        """Run one operation over a link to the ranks; an error after its start ends the group."""
         link = Link(self._group, self._device, call.seconds)
         try:
             if self._check:
@@ -222,6 +224,7 @@ class TorchGroup(Engine):
         return self._move_near(_flat(operation, array, reduced=reduced))
 
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
+        """Return a flat tensor for a result; it is `place` itself if its memory allows that."""
         import torch
 
         check_supported_tensor(operation, place)

@@ -54,6 +54,7 @@ class ModuleHooks(Hooks):
         is_full: bool,
         keep: bool,
     ) -> None:
+        """Check the parameters that have units, and hook each of them."""
         parameters = parameters_of(module)
         for name, unit in units.items():
             _check_parameter(unit, parameters.get(name), module, parameters)

@@ -30,6 +30,7 @@ class Bindings:
     """The parameters of a module; the ones in `hooked` have hooks."""
 
     def __init__(self, module: torch.nn.Module, hooked: Collection[str]) -> None:
+        """Record where each parameter is in the module, to detect a later replacement."""
         self._module = module
         by_id = {id(p): name in hooked for name, p in module.named_parameters()}
         self._bindings: list[_Binding] = []

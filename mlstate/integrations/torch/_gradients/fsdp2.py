@@ -189,6 +189,7 @@ class _ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Any:
+        """Reduce the input over the ranks, and write this rank's part to the output."""
         divisor = _divisor(op, group.size())
         self._shared.reduce(self._name, input_tensor, output_tensor, divisor)
         return _Done() if async_op else None

@@ -183,6 +183,7 @@ def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
 
 
 def _plan_dynamic(at: _Place) -> None:
+    """Check that a growing layer can take the state's keys and values, and plan the write."""
     layer = at.layer
     kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
     entries = at.both(kind)
@@ -211,6 +212,7 @@ def _plan_dynamic(at: _Place) -> None:
 
 
 def _plan_fp8(at: _Place) -> None:
+    """Check that a layer of FP8 codes can take the state's codes and scales, and plan the write."""
     layer = at.layer
     initialized = value_of(layer, at.where, "is_initialized", bool)
     codes = at.both("full", prefix="quantized_")
@@ -245,6 +247,7 @@ def _plan_fp8(at: _Place) -> None:
 
 
 def _plan_static(at: _Place) -> None:
+    """Check that a layer of fixed size can take the keys and values, and plan the write."""
     layer = at.layer
     kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
     entries = at.both(kind)
@@ -270,6 +273,7 @@ def _plan_static(at: _Place) -> None:
     ]
 
     def write() -> None:
+        """Write keys, values and counters to the layer."""
         if is_new:
             _initialize_static(at, entries, positions)
         for fill in fills:
@@ -332,6 +336,7 @@ def _plan_fill(
         _refuse_overlap(at, entry, target)
 
     def fill() -> None:
+        """Copy the pieces behind each other from `start`, and zero the other positions."""
         target, place = getattr(layer, attribute), start
         for piece in pieces:
             overwrite(target.narrow(axis, place, piece.shape[axis]), piece)
@@ -351,6 +356,7 @@ def _refuse_overlap(at: _Place, entry: CacheEntry, target: Any) -> None:
 
 
 def _plan_indexer(at: _Place) -> None:
+    """Check that a layer's indexer can take its keys and position ids, and plan the write."""
     layer, is_static = at.layer, at.cls.attention == "static"
     entry = at.entry("indexer_keys", "full")
     ids = at.entry("indexer_position_ids", "full", "opaque")
@@ -370,6 +376,7 @@ def _plan_indexer(at: _Place) -> None:
     keys = at.tensor(entry)
 
     def write() -> None:
+        """Write the indexer's keys, counter and position ids."""
         if not is_static:
             layer.lazy_initialization_indexer(keys)
             layer.indexer_keys = _joined(at.tokens(entry), keys, 1)
@@ -389,6 +396,7 @@ def _plan_indexer(at: _Place) -> None:
 
 
 def _plan_states(at: _Place) -> None:
+    """Plan the writes of a layer's convolution and recurrent states."""
     for number in range(value_of(at.layer, at.where, "number_of_states", int)):
         conv = at.entry(f"conv_states.{number}", "conv")
         recurrent = at.entry(f"recurrent_states.{number}", "recurrent")
@@ -420,6 +428,7 @@ def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | Non
             _refuse_overlap(at, entry, target)
 
     def write() -> None:
+        """Write one state; it becomes the layer's own tensor if the layer had none."""
         states = getattr(layer, attribute)
         if is_new:
             layer.lazy_initialization(**{attribute: tensor[:0], "state_idx": number})

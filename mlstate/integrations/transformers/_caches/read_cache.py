@@ -131,6 +131,7 @@ def _dynamic_tensors(at: _Place) -> tuple[Any, Any]:
 
 
 def _read_dynamic(at: _Place) -> None:
+    """Add the entries of a growing layer to the reader, without copying."""
     keys, values = _dynamic_tensors(at)
     kind, options = "full", {}
     stored = 0 if keys is None else keys.shape[2]
@@ -171,6 +172,7 @@ def _static_tensors(at: _Place) -> tuple[Any, Any, int]:
 
 
 def _read_static(at: _Place) -> None:
+    """Add the entries of a layer of fixed size to the reader, without copying."""
     keys, values, tokens = _static_tensors(at)
     kind, options = "full", {}
     if at.cls.is_sliding:
