@@ -101,6 +101,7 @@ class MemoryTracker:
         source: Callable[[], int | tuple[int, int]] | str | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        """Check the arguments, which the class describes; measures nothing yet."""
         if isinstance(source, str):
             kind, _, number = source.partition(":")
             if source != "process" and not (

@@ -66,6 +66,7 @@ def plan_html(
     names = [*names, "output"]  # a drop frees the input of the block with this name, or the output
 
     def row(phase: Phase) -> list[str]:
+        """Return the table row of a phase, steps of alike kinds: blocks, bytes, seconds."""
         part = slice(phase.first_step, phase.last_step + 1)
         ends = [names[phase.first_block]]
         if phase.last_block != phase.first_block:

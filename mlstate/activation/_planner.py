@@ -183,6 +183,7 @@ class Pareto:
     """
 
     def __init__(self, chain: Chain, slots: int | None = None, offload: bool = False) -> None:
+        """Compute the least seconds for each budget; the class describes the arguments."""
         number = _check_arguments(chain, slots, offload)
         self.chain = chain
         self.slots = slots
@@ -243,6 +244,7 @@ class Pareto:
         )
 
     def _rows(self) -> list[list[str]]:
+        """Return one row of texts for a budget, of many budgets only some at equal distances."""
         count = len(self)
         rows_shown = list(range(count))
         if count > _ROWS:

@@ -147,6 +147,11 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 
 
 def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
+    """Return what commands read at `path`: a checkpoint, a whole file of another program, or None.
+
+    None: one safetensors file. `reads_whole`: also look for files without an index. Raises
+    StoreError if nothing can be read.
+    """
     if is_url(path):
         store = open_files(path, reads=True)
         root = MANIFEST

@@ -26,6 +26,7 @@ class _Line:
         self._began, self._printed = time.monotonic(), -math.inf
 
     def add(self, count: int) -> None:
+        """Count bytes, and update the line in the terminal at most a few times a second."""
         self._done += count
         now = time.monotonic()
         if now - self._printed < _LEAST_SECONDS and self._done < self._total:

@@ -72,6 +72,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `mlstate` with all commands."""
     parser = _Parser(prog="mlstate", description="The state of machine-learning models.")
     parser.add_argument("--version", action="version", version=f"mlstate {__version__}")
     parser.add_argument("--print-completion", action=PrintCompletion)
@@ -140,6 +141,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parse_and_run(argv: Sequence[str] | None) -> int:
+    """Run the command of `argv` (None: of this process) and return its exit status."""
     parser = _parser()
     try:
         arguments = parser.parse_args(argv)

@@ -69,6 +69,7 @@ class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
     def __init__(self, where: RootPath) -> None:
+        """Read the index of a checkpoint to compare; no tensor is read."""
         self._files, self._root, _ = where
         self.path, files = where.files.path, where.files
         manifest, self._merged_index = files.read_root(
@@ -131,6 +132,7 @@ class _FileSide:
 
 
 def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
+    """Return the object that reads the tensors of one path; `step`: of a manager's folder."""
     where = find_any(path, step)
     if where is None:
         check_is_safetensors(path)
@@ -166,6 +168,10 @@ def _compare(
     progress: Callable[[int], object] | None,
     arguments: argparse.Namespace,
 ) -> StateDiff:
+    """Compare a section of two checkpoints in batches that fit the memory.
+
+    `section`: 0 for models, 1 for optimizers. `progress`: called with bytes of the first side.
+    """
     total = StateDiff([], [], [], [], [], 0)
     tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
     for batch in _batches(section, sides, arguments.names):
@@ -187,6 +193,8 @@ def _number(value: float) -> float | None:
 
 
 def _diff_data(difference: StateDiff) -> dict[str, Any]:
+    """Return the differences as JSON values."""
+
     def pairs(differing: list[Any]) -> list[dict[str, Any]]:
         return [{"name": name, "first": a, "second": b} for name, a, b in differing]
 

@@ -157,6 +157,7 @@ def _verify_foreign(path: str) -> VerifyReport | None:
 def _data(
     items: list[_Verified], rest: VerifyReport, kind: str, checksums: bool, good: bool
 ) -> dict[str, Any]:
+    """Return the reports as JSON values; `rest` has what belongs to the whole folder."""
     return {
         "path": rest.path,
         "format": kind,
@@ -197,6 +198,7 @@ def _problem_row(problem: Problem, folder: str) -> list[str]:
 
 
 def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
+    """Print the line and the problems of one checkpoint of the folder."""
     report = verified.report
     problems = report.problems
     parts = [_result_text(report)]

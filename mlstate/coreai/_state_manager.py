@@ -128,6 +128,7 @@ class StateManager(StateManagerBase):
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
+        """Check the arguments; one model with `sizes` becomes a mapping of sizes to models."""
         is_mapping = isinstance(models, Mapping)
         if is_mapping and sizes is not None and not all(isinstance(key, str) for key in models):
             raise TypeError("sizes is for a single model: a mapping of models has its sizes")
@@ -197,6 +198,10 @@ class StateManager(StateManagerBase):
         positions: int | None,
         compact: bool,
     ) -> None:
+        """Put the state `name` of the source into the target; `positions` None: it does not grow.
+
+        `specs`: of source and target. `compact`: the target is the shorter one.
+        """
         have, want = specs
         _check_array(name, source[name], have)
         if positions is None and have.dtype == want.dtype:

@@ -73,6 +73,7 @@ def find_chunks(source: Any) -> Chunks | None:
 
 
 def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
+    """Return the chunks that the caller listed in order; paths must be numbered so."""
     if not sources:
         raise TypeError("source is an empty sequence of chunk models")
     for source in sources:
@@ -85,6 +86,7 @@ def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
 
 
 def _chunks_of_pattern(pattern: str) -> Chunks:
+    """Return the chunks whose paths match a glob pattern, ordered by their numbers."""
     paths = sorted(glob.glob(pattern))
     if not paths:
         raise _missing(pattern, "no file or folder matches this pattern")
@@ -210,6 +212,7 @@ def _number(file: str, key: str, value: Any, most: int) -> int:
 
 
 def _read_contexts(file: str, parameters: dict[str, Any]) -> dict[int, str]:
+    """Return the function name of each context size from a meta.yaml, {} if it lists none."""
     key = "state_transition_infer_contexts"
     values = parameters.get(key, [])
     if not isinstance(values, list) or len(values) > _MOST_CONTEXTS:
@@ -271,6 +274,7 @@ def _chunk_path(file: str, name: str) -> str | None:
 
 
 def _read_meta(file: str) -> Chunks:
+    """Return the chunks that ANEMLL's meta.yaml lists; raises if a file is missing."""
     parameters = _read_parameters(file)
     contexts = _read_contexts(file, parameters)
     names = _chunk_names(file, parameters)

@@ -76,6 +76,7 @@ def _states(file: str, owner: dict[str, Any]) -> list[State]:
 
 
 def _state(file: str, entry: dict[str, Any]) -> State:
+    """Return name, dtype and shape of a state from its JSON in a .mlmodelc."""
     name = _text(file, entry, "name")
     dtype = _DTYPES.get(_text(file, entry, "dataType"))
     if dtype is None:

@@ -100,6 +100,7 @@ def _read_shape(array: Fields, name: str) -> tuple[int, ...]:
     shape: list[int] = []
 
     def add(value: int, offset: int) -> None:
+        """Add a dimension that was read at `offset`; raises FormatError if it is not positive."""
         if len(shape) == _MOST_RANK:
             raise error_at(offset, f"state {name} has more than {_MOST_RANK} dimensions")
         if not 0 < value < 1 << 63:
@@ -151,6 +152,7 @@ def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _read_state(feature: Fields) -> State:
+    """Return name, dtype and shape of a state from its protobuf message."""
     name = _read_name(feature, "the name of a state")
     try:
         kind = feature.only(3, "a type")
@@ -185,6 +187,7 @@ def _read_states(owner: Fields, number: int, total: int) -> list[State]:
 
 
 def _read_functions(description: Fields) -> Functions:
+    """Return the states of each function by name, from a model description."""
     functions: Functions = {}
     total = 0
     for message in description.messages(20, "a function"):

@@ -444,6 +444,7 @@ float64 or int32
     """
 
     def __init__(self, states: Mapping[str, StateSpec | Sequence[int]]) -> None:
+        """Allocate states of zeros; raises CompatibilityError for dtypes that Core ML lacks."""
         self._states: dict[str, NDArray] = {}
         self.reads: int = 0
         self.writes: int = 0

@@ -251,7 +251,7 @@ class Session:
 
         Returns the number of reduced buckets and None. If ranks disagree on the first bucket,
         nothing is reduced: returns 1 and the entries on which they agree, to be reduced alone.
-        `entries`: those of the first bucket. `plan`: digest of the buckets, equal on all ranks.
+        `entries`: all of the first bucket. `plan`: digest of the buckets, equal on all ranks.
         """
         first, terms, _ = buckets[0]
         handles = self._reducer.prepare(buckets)

@@ -128,6 +128,7 @@ class CacheEntry:
     next_slot: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        """Check and normalise the fields, such as a negative axis; raises for wrong ones."""
         _check_names(self)
         put = object.__setattr__  # the instance is frozen
         put(self, "shape", as_counts(f"{self.name}: shape", self.shape))
@@ -321,6 +322,7 @@ class CacheSpec(CopiedByValue):
     entries: tuple[CacheEntry, ...]
 
     def __init__(self, entries: Iterable[CacheEntry]) -> None:
+        """Check the entries, whose names must differ and whose lengths must have one capacity."""
         if isinstance(entries, CacheEntry) or not hasattr(entries, "__iter__"):
             raise TypeError(
                 f"entries must be an iterable of CacheEntry, got {type(entries).__name__}"
@@ -414,6 +416,7 @@ class CacheSpec(CopiedByValue):
         return f"CacheSpec({self._title()})"
 
     def _repr_html_(self) -> str:
+        """Return the entries as an HTML table for notebooks."""
         rows = [
             (e.name, *e._facts(), str(e.shape), _axis_text(e), e.dtype, bytes_text(e.nbytes))
             for e in self.entries

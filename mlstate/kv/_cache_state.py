@@ -134,6 +134,7 @@ class CacheState(CopiedByValue):
     __slots__ = ("_cache", "_history")
 
     def __init__(self, spec: CacheSpec, arrays: Mapping[str, Array], length: int) -> None:
+        """Check that the arrays are those of `spec`; they are used, not copied."""
         if not isinstance(spec, CacheSpec):
             raise TypeError(f"spec must be a CacheSpec, got {type(spec).__name__}")
         if not isinstance(arrays, Mapping):
@@ -743,6 +744,7 @@ class CacheState(CopiedByValue):
         return f"CacheState({_tokens_text(spec, length)}; {spec._title().split(';')[0]})"
 
     def _repr_html_(self) -> str:
+        """Return the entries as an HTML table for notebooks, with the tokens that each holds."""
         spec, length = self._cache.spec, self._cache.length
         rows = []
         for entry in spec:

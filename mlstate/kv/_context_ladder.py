@@ -138,6 +138,7 @@ class LadderStep(NamedTuple):
         return [i for part in self.kept for i in part]
 
     def __repr__(self) -> str:
+        """Return all fields; of many batches only the first and the last."""
         batches = repr(self.batches)
         if len(self.batches) > _LISTED:
             first, last = self.batches[0], self.batches[-1]
@@ -215,6 +216,7 @@ class ContextLadder:
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
+        """Check the arguments, which the class describes."""
         self._sizes = as_sizes(sizes)
         if overflow not in _OVERFLOWS:
             choices = ", ".join(map(repr, _OVERFLOWS))
@@ -652,6 +654,7 @@ class ContextLadder:
         return "stop"
 
     def _repr_html_(self) -> str:
+        """Return the sizes as an HTML table for notebooks."""
         from .._common.text import table_html
 
         names = [f"{size:,}" for size in self._sizes]

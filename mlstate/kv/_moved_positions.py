@@ -134,6 +134,10 @@ def _check_window(name: str, lengths: tuple[int, int], contexts: tuple[int, int]
 def _target_error(
     name: str, target: tuple[int, ...], position: int, seq_axis: int, kind: str | None
 ) -> CapacityError:
+    """Return the error for a target with fewer positions than tokens.
+
+    `kind`: of a cache's entry; None: a state of a model, for which the remedy is another model.
+    """
     length, text = target[seq_axis], f"{name}: {position} tokens do not fit"
     if kind is not None:
         text = f"{text} into {length} positions: use a capacity of at least {position}"
@@ -149,6 +153,7 @@ def _target_error(
 def _source_error(
     name: str, source: tuple[int, ...], target: tuple[int, ...], position: int, seq_axis: int
 ) -> CapacityError:
+    """Return the error for a `position` beyond the end of the source."""
     length = source[seq_axis]
     return capacity_error(
         f"{name}: position {position} is beyond the source state's {length} positions"

@@ -78,6 +78,7 @@ class StateManagerBase:
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
+        """Check the arguments, and the states of all models that are loaded already."""
         if not isinstance(models, Mapping):
             raise TypeError(
                 "models must be a mapping of context sizes to models, such as "
@@ -110,6 +111,7 @@ class StateManagerBase:
         )
 
     def _as_specs(self, specs: Mapping[int, object] | None) -> dict[int, Any]:
+        """Return the caller's specs by context size, {} for None; raises for an unknown size."""
         if specs is None:
             return {}
         if not isinstance(specs, Mapping):
@@ -203,6 +205,7 @@ class StateManagerBase:
         return -len(shape) <= axis < len(shape) and shape[axis] == size
 
     def _check_growing(self, size: int, specs: tuple[Specs, ...]) -> None:
+        """Raise if no state of a model has the length that the caller says, `size`."""
         declared = [spec for group in specs for spec in group.values()]
         if any(self._grows(size, spec) for spec in declared):
             return
@@ -247,6 +250,10 @@ class StateManagerBase:
     def _check_state(
         self, models: str, name: str, former: tuple[int, Any], new: tuple[int, Any]
     ) -> None:
+        """Raise if a state cannot move between two models; each is given as size and spec.
+
+        `models`: text that names them in the error.
+        """
         (size, spec), (new_size, new_spec) = former, new
         shapes = tuple(spec.shape), tuple(new_spec.shape)
         expected, got = f"{spec.dtype} {shapes[0]}", f"{new_spec.dtype} {shapes[1]}"
@@ -576,6 +583,7 @@ class StateManagerBase:
         self._size, self._states = self._ladder.sizes[0], None
 
     def __repr__(self) -> str:
+        """Return class, sizes, loaded models, and the size of the current state."""
         sizes = ", ".join(map(str, self._ladder.sizes))
         loaded = ", ".join(map(str, self.loaded)) or "none"
         kind = "empty" if self._states is None else "in use"
@@ -585,6 +593,7 @@ class StateManagerBase:
         )
 
     def _repr_html_(self) -> str:
+        """Return the models as an HTML table for notebooks."""
         rows = []
         for size in self._ladder.sizes:
             specs = self._specs.get(size)

@@ -133,6 +133,7 @@ class StateTransitionManager:
         }
 
     def _config(self, model_name: str) -> ModelConfig:
+        """Return the configuration of a registered model; raises ValueError for others."""
         try:
             return self.models[model_name]
         except KeyError:

@@ -39,7 +39,7 @@ _STYLE = """
 
 
 def _title(state: StateDict) -> str:
-    """Return one line: class, tensors, bytes, and what the class adds."""
+    """Return one line: class, tensors, bytes, and additions of the class."""
     try:
         size = bytes_text(state.nbytes)
     except UNREADABLE:

@@ -317,7 +317,7 @@ class Run:
         call.surroundings = Surroundings(block.module, block.buffers, leaves)
 
     def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
-        """Run a block for the first time and return its output; keep or drop what it saves."""
+        """Run a block for the first time and return its output; keep or drop its saved tensors."""
         import torch
 
         kind = self._program.steps[self._position][0]
@@ -463,7 +463,7 @@ class Run:
         return arguments
 
     def _offload(self, i: int, output: bool) -> None:
-        """Move what block `i` saved out of the device's memory; `output`: its output too.
+        """Move the saved tensors of block `i` out of the device's memory; `output`: its output too.
 
         Parameters and the block's input stay.
         """

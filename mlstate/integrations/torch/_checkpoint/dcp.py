@@ -149,7 +149,7 @@ def planner() -> Any:
 
     class Careful(_EmptyStateDictLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
-            """Put a value that is not a tensor into the state dict; refuse pickles that run code."""
+            """Put a value that is not a tensor into the state dict; refuse pickled code."""
             name = read_item.dest_index.fqn
             try:
                 allowed = harmless_globals(value)

@@ -326,7 +326,7 @@ class OwnLoad:
         *,
         strict: bool,
     ) -> None:
-        """Copy what the units' modules hold, so that `undo` can restore it; nothing is loaded."""
+        """Copy all entries of the units' modules, so that `undo` can restore it; nothing is loaded."""
         import torch
 
         self.contract = contract
