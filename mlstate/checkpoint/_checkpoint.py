@@ -260,7 +260,7 @@ class Checkpoint:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Open the folder of a pickle.
 
-        Its manifest and index are used, not those of a newer save.
+        Its manifest and index are used, not a newer save.
         """
         manifest = state["manifest"]
         if isinstance(manifest, bytes):
@@ -474,7 +474,7 @@ class Checkpoint:
 
 
 def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
-    """Return the description of a file or folder that is read whole."""
+    """Return the description of a file or folder of another program, which is read whole for it."""
     from ._load_whole import WholeIndex, manifest_of
 
     parts = foreign.read()

@@ -359,7 +359,10 @@ class Commit:
         )
 
     def _take_back(self, *, is_unsure: bool) -> None:
-        """Delete this rank's files of a failed save."""
+        """Delete this rank's files of a failed save, unless they may belong to a committed one.
+
+        `is_unsure`: whether the save was committed is unknown; then the files stay.
+        """
         rank = None if self._group is None else self._target.rank
         if not is_unsure:
             with suppress(MLStateError):  # the next save tries again; the first error is raised

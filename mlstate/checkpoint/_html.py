@@ -173,7 +173,7 @@ def _files(label: str, names: Sequence[str]) -> str:
 
 
 def report_html(title: str, report: VerifyReport) -> str:
-    """Return whether a checkpoint is good, and its problems by file."""
+    """Return the page of a verification: whether the checkpoint is good, its problems by file."""
     state = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
     head = f"<p>{state} {escape(shorten(title, 600))}</p>"
     problems = report.problems
@@ -207,7 +207,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _durations(times: SaveTimes, now: float, failed: bool) -> Sequence[str]:
-    """Return the durations of the phases so far."""
+    """Return texts for the phases of an asynchronous save; `now`: `perf_counter`."""
     since = now - times.began
     if times.staged is None:
         return [f"staging for {_seconds(since)}"]

@@ -147,7 +147,11 @@ def chosen_names(
     folder: str,
     weights: WeightFiles | None = None,
 ) -> tuple[Names, list[list[str]]]:
-    """Return the name matcher, and the matching names of model and optimizer."""
+    """Return the name matcher and, for model and optimizer, the names to load.
+
+    `sections`: all names of both. `listed`: names or globs of the caller, None for all; raises
+    TensorNotFoundError for one without a match. `weights`: of a folder of Hugging Face.
+    """
     if listed is None:
         return ALL_NAMES, sections
     names = Names(listed, *sections)
@@ -217,7 +221,10 @@ class Loader:
             self.verify = False
 
     def _find_pairs(self) -> Pairs | None:
-        """Find the quantized weights to compute values of, and hide their scales."""
+        """Return the quantized weights to compute values of, None if `cast` asks for none.
+
+        Their scales are hidden from the names of the model.
+        """
         if not self.request.dtype or self.manifest.weights is None:
             return None
 
@@ -303,7 +310,7 @@ class Loader:
         return section.restore(arrays, self.folder)
 
     def _pair_values(self, section: Section, keys: list[str]) -> dict[str, Any]:
-        """Return the values of quantized weights, by the keys of their codes."""
+        """Return the values of those `keys` that are quantized, by the keys of their codes."""
         if self.pairs is None or section.number != 0:
             return {}
         chosen = [pair for key in keys if (pair := self.pairs.by_codes.get(key)) is not None]
@@ -377,7 +384,10 @@ class Loader:
             raise names_error(lacking, [], [], self.folder)
 
     def zeros(self, names: list[list[str]], parameters: Any) -> dict[str, Any]:
-        """Return the lacking states of parameters as zeros."""
+        """Return zeros for the optimizer states that parameters lack, by key.
+
+        `names`: of model and optimizer. `parameters`: the loaded model, for shapes.
+        """
         import numpy as np
 
         facts = {name: tuple(parameters[name].shape) for name in names[0]}
@@ -393,7 +403,7 @@ class Loader:
 
 
 def _load_into_targets(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Check all targets of ``into``, then fill them."""
+    """Check all targets of ``into``, fill them, and return them; on an error none has changed."""
     loader = Loader(request, manifest)
     prepared = prepare(loader)
     apply_all(prepared.actions)
@@ -427,7 +437,7 @@ def warn_of_whole_tensors(request: LoadRequest, path: str) -> None:
 
 
 def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Load new arrays or, with mmap, views of the files."""
+    """Load the requested part to new arrays or, with mmap, views of the files."""
     loader = Loader(request, manifest)
     manifest = loader.manifest
     if not any("ranks" in kind for kind in loader.states.values()):
@@ -659,7 +669,7 @@ def _check_request(
 
 
 def open_loader(where: RootPath, options: LoadOptions) -> Loader:
-    """Return a loader that reads the tensors of a root one after the other."""
+    """Return a loader of all tensors of a root, for reading them one after the other."""
     request, manifest = _check_request(
         where, None, None, "min", complete_options(load, options, LOAD_DEFAULTS)
     )

@@ -388,7 +388,10 @@ def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
 
 
 def _targets(loader: Loader) -> Prepared:
-    """Return the targets; raise if the state of a target was not saved."""
+    """Return the caller's targets of `into`; raise if the state of one was not saved.
+
+    Without `strict`, named states that were not saved are left out.
+    """
     into, folder = loader.options["into"], loader.folder
     states = _target(into, "states")
     if states is not None and not hasattr(states, "keys"):
@@ -419,7 +422,10 @@ def _targets(loader: Loader) -> Prepared:
 def _prepare_state(
     loader: Loader, prepared: Prepared, name: str, target: Any, modules: list[object]
 ) -> None:
-    """Prepare the target of one named state."""
+    """Check one named state against its target, and add to `prepared` how to fill it.
+
+    `modules`: of the other targets, which may own the parameters of an optimizer.
+    """
     section = loader.named.get(name)
     if section is None:
         prepared.actions += prepare_tree(loader, name, loader.states[name], target)

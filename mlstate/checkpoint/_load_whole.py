@@ -182,7 +182,7 @@ def _step_of(parts: Parts) -> int | None:
 
 
 def _refuse_options(where: WholePath, request: LoadRequest) -> None:
-    """Raise ValueError for keywords that make no sense for the format."""
+    """Raise ValueError for options of `load` that need an index, which a whole file lacks."""
     options = request.options
     for name, is_given in (
         ("mmap=True", options["mmap"]),
@@ -223,7 +223,7 @@ def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
 
 
 def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]]:
-    """Return the arrays of model and optimizer, renamed."""
+    """Return the arrays of model and optimizer by name, after the caller's renaming `rules`."""
     states = [parts.model, parts.optimizer]
     arrays = [{} if state is None else dict(state) for state in states]
     if rules is None:
@@ -243,7 +243,7 @@ def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]
 
 
 def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
-    """Return a state of the same class and attributes with other arrays."""
+    """Return a copy of a state with other arrays; None for None."""
     if state is None:
         return None
     result = state.copy()
@@ -253,7 +253,10 @@ def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None
 
 
 def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) -> list[Any]:
-    """Copy into the targets of ``into``; return them."""
+    """Copy model and optimizer into the targets of ``into``, and return the targets.
+
+    `arrays`: of both, by name. All are checked before one is changed.
+    """
     into, strict = request.options["into"], request.options["strict"]
     take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)
     if take("states"):

@@ -554,7 +554,7 @@ class CheckpointManager:
         return any(answer == b"1" for answer in replies)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
-        """Warn once if no file with the model's tensors is new since the last save."""
+        """Warn once if a save wrote no file of the model: perhaps another model is trained."""
         before, self._last_model = self._last_model, saved.step if saved.model else None
         if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
             return

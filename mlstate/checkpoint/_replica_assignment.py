@@ -105,7 +105,10 @@ def _summarize(
 
 
 def _compare_sections(rank: int, first: _Summary, other: int, other_summary: _Summary) -> None:
-    """Raise ValueError if two ranks pass different arguments."""
+    """Raise ValueError if two ranks pass different arguments to a save.
+
+    `rank`, `other`: their numbers. `first`, `other_summary`: their arguments.
+    """
     both = f"ranks {rank} and {other} do not save the same:"
     for section_name in ("model", "optimizer"):
         if other_summary[section_name] != first[section_name]:
@@ -137,7 +140,7 @@ def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summa
 
 
 def _compare_arrays(summaries: dict[int, _Summary]) -> None:
-    """Raise ValueError if arrays of one name have different dtypes or shapes."""
+    """Raise ValueError if replicas of an array have different dtypes or shapes on two ranks."""
     seen: dict[str, tuple[int, str]] = {}
     for other, summary in summaries.items():
         for name, facts in summary["whole"].items():
@@ -174,7 +177,10 @@ def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:
 def _refuse_values(
     label: str, name: str, first: tuple[int, _Group], other: tuple[int, _Group]
 ) -> None:
-    """Raise ValueError if a parameter has different values on two ranks."""
+    """Raise ValueError if the groups of a parameter have different hyperparameters on two ranks.
+
+    `label`: the optimizer. `first`, `other`: rank and group of each.
+    """
     values = first[1], other[1]
     for key in {**values[0], **values[1]}:
         got = [v.get(key, "no value") for v in values]
@@ -267,7 +273,7 @@ def _exchange_digests(
 
 
 def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
-    """Return an error that names the first failed rank, or None."""
+    """Return the error of the first rank that reports one, None if no rank does."""
     for rank, summary in summaries.items():
         if "error" in summary:
             error = CollectiveError(f"not saved: rank {rank}: {summary['error']}")

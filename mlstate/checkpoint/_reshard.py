@@ -40,7 +40,7 @@ class _ShardAssigner:
         self._stored: set[tuple[str, str, int]] = set()
 
     def shards(self, section: str, arrays: dict[str, Any], rank: int) -> dict[str, Shard]:
-        """Return the arrays of one rank as shards."""
+        """Return the arrays of one new rank as shards; the first rank with a part stores it."""
         shards_made = {}
         for key, array in arrays.items():
             shape, axes, _, tier = self._facts[section, key]
@@ -87,7 +87,7 @@ def _folders(
     target: str | os.PathLike[str],
     storage_options: Mapping[str, object] | None,
 ) -> tuple[CheckpointFiles, CheckpointFiles]:
-    """Return the files of two paths; `storage_options` apply to the URLs."""
+    """Return the folders of source and target; `storage_options` apply to the URLs."""
     urls = [is_url(path) for path in (source, target)]
     options = [storage_options if url or not any(urls) else None for url in urls]
     files = (open_files(source, options[0], reads=True), open_files(target, options[1]))

@@ -161,7 +161,10 @@ def is_on_device(value: Any) -> bool:
 
 
 def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
-    """Copy a value to main memory: by `copy`, or to newly allocated memory."""
+    """Return a copy of a tensor in main memory; a `Shard` stays one, with the tier "hot".
+
+    `copy`: copies to memory that it provides; None: newly allocated memory.
+    """
     array = _array_of(value)
     if array.device.type == "meta":
         raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
@@ -304,7 +307,7 @@ class SaveContent:
         named: NamedStates = NO_STATES,
         entries: Iterable[str] = (),
     ) -> None:
-        """Keep what a save writes; see the comments for each argument."""
+        """Keep what one rank saves: arrays, description, and an error that prevents the save."""
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest
@@ -459,7 +462,10 @@ def _copy_to_host(
     own_names: tuple[frozenset[str] | None, ...],
     copy: Callable[[Any], Any] | None,
 ) -> None:
-    """Replace tensors on devices that this rank stores by copies in main memory."""
+    """Replace the tensors on devices that this rank stores, in `dicts`, by copies in main memory.
+
+    `own_names`: of replicated tensors that this rank stores, by section; None: all.
+    """
     if sys.modules.get("torch") is None:
         return
     for state, names in zip(dicts, own_names, strict=True):

@@ -167,7 +167,7 @@ class SaveJob:
             self.run()
 
     def start_thread(self, bell: Any) -> None:
-        """Start the thread if the system has one left, and release the bell."""
+        """Start the save's thread if the system can; release `bell`, for which the caller waits."""
         try:
             self.thread.start()
         except (RuntimeError, MemoryError):
@@ -227,7 +227,7 @@ class SaveJob:
             self.end(result, failed)
 
     def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
-        """Release all references and memory, and wake the waiting threads."""
+        """Record result or error, release all references and memory, and wake waiting threads."""
         if _groups.get(id(self.target.group)) is self:
             del _groups[id(self.target.group)]
         self.gathered = None  # before the staging memory is released to another save
@@ -244,7 +244,7 @@ class SaveJob:
             self.report()
 
     def work(self) -> Checkpoint:
-        """Stage, write and commit."""
+        """Stage, write and commit the save, in its thread; return the saved checkpoint."""
         freed: Callable[[], object] | None = None
         copies = _Copies(self)
         try:
@@ -275,7 +275,10 @@ class SaveJob:
         return self.staging._take(nbytes)
 
     def stage(self, gathered: GatheredShards, copies: _Copies) -> bool:
-        """Copy the shards that fit the memory; return whether any did not fit."""
+        """Copy the shards that fit the staging memory; return whether any did not fit.
+
+        The rest is written from the caller's arrays, which must not change until then.
+        """
         memory = copies.memory
         if memory is None:
             compresses = self.target.how[3] is not None
@@ -416,7 +419,7 @@ class _Copies:
         self.used = 0
 
     def take(self, tensor: Any) -> Any:
-        """Return a copy of a tensor; raise ValueError if it does not fit the budget."""
+        """Return a copy of a device tensor in staging memory; raise ValueError if too large."""
         import torch
 
         if self.memory is None:

@@ -85,7 +85,10 @@ def best_step(files: CheckpointFiles, monitor: str, mode: str) -> int:
 def choose_root(
     files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str
 ) -> str:
-    """Return the root of a step; `root` if there is no step to choose."""
+    """Return the name of the root (manifest) to load for `step`; `root` itself if it is None.
+
+    `monitor`, `mode`: the metric that "best" compares.
+    """
     if step == "best":
         if monitor is None:
             raise ValueError(

@@ -243,7 +243,7 @@ def verify_files(
 
 
 def _index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]:
-    """Read each index separately, to report every damaged one."""
+    """Return a problem for each rank's index that is damaged; reads each separately."""
     if manifest.weights is not None:
         return _verify_weight_files(files, manifest, None)[1]
     problems = []
@@ -259,7 +259,7 @@ _NAMED = 3  # tensors of one file that a problem names
 
 
 def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Problem]:
-    """Add to problems of whole files the names of the tensors in these files."""
+    """Return the problems; problems of whole files get the names of the tensors in the file."""
     damaged_files = {problem.path for problem in problems if problem.name is None}
     if not damaged_files:
         return problems
@@ -288,7 +288,10 @@ def _verify_once(
     progress: Callable[[int], object] | None,
     indexes: dict[str, _core.MergedIndex],
 ) -> Manifest | None:
-    """Verify the current root; return it, or None if it cannot be read."""
+    """Verify the root `name`, and return its manifest, or None if that cannot be read.
+
+    Problems are added to `report`, the merged index into `indexes`, by generation.
+    """
     try:
         manifest = files.read_manifest(name)
     except MLStateError as error:
@@ -463,7 +466,7 @@ def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
 
 
 def _try_root(files: CheckpointFiles, name: str) -> _Trial:
-    """Verify a root; rewrite damaged headers of files whose tensors are good."""
+    """Verify a root for a repair; rewrite damaged headers of files whose tensors are good."""
     is_mended = False
     while True:
         report = VerifyReport(files.path)

@@ -104,7 +104,7 @@ def _mismatch_error(
 
 
 def check_timeout(timeout: object) -> float | None:
-    """Return a timeout in seconds, or None for the group's own."""
+    """Return a caller's timeout as seconds, or None for the group's own; raise if invalid."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
@@ -131,7 +131,7 @@ def check_root(operation: str, root: Any, world_size: int) -> int:
 
 
 def check_bytes(operation: str, data: Any) -> bytes:
-    """Return data as immutable bytes."""
+    """Return the data of `gather_bytes` as immutable bytes; raise TypeError for others."""
     try:
         return data if type(data) is bytes else memoryview(data).tobytes()
     except TypeError:
@@ -160,7 +160,7 @@ def kind_of(array: Any) -> str:
 
 
 def check_array(operation: str, array: Any) -> Any:
-    """Return the input array; a tensor is detached."""
+    """Return a caller's input as an array without gradients; raise TypeError for objects."""
     if is_torch(array):
         return array.detach()
     if not isinstance(array, np.ndarray | np.generic):
@@ -257,7 +257,7 @@ def counts_of(operation: str, name: str, counts: Sequence[Any], world_size: int)
 
 
 def check_rows(operation: str, array: Any) -> int:
-    """Return the length of the first dimension."""
+    """Return the length of an array's first dimension; raise if it has none."""
     if not array.ndim:
         raise _mismatch_error(
             operation,
@@ -287,7 +287,7 @@ def check_own_rows(operation: str, array: Array, counts: Sequence[int], rank: in
 
 
 def _same_place(out: Any, array: Any) -> bool:
-    """Return whether both are the same elements in the same order."""
+    """Return whether both arrays are the same elements in the same order, in one memory."""
     if out is array:
         return True
     if is_torch(out):

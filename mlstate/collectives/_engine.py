@@ -321,7 +321,10 @@ class Engine(ProcessGroup, ABC):
         return self._submit(call._replace(device=_device_of(source)), perform)
 
     def _submit(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Run an operation after all earlier ones; `perform` receives its link."""
+        """Run an operation after all earlier ones; return its result, or its `Work` if async.
+
+        `perform`: does it, with the link to other ranks.
+        """
         if type(call.async_op) is not bool:
             check_flags(async_op=call.async_op)
         self._check_open(call.name)

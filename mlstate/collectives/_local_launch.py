@@ -55,7 +55,10 @@ def _run_rank(
     function: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
-    """Join the group, call the function, and send the parent its result or error."""
+    """Join the group as `rank`, call the user's function, and send its result to the parent.
+
+    Runs in the rank's process. `name`: of the group. An exception is sent too.
+    """
     from ._local_group import LocalGroup
 
     group = None
@@ -79,7 +82,10 @@ def _run_rank(
 
 
 def _send_message(pipe: Connection, message: tuple[str, object, str]) -> None:
-    """Send a message; if it cannot be pickled, send a text instead."""
+    """Send a rank's message to the parent; if it cannot be pickled, a text instead.
+
+    `message`: kind ("result", "error", "interrupted"), value, traceback.
+    """
     import pickle
 
     kind, value, text = message
@@ -109,7 +115,10 @@ class _Rank:
         self.done = False
 
     def receive_message(self, order: int) -> None:
-        """Receive the rank's message, or wait until a silent process has ended."""
+        """Receive the rank's message, or wait until a silent process has ended; in the parent.
+
+        `order`: number of messages before, to find the rank that failed first.
+        """
         import pickle
 
         try:
@@ -132,7 +141,7 @@ class _Rank:
         return 2 if consequence or self.message[0] == "interrupted" else 1, self.order
 
     def error(self) -> BaseException:
-        """Return the exception of a failed rank."""
+        """Return the exception for the caller of `run` about this failed rank."""
         if self.message is None:
             return failed("LocalGroup.run", self.rank, _describe_exit(self.process))
         kind, value, text = self.message
@@ -197,7 +206,7 @@ def run(
     start_method: str | None,
     timeout: float | None,
 ) -> list[Any]:
-    """Implement `LocalGroup.run`."""
+    """Implement `LocalGroup.run`: start a process for each rank, and return their results."""
     import multiprocessing
     import secrets
 

@@ -43,7 +43,7 @@ def _join_error(rank: int, reason: str) -> CollectiveError:
 
 
 def _socket_address(name: str) -> str:
-    """Return the socket's address, unique for user and job."""
+    """Return the address of a job's socket, on which its rank 0 listens."""
     import hashlib
 
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
@@ -56,7 +56,7 @@ def _socket_address(name: str) -> str:
 
 
 def _get_credentials(peer: socket.socket) -> tuple[int, int]:
-    """Return the process id (0 if unknown) and the user id of the other process."""
+    """Return process id (0: unknown) and user id of the process at the socket's other end."""
     import socket
     import struct
 
@@ -154,7 +154,7 @@ def _receive_hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
 
 
 def _parse_line(data: bytes) -> dict[str, Any]:
-    """Return the message in a line; raise `_GoneError` if it is not a JSON object."""
+    """Return the message in a line; raise `_PeerLostError` if it is not a JSON object."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
@@ -323,7 +323,10 @@ class _Host:
 def _host_group(
     name: str, world_size: int, listener: socket.socket, deadline: float, seconds: float
 ) -> Any:
-    """Run the rendezvous as rank 0, and return its link."""
+    """Run the rendezvous as rank 0, and return rank 0's link to the group.
+
+    `deadline`: on `time.monotonic`. `seconds`: the same as duration, for the error.
+    """
     import socket
 
     host = _Host(name, world_size, listener)
@@ -409,7 +412,7 @@ def _join_group(name: str, rank: int, world_size: int, address: str, deadline: f
 
 
 def meet(name: str, rank: int, world_size: int, seconds: float) -> Any:
-    """Wait for all ranks of a job, and return this rank's link."""
+    """Wait for all ranks of the job `name`, and return this rank's link to them."""
     address = _socket_address(name)
     deadline = time.monotonic() + seconds
     while True:

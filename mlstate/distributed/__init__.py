@@ -64,7 +64,11 @@ show_exports(globals())
 def _collect_torch_state(
     source: Any, model: Any, fill: bool
 ) -> tuple[StateDict, Callable[[], None] | None] | None:
-    """Return the state of a torch module or optimizer; None for other objects."""
+    """Return the state of a torch module or optimizer, and a function that stores it back.
+
+    None for other objects. The function is None if the state's tensors are the object's own.
+    `fill`: the state is to be overwritten.
+    """
     if is_optimizer(source):
         if model is not None and not is_module(model):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -80,7 +84,10 @@ def _collect_torch_state(
 
 
 def _collection_mode(source: Any, model: Any) -> str:
-    """Return how all ranks must collect a state together, if torch requires that."""
+    """Return a text, equal on all ranks, for how they must collect a state together.
+
+    Torch requires that for some wrappers; otherwise "of any kind".
+    """
     if not is_module(source) and not is_optimizer(source):
         return "of any kind"
     module = source if model is None else model
@@ -525,7 +532,7 @@ def _collect_states(states: Any) -> list[StateDict]:
 
 
 def _match_shards(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:
-    """Return the tensors, and the differences that prevent assembling shards."""
+    """Return the tensors of all ranks' states, and the differences between their shards."""
     from ._merge import match_entries
 
     tensors, differences = match_entries([describe(state) for state in states], partial=True)

@@ -86,7 +86,10 @@ def exchange(
 
 
 def _check_same_options(operation: str, rank: int, everyone: list[Any]) -> None:
-    """Raise if ranks did not pass the same options."""
+    """Raise CollectiveError if a rank passed other options than rank 0.
+
+    `everyone`: the options of each rank, by name.
+    """
     for other, options in enumerate(everyone):
         for name, value in options.items():
             if value != everyone[0][name]:
@@ -252,7 +255,7 @@ def _digests(state: Mapping[str, object], tensors: list[Tensor], rank: int) -> l
 
 
 def _compare_digests(tensors: list[Tensor], everyone: list[list[str]]) -> list[RankDifference]:
-    """Return the differences between the digests of all ranks."""
+    """Return the replicas that differ between ranks, from the digests of all ranks."""
     lists = [iter(digests) for digests in everyone]
     differences = []
     for tensor, index, ranks in _iter_replicas(tensors):
@@ -267,7 +270,7 @@ class Gathering(_Transfer):
     operation = "gather_full_state"
 
     def _prepare(self, state: Mapping[str, Any], tensors: list[Tensor], verify: bool) -> Any:
-        """Do everything that may fail: hash replicas, and allocate memory on the root."""
+        """Do all that may fail: return digests of replicas, allocate `wholes` on the root."""
         digests = _digests(state, tensors, self.group.rank) if verify else []
         self.wholes: dict[str, Any] = {}  # assembled tensors; on the root only
         if self.group.rank == self.root:
@@ -320,7 +323,10 @@ class Gathering(_Transfer):
     def run(
         self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool
     ) -> StateDict | None:
-        """Return the state on the root, and None on other ranks."""
+        """Gather the state: return it on the root, and None on other ranks; all ranks call this.
+
+        `entries`: descriptions of each rank's tensors. `verify`: compare replicas by digests.
+        """
         tensors, differences = match_entries(entries)
         if differences:
             raise differences_error(self.operation, differences)
@@ -357,7 +363,7 @@ class Gathering(_Transfer):
 
 
 def _why_not_filled(raw: Any) -> str:
-    """Return why an array cannot be filled, or an empty string."""
+    """Return why an array cannot be overwritten, or ""."""
     if is_torch(raw):
         array = raw.detach()
         if array.is_conj() or array.is_neg():
@@ -387,7 +393,10 @@ class Broadcasting(_Transfer):
     operation = "broadcast_state"
 
     def _differences(self, sent: list[Entry], entries: list[list[Entry]]) -> list[RankDifference]:
-        """Return the differences between the ranks' states and the root's."""
+        """Return why ranks cannot take the root's tensors: missing, or another dtype or shape.
+
+        `sent`: descriptions of the root's tensors. `entries`: those to fill, of each rank.
+        """
         source = {entry.name: entry for entry in sent}
         differences: list[RankDifference] = []
 
@@ -468,7 +477,7 @@ class Broadcasting(_Transfer):
                     self._copy(job, box, part.begin, array_of(state[job.tensor.name]))
 
     def _copy(self, job: Job, source: Array, first: int, target: Array) -> None:
-        """Copy elements between the root's own arrays; the first one has number `first`."""
+        """Copy a part between the root's own arrays; `first`: number of its first element."""
         for begin, end in steps_of(target, job.length, self.max_bytes):
             place = place_of(target, begin, end)
             if place is not None:

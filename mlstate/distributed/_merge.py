@@ -87,7 +87,7 @@ class Tensor(NamedTuple):
 
 
 def describe(state: Mapping[str, object]) -> list[Entry]:
-    """Return the descriptions of a state's tensors; elements are not read."""
+    """Return the description of each tensor of a state, for other ranks; reads no element."""
     entries = []
     seen: dict[Any, str] = {}
     for name, value in state.items():
@@ -131,7 +131,10 @@ def difference(
 
 
 def _find_outliers(kind: str, name: str, values: Mapping[int, object]) -> list[RankDifference]:
-    """Return a difference for each group of ranks except the largest."""
+    """Return a difference for each group of ranks whose value is not the most frequent one.
+
+    `kind`: of the difference, such as "dtype". `values`: by rank.
+    """
     (usual, most), *others = groups_of(values)
     return [
         difference(
@@ -226,7 +229,10 @@ def match_entries(
 def differences_error(
     label: str, differences: Sequence[RankDifference], hint: str = ""
 ) -> CompatibilityError:
-    """Return one error for all differences."""
+    """Return one error that lists the differences between ranks.
+
+    `label`: the operation. `hint`: a remedy, or "".
+    """
     lines = [f"{label}: the states of the ranks do not match:"]
     lines += [difference.text for difference in differences[:LISTED]]
     if len(differences) > LISTED:
@@ -252,7 +258,7 @@ def _compare_elements(name: str, array: Array, other: Any) -> TensorChange | boo
 
 
 def _change_text(change: TensorChange | bool) -> str:
-    """Return the size of a change as text."""
+    """Return the extent of a difference between replicas as text; "" if it is not known."""
     if isinstance(change, bool):
         return ""
     text = f" in {change.changed:,} of {change.size:,} elements"
@@ -268,7 +274,7 @@ def _on_host(array: Any) -> Any:
 def replicas(
     tensors: Iterable[Tensor], states: Sequence[Mapping[str, Any]]
 ) -> list[RankDifference]:
-    """Compare all replicas with the first one, element by element."""
+    """Return the replicas that differ from the first one, compared element by element."""
     differences = []
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()) if tensor.tied is None else ():

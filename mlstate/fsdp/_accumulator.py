@@ -105,7 +105,7 @@ def _copy_gradients(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
 
 
 def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
-    """Copy first gradients into newly allocated sums."""
+    """Copy the first gradients (`batch`, by name) into the new sums in `started`."""
     targets, sources = {}, {}
     for name, total in started.items():
         gradient = batch[name]
@@ -312,7 +312,7 @@ class GradientAccumulator:
             self._sums.update(started)
 
     def _allocate_sums(self, others: dict[str, Any]) -> dict[str, _Sum]:
-        """Check gradients against existing sums, and allocate sums for the others."""
+        """Check gradients against existing sums, and return new sums for the others by name."""
         started = {}
         for name, gradient in others.items():
             total = self._sums.get(name)
@@ -452,7 +452,7 @@ class GradientAccumulator:
         return {name: count for name, (_, count) in self._figures().items() if count}
 
     def _figures(self) -> dict[str, tuple[float, int]]:
-        """Return the sum of squares and the number of non-finite elements of each sum."""
+        """Return (sum of squares, number of non-finite elements) of each sum by name."""
         with self._lock:
             live = {name: t for name, t in self._sums.items() if t.array is not None}
             unknown = [name for name, t in live.items() if t.figures is None and t.in_core]

@@ -93,7 +93,10 @@ class Entry:
         return 0 if self.gradient is None else int(self.gradient.nbytes)
 
     def find_memory(self, terms: Terms) -> None:
-        """Pack the gradient if necessary, and choose the memory of the sum."""
+        """Pack the gradient if necessary, and choose the memory `out` of the sum.
+
+        An error becomes this entry's `problem`, which all ranks raise together.
+        """
         if self.problem:
             return
         try:
@@ -116,7 +119,7 @@ class Entry:
         return memory_of(self.source), self.unit.counts, memory_of(self.out)
 
     def store(self, *, accumulate: bool) -> None:
-        """Store or add the sum as the local gradient; free the full gradient."""
+        """Store the sum as the unit's local gradient, or add it; drop the full gradient."""
         unit = self.unit
         if accumulate and unit.local_gradient is not None:
             self.replaces = False

@@ -73,7 +73,10 @@ class BackwardPass:
         on_failure: Callable[[], None] | None = None,
         problem: str = "",
     ) -> None:
-        """Add a gradient, and submit the buckets that are now full, in order."""
+        """Add a gradient, and submit the buckets that are now full, in order.
+
+        `on_failure`: called if the shard is not stored. `problem`: why it cannot be reduced, or "".
+        """
         if name in self.arrived:
             if on_failure is not None:
                 on_failure()
@@ -108,7 +111,7 @@ class BackwardPass:
         self._full_at[self._plan.bucket_of[name]] = perf_counter()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, end the session, and raise the failures."""
+        """Reduce the remaining buckets, end the session with all ranks, and raise the failures."""
         try:
             error = self._wait()
             if error is not None:

@@ -314,7 +314,10 @@ class Session:
         agreed: float,
         headers: Sequence[Header],
     ) -> None:
-        """Record a reduced bucket, or the end of the session (no entries)."""
+        """Record a reduced bucket, or the end of the session (no entries), for the report.
+
+        Times are of `perf_counter`: bucket full, header sent, headers received.
+        """
         if self.events is not None:
             size = sum(entry.bytes for entry in entries)
             names = tuple(entry.unit.parameter_name for entry in entries)
@@ -324,7 +327,7 @@ class Session:
     # ---- results ----
 
     def _store_pending(self, headers: Sequence[Header]) -> None:
-        """Store the sums since the last header; fail those that are not finite."""
+        """Store the sums since the last header; fail those that are not finite on some rank."""
         pending, self._pending = self._pending, []
         bad: dict[str, tuple[int | None, str]] = {}
         if any(header.nonfinite for header in headers):
@@ -360,7 +363,7 @@ class Session:
         return bad
 
     def _undo_unused(self) -> None:
-        """Restore the gradients of the parameters that no rank used."""
+        """Restore the earlier gradients of those parameters that no rank used."""
         entries = {entry.unit.parameter_name: entry for entry in self._unused}
         texts = self._reducer.group.gather_bytes(
             json.dumps(list(entries)).encode(), timeout=self._reducer.timeout
@@ -369,7 +372,10 @@ class Session:
             entries[name].undo_unused()
 
     def finish(self, operation: str) -> None:
-        """Wait until all ranks end their session, and raise the failures."""
+        """Wait until all ranks end their session, and raise this session's failures, on all ranks.
+
+        `operation`: for the error.
+        """
         has_ended = self._is_refused
         while not has_ended:
             started = perf_counter()
@@ -427,7 +433,7 @@ class Reducer:
         self._terms_of: dict[tuple[str, bool], Terms] = {}  # by dtype and accumulate
 
     def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
-        """Return the reduction terms of a unit's gradient."""
+        """Return the reduction terms of a unit's gradient; they depend on its dtype."""
         terms = self._terms_of.get((unit.dtype, accumulate))
         if terms is None:
             terms = self._terms_of[unit.dtype, accumulate] = self._terms._replace(
@@ -438,7 +444,7 @@ class Reducer:
         return terms
 
     def divide(self, units: Iterable[FSDPShardingUnit]) -> Iterator[list[FSDPShardingUnit]]:
-        """Yield buckets of consecutive units."""
+        """Yield buckets of consecutive units with equal terms, up to the limit of bytes."""
         bucket: list[FSDPShardingUnit] = []
         size = 0
         for unit in units:
@@ -510,7 +516,7 @@ class Reducer:
             session.close()
 
     def reduce_entries(self, session: Session, entries: list[Entry], *, accumulate: bool) -> None:
-        """Divide entries into buckets and reduce them; divide again if ranks disagree."""
+        """Divide gradients into buckets and reduce them; divide again if ranks disagree."""
         while entries:
             buckets, start = [], 0
             for units in self.divide([entry.unit for entry in entries]):
@@ -547,7 +553,10 @@ class Reducer:
         return prepared
 
     def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
-        """Find memory for all entries; return the core's handle of the bucket, or None."""
+        """Find memory for all entries; return the core's handle of the bucket.
+
+        None if an entry has a problem, or is not in main memory.
+        """
         if not terms.accumulate and not terms.compression:
             handle = self._reuse_outputs(entries, terms)
             if handle is not None:
@@ -629,7 +638,7 @@ class Reducer:
     def _sum_compressed(
         self, handle: Any, entries: list[Entry], compression: str
     ) -> list[tuple[float, int]]:
-        """Reduce gradients that are sent compressed."""
+        """Send and sum gradients compressed; return sum of squares and non-finite count of each."""
         sizes, own_bytes = _core.bucket_sizes(handle, compression)
         self._send = _ensure_size(self._send, sum(sizes))
         self._own_message = _ensure_size(self._own_message, own_bytes)
@@ -679,7 +688,11 @@ def _failed_gradients(
     result: str,
     failures: Mapping[str, tuple[int | None, str]],
 ) -> CollectiveError:
-    """Return the error of all ranks; only its class and the rank in its text differ."""
+    """Return the error that lists the failed gradients, for all ranks.
+
+    `failures`: by name, the rank at fault (None: several) and the reason. `result`: what holds for
+    all.
+    """
     lines = [f"{name!r}: {reason}" for name, (_, reason) in failures.items()]
     more = f"\n  … {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
     listed = "\n  ".join(lines[:_LISTED]) if len(lines) > 1 else lines[0]

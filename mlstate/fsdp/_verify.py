@@ -104,7 +104,7 @@ class GradientReport:
 
 
 def _iterate_blocks(array: Array) -> Iterator[Any]:
-    """Yield the elements in blocks: floats as float64, integers unchanged."""
+    """Yield the elements as NumPy blocks: floats as float64, integers unchanged."""
     flat = packed(array).reshape(-1)
     for start in range(0, len(flat), _BLOCK):
         block = flat[start : start + _BLOCK]
@@ -197,7 +197,7 @@ def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
 
 
 def _find_obstacle(unit: FSDPShardingUnit, full: Array) -> str:
-    """Return why gradients cannot be compared, or an empty string."""
+    """Return why a unit's gradients cannot be compared, or "". `full`: of the parameter."""
     for label, array, shape in (
         ("local", unit.local_gradient, unit.local_shape),
         ("full", full, unit.shape),
@@ -242,7 +242,10 @@ def compare_sums(
 def _find_wrong_sum(
     name: str, rank_facts: list[Any], divisor: float, atol: float
 ) -> Mismatch | None:
-    """Return the first rank whose part of one parameter has a wrong sum, or None."""
+    """Return the first rank whose part of one parameter has a wrong sum, or None.
+
+    `rank_facts`: the message of each rank about it. `atol`: absolute tolerance of an element.
+    """
     for rank, facts in enumerate(rank_facts):
         if facts is None:
             return Mismatch(name, rank, None, "a sharding unit", "none")

@@ -163,7 +163,7 @@ class CompatibilityResult:
         ]
 
     def _verdict(self) -> str:
-        """Return the first line: `is_compatible`, and how many tensors would be loaded."""
+        """Return the first line of the text: the result, and the number of loadable tensors."""
         matched, source, target = self._counts
         if not self.is_compatible:
             return "not compatible"

@@ -60,7 +60,7 @@ def _facts(array: Array) -> tuple[str, str]:
 
 
 def state_repr(state: StateDict) -> str:
-    """Return the first and last tensors, and the number of tensors between them."""
+    """Return the text of a state: first and last tensors, and the number between them."""
     copied = dict.copy(state)  # in one step: other threads may change the state
     items = sorted(copied.items(), key=lambda item: number_order(str(item[0])))
     cut = len(items) > FIRST + LAST + 1
@@ -156,7 +156,7 @@ class _Opener:
 
 
 def _tree(rows: list[Row], opener: _Opener | None) -> str:
-    """Nest the rows, which are in pre-order."""
+    """Return the HTML of rows in pre-order, nested; `opener` writes the hidden ones, if given."""
     parts: list[str] = []
     depth = 1  # of the next row; one <details> is open for each level above
     top = sum(row.depth == 1 for row in rows)

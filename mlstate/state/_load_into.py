@@ -36,7 +36,10 @@ def _refusal(
     shapes: list[tuple[str, object, object]],
     dtypes: list[tuple[str, object, object]],
 ) -> CompatibilityError:
-    """Return an error that lists all mismatches, in torch's words."""
+    """Return an error that lists all mismatches, in torch's words.
+
+    `missing`, `unexpected`: names. `shapes`, `dtypes`: (name, in the source, in the target).
+    """
     lines = []
     if strict and missing:
         lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")

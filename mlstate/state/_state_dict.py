@@ -39,7 +39,7 @@ def as_count(name: str, value: Any) -> int:
 
 
 def _set_state(target: object, state: Any) -> None:
-    """Restore attributes in the same way as `copy` and `pickle`."""
+    """Restore a copied object's attributes from the state of `__reduce_ex__`, as `copy` does."""
     if hasattr(target, "__setstate__"):
         target.__setstate__(state)
         return

@@ -114,7 +114,10 @@ def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str
 
 
 def _place_of(path: str | os.PathLike[str]) -> tuple[str, list[str], str]:
-    """Return a folder, the files in it to list, and the path of their checksums."""
+    """Return a folder, the names of its files to list, and the path to write their checksums to.
+
+    A single file is listed alone. Raises ValueError for URLs and for checkpoints of mlstate.
+    """
     if is_url(path):
         raise ValueError(
             f"{path}: checksums are written of local files: call this for a local copy, and upload "
@@ -270,7 +273,10 @@ def _tensors_of(path: str) -> dict[int, str]:
 def record_problems(
     path: str, name: str, record: Record, progress: Callable[[int], object] | None
 ) -> Iterator[Problem]:
-    """Yield the differences between a file and its record."""
+    """Yield the problem of a file that differs from its record of size and checksums.
+
+    `name`: of the file in the problem. A damaged range yields one problem for each.
+    """
     import numpy as np
 
     try:
@@ -304,7 +310,10 @@ def record_problems(
 
 
 def _blob_digest(path: str, expected: str, progress: Callable[[int], object] | None) -> str:
-    """Return the digest that a blob of the Hub's cache should have as its name."""
+    """Return the digest of a file's bytes, as the Hub's cache names its blobs.
+
+    `expected`: the digest in the name, whose length tells SHA-256 from git's SHA-1.
+    """
     import hashlib
 
     with open_regular(path) as file:

@@ -102,7 +102,7 @@ class CheckpointTarget(NamedTuple):
     any_suffix: bool = False  # as of `SaveFolder`
 
     def save_folder(self) -> SaveFolder:
-        """Return the path of the save that writes it."""
+        """Return the folder of the conversion's target as `save` takes it."""
         from .._save import SaveFolder
 
         return SaveFolder(
@@ -195,7 +195,7 @@ def check_format(path: Place, name: str) -> None:
 
 @contextmanager
 def _store_errors(path: Place) -> Iterator[None]:
-    """Convert OSError to StoreError, as the other functions of mlstate do."""
+    """Convert an OSError in the block, about `path`, to StoreError, as all of mlstate raises."""
     try:
         yield
     except MLStateError:
@@ -309,7 +309,7 @@ _WITH_STATES = ("mlstate", "torch", "dcp")
 
 
 def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
-    """Remove the states that JSON can hold, and return them; warn of the others."""
+    """Remove the values that JSON can hold from `states`, and return them; warn of the rest."""
     json_states: dict[str, Any] = {}
     for name, value in [*states.items()]:
         with suppress(TypeError, ValueError):
@@ -375,7 +375,10 @@ def _join_states(
 def _split_state(
     path: Path, state: Mapping[str, object], record: Mapping[str, object]
 ) -> tuple[Any, Any]:
-    """Split the state of a flat file into model and optimizer."""
+    """Return model and optimizer of a file's tensors; one of them may be None.
+
+    `record`: the file's own description; with "parts", names have a prefix for their part.
+    """
     texts = record.get("parts")
     if texts is None:
         return (None, state) if isinstance(state, OptimizerStateDict) else (state, None)
@@ -447,7 +450,10 @@ def read_file(path: Path, *, mmap: bool) -> Parts:
 
 
 def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> Parts:
-    """Split the state of a file as its metadata describe it."""
+    """Return the parts of a safetensors file that mlstate wrote; its texts describe them.
+
+    `metadata`: the header's texts by key; the texts of mlstate are removed or decoded.
+    """
     record: Any = {}
     try:
         record = json.loads(metadata.pop(PARTS, "{}"))
@@ -518,7 +524,7 @@ def _read_mlstate(path: Place) -> Parts:
 
 
 def parts_of(loaded: LoadedState) -> Parts:
-    """Return a loaded checkpoint in the form of `read_any`."""
+    """Return a loaded checkpoint as the parts that are converted, in the form of `read_any`."""
     metadata = dict(loaded.metadata or {})
     optimizer = loaded.optimizer
     if optimizer is None and loaded.step is not None:

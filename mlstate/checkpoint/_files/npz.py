@@ -164,7 +164,10 @@ def _parse_record(path: str | os.PathLike[str], array: NDArray) -> dict[str, Any
 def _restore_names(
     path: str | os.PathLike[str], arrays: dict[str, NDArray], record: dict[str, object]
 ) -> dict[str, NDArray]:
-    """Restore the names and dtypes of arrays from the record."""
+    """Return the arrays with their own names and dtypes, which .npy members cannot have.
+
+    `record`: JSON with both; its entries are removed.
+    """
     names, dtypes = record.pop("names", {}), record.pop("dtypes", {})
     if not isinstance(names, dict) or not isinstance(dtypes, dict):
         raise _damage_error(path, RECORD, "does not describe the others")

@@ -89,7 +89,10 @@ def read_header(path: str) -> FileHeader:
 def _find_altered(
     file: Any, tensor: FileTensor, digits: str, progress: Callable[[int], object] | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of blocks whose checksum does not match."""
+    """Yield (offset, length) of each block of a tensor whose checksum does not match.
+
+    `digits`: the expected CRC32C of all blocks, 8 hex digits each.
+    """
     buffer = memoryview(bytearray(min(BLOCK, tensor.nbytes)))
     file.seek(tensor.offset)
     for index, begin in enumerate(range(0, tensor.nbytes, BLOCK)):
@@ -103,7 +106,7 @@ def _find_altered(
 
 
 def merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge adjacent ranges."""
+    """Return the ranges (offset, length), with adjacent ones merged."""
     joined: list[tuple[int, int]] = []
     for offset, length in ranges:
         if joined and sum(joined[-1]) == offset:

@@ -37,7 +37,7 @@ class CachedFolder(ObjectFolder):
         return folder
 
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
-        """Return a manifest or an index; an index from the cache, if it has it."""
+        """Return the bytes of a manifest or an index; the bytes of an index may be cached."""
         if not self._cache.accepts(path):
             return super().read(path)
         data = self._cache.get_whole(path)
@@ -64,7 +64,7 @@ class CachedFolder(ObjectFolder):
         return answers
 
     def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
-        """Read through the cache; warn once if it cannot be written."""
+        """Read the call's tensors through the cache; warn once if it cannot be written."""
         try:
             super()._fill(call, progress)
         finally:

@@ -166,7 +166,7 @@ def _divide(byte_range: Range, origin: int, step: int) -> list[Range]:
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
-    """Sort ranges, and join ranges of one file that touch or have a small gap."""
+    """Return the ranges sorted; ranges of one file that touch or have a small gap become one."""
     joined: list[Range] = []
     for path, begin, end in sorted(ranges):
         if joined:

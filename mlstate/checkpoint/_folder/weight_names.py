@@ -95,7 +95,10 @@ def set_of(name: str) -> str | None:
 
 
 def _place_of(name: str, suffix: str) -> _Place | None:
-    """Return the parts of a name; None if it is not a name of weights."""
+    """Return which set of weight files a name belongs to; None if it is not one of weights.
+
+    `suffix`: of the wanted format, such as ".safetensors".
+    """
     index = _INDEX.match(name)
     pattern = set_of(name)
     counted = _COUNTED.match(name)

@@ -137,7 +137,7 @@ class WriterLock:
     ) -> None:
         """Prepare the lock of a local folder; `acquire` takes it.
 
-        `subject`: what is locked, for error messages. `timeout`: seconds to wait for another
+        `subject`: name of the locked thing in errors. `timeout`: seconds to wait for another
         writer; None: fail at once.
         """
         self._timeout = timeout

@@ -101,7 +101,7 @@ def _memory_of(value: Any) -> Any:
 
 
 def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
-    """Return the names whose memory an earlier name has."""
+    """Return the names that share the memory of an earlier name, and are not written again."""
     if is_module(model):
         return set(backend_of(model, CheckpointBackend).tied_names(model))
     seen: set[Any] = set()
@@ -224,7 +224,7 @@ def _temporary_name(folder: str) -> str:
 
 
 def _begin(folder: str, plan: ExportPlan) -> None:
-    """Create a temporary `folder` with files of their final length."""
+    """Create `folder` with the plan's files at their final length, still without content."""
     try:
         make_path(os.path.dirname(folder))
         os.mkdir(folder)
@@ -238,7 +238,10 @@ def _begin(folder: str, plan: ExportPlan) -> None:
 
 
 def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPlan) -> None:
-    """Copy a file durably; ``config.json`` receives the dtype of the weights."""
+    """Copy another file of the model to `folder`, durably.
+
+    `opened`: returns the open source. ``config.json`` receives the dtype of the weights.
+    """
     with opened() as read, open(os.path.join(folder, name), "xb") as write:
         if name == _CONFIG:
             dtype = weights_dtype(chain(*plan.tensors))
@@ -250,7 +253,10 @@ def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPl
 
 
 def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Opened) -> None:
-    """Write the headers and the index, copy other files, and rename the folder."""
+    """Write headers and index, copy other files, and put the folder at its final path.
+
+    `end`: the path. `crcs`: checksums of the tensors. `copied`: other files, by name.
+    """
     import json
 
     for number, file in enumerate(plan.files):

@@ -55,7 +55,10 @@ class _ExportJob(SaveJob):
         return gathered
 
     def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
-        """Write the folder; return it as `inspect` does."""
+        """Write the export's folder, and return it as `inspect` does.
+
+        `freed`: called when the model's memory is no longer read.
+        """
         together(self.target.group, gathered.error)
         assert self.plan is not None
 

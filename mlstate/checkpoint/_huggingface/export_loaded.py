@@ -59,7 +59,7 @@ def export_loaded(
 
 
 def _batches(plan: ExportPlan) -> Iterator[list[str]]:
-    """Return the names of the tensors that are loaded together, file by file."""
+    """Yield the names of tensors to load together, within a limit of bytes, file by file."""
     for file in plan.tensors:
         batch: list[str] = []
         room = _BATCH_BYTES

@@ -60,7 +60,7 @@ class Box(NamedTuple):
 
 
 def box_of(cutting: Cutting, shape: Shape) -> Box:
-    """Return the part of a tensor of a shape."""
+    """Return the box, begin and length by axis, that a rank loads of a tensor of this shape."""
     steps, index, _ = cutting
     if steps is None:
         return Box((0,) * len(shape), shape, None)
@@ -92,7 +92,10 @@ class Pair(NamedTuple):
         return self.dtype == _FOUR_BITS
 
     def load(self, read: Read, cutting: Cutting, dtype: str) -> NDArray:
-        """Return the values of a part; `read` returns a part of a stored tensor."""
+        """Return the values of the part `cutting`, computed from codes and scales.
+
+        `read`: returns a part of a stored tensor by its key. `dtype`: of the values.
+        """
         self.check()
         box = box_of(cutting, self.shape)
         if self.is_packed:
@@ -134,7 +137,7 @@ class Pair(NamedTuple):
         return values
 
     def _values_of_groups(self, read: Read, cutting: Cutting, box: Box, dtype: str) -> NDArray:
-        """Return the values of a box of MXFP4: experts, columns, rows."""
+        """Return the values of a box of MXFP4 weights, which have experts, columns and rows."""
         experts, columns, rows = box.slices()
         groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
         stored = (experts, rows, groups)
@@ -258,7 +261,10 @@ class _Finder:
     def _block_of(
         self, name: str, dtype: str, shape: Shape, scales: Stored | None
     ) -> tuple[Block, str]:
-        """Return the block that a scale is for, and why there is none."""
+        """Return the block (rows, columns) that one scale is for, and "" or why there is none.
+
+        `dtype`, `shape`: of the codes. `scales`: dtype and shape of the scales, None if missing.
+        """
         no_block = (1, 1)
         if scales is None:
             return no_block, f"{name + self.suffix!r}, its scale, is missing"
@@ -287,7 +293,7 @@ class _Finder:
     # ---- groups of 4-bit floats ----
 
     def find_groups(self) -> None:
-        """Find weights of MXFP4, and blocks or scales without the other."""
+        """Add the weights of MXFP4; blocks or scales without the other become a problem."""
         names = {
             key.removesuffix(ending)
             for key in self.tensors
@@ -305,7 +311,7 @@ class _Finder:
 
     @staticmethod
     def _values_shape(blocks: Stored | None, scales: Stored | None) -> tuple[Shape, str]:
-        """Return the shape of the values, and why there are none."""
+        """Return the shape of the values, and "" or why there are none."""
         if blocks is None or scales is None:
             return (), f"its {'blocks' if blocks is None else 'scales'} are missing"
         if blocks[0] != "uint8" or scales[0] != "uint8":

@@ -95,7 +95,10 @@ class Attempts:
         self._longest = _FIRST_PAUSE
 
     def wait(self, number: int | None) -> bool:
-        """Pause after an error with this errno; return False, at once, to give up."""
+        """Pause before the next attempt, and return True; return False, at once, to give up.
+
+        `number`: errno of the last error; only some are worth another attempt.
+        """
         import random
 
         pause = self._longest * random.uniform(0.5, 1.0)
@@ -499,7 +502,10 @@ def _answer_text(text: str) -> tuple[str, str]:
 
 
 def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
-    """Return errno and text for a failure without an own class in the engine."""
+    """Return errno and text for an error of the engine without a class in it.
+
+    `text`: the engine's. `answer`: the HTTP status in it. `code`: the store's error code.
+    """
     lowered = text.partition("Debug source")[0].lower()
     if code in _THROTTLED or answer.startswith(("HTTP 429", "HTTP 503")):
         return errno.EAGAIN, f"the store limits the rate of requests or is overloaded ({answer})"

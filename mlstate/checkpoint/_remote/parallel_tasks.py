@@ -20,7 +20,7 @@ def run_tasks(
     threads: int,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Run tasks until all have ended; see `ParallelTasks.wait`."""
+    """Run tasks in threads until all have ended; raise the first error (`ParallelTasks.wait`)."""
     with ParallelTasks(tasks, threads) as started:
         started.wait(progress)
 

@@ -249,7 +249,7 @@ def _files_below(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _write(path: str, header: bytes, data: Any) -> None:
-    """Write a file that only this user can read, by a rename; make its folder."""
+    """Create a file of the cache by a rename, readable only by this user; make its folder."""
     folder = os.path.dirname(path)
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)

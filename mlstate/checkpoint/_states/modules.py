@@ -53,7 +53,7 @@ def metadata_of(state: object) -> dict[str, dict[str, Any]]:
 
 
 def shown_states(states: dict[str, object]) -> dict[str, Any]:
-    """Return loaded states without those that have only torch's metadata."""
+    """Return the named states for the caller, without internal ones that only torch needs."""
 
     def is_shown(name: str) -> bool:
         value = states[name]
@@ -73,7 +73,10 @@ class StoredEntries(NamedTuple):
 
 
 def stored_entries(loader: Loader, section: Section) -> StoredEntries:
-    """Read the entries of a section, by the names of the load."""
+    """Return the stored entries of a module that are not tensors, and torch's metadata.
+
+    Metadata of None: not known, for weights of another program.
+    """
     if section.is_optimizer or section.kind is None:
         return StoredEntries({}, None)
     name = entries_name(section.state)
@@ -94,7 +97,7 @@ def stored_entries(loader: Loader, section: Section) -> StoredEntries:
 
 
 def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
-    """Return the names of each unit's entries; others are left out."""
+    """Return the names of each submodule's entries, by id of the submodule; others are left out."""
     names_by_unit: dict[int, list[str]] = {}
     for name in names:
         unit = contract.unit_of(name)
@@ -128,7 +131,7 @@ def _selected_units(
 
 
 def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[Any]) -> None:
-    """Raise if a stored tensor has another dtype than the parameter of its name."""
+    """Raise if a stored tensor has another dtype than the submodules' tensor of its name."""
     memory: dict[str, Any] = {}
     for unit in units:
         memory.update(contract.memory(unit))

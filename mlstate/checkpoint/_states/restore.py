@@ -49,7 +49,10 @@ class _StoredTree(NamedTuple):
 
 
 def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
-    """Return the rank whose value to load, or None for all ranks."""
+    """Return the rank whose value of a state to load, None for all ranks' values.
+
+    `ranks`: number of ranks that saved it; raises if another number loads it.
+    """
     rank, world_size = loader.request.rank, loader.request.world_size
     if rank is None and loader.options["into"] is None:
         return None
@@ -90,7 +93,7 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
 
 
 def _tensor_of(device: Any) -> Callable[[Any], Any]:
-    """Return a function that makes torch tensors of arrays."""
+    """Return a function that makes torch tensors of arrays, on `device` (None: the CPU)."""
     backend = torch_backend("states that were saved with tensors of torch", TensorBackend)
 
     def convert(array: Array) -> Any:
@@ -101,7 +104,7 @@ def _tensor_of(device: Any) -> Callable[[Any], Any]:
 
 
 def _leaf(template: Any, path: Iterable[str]) -> Any:
-    """Return the value at a path of another nested value, or None."""
+    """Return the value at a path of keys and indices in a nested value, None if it has none."""
     for part in path:
         if isinstance(template, dict):
             template = next((v for k, v in template.items() if str(k) == part), None)
@@ -143,7 +146,11 @@ def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
 def _decode(
     loader: Loader, name: str, stored: _StoredTree, node: Any, template: object, *, tensors: bool
 ) -> Any:
-    """Return the value of a JSON form that belongs to a stored tree."""
+    """Return the value of `node`, the JSON form of a part of the stored state `name`.
+
+    `template`: the target's value, whose tensors' layouts are used. `tensors`: return torch
+    tensors.
+    """
     device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
     arrays = {**stored.arrays, **_shards(loader, name, node, template)}
@@ -182,7 +189,10 @@ class _Restorer:
         return _decode(self.loader, self.name, self.stored, node, template, tensors=tensors)
 
     def add(self, target: Any, node: Any, where: str) -> None:
-        """Add the actions for a target."""
+        """Add the actions that restore one object of the caller, by its type.
+
+        `node`: its stored description. `where`: its path in the state, for errors.
+        """
         library = library_of(target)
         if library is not None:
             self.add_generator(target, library, node, where)

@@ -99,7 +99,11 @@ class _Encoder:
         return key
 
     def node(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a value."""
+        """Return the JSON form of any value; arrays are stored apart, and the form has their keys.
+
+        `where`: the path for errors. `path`: the same as keys. `levels`: how deep values may still
+        nest.
+        """
         if value is None or type(value) in (bool, str):
             if isinstance(value, str):
                 check_text(value, where)

@@ -87,7 +87,10 @@ def patterns_of(merged: _core.MergedIndex) -> list[ManifestSummary | None]:
 def generations_to_delete(
     before: Iterable[Manifest], now: Iterable[Manifest]
 ) -> dict[str, list[Generation]]:
-    """Return the deleted and the kept generations, as a message to all ranks."""
+    """Return which generations (saves) end and which stay, as a message for all ranks.
+
+    `before`, `now`: the manifests before and after a commit.
+    """
     worlds = {m.generation: m.world_size for m in before}
     remaining = {m.generation: m.world_size for m in now}
     deleted = {name: world for name, world in worlds.items() if name not in remaining}
@@ -132,7 +135,7 @@ class CheckpointFiles:
         return root if folder.exists(root) else folder.find_weights() or root
 
     def open_root(self, root: str = MANIFEST) -> tuple[str, Manifest | None]:
-        """Return what `current_root` does, and the manifest if that took reading it."""
+        """Return the root to read, as `current_root` does, and its manifest if that was read."""
         if root != MANIFEST or self.folder.file:
             return self.current_root(root), None
         try:
@@ -245,7 +248,7 @@ class CheckpointFiles:
         return False
 
     def content(self) -> FolderContent:
-        """Return the current checkpoints; empty if the folder does not exist."""
+        """Return the current checkpoints of the folder; empty if it does not exist."""
         if self.folder.is_local and not self.folder.has_checkpoint():
             return FolderContent(None, ())
         manifest = None
@@ -267,7 +270,7 @@ class CheckpointFiles:
             raise store_error(exists, "cannot write the target", self.path)
 
     def is_committed(self, generation: str) -> bool:
-        """Return whether a root names the generation, or a root cannot be read."""
+        """Return whether a save was committed: a root names it. True if a root cannot be read."""
         try:
             for name in [*(root.path for root in self.list_roots()), MANIFEST]:
                 with suppress(FileNotFoundError):  # the folder has no such root
@@ -457,7 +460,10 @@ class CheckpointFiles:
         return dead if dry_run else self.remove(dead)
 
     def delete_unfinished(self, generation: str, before: Manifest | None) -> None:
-        """Delete the files of a writer that died before its commit."""
+        """Delete the files of the save `generation`, whose writer died, if it was not committed.
+
+        `before`: the manifest at the folder's top, which has no root, or None.
+        """
         named = {root.generation for root in self.list_roots()}
         if before is not None:
             named.add(before.generation)
@@ -509,7 +515,10 @@ class CheckpointFiles:
         return list(manifests.values())
 
     def _index_files(self, which: Generation, rank: int) -> tuple[str, set[str]]:
-        """Return the path of one rank's index, and the files that the index names."""
+        """Return the path of one rank's index, and the paths of the files that it names.
+
+        `which`: the save. Raises FormatError if the index is another one's.
+        """
         path = f"index/{which.generation}.{rank}.json"
         merged = _core.MergedIndex((self.folder.read(path),), (self.join(path),))
         [(generation, number, world_size, *_)] = merged.heads()

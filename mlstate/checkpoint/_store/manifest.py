@@ -134,7 +134,7 @@ def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
 
 
 def _numbers(values: Any, name: str, count: int, least: int = 0) -> list[int]:
-    """Return the values if they are a list of `count` integers."""
+    """Return `values` if they are `count` integers of at least `least`; `name`: for errors."""
     if not isinstance(values, list) or len(values) != count:
         raise _WrongError(f'"{name}" must be a list of {count} numbers')
     if not {int}.issuperset(map(type, values)):

@@ -168,7 +168,7 @@ class RootPath(NamedTuple):
 def open_root_path(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> RootPath:
-    """Return the root for the argument `path`; `storage_options` open it anew."""
+    """Return the open folder and root for a path; a `RootPath` is opened anew with options."""
     if not isinstance(path, RootPath):
         return RootPath(open_files(path, storage_options, reads=True))
     if storage_options is None:

@@ -107,7 +107,10 @@ def parse_index(folder: Folder, root: str, data: bytes, suffix: str = SUFFIX) ->
 
 
 def list_set(folder: Folder, root: str) -> WeightFiles:
-    """Return the numbered files of a folder without an index, with a warning."""
+    """Return the numbered files of a folder of weights that has no index; warn of missing ones.
+
+    `root`: the name pattern of the set.
+    """
     try:
         files, missing = set_files(folder.names(""), root)
     except FormatError as error:
@@ -300,7 +303,10 @@ def warn_of_differences(
     files_by_name: dict[str, str],
     copies: set[tuple[str, str]],
 ) -> None:
-    """Warn that the index differs from the headers of the files."""
+    """Warn the user if an index of weights differs from the headers of its files.
+
+    `files_by_name`: file of each tensor, from the headers. `copies`: (tensor, file) of duplicates.
+    """
     tensors = weights.tensors or {}
     wrong = [
         name
@@ -342,7 +348,7 @@ def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Ex
 
 
 def warn_of_total(folder: Folder, manifest: Manifest, merged: _core.MergedIndex) -> None:
-    """Warn if the index has another total size than the tensors."""
+    """Warn the user if the index of weights records another total size than its tensors have."""
     weights = manifest.weights
     if weights is None or weights.total_bytes is None:
         return

@@ -49,7 +49,7 @@ _TRIES = 16  # attempts to free space that other threads keep taking
 
 
 def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
-    """Return both states as mappings, and the torch optimizer if one was given."""
+    """Return the caller's model and optimizer as mappings, and the torch optimizer or None."""
     module = None
     if is_module(model):
         module, model = model, model.state_dict(keep_vars=True)
@@ -349,7 +349,7 @@ class TierMoves:
         return True
 
     def _make_room(self, unit: Unit, to: Tier) -> None:
-        """Move the least used units away until this unit fits."""
+        """Move the least used units out of the tier `to` until this unit fits, or raise."""
         with self._making_room:
             for _ in range(_TRIES):
                 with self._changed:
@@ -384,7 +384,7 @@ class TierMoves:
         return target
 
     def _hold_unit(self, name: str, to: Tier | None) -> Unit:
-        """Bring a unit to a usable tier, and keep it there until it is released."""
+        """Bring a unit to `to` (None: a usable tier), and keep it there until it is released."""
         for _ in range(_TRIES):
             with self._changed:
                 unit = self._unit_at_rest(name)
@@ -409,7 +409,7 @@ class TierMoves:
         return Tier.HOT if too_large and (hot is None or unit.nbytes <= hot) else Tier.WARM
 
     def _take_back_arrays(self, unit: Unit, used: TieredUnit) -> None:
-        """Store the arrays that the user replaced."""
+        """Store the arrays that the user replaced in the handle `used`, after use."""
         with self._changed:
             states = {}
             if self._optimizer is not None and unit.parts[0].is_tensor:

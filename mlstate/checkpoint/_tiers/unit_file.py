@@ -121,7 +121,7 @@ class Part:
         return Shard(array, tier=tier, **(self.facts or {}))
 
     def describe(self) -> dict[str, Any]:
-        """Return the properties that are missing in the file's header, for JSON."""
+        """Return properties of this part that the header lacks, as JSON: name, torch, `Shard`."""
         about: dict[str, Any] = {"name": self.stored}
         if self.is_tensor:
             about["torch"] = True
@@ -153,7 +153,7 @@ class Unit:
 
 
 def units_of(model: Mapping[str, object] | None, optimizer: Mapping[str, Any] | None) -> list[Unit]:
-    """Group the entries of both states by parameter, in the model's order."""
+    """Return one unit for each parameter, with its array and its optimizer states."""
     units: dict[str, Unit] = {}
     for section, state in enumerate((model, optimizer)):
         for key, value in (state or {}).items():
@@ -169,7 +169,7 @@ def units_of(model: Mapping[str, object] | None, optimizer: Mapping[str, Any] | 
 
 
 def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
-    """Write a unit's file durably, unless it has these bytes already."""
+    """Write a unit's `arrays` to its file durably, unless the file has these bytes already."""
     import json
 
     text = json.dumps({"unit": unit.name, "parts": [part.describe() for part in unit.parts]})
@@ -242,7 +242,7 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
 
 
 def _verify(path: str) -> None:
-    """Verify a whole file by its checksums, block by block."""
+    """Raise ChecksumError for the first damaged block of a unit's file; reads all of it."""
     report, _ = verify_file(path)
     for problem in report.problems:
         error = _core.ChecksumError(

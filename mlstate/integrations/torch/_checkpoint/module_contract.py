@@ -326,7 +326,7 @@ class OwnLoad:
         *,
         strict: bool,
     ) -> None:
-        """Copy all entries of the units' modules, so that `undo` can restore it; nothing is loaded."""
+        """Copy all entries of the units' modules for `undo`; nothing is loaded yet."""
         import torch
 
         self.contract = contract
