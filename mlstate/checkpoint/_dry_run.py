@@ -235,7 +235,14 @@ def plan_save(
         numbers += [rank, *summary.parts]
     described_bytes = len("0" * 8) + sum(len(f"{number}, ") for number in numbers)
     return SavePlan(
-        rank, world_size, shards, nbytes, merged.files(), len(text), described_bytes, text
+        rank=rank,
+        world_size=world_size,
+        shards=shards,
+        data_bytes=nbytes,
+        files=merged.files(),
+        index_bytes=len(text),
+        manifest_bytes=described_bytes,
+        index_text=text,
     )
 
 

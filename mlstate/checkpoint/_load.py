@@ -663,7 +663,16 @@ def _check_request(
     if group is not None:
         rank, world_size = group.rank, group.world_size
     request = LoadRequest(
-        files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
+        files=files,
+        root=root,
+        names=names,
+        rank=rank,
+        world_size=world_size,
+        cutting=cutting,
+        by_target=by_target,
+        cast=cast,
+        dtype=dtype,
+        options=options,
     )
     return request, manifest
 

@@ -372,7 +372,7 @@ def verify_whole(
     where: WholePath, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
     """Read all of it; `report.checksums` tells whether its bytes were compared with checksums."""
-    from ._verify import Problem
+    from ._verify import file_problem
 
     files = _files(where.path)
     checked = 0
@@ -389,7 +389,7 @@ def verify_whole(
         if entry is not None:
             text = f"the entry {entry!r} does not match its CRC-32"
         if text:
-            report.problems.append(Problem("altered", name, entry, None, 0, 0, 0, text))
+            report.problems.append(file_problem("altered", name, text, name=entry))
     report.checksums = bool(files) and checked == len(files)
     if report.problems:
         return
@@ -397,4 +397,4 @@ def verify_whole(
         where.read()
     except (FormatError, CompatibilityError, StoreError) as error:
         name = os.path.basename(where.path)
-        report.problems.append(Problem("unreadable", name, None, None, 0, 0, 0, str(error)))
+        report.problems.append(file_problem("unreadable", name, str(error)))

@@ -132,19 +132,21 @@ def check_target(
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
-        files,
-        files.folder.claim(options["lock_timeout"]),
-        None if world_size == 1 else group,
-        rank,
-        world_size,
-        options["layout"],
-        (pack_below, *flags, options["compress"]),
-        save_folder.retain is not None,
-        save_folder.replace_steps,
-        save_folder.content,
-        partial(delete_all_roots, files) if save_folder.replace_steps else save_folder.retain,
-        save_folder.started,
-        find_caller(),
+        files=files,
+        claim=files.folder.claim(options["lock_timeout"]),
+        group=None if world_size == 1 else group,
+        rank=rank,
+        world_size=world_size,
+        layout=options["layout"],
+        how=(pack_below, *flags, options["compress"]),
+        keep_root=save_folder.retain is not None,
+        replace_steps=save_folder.replace_steps,
+        content=save_folder.content,
+        retain=partial(delete_all_roots, files)
+        if save_folder.replace_steps
+        else save_folder.retain,
+        started=save_folder.started,
+        caller=find_caller(),
     )
 
 

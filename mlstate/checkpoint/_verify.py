@@ -85,6 +85,13 @@ class Problem(NamedTuple):
         return error
 
 
+def file_problem(
+    kind: str, path: str, text: str, *, name: str | None = None, offset: int = 0, length: int = 0
+) -> Problem:
+    """Return the problem of a file or a tensor in it that belongs to no rank of a save."""
+    return Problem(kind, path, name, None, 0, offset, length, text)
+
+
 class VerifyReport:
     """The result of `verify`; it is true if the checkpoint is good.
 
@@ -186,6 +193,7 @@ _HEADERS = ["problem", "file", "tensor", "bytes", "what"]
 
 
 def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Problem:
+    """Return the problem of a rank's manifest or index; `kind` unless it is missing."""
     if isinstance(error, FileNotFoundError):
         kind = "missing"
     elif isinstance(error, StoreError):

@@ -172,7 +172,7 @@ def _compare(
 
     `section`: 0 for models, 1 for optimizers. `progress`: called with bytes of the first side.
     """
-    total = StateDiff([], [], [], [], [], 0)
+    total = StateDiff(missing=[], unexpected=[], shapes=[], dtypes=[], changes=[], unchanged=0)
     tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
     for batch in _batches(section, sides, arguments.names):
         part = diff(sides[0].arrays(section, batch), sides[1].arrays(section, batch), **tolerance)

@@ -32,7 +32,7 @@ from .._folder.names import MANIFEST, TEMPORARY
 from .._folder.weight_names import is_index
 from .._store.open_path import is_url
 from .._store.weight_checksums import changed_text, find_checksums
-from .._verify import Problem, VerifyReport
+from .._verify import Problem, VerifyReport, file_problem
 from .safetensors_verify import merge_ranges, read_header
 
 if TYPE_CHECKING:
@@ -285,16 +285,16 @@ def record_problems(
             if size != record.nbytes:
                 start, end = sorted((size, record.nbytes))
                 text = changed_size(size, record)
-                yield Problem("changed", name, None, None, 0, start, end - start, text)
+                yield file_problem("changed", name, text, offset=start, length=end - start)
                 return
             ranges = merge_ranges(iter(changed_ranges(file, record, progress)))
     except FormatError as error:
-        yield Problem("changed", name, None, None, 0, 0, record.nbytes, str(error))
+        yield file_problem("changed", name, str(error), length=record.nbytes)
         return
     except OSError as error:
         kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
         text = f"{os.strerror(error.errno or errno.EIO)}"
-        yield Problem(kind, name, None, None, 0, 0, record.nbytes, text)
+        yield file_problem(kind, name, text, length=record.nbytes)
         return
     if not ranges:
         return
@@ -306,7 +306,7 @@ def record_problems(
         last = inside[-1] if inside else 0
         key = keys.get(part) if last == part else None
         text = "the bytes have changed since their checksums were written"
-        yield Problem("changed", name, key, None, 0, offset, length, text)
+        yield file_problem("changed", name, text, name=key, offset=offset, length=length)
 
 
 def _blob_digest(path: str, expected: str, progress: Callable[[int], object] | None) -> str:
@@ -341,11 +341,11 @@ def _blob_problems(
         got = _blob_digest(path, expected, progress)
     except (FormatError, OSError) as error:
         kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
-        yield Problem(kind, name, None, None, 0, 0, 0, str(error))
+        yield file_problem(kind, name, str(error))
         return
     if got != expected:
         text = f"its {algorithm} is {got}, but its blob in the Hub's cache is {expected}"
-        yield Problem("changed", name, None, None, 0, 0, os.path.getsize(path), text)
+        yield file_problem("changed", name, text, length=os.path.getsize(path))
 
 
 def compare_files(
@@ -392,12 +392,12 @@ def compare_weights(
                 with folder.file_to_verify(name, lambda path: True) as path:
                     problems += record_problems(path, name, record, progress)
             elif text := changed_text(folder.read(name), record):
-                problems.append(Problem("changed", name, None, None, 0, 0, record.nbytes, text))
+                problems.append(file_problem("changed", name, text, length=record.nbytes))
         except MLStateError as error:
             if folder.is_outage(error):
                 raise
             kind = "missing" if isinstance(error, FileNotFoundError) else "changed"
-            problems.append(Problem(kind, name, None, None, 0, 0, record.nbytes, str(error)))
+            problems.append(file_problem(kind, name, str(error), length=record.nbytes))
     return count, problems
 
 
@@ -428,7 +428,7 @@ def verify_weights_folder(
 
 def _checksums_problem(error: FormatError | StoreError) -> Problem:
     name = os.path.basename(str(error.path)) if error.path else NAME
-    return Problem("checksums", name, None, None, 0, 0, 0, str(error))
+    return file_problem("checksums", name, str(error))
 
 
 def verify_foreign(

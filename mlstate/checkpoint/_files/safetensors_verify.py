@@ -11,7 +11,7 @@ from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
 from ..._common.store_error import store_error
 from ...errors import FormatError
-from .._verify import Problem, VerifyReport
+from .._verify import VerifyReport, file_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,7 +130,7 @@ def verify_file(
         header = read_header(place)
     except FormatError as error:
         report.problems.append(
-            Problem("header", name, error.name, None, 0, error.offset or 0, 0, str(error))
+            file_problem("header", name, str(error), name=error.name, offset=error.offset or 0)
         )
         return report, False
     if not header.has_checksums:
@@ -145,7 +145,9 @@ def verify_file(
                     _find_altered(file, tensor, tensor_digits, progress)
                 ):
                     text = "the bytes are not those that were written"
-                    problem = Problem("altered", name, tensor.key, None, 0, offset, length, text)
+                    problem = file_problem(
+                        "altered", name, text, name=tensor.key, offset=offset, length=length
+                    )
                     report.problems.append(problem)
                 report.bytes += tensor.nbytes
     except OSError as error:

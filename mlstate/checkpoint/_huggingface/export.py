@@ -448,7 +448,14 @@ def export(
     `start` is the target when the caller began: a Hugging Face folder there is replaced.
     """
     gathered, plan = gather_parts(request)
-    write_folder(request.target, plan, [gathered.shards], files_from, start, progress)
+    write_folder(
+        request.target,
+        plan=plan,
+        batches=[gathered.shards],
+        files_from=files_from,
+        start=start,
+        progress=progress,
+    )
 
 
 def export_huggingface(
@@ -534,5 +541,7 @@ def export_huggingface(
     >>> sorted(mlstate.checkpoint.inspect(path).files())
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    request = take_export(path, model, group, max_shard_bytes, rename, dtype)
+    request = take_export(
+        path, model=model, group=group, max_shard_bytes=max_shard_bytes, rename=rename, dtype=dtype
+    )
     export(request, files_from, progress=progress)

@@ -139,7 +139,9 @@ def export_huggingface_async(
     memory = staging_of(staging)
     group = optional_group(group)
     refuse_default_group(group)
-    request = take_export(path, model, group, max_shard_bytes, rename, dtype)
+    request = take_export(
+        path, model=model, group=group, max_shard_bytes=max_shard_bytes, rename=rename, dtype=dtype
+    )
     source = None if files_from is None else local_folder(files_from)  # the thread reads it
     job = _ExportJob(request, memory, source, began)
     return start_job(job, devices_of(request.content), until_staged=True)

@@ -54,7 +54,9 @@ def export_loaded(
             content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
             yield gather_shards(target, content).shards
 
-    write_folder(target, plan, shards(), files_from, start, progress)
+    write_folder(
+        target, plan=plan, batches=shards(), files_from=files_from, start=start, progress=progress
+    )
     return {"tensors": len(plan.nbytes), "bytes": sum(plan.nbytes)}
 
 

@@ -279,7 +279,9 @@ def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
     files: tuple[str, ...] = (_STEM + SUFFIX,)
     if count > 1:
         files = tuple(f"{_STEM}-{n:05d}-of-{count:05d}{SUFFIX}" for n in range(1, count + 1))
-    plan = ExportPlan(files, divided, {}, [], [0], [*sizes.values()])
+    plan = ExportPlan(
+        files=files, tensors=divided, places={}, sizes=[], starts=[0], nbytes=[*sizes.values()]
+    )
     for number, file in enumerate(divided):
         _, size, blocks, places = _core.safetensors_layout(file, FORMAT, None)
         for (name, dtype, _), (offset, block) in zip(file, places, strict=True):

@@ -120,7 +120,7 @@ class Interceptor:
         return original
 
     def remove(self) -> None:
-        """Restore the original calls of the modules."""
+        """Restore the blocks' own calls; later calls do nothing."""
         for block, before, hook, handle in reversed(self._undo):
             if block.__dict__.get(_HOOK) is hook:
                 del block.__dict__[_HOOK]
@@ -142,7 +142,10 @@ def _break_graph(module: torch.nn.Module, args: Any) -> None:
 def run_blocks(
     modules: Sequence[Any], enter: Callable[..., Any] | None, args: Any, kwargs: Any
 ) -> Any:
-    """Run blocks in sequence; call blocks that are not modules through `enter`."""
+    """Run blocks in sequence, each on the output before; return the last output.
+
+    `enter`: runs the blocks that are not modules, which no hook can intercept; None: call them.
+    """
     import torch
 
     out, *others = args
@@ -226,7 +229,10 @@ class PlannedModel:
     def _enter(
         self, positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a called block, by the plan if gradients are enabled."""
+        """Run a called block by the plan; torch.compile does not trace this.
+
+        `positions`: of the block in the plan. `original`: its own call.
+        """
         if "torch._dynamo" not in sys.modules:
             return self._run(positions, original, args, kwargs)
         call = self._compiled

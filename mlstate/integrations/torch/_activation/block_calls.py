@@ -104,7 +104,7 @@ class SampledModel:
         self.blocks = [block for _, block in self.found]
 
     def run(self, enter: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-        """Call the model, or its blocks in sequence through `enter`."""
+        """Call the model with gradients (its blocks through `enter`), and return the output."""
         import torch
 
         with torch.enable_grad():
@@ -113,7 +113,7 @@ class SampledModel:
             return run_blocks(self.blocks, enter, args, kwargs)
 
     def measure_blocks(self, measure: Callable[[BlockCall], object]) -> None:
-        """Call the model once, and measure each block when it is called."""
+        """Call the model once, and call `measure` with each block's call before the block runs."""
         reached = 0
 
         def enter(

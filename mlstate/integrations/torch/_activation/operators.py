@@ -72,7 +72,7 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
             self._makers: dict[int, int] = {}  # number of the call that allocated a storage
 
         def _look(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, bool]:
-            """Return bytes of new memory, and whether the output is only new memory."""
+            """Return bytes of new memory of an output, and whether it is only new memory."""
             inputs = _storages((args, kwargs))
             fresh = {k: n for k, n in _storages(out).items() if k not in inputs}
             for changed in _storages(_written_arguments(func, args, kwargs)):
@@ -313,7 +313,7 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
 
 
 def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Split names into operators (all calls) and single calls."""
+    """Return names of operators (all calls are saved), and names of single calls."""
     kinds, single = set(), set()
     for name in names:
         operator, space, number = name.rpartition(" ")
@@ -368,7 +368,7 @@ def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
 
 
 def selective_contexts(saved: Iterable[str]) -> tuple[object, object]:
-    """Return contexts without a warning; see `operator_contexts`."""
+    """Return torch's two contexts that save the results of the operators in `saved`."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     kinds, single = _split_names(saved)

@@ -107,7 +107,7 @@ class Allocations:
             self._profile = None
 
     def mark(self) -> None:
-        """End one span and start the next."""
+        """End one span of measuring and start the next; see `spans`."""
         import torch
 
         self._marks += 1

@@ -128,7 +128,7 @@ class _Bytes:
         mark()
 
     def of_blocks(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return saved bytes, and temporary peaks of forward, saving and backward runs."""
+        """Return by block: saved bytes; temporary bytes of forward, saving and backward runs."""
         spans = self._watched.spans()
         columns: tuple[list[int], ...] = ([], [], [], [])
         for i, out in enumerate(self.activations[1:]):
@@ -148,7 +148,7 @@ def _refuse(_: Any) -> Any:
 
 
 def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
-    """Measure the speed of copies to the host and back."""
+    """Return the speeds of copies to the host and back, as arguments of `Chain`."""
     import torch
 
     folder = None if offload is True else local_path(offload)

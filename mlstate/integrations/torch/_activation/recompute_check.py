@@ -45,7 +45,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
-    """Describe the difference of two tensors with different bits."""
+    """Return a text on the difference of two tensors with different bits, for the user."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{_describe(first)}, then {_describe(second)}"
     different = first.detach() != second.detach()
@@ -288,7 +288,7 @@ class _Trace:
         self._mode.__exit__(*error)
 
     def record_result(self, func: Any, out: torch.Tensor) -> None:
-        """Record the results of an operator, or compare them with the record."""
+        """Record the tensors of an operator's result, or compare them with the first run's."""
         if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
             return
         k, operator = len(self.made), f"aten.{func.__name__}"
@@ -387,7 +387,7 @@ def _parameters(model: SampledModel) -> dict[str, Any]:
 
 
 def _compare_gradients(model: SampledModel, plan: Any) -> list[Finding]:
-    """Compare gradients of a run by the plan with gradients of a plain run."""
+    """Return a finding for each gradient that differs between runs with and without the plan."""
 
     def run(planned: Any = None) -> dict[str, torch.Tensor]:
         with model.untouched():

@@ -174,7 +174,10 @@ class Buffers:
     def changed(
         self, copies: dict[_Place, Any], versions: dict[_Place, Any]
     ) -> dict[_Place, torch.Tensor]:
-        """Return the copies that differ from the current buffers."""
+        """Return the copies of those buffers that have changed since.
+
+        `copies`, `versions`: the result of `copy` before.
+        """
         import torch
 
         different = {}

@@ -235,7 +235,10 @@ class Run:
         return any(leaf is tensor for leaf in leaves for tensor in came)
 
     def first(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
-        """Run the next block for the first time, and the steps around that."""
+        """Run the next block for the first time, and the plan's steps around it; return its output.
+
+        `leaves`, `spec`: its arguments, flattened.
+        """
         i, program = self.next, self._program
         block = self._blocks[i]
         self._take_steps_until(program.first[i])
@@ -264,7 +267,7 @@ class Run:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _link_arguments(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
-        """Return for each argument its tensor number in the activation, or None."""
+        """Return for each argument of block `i` its number in the activation before it, or None."""
         import torch
 
         if i:
@@ -355,7 +358,7 @@ class Run:
             )
 
     def _keep_output(self, i: int, out: object, call: _Call) -> None:
-        """Keep a block's output if the schedule needs it, and watch its gradient."""
+        """Keep a block's output if the plan needs it, and hook its gradient."""
         tensors = tensors_in(out)
         if not tensors:
             raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
@@ -400,7 +403,7 @@ class Run:
         self._position = at + 1
 
     def _run_again(self, i: int, save: bool, keep: bool) -> None:
-        """Recompute a block: its output if `keep`, and its saved tensors if `save`."""
+        """Recompute block `i`; store its output if `keep`, and its saved tensors if `save`."""
         import torch
 
         call, block = self._call_of(i), self._blocks[i]
@@ -507,7 +510,7 @@ class Run:
         self.prepare(i)
 
     def prepare(self, i: int) -> None:
-        """Run the steps before a block's backward pass."""
+        """Run the plan's steps up to the backward pass of block `i`; torch is about to run that."""
         import torch
 
         if self._spent or i >= self._program.blocks:
@@ -556,7 +559,7 @@ class Run:
         self._activations = []
 
     def tensor_of(self, slot: _SavedSlot) -> torch.Tensor:
-        """Return a saved tensor; the backward pass calls this."""
+        """Return the saved tensor of a slot to torch's backward pass, recomputed if necessary."""
         import torch
 
         name = self._blocks[slot.block].name

@@ -218,7 +218,7 @@ class _StepSimulation:
         return sorted(k for k in counted if not self._is_live(k))
 
     def step(self, at: int) -> tuple[int, str]:
-        """Simulate a step; return its peak, and why it differs from the plan."""
+        """Simulate one step; return its peak of bytes and why it differs from the plan, or ""."""
         kind, i = self._program.steps[at]
         why = self._seed(at) if kind in ("forward", "save", "load") else []
         why += [_TWICE] if self._twice else []
@@ -270,7 +270,7 @@ class _StepSimulation:
         return again.peak, 0, True
 
     def _backward(self, i: int) -> int:
-        """Run a block's backward pass; return the peak bytes held."""
+        """Simulate the backward pass of block `i`; return the peak of bytes."""
         chain = self._chain
         entering = self._is_live(i)  # also true if only the block's saved memory holds it
         del self._saved_bytes[i]
@@ -286,7 +286,7 @@ class _StepSimulation:
         return before + created + saved
 
     def _seed(self, at: int) -> list[str]:
-        """Count the result's gradient, which exists before a block is recomputed."""
+        """Count the result's gradient once it exists; return the reason for a difference or []."""
         n = self._chain.blocks
         if self._seeded or not self._program.first[n - 1] < at < self._program.backward_at[n - 1]:
             return []
@@ -379,6 +379,13 @@ def measure_plan(
     for at, (kind, block) in enumerate(plan.steps()):
         expected, why = walk.step(at)
         steps_measured.append(
-            StepUse(kind, block, predicted[at], expected, spans[at].peak + base, why)
+            StepUse(
+                kind=kind,
+                block=block,
+                predicted_bytes=predicted[at],
+                expected_bytes=expected,
+                measured_bytes=spans[at].peak + base,
+                why=why,
+            )
         )
     return PlanUse(steps_measured)

@@ -289,7 +289,10 @@ class ParameterSlot(NamedTuple):
 def parameter_slots(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
 ) -> tuple[dict[str, ParameterSlot], list[list[str]]]:
-    """Return all parameters by name, and the parameter names of each group."""
+    """Return an optimizer's parameters by name, and the parameter names of each group.
+
+    `names`: a module or names, if the parameters are not found in `module`.
+    """
     wrappers = [] if module is None else _flat_sharded(module)
     if module is None or not wrappers:
         named = _name_parameters(optimizer, names)
@@ -390,7 +393,10 @@ def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
 def _parts_of_flat(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an FSDP1 optimizer's states, divided by torch into parameters."""
+    """Return an FSDP1 optimizer's states by key as shards, and keywords of the state; all ranks.
+
+    `replica`: of this rank among those with the same shards.
+    """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     check_contract(optimizer)

@@ -174,7 +174,7 @@ def read_tree(path: Path) -> Any:
 
 
 def write_tree(tree: Any, file: IO[bytes]) -> None:
-    """Write any value with ``torch.save``."""
+    """Write any value with ``torch.save``; an OSError of `file` is raised as itself."""
     import torch
 
     try:
@@ -254,7 +254,7 @@ def _first_line(error: object) -> str:
 
 
 def _describe_refusal(text: str) -> str:
-    """Return an error text for an object that torch's reader refused."""
+    """Return the text for a user whose file has an object that torch's reader refused."""
     import re
 
     match = re.search(r"GLOBAL ([\w.]+)", text)
@@ -274,7 +274,10 @@ def write_pt(
     metadata: Mapping[str, Any],
     states: Mapping[str, Any],
 ) -> None:
-    """Atomically write a file that ``torch.load`` reads with ``weights_only``."""
+    """Atomically write a file that ``torch.load`` reads with ``weights_only``.
+
+    Parts that are None or empty are left out.
+    """
     tree = tree_of(model, optimizer, metadata, states)
     with replacing(target.path, target) as file:
         write_tree(tree, file)

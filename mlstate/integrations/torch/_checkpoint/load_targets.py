@@ -104,7 +104,7 @@ def _ranks_of(wrapper: Any) -> int:
 
 
 def _check_ranks(module: torch.nn.Module, ranks: int) -> None:
-    """Raise ValueError if a module is spread over more ranks than save."""
+    """Raise ValueError if a module is spread over more ranks than take part in the load."""
     for wrapper in _flat_sharded(module):
         if _ranks_of(wrapper) > ranks:
             name = next(iter(flat_runs(module, [wrapper])), type(module).__name__)
@@ -199,7 +199,7 @@ class Filling:
         return [self.places[key][1:] for key in keys]
 
     def whole(self) -> None:
-        """Raise if a place is a part of a tensor, which cannot be divided again."""
+        """Raise TypeError if this rank has only a part of a tensor: then a layout is refused."""
         for name, place in self.places.items():
             if place.cut != ():
                 raise TypeError(
@@ -212,7 +212,7 @@ class Filling:
         self.zeros.append(self.places[name].tensor)
 
     def done(self) -> None:
-        """Complete the load after all reads; the checkpoint can cause no error here."""
+        """Complete the load after all reads: copy to devices, set zeros. It cannot fail."""
         import torch
 
         with torch.no_grad():
@@ -290,7 +290,7 @@ def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 def _converted(
     key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
 ) -> torch.Tensor:
-    """Return a state as torch's ``load_state_dict`` converts it."""
+    """Return a state's tensor as torch's ``load_state_dict`` converts it for its parameter."""
     import torch
 
     owner = torch.empty(0, dtype=slot.owner.dtype, device=slot.owner.device)
@@ -427,7 +427,7 @@ class OptimizerFilling(Filling):
     def _find_state(
         self, key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
     ) -> Any:
-        """Return a state to fill in place; None if torch would replace it."""
+        """Return the optimizer's tensor to fill in place; None if torch would replace it."""
         state = record.state or ""
         _, created_states = self.made.get(id(slot.owner), (None, {}))
         if state in created_states:
@@ -452,7 +452,10 @@ class OptimizerFilling(Filling):
         return is_number(self.optimizer.state.get(slot.owner, {}).get(key.rpartition(".")[2]))
 
     def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
-        """Return states to read in place, and others to set; True: as a number."""
+        """Return the places of states to read in place, and the keys of those that `done` sets.
+
+        The second is True for a key whose value is a Python number.
+        """
         numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
         alone: dict[str, bool] = {}
@@ -533,7 +536,7 @@ class OptimizerFilling(Filling):
                 self.arrays[key] = torch.empty(array.shape, dtype=dtype, device="cpu")
 
     def _value_of(self, key: str, slot: ParameterSlot, array: Any, *, number: bool) -> Any:
-        """Return the value of a scalar or nested state as torch would load it."""
+        """Return the value that torch would load for a stored scalar or nested state."""
         group = self.group_of[self.records[key].parameter]
         if key in self.packed:
             value = unpack_state(key, array)
@@ -554,7 +557,7 @@ class OptimizerFilling(Filling):
     def _read_scalars(
         self, arrays: dict[str, NDArray], alone: dict[str, bool]
     ) -> dict[tuple[int, str], tuple[ParameterSlot, Any]]:
-        """Return the values to set in `done`: one for each state of an owner."""
+        """Return the values that `done` sets, by (id of the owner, state's name)."""
         scalars: dict[tuple[int, str], tuple[ParameterSlot, Any]] = {}
         first: dict[tuple[int, str], str] = {}
         for key, array in arrays.items():
@@ -576,7 +579,7 @@ class OptimizerFilling(Filling):
         return scalars
 
     def _list_unsaved(self) -> dict[str, tuple[ParameterSlot, str, Any]]:
-        """Return states that the optimizer has and the checkpoint lacks."""
+        """Return states, by key, that the optimizer has and the checkpoint lacks."""
         unsaved = {}
         for name, slot in self.slots.items():
             for state, value in self.optimizer.state.get(slot.owner, {}).items():
@@ -658,7 +661,7 @@ class OptimizerFilling(Filling):
             group.update(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the argument of the optimizer's own ``load_state_dict``."""
+        """Return the argument of the optimizer's ``load_state_dict``: loaded states and groups."""
         form = torch_form(self.optimizer)
         parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}

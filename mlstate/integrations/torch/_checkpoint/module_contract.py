@@ -191,7 +191,11 @@ class ModuleContract:
     def _walk(
         self, module: torch.nn.Module, prefix: str, name: str, unit: Unit | None, chosen: set[int]
     ) -> None:
-        """List the units in torch's order of loading; `chosen`: modules that are units."""
+        """List the submodules that load themselves, in torch's order.
+
+        `unit`: the one that contains `module`, or None. `chosen`: ids of modules that are units
+        anyway.
+        """
         if unit is None:
             is_whole = self._is_whole(module, name)
             if is_whole or _has_extra_state(module) or id(module) in chosen:
@@ -272,14 +276,14 @@ class ModuleContract:
     def metadata_by_prefix(
         self, stored: Mapping[str, dict[str, object]], default: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Return a checkpoint's metadata in torch's form."""
+        """Return a checkpoint's metadata of modules by torch's prefixes; `default`: of others."""
         return {
             prefix: dict(stored.get(unwrapped_name(self.module, prefix), default))
             for prefix, _ in self.module.named_modules(remove_duplicate=False)
         }
 
     def memory(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Return a unit's entries that are parameters or buffers, under their own names."""
+        """Return a unit's entries that are parameters or buffers, by name; they can be filled."""
         import torch
 
         tree = unit.module.named_modules(remove_duplicate=False)
@@ -362,7 +366,7 @@ class OwnLoad:
         )  # fmt: skip
 
     def _by_unit(self, entries: Mapping[str, object]) -> list[dict[str, Any]]:
-        """Return the entries of each unit, by torch's keys."""
+        """Return for each unit its entries by torch's keys."""
         tables: dict[int, dict[str, object]] = {id(unit): {} for unit in self.units}
         for name, value in entries.items():
             unit = self.contract.unit_of(name)

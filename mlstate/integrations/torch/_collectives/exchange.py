@@ -117,7 +117,7 @@ class Link(ExchangeLink):
         return works
 
     def broadcast(self, memory: torch.Tensor, root: int) -> None:
-        """Broadcast with torch's operation on a device."""
+        """Overwrite `memory` with the root's memory; on a device by torch's own operation."""
         if memory.device.type == "cpu":
             super().broadcast(memory, root)
             return

@@ -61,7 +61,7 @@ def _is_flat(array: Any) -> bool:
 
 
 def _put(flat: torch.Tensor, place: Any) -> None:
-    """Copy flat elements to `place`, unless they share memory."""
+    """Copy a flat result to the caller's array `place`, unless they share memory."""
     if is_torch(place):
         if flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
             place.copy_(flat.view(place.dtype).reshape(place.shape))
@@ -240,7 +240,7 @@ class TorchGroup(Engine):
     def _gather_overlapped(
         self, data: bytes, task: Callable[[], None], timeout: float | None
     ) -> list[bytes]:
-        """Gather bytes like `gather_bytes`, and run a task during the transfer."""
+        """Return the bytes of all ranks, and run `task` while they are transferred."""
 
         def perform(link: Link) -> Any:
             link.overlapped_task = task

@@ -207,7 +207,7 @@ class _NodeHook:
 def _check_parameter(
     unit: FSDPShardingUnit, parameter: Any, model: torch.nn.Module, parameters: Mapping[str, Array]
 ) -> None:
-    """Raise ValueError if a unit does not fit its parameter."""
+    """Raise ValueError if a unit does not fit `parameter`, its parameter of the model or None."""
     name = unit.parameter_name
     if parameter is None:
         shared = _tied_to(model, name)
@@ -251,7 +251,7 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None
 
 
 def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Warn once for each hook object if an optimizer skips its parameters."""
+    """Warn the user once if a step of an optimizer skips parameters, as their grad is None."""
     for hooks in live_hooks():
         if not isinstance(hooks, ModuleHooks) or not hooks.taken or hooks.has_warned:
             continue
@@ -317,7 +317,7 @@ class PassErrors:
 
 
 def _is_inside_another() -> bool:
-    """Return whether a function in one backward pass started the running pass."""
+    """Return whether the running backward pass was started within another one."""
     from torch.autograd.function import BackwardCFunction
 
     frame: FrameType | None = sys._getframe(1)

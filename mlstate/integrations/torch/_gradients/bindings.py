@@ -44,7 +44,7 @@ class Bindings:
                     self._bindings.append(_Binding(child._parameters, key, parameter, name, *facts))
 
     def change(self) -> str:
-        """Return which parameter has changed so that its gradient is not reduced, or ""."""
+        """Return a text on a parameter that was replaced, added or unfrozen, or "" if none was."""
         for binding in self._bindings:
             current = binding.table.get(binding.key)
             if current is binding.parameter:

@@ -158,7 +158,7 @@ class _Buckets:
         return bool(getattr(self._model(), "_divide_by_initial_world_size", True))
 
     def _average(self, buffer: torch.Tensor, divisor: int) -> None:
-        """Replace a buffer by the sum over the ranks, divided in float32 or wider."""
+        """Replace `buffer` by the sum over the ranks, divided by `divisor` in float32 or wider."""
         import torch
 
         if divisor == self._group.world_size:

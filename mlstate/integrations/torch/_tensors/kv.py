@@ -92,7 +92,7 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
 
 
 def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
-    """Convert tokens from or to integers; raise ValueError if a value does not fit."""
+    """Return tokens as the dtype `target`; raise ValueError if a value does not fit."""
     import torch
 
     if target == "bfloat16":  # same range as float32

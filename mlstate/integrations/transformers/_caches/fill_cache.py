@@ -35,7 +35,10 @@ class Filler:
         self.used: set[str] = set()
 
     def plan(self, layer: Any, index: int, prefix: str = "") -> None:
-        """Check a layer, and add the writes for it."""
+        """Check that a layer fits the state, and plan the writes to it; nothing is written.
+
+        `prefix`: of the entries' names, for cross-attention.
+        """
         where = f"{prefix}{index}"
         cls = layer_class(layer, where)
         at = _Place(self, layer, where, cls, is_cross=bool(prefix))
@@ -78,7 +81,7 @@ class _Place(NamedTuple):
         return entry
 
     def both(self, *kinds: str, prefix: str = "") -> list[CacheEntry]:
-        """Return the entries of keys and values, or no entry."""
+        """Return the entries of the layer's keys and values, or [] if the state has neither."""
         parts = f"{prefix}keys", f"{prefix}values"
         entries_or_none = [self.entry(part, *kinds) for part in parts]
         entries = [each for each in entries_or_none if each is not None]
@@ -131,7 +134,7 @@ class _Place(NamedTuple):
 
 
 def _joined(pieces: list[Any], like: Any, axis: int) -> Any:
-    """Return tokens as one tensor: a view if they are adjacent."""
+    """Return pieces of tokens as one tensor: a view if there is one piece; `like`: if none."""
     if len(pieces) == 1:
         return pieces[0]
     if not pieces:
@@ -286,7 +289,7 @@ def _plan_static(at: _Place) -> None:
 
 
 def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) -> None:
-    """Allocate the tensors of a layer, or none if it will use the arrays."""
+    """Initialize a new layer of fixed size; without tensors if it will use the state's arrays."""
     layer = at.layer
     keys, values = (at.tensor(entry) for entry in entries)
     if _is_adopted(at, entries[0], positions) and _is_adopted(at, entries[1], positions):
@@ -408,7 +411,10 @@ def _plan_states(at: _Place) -> None:
 
 
 def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | None) -> None:
-    """Add the write of one state: into the tensor of the layer, or a new one."""
+    """Plan the write of one convolution or recurrent state (`attribute`), number `number`.
+
+    `entry`: of the state to write, or None.
+    """
     layer, part = at.layer, attribute.partition("_")[0]
     is_new = not state_of(layer, at.where, f"is_{attribute}_initialized", number)
     if entry is None:

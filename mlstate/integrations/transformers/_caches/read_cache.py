@@ -30,7 +30,7 @@ class Reader:
         self._counted_by = ""
 
     def read(self, layer: Any) -> None:
-        """Add the entries of the next layer."""
+        """Add the entries of the cache's next layer; no tensor is copied."""
         index = len(self.layouts)
         where = f"{self.prefix}{index}"
         cls = layer_class(layer, where)
@@ -99,7 +99,7 @@ class _Place(NamedTuple):
     cls: LayerClass
 
     def add(self, part: str, tensor: Any, kind: Any, seq_axis: int = 2, **options: Any) -> None:
-        """Add an array of the layer."""
+        """Add one array of the layer as an entry; `part`: its name in the layer, such as "keys"."""
         name = f"{self.where}.{part}"
         shape = tuple(tensor.shape)
         role = part.partition(".")[0]
