@@ -36,7 +36,7 @@ def is_cache(candidate: object) -> bool:
 
 
 def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Return address, item bytes, shape and strides in bytes."""
+    """Return address, item bytes, shape and strides in bytes of an array; address 0: unknown."""
     if is_torch(array):
         item = array.element_size()
         strides = tuple([item * stride for stride in array.stride()])

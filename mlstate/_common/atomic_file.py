@@ -205,7 +205,10 @@ class Target(NamedTuple):
         return True
 
     def _restore(self, new: str, old: str, created: os.stat_result) -> None:
-        """Undo the steps of `_swap` that were done; never delete the old content."""
+        """Undo the steps of `_swap` that were done, after an error; never delete the old content.
+
+        `created`: identifies the new file or folder.
+        """
         with suppress(FileNotFoundError):
             if not os.path.samestat(os.lstat(new), created):
                 os.rename(new, old)  # so that no caller takes it for the temporary

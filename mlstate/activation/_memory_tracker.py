@@ -166,7 +166,7 @@ class MemoryTracker:
             self._is_reset = True
 
     def _read_memory(self) -> tuple[int, int, int, str]:
-        """Return used, peak and total bytes, and the name of the source."""
+        """Return used, peak and total bytes now, and the name of their source."""
         if callable(self.source):
             return _read_custom(self.source())
         source = self.source or ("cuda" if _torch_uses_cuda() else "process")

@@ -275,7 +275,7 @@ def choose_operators(
     budget_bytes: MemorySize,
     names: Sequence[str] | None,
 ) -> OperatorSelection:
-    """Choose operators without a warning; see `select_operators`."""
+    """Return the selection of `select_operators`, without its warning."""
     times = freeze_numbers("seconds", seconds, "float64", each="operator")
     sizes = freeze_numbers("bytes", bytes, "int64", each="operator")
     if len(times) != len(sizes):
@@ -372,7 +372,7 @@ class _KnapsackSearch:
         return float(max([self.best.seconds, *bounds.tolist()]))
 
     def chosen_items(self) -> NDArray:
-        """Return a mask of the items of the best choice."""
+        """Return a mask of the operators that the best choice saves."""
         chosen = np.zeros(self._count, np.bool_)
         chosen[self._items[self.best.start : self.best.end]] = True
         first = np.append(0, np.cumsum([len(parents) for parents in self._parents]))

@@ -133,7 +133,10 @@ def plan(
 
 
 def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
-    """Search all schedules for one that is faster than the best persistent schedule."""
+    """Return the fastest plan of all schedules, or the best persistent one if none is faster.
+
+    `slots`: of the persistent schedules' search; 0: the default.
+    """
     start, how, used = None, "bytes", 0
     with suppress(_core.CapacityError):  # other schedules may need less memory
         start, how, used = _core.plan_make(chain._arrays, budget, slots, offload)

@@ -110,7 +110,7 @@ def _state_data(spec: Any) -> dict[str, Any]:
 
 
 def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
-    """Print the states of every function."""
+    """Print the states of every function of the model that the user named; return the status."""
     functions, default = which.read(getattr(arguments, which.model))
     if arguments.json:
         listed = {

@@ -93,7 +93,7 @@ def _print_error(text: str) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """Return one line about an error, with the file that it concerns."""
+    """Return one line about an error for the user, with the file that it concerns."""
     text = str(getattr(error, "strerror", None) or error)
     path = getattr(error, "path", None) or getattr(error, "filename", None)
     path_text = None if path is None else os.fsdecode(path)

@@ -146,7 +146,7 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
 
 
 def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> Iterator[list[str]]:
-    """Yield the chosen names of both sides in batches that take little memory."""
+    """Yield the chosen names of both sides, in batches that fit the memory."""
     every = [list(dict.fromkeys([*sides[0].keys(s), *sides[1].keys(s)])) for s in _NUMBERS]
     chosen = chosen_keys(names, every)[section]
     batch: list[str] = []
@@ -214,7 +214,7 @@ def _diff_data(difference: StateDiff) -> dict[str, Any]:
 
 
 def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateDiff]:
-    """Compare models, then optimizers, then named states."""
+    """Return the differences of models, optimizers and named states, in this order."""
 
     def size() -> int:
         return sum(sides[0].size(s, key)[0] for s in _NUMBERS for key in sides[0].keys(s))
@@ -224,7 +224,10 @@ def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateD
 
 
 def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:
-    """Open and compare both sides; start again if a writer replaces one meanwhile."""
+    """Open and compare both paths; return the sides and their differences by section.
+
+    Starts again if a writer replaces one of them meanwhile.
+    """
     paths = arguments.first, arguments.second
     steps = arguments.first_step, arguments.second_step
     first, second = (

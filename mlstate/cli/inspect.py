@@ -111,7 +111,7 @@ def _kind(checkpoint: Checkpoint) -> str:
 
 
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
-    """Return the tensors to list."""
+    """Return the tensors of a checkpoint that the user wants listed."""
     tensors = in_order(checkpoint.tensors())
     keys = [[t.key for t in tensors if t.section == section] for section in SECTIONS]
     chosen = chosen_keys(arguments.names, keys)

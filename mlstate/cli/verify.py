@@ -72,7 +72,7 @@ def add(commands: Commands) -> None:
 
 
 def _size(files: CheckpointFiles, roots: list[str]) -> int:
-    """Return the number of bytes to read."""
+    """Return the number of bytes that the verification reads, for the progress."""
     total = 0
     for root in roots:
         with suppress(MLStateError):  # unreadable roots and indexes are not counted
@@ -94,7 +94,7 @@ def _roots(files: CheckpointFiles) -> list[str]:
 
 
 def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
-    """Return the report on every step, and one on unneeded and foreign files."""
+    """Return a report on each step, and one on unneeded and foreign files."""
     rest = VerifyReport(files.path)
     verified = []
     names = _roots(files)
@@ -248,7 +248,7 @@ def _reason(report: VerifyReport) -> str:
 def _verify_chosen(
     arguments: argparse.Namespace,
 ) -> tuple[list[_Verified], VerifyReport, str, bool]:
-    """Return what `_verify_any` does, for the tensors that ``--names`` chooses."""
+    """Verify the tensors that ``--names`` chooses; return what `_verify_any` returns."""
     if arguments.repair or arguments.all_steps:
         raise ValueError("--names cannot be used with --repair or --all-steps")
     number = number_of_step(arguments.path, arguments.step, arguments)

@@ -50,7 +50,7 @@ def _with_size(
 
 
 def _fixed_lengths(specs: StateSpecs, axes: Mapping[str, int | None]) -> list[int | None]:
-    """Return the different sequence lengths of states with fixed shapes."""
+    """Return the different sequence lengths of the states; `axes`: their sequence axes by name."""
     lengths = dict[int | None, None]()
     for name, spec in specs.items():
         axis = axes.get(name)

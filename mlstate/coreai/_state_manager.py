@@ -153,7 +153,7 @@ class StateManager(StateManagerBase):
         specs: Mapping[int, Any] | None,
         seq_axis: int | None,
     ) -> tuple[dict[int, Any], Mapping[int, Any] | None]:
-        """Return a single model for each size, and its states, which are read once."""
+        """Return the one model as a mapping from sizes, and its states by size, or `specs`."""
         if sizes is None:
             raise TypeError(
                 "sizes is missing: pass the context sizes of the model, such as sizes=(256, 512), "

@@ -52,7 +52,10 @@ class Chunks(NamedTuple):
 
 
 def find_chunks(source: Any) -> Chunks | None:
-    """Return the chunks of a model; None for a single model, in any form."""
+    """Return the chunks of a model that is stored as several; None for a single model.
+
+    `source`: models in a list, a folder or file of ANEMLL's meta.yaml, or a glob pattern.
+    """
     if isinstance(source, list | tuple):
         return _chunks_of_list(source)
     if not isinstance(source, str | os.PathLike):
@@ -256,7 +259,7 @@ def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
 
 
 def _chunk_path(file: str, name: str) -> str | None:
-    """Return the path of a chunk, compiled or not, or None if it is missing."""
+    """Return the path of the chunk `name` beside `file`, compiled or not; None if it is missing."""
     if not is_inside(name):
         got = shorten(repr(name), 80)
         raise format_error(file, f"the name of a chunk leads outside of the folder: {got}")

@@ -128,7 +128,7 @@ def _read_shape(array: Fields, name: str) -> tuple[int, ...]:
 
 
 def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape; Core ML does not allow flexible shapes for states."""
+    """Return dtype and shape of a state from its protobuf message; `name`: for errors."""
     shape = _read_shape(array, name)
     number, offset = 0, array.offset
     for field in array.of(2):

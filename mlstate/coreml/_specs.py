@@ -82,7 +82,7 @@ class StateSpecs(FunctionStates[StateSpec]):
 
 
 def as_spec(name: str, value: Any) -> StateSpec:
-    """Return a state's spec; a shape is converted to a spec with dtype float16."""
+    """Return the caller's spec of a state; from a shape, one with dtype float16."""
     if isinstance(value, StateSpec):
         return value
     try:

@@ -178,7 +178,7 @@ class CacheEntry:
         return replace(self, shape=shape, next_slot=None)
 
     def _facts(self) -> tuple[str, str]:
-        """Return the kind and its parameters as text, for tables."""
+        """Return the kind, and its parameters such as the window, as texts for tables."""
         facts = []
         if self.window is not None:
             facts.append(f"window {self.window:,}")
@@ -190,7 +190,7 @@ class CacheEntry:
 
 
 def _check_names(entry: CacheEntry) -> None:
-    """Raise unless name, kind and role are valid."""
+    """Raise unless the entry's name, kind and role are valid."""
     if not isinstance(entry.name, str):
         raise TypeError(f"name must be a str, got {type(entry.name).__name__}")
     if not entry.name:
@@ -253,7 +253,7 @@ def _checked_slot(entry: CacheEntry) -> int | None:
 
 
 def _check_quantization(entry: CacheEntry) -> None:
-    """Raise unless bits and group belong to the kind and fit the shape."""
+    """Raise unless an entry's `bits` and `group` belong to its kind and fit its shape."""
     name, bits, group = entry.name, entry.bits, entry.group
     if entry.kind != "quantized":
         if bits is not None or group is not None:

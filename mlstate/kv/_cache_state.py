@@ -424,7 +424,7 @@ class CacheState(CopiedByValue):
         self._cut(new_length)
 
     def _cut(self, new_length: int) -> None:
-        """Keep the first tokens, or raise if an entry cannot drop the others."""
+        """Keep the first `new_length` tokens, or raise if an entry cannot drop the others."""
         spec, length = self._cache.spec, self._cache.length
         for entry in spec if new_length < length else ():
             text = _NO_TRIM.get(entry.kind)
@@ -718,7 +718,11 @@ class CacheState(CopiedByValue):
         parameters: Mapping[str, Any],
         capacity: int | None,
     ) -> tuple[set[str], _Cache]:
-        """Return the names of entries of a kind, and the cache that has them converted."""
+        """Return the names of converted entries, and a new cache with them; this one is unchanged.
+
+        `names`: None: all entries of `kind`. `parameters`: of the new entries. `capacity`: None: as
+        before.
+        """
         cache = self._cache
         chosen = chosen_entries(cache.spec, names, kind)
         resized = cache.spec if capacity is None else _resized_spec(cache, capacity)
@@ -765,7 +769,7 @@ def _tokens_text(spec: CacheSpec, length: int) -> str:
 
 
 def _check_names(spec: CacheSpec, arrays: Mapping[str, Any]) -> None:
-    """Raise unless the arrays have the names of the spec."""
+    """Raise unless the arrays that the caller passed have the names of the spec."""
     expected_entries = [(name, entry) for entry in spec for name in entry.arrays]
     missing = [(name, entry) for name, entry in expected_entries if name not in arrays]
     expected_names = {name for name, _ in expected_entries}
@@ -794,7 +798,7 @@ def _names_text(names: list[str]) -> str:
 def _check_array(
     entry: CacheEntry, name: str, array: Any, shape: tuple[int, ...], dtype: str
 ) -> None:
-    """Raise unless an array has the shape and the dtype of its entry."""
+    """Raise unless an array has the shape and dtype that the spec gives `name`, of `entry`."""
     if not isinstance(array, np.ndarray) and not is_torch(array):
         raise TypeError(
             f"{name} must be a NumPy array or a torch tensor, got {type(array).__name__}"

@@ -28,7 +28,7 @@ def _as_stage(name: str, value: object) -> tuple[int, int | None]:
 
 
 def _as_attention(name: str, value: object, size: int) -> int | None:
-    """Return an attention size, or None for full attention."""
+    """Return an attention size as an int; None, for full attention, stays None."""
     if value is None:
         return None
     attention_size = as_count(name, value, 1)

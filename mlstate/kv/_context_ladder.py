@@ -47,7 +47,7 @@ def as_size(sizes: tuple[int, ...], size: object) -> int:
 
 
 def check_room(position: int, size: int, new_tokens: int) -> None:
-    """Raise CapacityError if the new tokens do not fit into a cache."""
+    """Raise CapacityError if the new tokens do not fit after `position` tokens of `size`."""
     if position + new_tokens > size:
         raise capacity_error(
             f"{new_tokens} new tokens after {position} do not fit into {size} positions: follow "
@@ -589,7 +589,10 @@ class ContextLadder:
         return max(prompt + 1, min(prompt + batch, most))
 
     def _prompt_error(self, prompt: int, addition: str, size: int, most: int) -> CapacityError:
-        """Return the exception for a prompt that leaves no room for the newest tokens."""
+        """Return the error for a prompt that leaves no room; `addition`: text on what needs it.
+
+        `most`: the largest prompt that fits.
+        """
         return capacity_error(
             f"prompt_tokens keeps {prompt} tokens, which do not fit into {size} positions together "
             f"with {addition}: pass prompt_tokens of at most {max(most, 0)}, or a larger size",
@@ -602,7 +605,7 @@ class ContextLadder:
         return self._overflow == "roll" and size == self._sizes[-1]
 
     def _roll(self, position: int, new_tokens: int) -> LadderStep:
-        """Return the step that replaces the oldest tokens after the prompt."""
+        """Return the step that replaces the oldest tokens after the prompt, in the largest size."""
         top, sinks = self._sizes[-1], self._prompt_tokens
         if sinks >= top:
             raise self._prompt_error(sinks, "one new token", top, top - 1)
@@ -638,7 +641,7 @@ class ContextLadder:
         )
 
     def _top_text(self) -> str:
-        """Return what follows when the largest size is full, as text."""
+        """Return a text, for tables, on the step that follows when the largest size is full."""
         top = self._sizes[-1]
         try:
             step = self.next_step(top, top)

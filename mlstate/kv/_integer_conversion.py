@@ -42,7 +42,7 @@ def convert_source(source: NDArray, move: KVMove, out: Array) -> NDArray:
 
 
 def convert_tokens(tokens: NDArray, target: str) -> NDArray:
-    """Convert tokens, or raise ValueError if one does not fit."""
+    """Return tokens as the dtype `target`; raise ValueError if one does not fit."""
     name, tokens = name_of(tokens.dtype), as_numbers(tokens)
     if target in FLOATS:
         with np.errstate(over="ignore"):  # overflow is checked below

@@ -80,7 +80,7 @@ def format_error(path: str, text: str) -> FormatError:
 
 
 def read_file(path: str, most_bytes: int) -> bytes:
-    """Read a small file of a model."""
+    """Return the bytes of a small file of a model; raise FormatError above `most_bytes`."""
     try:
         with open_regular(path) as file:
             data = file.read(most_bytes + 1)

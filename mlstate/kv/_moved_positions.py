@@ -117,7 +117,10 @@ def common_contexts(
 
 
 def _check_window(name: str, lengths: tuple[int, int], contexts: tuple[int, int]) -> None:
-    """Raise unless two lengths are ``min(window, context)`` for one window."""
+    """Raise unless both lengths are ``min(window, context)`` for one window.
+
+    `lengths`, `contexts`: of source and target.
+    """
     window = max(lengths)
     if lengths == (min(window, contexts[0]), min(window, contexts[1])):
         return
@@ -167,7 +170,10 @@ def _source_error(
 
 
 def _check_layout(name: str, label: str, shape: tuple[int, ...], seq_axis: int) -> None:
-    """Raise if the `label` state has a wrong rank or no such sequence axis."""
+    """Raise unless a state of this shape has 2 to 8 dimensions and the sequence axis.
+
+    `label`: "source" or "target".
+    """
     rank = len(shape)
     if not 2 <= rank <= 8:
         raise incompatible(
@@ -195,7 +201,7 @@ def _is_named(rank: int, seq_axis: int) -> bool:
 def _check_shapes(
     name: str, source: tuple[int, ...], target: tuple[int, ...], seq_axis: int
 ) -> None:
-    """Raise if the shapes of two states differ in more than the sequence."""
+    """Raise unless source and target of the state `name` differ only in the sequence axis."""
     states = (
         f"the source state is {source}, the target state {target}; use models that were converted "
         "from the same weights"

@@ -165,7 +165,7 @@ class StateManagerBase:
     # ---- models ----
 
     def _context(self, size: int) -> Context:
-        """Return the models of a size; load them and check their states if needed."""
+        """Return the models of a size with their states; load and check them at the first use."""
         context = self._contexts.get(size)
         if context is None:
             model = self._given[size]
@@ -362,7 +362,10 @@ class StateManagerBase:
         return self._states[0] if len(self._states) == 1 else self._states
 
     def _move(self, size: int, position: int) -> None:
-        """Move the state to another size; after an error the manager is unchanged."""
+        """Move the state, with `position` tokens, to the models of `size`.
+
+        After an error the manager is unchanged.
+        """
         if self._states is None and position > 0:
             raise capacity_error(
                 f"position is {position}, but the state is empty: write tokens into `state` first, "

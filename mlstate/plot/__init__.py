@@ -87,7 +87,10 @@ def _stack(
 
 
 def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: int) -> Figure:
-    """Plot the bytes of groups as bars, in one part of the figure for each title."""
+    """Return a figure of bars: the bytes of groups, in one panel for each title.
+
+    `columns`: the names of a bar's parts.
+    """
     shortened = {title: _shortened(groups) for title, groups in panels.items()}
     most = max(
         (sum(nbytes.values()) for rows in shortened.values() for _, nbytes in rows), default=0

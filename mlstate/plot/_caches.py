@@ -101,7 +101,7 @@ def _contents(used: NDArray, length: int, sinks: int) -> NDArray:
 
 
 def _ring_contents(state: RollingKVState) -> NDArray:
-    """Classify all positions so far: (layers, positions)."""
+    """Return the kind of content of each position so far, as integers (layers, positions)."""
     used, positions = _nonzero(state.array, state.seq_axis), state.positions()
     end = max(state.next_position, state.capacity)
     kinds = np.full((len(used), end), _ZERO)
