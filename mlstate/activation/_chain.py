@@ -1,4 +1,4 @@
-"""Time and memory costs of a chain of blocks; public through `mlstate.activation`."""
+"""`Chain`: time and memory costs of a chain of blocks; public through `mlstate.activation`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies composed of other strategies; public through `mlstate.activation`."""
+"""`AllOf`, `AnyOf`, `Not`, `FirstMatch`: strategies composed of others; `mlstate.activation`."""
 
 from __future__ import annotations
 

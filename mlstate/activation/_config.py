@@ -1,4 +1,4 @@
-"""Named strategies and their settings; public through `mlstate.activation`."""
+"""`CheckpointConfig` and `create_*`: named strategies and settings; `mlstate.activation`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A strategy applied to a model, with statistics; public through `mlstate.activation`."""
+"""`ActivationManager`: a strategy applied to a model, with statistics; `mlstate.activation`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurement of memory in use; public through `mlstate.activation`."""
+"""`MemoryTracker`: measurement of memory in use; public through `mlstate.activation`."""
 
 from __future__ import annotations
 

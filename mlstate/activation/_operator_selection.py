@@ -1,4 +1,4 @@
-"""Choice of operator outputs to keep within a budget; public through `mlstate.activation`.
+"""`select_operators`: which outputs to keep within a budget; `mlstate.activation`.
 
 Deprecated: the public functions warn, and will be removed with this file.
 """

@@ -1,4 +1,4 @@
-"""Schedules that fit a memory budget; public through `mlstate.activation`."""
+"""`Plan`: the steps of a schedule, simulated and drawn; public through `mlstate.activation`."""
 
 from __future__ import annotations
 

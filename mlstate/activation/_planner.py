@@ -1,4 +1,4 @@
-"""Search for fast schedules within memory budgets; public through `mlstate.activation`."""
+"""`plan` and `pareto`: search for fast schedules within budgets; `mlstate.activation`."""
 
 from __future__ import annotations
 

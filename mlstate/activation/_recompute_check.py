@@ -1,4 +1,4 @@
-"""Check that blocks can be recomputed; public through `mlstate.activation`."""
+"""`check`: whether blocks can be recomputed; public through `mlstate.activation`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies for activation checkpointing; public through `mlstate.activation`.
+"""Single strategies for activation checkpointing; public through `mlstate.activation`.
 
 The C core makes the decisions. This module adds names, argument checks, and value semantics:
 equality, copies, pickles and operators.

@@ -1,4 +1,4 @@
-"""Read-only access to an existing checkpoint; public through `mlstate.checkpoint`."""
+"""`inspect` and `Checkpoint`: read-only access to a checkpoint; `mlstate.checkpoint`."""
 
 from __future__ import annotations
 

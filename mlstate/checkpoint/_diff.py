@@ -1,4 +1,4 @@
-"""Compare two states, or what two paths hold; public as `mlstate.diff`."""
+"""`mlstate.diff`: compare two states, or the states at two paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan a save or a load without doing it; public through `mlstate.checkpoint`."""
+"""`plan_save` and `plan_load`: a save or a load without doing it; `mlstate.checkpoint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load a sharded checkpoint; public through `mlstate.checkpoint`.
+"""`load`: read a checkpoint, all of it or one rank's part; public through `mlstate.checkpoint`.
 
 load -> LoadRequest        the arguments, checked
 -> Loader             a root, and its sections of tensors

@@ -1,4 +1,4 @@
-"""Manage the steps of a run in one folder; public through `mlstate.checkpoint`."""
+"""`CheckpointManager`: save and restore the steps of a run; public in `mlstate.checkpoint`."""
 
 from __future__ import annotations
 

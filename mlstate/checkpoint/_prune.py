@@ -1,4 +1,4 @@
-"""Delete unneeded files of a checkpoint's folder; public through `mlstate.checkpoint`."""
+"""`prune`: delete unneeded files of a checkpoint's folder; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint with another layout, in one process; through `mlstate.checkpoint`."""
+"""`reshard`: rewrite a checkpoint with another layout, in one process; `mlstate.checkpoint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save a sharded checkpoint, from one rank or many; public through `mlstate.checkpoint`.
+"""`save`: write a checkpoint, from one rank or many; public through `mlstate.checkpoint`.
 
     save -> check_target       the arguments -> SaveTarget
          -> take_content       the states, checked but not copied -> SaveContent

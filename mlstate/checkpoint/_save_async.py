@@ -1,4 +1,4 @@
-"""Save in the background while training continues; public through `mlstate.checkpoint`.
+"""`save_async`: save in the background while training continues; `mlstate.checkpoint`.
 
     save_async -> check_target, take_content   see _save.py
                -> SaveJob.work, in a thread

@@ -1,4 +1,4 @@
-"""Memory for copies of a state during an asynchronous save; through `mlstate.checkpoint`.
+"""`Staging`: memory for copies of a state during an asynchronous save; `mlstate.checkpoint`.
 
 The core makes the copies. This module decides which save uses the memory, and how much of it.
 """

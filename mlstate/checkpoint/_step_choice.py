@@ -1,4 +1,4 @@
-"""The steps of a run, and the one that ``step=``, ``monitor=`` and ``mode=`` choose."""
+"""Choose the step of a run that ``step=``, ``monitor=`` and ``mode=`` of a load mean."""
 
 from __future__ import annotations
 

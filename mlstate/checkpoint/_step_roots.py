@@ -1,4 +1,4 @@
-"""The roots of a manager's steps, as several ranks see them."""
+"""Agreement between ranks on the roots of a manager's steps: which exist, and which all can load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verify and repair a checkpoint; public through `mlstate.checkpoint`."""
+"""`verify`: find damage in a checkpoint, and repair it; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 

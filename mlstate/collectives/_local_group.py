@@ -1,4 +1,4 @@
-"""A group of processes or threads on one host, over shared memory."""
+"""`LocalGroup`: processes or threads of one host, over shared memory."""
 
 from __future__ import annotations
 

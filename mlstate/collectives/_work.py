@@ -1,4 +1,4 @@
-"""An asynchronous operation; public through `mlstate.collectives`."""
+"""`Work`: the handle of an asynchronous operation; public through `mlstate.collectives`."""
 
 from __future__ import annotations
 

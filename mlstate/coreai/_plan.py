@@ -1,4 +1,4 @@
-"""Plan the transition of states between Core AI models; public through `mlstate.coreai`."""
+"""`plan_transition`: whether Core AI states fit, and the bytes to move; `mlstate.coreai`."""
 
 from __future__ import annotations
 

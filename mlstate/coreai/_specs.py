@@ -1,4 +1,4 @@
-"""Read the states that a Core AI model declares; public through `mlstate.coreai`."""
+"""`state_specs`: read the states that a Core AI model declares; public in `mlstate.coreai`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of Core AI models with several context sizes; public through `mlstate.coreai`."""
+"""`StateManager`: the state of Core AI models of several context sizes; `mlstate.coreai`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the states of a compiled Core ML model (``.mlmodelc``) from its metadata.json."""
+"""Read the states that a compiled model (``.mlmodelc``) declares, from its metadata.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of Core ML models with several context sizes; public through `mlstate.coreml`."""
+"""`StateManager`: the state of Core ML models of several context sizes; `mlstate.coreml`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Move a state between Core ML state objects; public through `mlstate.coreml`."""
+"""`transition_coreml_state`: copy states between Core ML state objects; `mlstate.coreml`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accumulation of gradients over micro-batches; public through `mlstate.fsdp`."""
+"""`GradientAccumulator`: sums of gradients over micro-batches; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient scattering during the backward pass; public through `mlstate.fsdp`."""
+"""`FSDPBackwardHook`: scatter gradients during the backward pass; public in `mlstate.fsdp`."""
 
 from __future__ import annotations
 

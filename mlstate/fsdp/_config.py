@@ -1,4 +1,4 @@
-"""The ranks and settings of gradient reduction; public through `mlstate.fsdp`."""
+"""`FSDP`: the ranks and settings of gradient reduction; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 

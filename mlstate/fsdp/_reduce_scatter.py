@@ -1,4 +1,4 @@
-"""The reduce-scatter of one gradient; public through `mlstate.fsdp`."""
+"""`ReduceScatterOperation`: reduce and scatter one gradient; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing of the gradients of one backward pass; public through `mlstate.fsdp`."""
+"""`BackwardReport`: times of the gradients of one backward pass; public in `mlstate.fsdp`."""
 
 from __future__ import annotations
 

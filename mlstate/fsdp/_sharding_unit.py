@@ -1,4 +1,4 @@
-"""The part of a parameter's gradient that one rank keeps; public through `mlstate.fsdp`."""
+"""`FSDPShardingUnit`: one rank's part of a parameter's gradient; public in `mlstate.fsdp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification of scattered gradients; public through `mlstate.fsdp`."""
+"""Comparison of scattered gradients with full ones or sums; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays of a cache and how each depends on the sequence; public through `mlstate.kv`."""
+"""`CacheSpec`: the arrays of a cache, and how each depends on the sequence; `mlstate.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache of several arrays that change together; public through `mlstate.kv`."""
+"""`CacheState`: several arrays of a cache that change together; public through `mlstate.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill large, generate small with reduced attention; public through `mlstate.kv`."""
+"""`CombinedStrategy`: prefill large, generate small; public through `mlstate.kv`."""
 
 from __future__ import annotations
 

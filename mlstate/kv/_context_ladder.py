@@ -1,4 +1,4 @@
-"""Decisions on the size of a cache, from positions alone; public through `mlstate.kv`."""
+"""`ContextLadder`: when to grow, shrink or refill a cache, from positions alone; `mlstate.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache that grows in place; public through `mlstate.kv`."""
+"""`KVState`: a cache array that grows in place; public through `mlstate.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention masks; public through `mlstate.kv`."""
+"""Attention masks, for decoding, prefill and windows; public through `mlstate.kv`."""
 
 from __future__ import annotations
 

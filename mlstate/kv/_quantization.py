@@ -1,4 +1,4 @@
-"""Conversion between full and quantized entries of a `CacheState`; public through `mlstate.kv`."""
+"""Quantize entries of a `CacheState`, and back, and measure the loss; in `mlstate.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache that evicts its oldest tokens; public through `mlstate.kv`."""
+"""`RollingKVState`: a cache array that evicts its oldest tokens; public through `mlstate.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A moment that a `CacheState` can go back to; public through `mlstate.kv`."""
+"""`Snapshot`: a moment that a `CacheState` can go back to; public through `mlstate.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Move a KV cache to another sequence length; public through `mlstate.kv`."""
+"""`transition_kv_state`: copy a cache array to another sequence length; public in `mlstate.kv`."""
 
 from __future__ import annotations
 

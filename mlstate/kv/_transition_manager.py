@@ -1,4 +1,4 @@
-"""Models with several context sizes, and transitions between them; public through `mlstate.kv`."""
+"""`StateTransitionManager`: transitions between registered models; public in `mlstate.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan the transition of states between two models.
+"""`TransitionPlan`: the moves of a model's states to another model, and what prevents them.
 
 Shared by `mlstate.coreml`, which exports the classes, and `mlstate.coreai`.
 """

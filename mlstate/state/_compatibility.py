@@ -1,4 +1,4 @@
-"""Check whether two states match; public through `mlstate.state`."""
+"""`check_compatibility`: whether two states match; public through `mlstate.state`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare two states element by element; public through `mlstate.state`."""
+"""`diff`: compare two states element by element; public through `mlstate.state`."""
 
 from __future__ import annotations
 

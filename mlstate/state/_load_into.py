@@ -1,4 +1,4 @@
-"""Load one state into another, and rename tensors; public through `mlstate.state`."""
+"""`load_into` and `rename`: copy one state into another; public through `mlstate.state`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer; public through `mlstate.state`."""
+"""`OptimizerStateDict`: the state of an optimizer; public through `mlstate.state`."""
 
 from __future__ import annotations
 

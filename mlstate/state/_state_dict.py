@@ -1,4 +1,4 @@
-"""Dicts that accept only arrays as values; public through `mlstate.state`."""
+"""`StateDict`: dicts that accept only arrays as values; public through `mlstate.state`."""
 
 from __future__ import annotations
 

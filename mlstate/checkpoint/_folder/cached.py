@@ -1,4 +1,4 @@
-"""The folder of a checkpoint in an object store, read through a local cache of its objects.
+"""`CachedFolder`: an object store's folder, read through a local cache of its objects.
 
 Loads, but no verifications, read through the cache of `cache_folder` (read_cache.py).
 """

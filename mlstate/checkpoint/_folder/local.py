@@ -1,4 +1,4 @@
-"""The folder of a checkpoint on this machine: descriptors, permissions, links and locks."""
+"""`LocalFolder`: a folder on this machine, with its descriptors, permissions, links, locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export a model as a Hugging Face folder; public through `mlstate.checkpoint`.
+"""`export_huggingface`: write a model as a Hugging Face folder; `mlstate.checkpoint`.
 
     export -> take_export      every rank: its part of the state, without tied names
            -> gather_parts     every rank: the parts to write, and the plan of the files

@@ -1,4 +1,4 @@
-"""Export a Hugging Face folder in the background; public through `mlstate.checkpoint`.
+"""`export_huggingface_async`: the same in the background; public in `mlstate.checkpoint`.
 
 The thread, the copies and the handle are those of `save_async`; see _save_async.py.
 """

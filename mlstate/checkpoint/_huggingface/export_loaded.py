@@ -1,4 +1,4 @@
-"""Export the model of a checkpoint with few tensors in memory at the same time."""
+"""Convert a checkpoint to a Hugging Face folder with few tensors in memory."""
 
 from __future__ import annotations
 

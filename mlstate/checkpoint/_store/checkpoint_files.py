@@ -1,4 +1,4 @@
-"""The files of a checkpoint in any folder: roots, manifests, indexes, and what no root needs."""
+"""`CheckpointFiles`: roots, manifests and indexes in any folder, and files that no root needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep a state in tiers: device memory, main memory and files.
+"""`TieredState`: keep a state in device memory, main memory and files.
 
 Public through `mlstate.checkpoint`.
 """

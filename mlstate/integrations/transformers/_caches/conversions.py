@@ -1,4 +1,4 @@
-"""Caches of transformers as `CacheState`, and back; see `from_cache` and `to_cache`."""
+"""`from_cache` and `to_cache`: caches of transformers as `CacheState`, and back."""
 
 from __future__ import annotations
 
