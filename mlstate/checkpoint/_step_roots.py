@@ -1,4 +1,4 @@
-"""Agreement between ranks on the roots of a manager's steps: which exist, and which all can load."""
+"""Agreement between ranks on the roots of a run: which exist, and which all ranks can load."""
 
 from __future__ import annotations
 
