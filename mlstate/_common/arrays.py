@@ -26,13 +26,18 @@ def is_torch(candidate: object) -> bool:
     return torch is not None and isinstance(candidate, torch.Tensor)
 
 
-_CACHES = ("KVState", "RollingKVState", "CacheState")
+_CACHES = {
+    ("mlstate.kv", "KVState"),
+    ("mlstate.kv", "RollingKVState"),
+    ("mlstate.kv", "CacheState"),
+    ("mlstate.integrations._caches", "LaidOutState"),  # stored as a CacheState
+}
 
 
 def is_cache(candidate: object) -> bool:
-    """Return whether this is a cache of `mlstate.kv`, without importing it; not a subclass."""
+    """Return whether this is a cache of mlstate, without importing it; not of a user's subclass."""
     cls = type(candidate)
-    return cls.__module__ == "mlstate.kv" and cls.__name__ in _CACHES
+    return (cls.__module__, cls.__name__) in _CACHES
 
 
 def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:

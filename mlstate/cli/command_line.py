@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from .._common.text import names_hint, printable
 from .._version import __version__
 from ..errors import MLStateError
+from . import cache, coreai, coreml, demo, info, prompts
 from . import checksum as checkpoint_checksum
 from . import convert as checkpoint_convert
-from . import coreai, coreml, demo, info
 from . import diff as checkpoint_diff
 from . import inspect as checkpoint_inspect
 from . import prune as checkpoint_prune
@@ -40,8 +40,10 @@ _COMMANDS = (
     checkpoint_reshard,
     checkpoint_convert,
     checkpoint_prune,
+    cache,
     coreml,
     coreai,
+    prompts,
     demo,
     info,
 )

@@ -21,7 +21,7 @@ _CLASSES: dict[str, type] = {cls.__name__: cls for cls in (KVState, RollingKVSta
 
 def cache_values(cache: Any) -> tuple[str, dict[str, Any]]:
     """Return the class of a cache for which `is_cache` is true, and its content, without copies."""
-    name = type(cache).__name__
+    name = _class_name(cache)
     if isinstance(cache, CacheState):
         entries = [_entry_values(entry) for entry in cache.spec]
         return name, {"entries": entries, "arrays": dict(cache.arrays), "length": cache.length}
@@ -31,6 +31,11 @@ def cache_values(cache: Any) -> tuple[str, dict[str, Any]]:
     slots, _, sinks, seq_axis, oldest, following, evicted = cache._content()
     counts = {"oldest": oldest, "next_position": following, "evicted": evicted}
     return name, {"array": slots, "sinks": sinks, "seq_axis": seq_axis, **counts}
+
+
+def _class_name(cache: Any) -> str:
+    """Return the name in `_CLASSES`; `from_cache` of an integration returns a subclass."""
+    return next(name for name, cls in _CLASSES.items() if isinstance(cache, cls))
 
 
 def _entry_values(entry: CacheEntry) -> dict[str, Any]:
@@ -90,7 +95,7 @@ def _mismatch(where: str, text: str, expected: Any, got: Any) -> CompatibilityEr
 
 def _facts_of(cache: Any) -> dict[str, Any]:
     """Return the facts by name that must be equal to overwrite the content of a cache."""
-    facts: dict[str, Any] = {"class": type(cache).__name__}
+    facts: dict[str, Any] = {"class": _class_name(cache)}
     if isinstance(cache, CacheState):
         return facts | {f"entry {entry.name!r}": entry for entry in cache.spec}
     shape: list[int | str] = list(cache.shape)

@@ -22,10 +22,12 @@ COMMANDS = {
     "reshard": Command("{source} {target} --layout rows=2", ("a b",)),
     "convert": Command("{source} {target}", ("a",)),
     "prune": Command("{source}", ("a --keep",)),
+    "cache": Command("show {target}", ("", "show", "convert a", "convert a b --to 0.30"), False),
     "coreml": Command(
         "states {source}", ("", "plan", "plan a b", "plan a b --at many", "states"), False
     ),
     "coreai": Command("verify {source}", ("", "plan a b", "states"), False),
+    "prompts": Command("ls {source}", ("", "ls", "show a", "prune a --max-bytes"), False),
     "demo": Command("", ("a",), False),
     "info": Command("", ("a",), False),
 }
