@@ -77,7 +77,7 @@ def _is_size(value: object) -> bool:
 
 
 def make_record(nbytes: int, starts: list[int], digits: str) -> Record:
-    """Return a record of the JSON members of a file; raise ValueError if they do not agree."""
+    """Return the record of a file: its size, block starts, and checksums from hex digits."""
     import numpy as np
 
     if not starts if nbytes else starts:

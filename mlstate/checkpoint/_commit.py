@@ -301,7 +301,11 @@ class Commit:
     def _decide(
         self, claim: Claim, header: dict[str, Any], messages: list[tuple[bytes, bytes, bytes]]
     ) -> dict[str, Any]:
-        """Replace the manifest if every rank succeeded; return the message to the ranks."""
+        """Replace the manifest if every rank succeeded; return rank 0's message to all ranks.
+
+        `header`: the description of the state. `messages`: each rank's report and, after a line,
+        its `copies` (see `commit`).
+        """
         reports = [unpack_message(report) for report, _, _ in messages]
         refusal: dict[str, Any] = {"committed": False, "unsure": False}
         for rank, report in enumerate(reports):
@@ -320,8 +324,8 @@ class Commit:
     ) -> None:
         """Check that the ranks' files make one complete checkpoint, and replace the manifest.
 
-        Its text and, with a single rank, its index are read back before; each of several ranks
-        has read back its own.
+        `reports`: what each rank wrote. `copies`: see `commit`. The manifest and, with a single
+        rank, its index are read back before; each of several ranks has read back its own.
         """
         assert self._claim is not None
         manifest = Manifest(

@@ -67,7 +67,7 @@ def _name(text: str, limit: int = 80) -> str:
 
 
 def _bar(nbytes: dict[str, int], columns: list[str], largest: int) -> str:
-    """Return a bar with one colour for each state; the largest layer has full length."""
+    """Return a bar of a layer's bytes, by state (`columns`); the `largest` has full length."""
     parts = [
         f'<s class=c{place} style="width:{100 * nbytes[column] / largest:.1f}%"></s>'
         for place, column in enumerate(columns)
@@ -229,7 +229,10 @@ def save_html(
     now: float,
     error: BaseException | None,
 ) -> str:
-    """Return the progress of a save: state, bar, bytes, durations, and the error if it failed."""
+    """Return a page on an asynchronous save, for notebooks.
+
+    `state`: text. `progress`: bytes done, of all. `now`: `perf_counter`.
+    """
     done, total = progress
     saved = times.ended is not None and error is None
     share = done / total if total else float(saved)

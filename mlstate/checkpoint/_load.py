@@ -534,7 +534,10 @@ def ranks_of(
     layout: Layout | str | None,
     group: ProcessGroup | None,
 ) -> Cutting:
-    """Return the part to load: steps, index, world (0: all of every tensor)."""
+    """Return the part to load: steps of a layout, index, number of ranks (0: whole tensors).
+
+    Raises if the caller's arguments contradict each other.
+    """
     if group is not None:
         if rank is not None or world_size is not None:
             raise TypeError("give group= or rank= and world_size=, not both")
@@ -560,7 +563,10 @@ def ranks_of(
 
 
 def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
-    """Return whether to convert to the dtypes of targets, and the dtype of new arrays or ""."""
+    """Check the user's ``cast=``; return whether targets are converted, and a dtype or "".
+
+    The dtype is that of new arrays.
+    """
     if is_flag(cast):
         if cast and into is None:
             raise ValueError(
@@ -609,9 +615,10 @@ def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: _core.Merged
 def find_whole(
     path: object, files: CheckpointFiles, error: StoreError | None = None
 ) -> WholePath | None:
-    """Return the path of a caller if it is read whole, else None; or raise the error instead.
+    """Return the path if its file or folder of another program is read whole, else None.
 
-    Folders are looked at only after the error that they hold no checkpoint.
+    `error`: why it is not a checkpoint; raised if it is not of another program either. Folders are
+    looked at only after such an error.
     """
     if not isinstance(path, RootPath) and (error is not None or files.folder.file):
         from ._load_whole import whole_path
@@ -631,7 +638,10 @@ def _check_request(
     mode: str,
     options: LoadOptions,
 ) -> tuple[LoadRequest, Manifest | None]:
-    """Check the arguments of a load; return them, and the manifest if `path` came with it."""
+    """Check the arguments of a load; return the request, and the manifest if `path` has one.
+
+    `step`, `monitor`, `mode`: which step to load.
+    """
     if is_module(options["into"]):
         options["into"] = {"model": options["into"]}
     into, mmap = options["into"], options["mmap"]

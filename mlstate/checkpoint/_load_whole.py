@@ -203,7 +203,10 @@ def _refuse_options(where: WholePath, request: LoadRequest) -> None:
 
 
 def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
-    """Return a rank's part of a tensor as a new array; a state is cut as its parameter."""
+    """Return a rank's part of the tensor `name` as a new array.
+
+    `parameter`: of an optimizer's state, which is cut like it; None for a parameter.
+    """
     steps, index, world = cutting
     if not steps or not world:
         return array
@@ -371,7 +374,10 @@ def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str |
 def verify_whole(
     where: WholePath, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
-    """Read all of it; `report.checksums` tells whether its bytes were compared with checksums."""
+    """Read all of a file or folder of another program, and add its problems to `report`.
+
+    `report.checksums` tells whether its bytes were compared with checksums.
+    """
     from ._verify import file_problem
 
     files = _files(where.path)

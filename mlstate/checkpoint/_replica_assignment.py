@@ -90,7 +90,7 @@ def _array_facts(value: Any, cache: dict[Any, str]) -> str:
 def _summarize(
     dicts: _Dicts, steps: Steps, states: Sequence[str], groups: Mapping[str, list[_Group]]
 ) -> _Summary:
-    """Return the summary of this rank's states for other ranks."""
+    """Return what this rank saves, as other ranks compare it: names, dtypes, shapes, layout."""
     cache: dict[Any, str] = {}
     entries = sorted(_entries(dicts), key=itemgetter(0))
     replicated = {name: _array_facts(v, cache) for name, v in entries if not isinstance(v, Shard)}
@@ -130,7 +130,7 @@ def _compare_sections(rank: int, first: _Summary, other: int, other_summary: _Su
 
 
 def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summary) -> None:
-    """Raise ValueError if one of two ranks lacks an array that a layout cuts."""
+    """Raise ValueError if one of two ranks (`rank`, `other`) lacks an array that a layout cuts."""
     lacking = other_summary["whole"].keys() ^ first["whole"].keys()
     if lacking:
         raise ValueError(
@@ -229,7 +229,7 @@ def _pack_local(
     groups: Mapping[str, list[_Group]],
     error: BaseException | None,
 ) -> tuple[_Summary, bytes, BaseException | None]:
-    """Return this rank's summary, the names of its replicas as a message, and its error."""
+    """Return this rank's summary and names of its replicas as messages, and its error or None."""
     replicas: list[str] = []
     summary: _Summary = {}
     if error is None:
@@ -288,7 +288,7 @@ def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
 def _names_of_first_owner(
     rank: int, own_summary: _Summary, summaries: dict[int, _Summary]
 ) -> list[str]:
-    """Return the names of this rank's arrays that no lower rank has."""
+    """Return the names of this rank's replicas that no lower rank has: it writes these."""
     earlier = {
         name
         for other, other_summary in summaries.items()

@@ -60,7 +60,10 @@ def _write_all_ranks(
     like: Manifest,
     progress: Callable[[int], object] | None,
 ) -> Checkpoint:
-    """Save all ranks of a world, one after the other; `states` returns a rank's dicts."""
+    """Save all ranks of the new checkpoint, one after the other, and commit it.
+
+    `states`: returns the dicts of a rank. `like`: the old manifest.
+    """
     commit = Commit(target, world_size)
     with commit.holder:
         try:
@@ -103,7 +106,7 @@ def _load(
     keys: list[str],
     cutting: Cutting,
 ) -> dict[str, Any]:
-    """Return parts of verified tensors: views of mapped files, or copies of objects."""
+    """Return the parts `cutting` of verified tensors: views of mapped files, or copies."""
     mmap = files.folder.is_local
     # objects may be replaced after the verification, so their checksums are compared again
     return files.folder.load(merged, section, keys, cutting, not mmap, mmap, None)

@@ -232,7 +232,10 @@ def refuse_empty_save(*states: Any) -> None:
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
-    """Return the error for a value that is not an array, with a hint where it belongs."""
+    """Return the error for the user about a value that is not an array, with a hint.
+
+    `section`: model or optimizer. `state`: all of it.
+    """
     value = state[name]
     if is_cache(value):
         hint = (
@@ -254,7 +257,10 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
 
 
 def _as_dict(state: Any, section: str, source: Any) -> dict[str, Any] | None:
-    """Return the state of an argument as a new dict; raise if a value cannot be stored."""
+    """Return the caller's state as a new dict; raise if a value cannot be stored.
+
+    `source`: the object that the state is of, for the error.
+    """
     if state is None:
         return None
     arrays = dict(state)
@@ -437,7 +443,7 @@ def gather_shards(
 
 
 def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) -> Assignment:
-    """Agree on which rank writes what; every rank calls it, even after a failure."""
+    """Agree with all ranks on which rank writes what; every rank calls it, even after a failure."""
     digests: list[bytes] = []
     try:
         digests = content.named.digests()

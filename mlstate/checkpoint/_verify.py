@@ -204,7 +204,7 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
 def _verify_weight_files(
     files: CheckpointFiles, manifest: Manifest, progress: Callable[[int], object] | None
 ) -> tuple[int, list[Problem]]:
-    """Verify the files of a Hugging Face folder, or one file, as `verify_files` does."""
+    """Verify the files of a Hugging Face folder, or one file; return bytes read and problems."""
     from ._files.safetensors_verify import read_header, verify_file
 
     def has_checksums(path: str) -> bool:
@@ -390,7 +390,7 @@ def _verify_names(
     report: VerifyReport,
     progress: Callable[[int], object] | None,
 ) -> None:
-    """Read the chosen tensors, one after the other, and add their problems to the report."""
+    """Read the named tensors, one after the other, and add their problems to `report`."""
     from ._load import chosen_names, ranks_of
 
     def verify_tensors(manifest: Manifest) -> None:

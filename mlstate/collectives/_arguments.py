@@ -185,7 +185,7 @@ def check_supported_tensor(operation: str, array: Any) -> None:
 
 
 def check_writable(operation: str, array: Array, rank: int) -> None:
-    """Raise ValueError if an array to be overwritten is read-only."""
+    """Raise ValueError if the caller's array cannot be overwritten: read-only, or overlapping."""
     if not is_torch(array) and not (isinstance(array, np.ndarray) and array.flags.writeable):
         raise ValueError(f"{operation}: the array of rank {rank} is read-only")
     if overlaps_itself(array):
@@ -196,7 +196,7 @@ def check_writable(operation: str, array: Array, rank: int) -> None:
 
 
 def check_op(operation: str, op: object, array: Array) -> str:
-    """Return the operation's name; raise if it is not defined for the array's dtype."""
+    """Return the name of a reduction ("sum"); raise if it is not defined for the array's dtype."""
     try:
         name = str(op.value if hasattr(op, "value") else op)
         kinds = _REDUCIBLE[name]

@@ -219,7 +219,7 @@ def _state_pairs(sources: Any, targets: Any, specs: Any) -> list[tuple[int, Any,
 def _move_all(
     sources: Any, targets: Any, names: str | Sequence[str], specs: Any, move: _Move
 ) -> None:
-    """Move states of all chunks: read and check all, then write all, or restore the targets."""
+    """Move states of all chunks: read and check all, then write all; after an error, write back."""
     pairs = _state_pairs(sources, targets, specs)
     each_name = [_check_names(names, spec) for _, _, _, spec in pairs]
     writes = [

@@ -118,7 +118,10 @@ def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
 def _collect_state(
     source: Any, model: Any, *, fill: bool = False
 ) -> tuple[StateDict, Callable[[], None] | None]:
-    """Return this rank's state, and a function that stores it back if the state is a copy."""
+    """Return this rank's state of a module, optimizer or mapping, and a function or None.
+
+    The function stores the state back into `source` if it is a copy. `model`: of an optimizer.
+    """
     collected = _collect_torch_state(source, model, fill)
     if collected is not None:
         return collected

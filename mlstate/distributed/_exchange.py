@@ -488,7 +488,10 @@ class Broadcasting(_Transfer):
     def _to_all(
         self, state: Mapping[str, object], source: Mapping[str, object] | None, jobs: list[Job]
     ) -> None:
-        """Broadcast ranges; contiguous ones are sent and received directly in the arrays."""
+        """Send the parts that all ranks receive alike; contiguous ones from array to array.
+
+        `source`: the root's tensors; None: the tensors of `state`.
+        """
         if self.group.world_size == 1:
             return
         sends = self.group.rank == self.root

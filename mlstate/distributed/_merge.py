@@ -296,7 +296,10 @@ def replicas(
 
 
 def compare_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
-    """Return a difference for each group of ranks whose replica differs from the majority's."""
+    """Return a difference for each group of ranks whose replica is not the most frequent one.
+
+    `index`: part of the tensor. `digests`: by rank.
+    """
     (_, most), *others = groups_of(digests)
     where = "" if tensor.steps is None else f" of part {index}"
     return [

@@ -184,7 +184,7 @@ def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
 
 
 def _output_memory(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
-    """Return memory for the sum: the existing local gradient if it fits, else new memory."""
+    """Return memory for this rank's part of the sum: the local gradient if it fits, or new."""
     name = terms.reduce_dtype or unit.dtype
     local = unit.local_gradient
     fits = (

@@ -98,7 +98,10 @@ class BackwardPass:
     def add_missing(
         self, name: str, gradient: object, on_failure: Callable[[], None] | None, problem: str
     ) -> None:
-        """Add this rank's value of a gradient that the pass did not compute; None is an error."""
+        """Add this rank's value of a gradient that the pass did not compute; None is an error.
+
+        `on_failure`: called if the shard is not stored. `problem`: why it cannot be reduced, or "".
+        """
         absence = "the backward pass gave no gradient"
         self.arrived[name] = Entry(
             self._plan.units[name],

@@ -488,7 +488,10 @@ class Reducer:
         *,
         accumulate: bool = False,
     ) -> Any:
-        """Reduce one gradient, or report its problem to all ranks; return this rank's part."""
+        """Reduce the gradient of `unit`, and return this rank's part.
+
+        `problem`: why it cannot be reduced; then all ranks raise it.
+        """
         entry = Entry(unit, gradient, problem, allow_unused=self.allow_unused)
         self.reduce_now("scatter_gradient", [entry], accumulate=accumulate)
         return unit.local_gradient

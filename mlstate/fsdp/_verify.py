@@ -223,7 +223,7 @@ def _rounding_bound(world: int, dtype: str, count: int, norms: float, atol: floa
 def compare_sums(
     fsdp: FSDP, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
 ) -> GradientReport:
-    """Compare signed sums of the local parts with signed sums of all ranks' gradients."""
+    """Return mismatches of signed sums: of the local parts, and of all ranks' full `gradients`."""
     if fsdp.op not in ("sum", "mean"):
         raise ValueError(f"unreduced= needs op='sum' or 'mean', got op={fsdp.op!r}")
     text = json.dumps(

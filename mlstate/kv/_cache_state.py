@@ -847,7 +847,10 @@ def _move_entry(
     arrays: dict[str, Any],
     shifts: dict[str, int],
 ) -> None:
-    """Replace the arrays of an entry by longer or shorter ones, if its length changed."""
+    """Replace the arrays of an entry in `arrays` by longer or shorter ones, if its length changed.
+
+    `old`, `new`: its description before and after. `shifts`: of rings, updated too.
+    """
     if new is old or new.seq_axis is None:
         return
     for name in old.arrays:

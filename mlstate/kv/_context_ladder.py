@@ -579,7 +579,10 @@ class ContextLadder:
         return self._batch_size
 
     def _refilled_tokens(self, prompt: int, size: int, batch: int) -> int:
-        """Return how many tokens a refill keeps: the prompt, and at least one other token."""
+        """Return how many tokens a refill of `size` positions keeps: the prompt and the newest.
+
+        `batch`: tokens of a batch; one more must fit. At least one token is kept beyond the prompt.
+        """
         most = max(1, size - batch)  # one more batch fits
         token_count = min(max(1, size // batch - self._reserve_batches) * batch, most)
         if token_count > prompt:

@@ -30,7 +30,10 @@ def result_dtype(dtype: object, out: Array) -> str:
 
 
 def convert_source(source: NDArray, move: KVMove, out: Array) -> NDArray:
-    """Return a cache, or its tokens in the dtype of the result if the core cannot convert them."""
+    """Return `source`, or its tokens in the result's dtype if the core cannot convert them.
+
+    `out`: memory for the result, whose dtype counts, or None.
+    """
     target = result_dtype(move.dtype, out)
     if not converts(name_of(source.dtype), target):
         return source

@@ -86,7 +86,7 @@ def moved_positions(
 def differ_in_sequence(
     source: tuple[int, ...], target: tuple[int, ...], seq_axis: int | None
 ) -> bool:
-    """Return whether two shapes differ in the sequence axis, and in no other axis."""
+    """Return whether two shapes differ in the sequence axis only."""
     rank = len(source)
     if (
         seq_axis is None

@@ -407,7 +407,7 @@ class StateManagerBase:
     def _planned_moves(
         self, size: int, position: int, have: Specs, want: Specs
     ) -> dict[str, tuple[int | None, tuple[object, object]]]:
-        """Return the positions to move of each state, as `moved_positions`, and its specs."""
+        """Return each state's positions to move (as `moved_positions`) and both specs, by name."""
         contexts = self._size, size
         return {
             name: (
@@ -551,7 +551,7 @@ class StateManagerBase:
     def _plan_refill(
         self, tokens: Sequence[int], prefill: object, size: int | None
     ) -> tuple[LadderStep, list[tuple[Any, int]]]:
-        """Check the arguments of `refill`; return the step, and the batches with their starts."""
+        """Check the arguments of `refill`; return the step, and batches of tokens with starts."""
         if not callable(prefill):
             raise TypeError(
                 f"prefill must be a callable (tokens, position, state), got "

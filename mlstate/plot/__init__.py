@@ -110,7 +110,7 @@ def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: 
 
 
 def _legend(figure: Figure, axes: Any, columns: int) -> None:
-    """Add a legend below a figure; the labels may contain any text."""
+    """Add a legend of the bars in `axes` below a figure; the labels may contain any text."""
     bars = axes.containers
     if not bars:
         return

@@ -203,7 +203,7 @@ def plot_cache(
 
 
 def _draw_pixels(axes: Any, kinds: NDArray, colours: Sequence[str], extent: Any) -> None:
-    """Draw small integers as pixels of their colours."""
+    """Draw an array of small integers as pixels; `colours`: of each integer."""
     from matplotlib.colors import ListedColormap
     from matplotlib.ticker import MaxNLocator
 

@@ -345,7 +345,10 @@ def differences_of(
     shapes: list[tuple[str, Any, Any]],
     dtypes: list[tuple[str, Any, Any]],
 ) -> list[Difference]:
-    """Return the core's results as one list of `Difference`s."""
+    """Return the core's results as one list of `Difference`s.
+
+    `shapes`, `dtypes`: (name, in the source, in the target).
+    """
     return [
         *(Difference("missing", name) for name in missing),
         *(Difference("unexpected", name) for name in unexpected),
@@ -360,7 +363,10 @@ def rename_hint(
     source_only: list[str],
     target_only: list[str],
 ) -> tuple[dict[str, str], str]:
-    """Return rules that turn names of the source into the target's, and a line about them."""
+    """Return rename rules that would turn source names into target names, and a line for the user.
+
+    `source_only`, `target_only`: names without a counterpart. Without a guess: {} and "".
+    """
     if not source_only or not target_only:
         return {}, ""
     rules = guess_rules(source_only, target_only)

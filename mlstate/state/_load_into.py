@@ -149,7 +149,10 @@ def load_into(
 
 
 def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: bool) -> None:
-    """Fill the memory of a module; submodules with own load methods or hooks load themselves."""
+    """Fill the tensors of a torch module from `source`.
+
+    Submodules with own load methods or hooks load themselves.
+    """
     backend = backend_of(module, StateBackend)
     filling, memory, own_load = backend.module_target(module, source, strict=strict)
     arrays = {name: value for name, value in source.items() if not filling.loads_itself(name)}

@@ -51,4 +51,7 @@ class FileBackend(Protocol):
         metadata: Mapping[str, Any],
         states: Mapping[str, Any],
     ) -> None:
-        """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""
+        """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one.
+
+        A model or optimizer of None is left out; the others are dicts of arrays by name.
+        """

@@ -351,7 +351,7 @@ def _blob_problems(
 def compare_files(
     compared: _Compared, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
-    """Compare all files with their checksums and blobs; add the results to the report."""
+    """Compare a folder's files with their checksums and blobs; add problems to `report`."""
     checksums = compared.checksums
     records = checksums.records if checksums else {}
     for name, record in records.items():
@@ -404,7 +404,7 @@ def compare_weights(
 def verify_weights_folder(
     folder: Folder, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
-    """Add the result of a comparison with checksums and blobs to a report, if they exist."""
+    """Compare weights with their checksums and blobs, if any; add the result to `report`."""
     try:
         if folder.is_local:
             name = "" if is_index(folder.file) else folder.file

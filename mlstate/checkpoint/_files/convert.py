@@ -250,10 +250,10 @@ def _is_torch_folder(name: str, place: Path) -> bool:
 def begin_write(
     place: Place, name: str, overwrite: bool, *, any_suffix: bool = False
 ) -> CheckpointTarget | Target:
-    """Return a target of a format as it is now; raise StoreError (EEXIST) if it must not exist.
+    """Return a target of the format `name` as it is now, to be written by `write_any` later.
 
-    `write_any` replaces only what this function has seen. `any_suffix`: the path of a folder may
-    have the suffix of a file.
+    Raises StoreError (EEXIST) if it exists, unless `overwrite`. `write_any` replaces only what this
+    function has seen. `any_suffix`: the path of a folder may have the suffix of a file.
     """
     target: CheckpointTarget | Target
     files = CheckpointFiles(_folder_of(place))

@@ -49,7 +49,7 @@ class CachedFolder(ObjectFolder):
         return data
 
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
-        """Return a range from the cache or, if a byte is missing there, from the store."""
+        """Return a range of an object from the cache or, if a byte is missing, from the store."""
         cache = self._cache
         if path in self._tags or not cache.accepts(path):
             return super()._fetch(path, begin, end)

@@ -286,7 +286,7 @@ class ObjectFolder:
             shutil.rmtree(local, ignore_errors=True)
 
     def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
-        """Copy a range of an object to the same place of a local file of the object's size."""
+        """Copy a range of an object to the same place of a file in the folder `local`."""
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
         name = os.path.join(local, path)
         try:

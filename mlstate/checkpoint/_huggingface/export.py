@@ -130,7 +130,10 @@ def _refuse_entries(content: SaveContent) -> None:
 def _take_state(
     target: SaveTarget, model: Any, rename: Mapping[str, str] | None, dtype: str
 ) -> tuple[SaveContent, StateTable]:
-    """Return this rank's part of the state, and its table; with a group, errors are kept."""
+    """Return this rank's part of the model, and its table of dtypes and shapes for other ranks.
+
+    With a group, an error is kept in the result, to be raised by all ranks.
+    """
     content = take_content(target, model, None, None, SAVE_DEFAULTS)
     table = StateTable({}, [])
     try:
@@ -305,9 +308,9 @@ def _write_parts(
     sync: bool,
     progress: Callable[[int], object] | None,
 ) -> bytes:
-    """Write this rank's parts; return its shares of checksums, and bytes written by tensor.
+    """Write this rank's parts to the files of `folder`; return (checksums, bytes by tensor).
 
-    Rank 0 need not sync the files: it does so after it has written their headers.
+    `batches`: the shards. `sync`: make them durable; rank 0 does so after it wrote the headers.
     """
     import numpy as np
 
@@ -409,7 +412,7 @@ def take_export(
     rename: Mapping[str, str] | None = None,
     dtype: object = None,
 ) -> Export:
-    """Check the arguments without copying any array; with a group, errors are kept."""
+    """Return the checked request of an export; copies no array, and keeps errors of a group."""
     target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group})
     most = parse_size("max_shard_bytes", max_shard_bytes, 1)
     name = "" if dtype is None else float_name(dtype)

@@ -182,7 +182,7 @@ def _mix(parts: Any) -> Any:
 def _irregular_names(
     group: ProcessGroup, tensors: dict[str, Facts], state: Mapping[str, Any]
 ) -> list[str]:
-    """Return the tensors with a part that no rank holds, or several ranks hold.
+    """Return the tensors with a part that no rank or several ranks hold; all ranks call this.
 
     The sum of the numbers of all held parts must be the sum over all parts of the layout.
     """

@@ -114,7 +114,7 @@ class Pair(NamedTuple):
     def _values_of_blocks(
         self, codes: NDArray, stored_scales: NDArray, box: Box, dtype: str
     ) -> NDArray:
-        """Return the values of a box of a weight whose last two axes are divided into blocks."""
+        """Return the values of `box`, a part of a weight whose last two axes have blocks."""
         scales = _scale_numbers(stored_scales)
         *outer, rows, columns = (1, 1, *self.shape)[-max(len(self.shape), 2) :]
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))

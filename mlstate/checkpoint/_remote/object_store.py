@@ -127,9 +127,10 @@ class ObjectStore:
     def _send(
         self, action: str, key: str, request: Callable[[], _Result], seconds: float | None = None
     ) -> _Result:
-        """Send a request until it succeeds; repeat it for `seconds`, or until the timeout.
+        """Send a request until it succeeds, and return its result.
 
-        The engine's error is raised as a StoreError without credentials.
+        Repeats it for `seconds` (None: the timeout). `action`: text for the StoreError, which is
+        raised in place of the engine's error, without credentials.
         """
         path = f"{self.url}/{key}" if key else self.url
         if self._pid != os.getpid():

@@ -116,7 +116,7 @@ class ReadCache:
         return fields + _CHECKSUM.pack(_core.crc32c(fields))
 
     def get(self, path: str, begin: int, end: int) -> tuple[list[_Part], int] | None:
-        """Return the parts of a range, and the size of the object; None if a byte is missing."""
+        """Return the cached parts of a range, and the object's size; None if a byte is missing."""
         entries, at = self._entries(path), begin
         chosen: list[_Entry] = []
         while at < end:

@@ -146,7 +146,10 @@ def _part(name: str, value: Any) -> Any:
 
 
 def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
-    """Return the tensors of a model or an optimizer by name, or None for other values."""
+    """Return the tensors of a model or an optimizer by name, or None for other values.
+
+    `modules`: of the save, which may own an optimizer's parameters. `ranks`: that save.
+    """
     if is_optimizer(value):
         if not backend_of(value, CheckpointBackend).has_standard_state_dict(value):
             return None

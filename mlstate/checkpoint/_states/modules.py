@@ -109,7 +109,10 @@ def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
 def _selected_units(
     contract: Any, names: Names, stored: list[str], chosen: list[str]
 ) -> list[object]:
-    """Return the units to load; raise if `names=` selects a part of one's entries."""
+    """Return the submodules to load by their own methods; raise if `names` has a part of one.
+
+    `stored`: names of the checkpoint. `chosen`: names to load.
+    """
     if names.listed is None:
         return list(contract.units)
     every, some = _by_unit(contract, stored), _by_unit(contract, chosen)
@@ -166,7 +169,7 @@ def _on_device_of(value: Any, like: Any) -> Any:
 def _read_tensors(
     loader: Loader, section: Section, names: list[str], earlier: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return new tensors with stored elements: parts of DTensors, like the earlier entries."""
+    """Return the stored tensors of `names` as new ones; as DTensors if `earlier` has them so."""
     request, number = loader.request, section.number
     sharded = [name for name in names if hasattr(earlier.get(name), "device_mesh")]
     if sharded and not request.by_target:

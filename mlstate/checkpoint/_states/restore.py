@@ -69,7 +69,10 @@ def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
 
 
 def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTree]:
-    """Return the stored value; one for each rank if these differ and no rank was given."""
+    """Return the stored value `name`; a list of each rank's if these differ and none is chosen.
+
+    `kind`: its description in the manifest.
+    """
     label = f"states[{name!r}]"
     ranks = kind.get("ranks")
     if ranks is not None:
@@ -116,7 +119,7 @@ def _leaf(template: Any, path: Iterable[str]) -> Any:
 
 
 def _shards(loader: Loader, name: str, node: object, template: object) -> dict[str, Any]:
-    """Return the sharded arrays: parts as in a template, or as the load cuts other tensors."""
+    """Return the sharded arrays in `node`: parts as in a template, or as the load cuts others."""
     shards = {}
     for leaf in leaves_of(node):
         if not leaf.is_sharded:
@@ -132,7 +135,7 @@ def _shards(loader: Loader, name: str, node: object, template: object) -> dict[s
 
 
 def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
-    """Return a new DTensor like another, with this rank's elements of a stored tensor."""
+    """Return a new DTensor like `like`, with this rank's elements of the stored tensor `key`."""
     tensor = like.detach().clone()
     part = backend_of(tensor, ShardBackend).part_of(key, tensor)
     if not isinstance(part, Shard):
@@ -312,7 +315,10 @@ def _has_torch(node: object) -> bool:
 
 
 def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -> Any:
-    """Return the state of a generator; torch's generators take tensors in main memory."""
+    """Return the state of a generator from its JSON form, for `set_state`.
+
+    Generators of torch take tensors in main memory.
+    """
     if not library.startswith("torch") or not _has_torch(node):
         return restorer.decode(node)
     try:
@@ -333,7 +339,7 @@ def _error(where: str, text: str, expected: str, got: str) -> CompatibilityError
 
 
 def _replacement(where: str, target: Any, new: object, before: object) -> Action:
-    """Return an action that replaces the content of a dict or a list."""
+    """Return an action that replaces the content of a dict or list by `new`; undo: by `before`."""
 
     def fill(content: Any) -> None:
         target.clear()
@@ -360,7 +366,7 @@ def _copy_state(where: str, target: object) -> Any:
 
 
 def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
-    """Return an action that calls ``load_state_dict``."""
+    """Return an action that calls ``load_state_dict`` of the target; undo: with `before`."""
 
     def undo() -> None:
         if before is not None:

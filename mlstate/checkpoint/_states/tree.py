@@ -177,7 +177,7 @@ class _Encoder:
         ]
 
     def container(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a container, or None for other values."""
+        """Return the JSON form of a dict, list, tuple, set, deque or complex; None for others."""
         if isinstance(value, dict):
             return self.mapping(value, where, path, levels)
         if isinstance(value, set | frozenset):
@@ -220,7 +220,7 @@ class _Encoder:
         return {"$": "dict", "class": kind, "items": pairs}
 
     def object(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a generator, or an object with ``state_dict()``."""
+        """Return the JSON form of a generator or object with ``state_dict()``; raise for others."""
         library = library_of(value)
         if library is not None:
             state = self.node(state_of(value, library), where, path, levels)

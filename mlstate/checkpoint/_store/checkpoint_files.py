@@ -338,7 +338,10 @@ class CheckpointFiles:
     def _check_patterns(
         self, manifest: Manifest, summaries: dict[int, ManifestSummary | None]
     ) -> None:
-        """Raise FormatError if an index's pattern or parts differ from the manifest's."""
+        """Raise FormatError if an index's pattern or parts differ from the manifest's.
+
+        `summaries`: the manifest's part of each index that was read, by rank.
+        """
         for pattern in manifest.patterns or ():
             first = None
             for place, rank in enumerate(pattern.ranks):

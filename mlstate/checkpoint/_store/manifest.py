@@ -98,7 +98,10 @@ def _member(
     most: int = _INT64,
     pattern: re.Pattern[str] | None = None,
 ) -> Any:
-    """Return a member of a JSON object; raise unless it has a type, and the range or pattern."""
+    """Return a member of a JSON object; raise unless it has a type, and the range or pattern.
+
+    `least`, `most`: range of an int. `pattern`: of a str.
+    """
     if name not in members:
         raise _WrongError(f'"{name}" is missing')
     value = members[name]

@@ -132,7 +132,7 @@ def open_files(
     *,
     reads: bool = False,
 ) -> CheckpointFiles:
-    """Return the files of the checkpoint at a path; see `open_folder`."""
+    """Return the files of the checkpoint at a path or URL; see `open_folder` for the arguments."""
     return CheckpointFiles(open_folder(path, storage_options, reads=reads))
 
 

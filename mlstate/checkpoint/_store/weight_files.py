@@ -70,7 +70,7 @@ def listed(names: tuple[str, ...] | list[str]) -> str:
 
 
 def _check_file_name(folder: Folder, root: str, tensor: str, name: Any, suffix: str) -> None:
-    """Raise unless a value of the index is the name of a file in the folder itself."""
+    """Raise unless `name`, the file of a tensor in an index, is one in the folder itself."""
     if not isinstance(name, str):
         text = f"the file of {tensor!r} is {name!r}, not a file name"
     elif "/" in name or "\\" in name or "\0" in name or not name.endswith(suffix):
@@ -335,7 +335,7 @@ def warn_of_differences(
 
 
 def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Exception | None:
-    """Return the error for a name that selects only tensors that no file holds; else None."""
+    """Return the error if `name` selects only tensors of the index that no file holds, or None."""
     tensors = {} if weights is None else weights.tensors or {}
     chosen, _ = Names([name], list(tensors)).select(list(tensors), 0)
     if weights is None or not chosen:

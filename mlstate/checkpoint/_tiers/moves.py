@@ -103,7 +103,7 @@ class TierMoves:
         )
 
     def _prepare_states(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
-        """Return the given states as mappings; record their classes and choose the device."""
+        """Return the user's states as mappings, and the torch optimizer; choose the device."""
         prepared = given_states(model, optimizer)
         if prepared[2] is not None:
             optimizer = OptimizerStateDict.from_torch(optimizer, model)

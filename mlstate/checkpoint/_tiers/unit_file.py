@@ -195,7 +195,7 @@ def _bytes_of(array: Any) -> Any:
 
 
 def _is_stored(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
-    """Return whether a file has these bytes already; on any doubt return False."""
+    """Return whether a unit's file has these arrays and this text; on any doubt return False."""
     with suppress(MLStateError, ImportError):
         arrays, texts = _core.file_load(path, True, True)
         expected = {name: _bytes_of(array) for name, array in stored}
@@ -215,7 +215,7 @@ def name_unit_error(name: str, error: MLStateError) -> MLStateError:
 
 
 def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
-    """Read and verify a unit's arrays, in the order of its parts; errors name the unit."""
+    """Return a unit's arrays, read from its file and verified, in the order of its parts."""
     try:
         if mmap:
             _verify(path)

@@ -71,7 +71,7 @@ class TieredUnit:
 
 
 def _check(unit: Unit, part: Part, array: Array) -> Part:
-    """Return the part for a replacement array; raise if shape, dtype or kind differ."""
+    """Return the part that holds the user's replacement `array`; raise if it does not fit."""
     checked = Part(part.section, part.key, array)
     facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (checked, part)]
     if facts[0] != facts[1]:

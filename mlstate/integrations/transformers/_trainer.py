@@ -69,7 +69,7 @@ def _is_inside(directory: Any, output: str) -> bool:
 
 
 def _check_arguments(args: Any, state: Any, directory: Any) -> None:
-    """Raise CompatibilityError for an option under which the callback cannot do its work."""
+    """Raise CompatibilityError for options of the Trainer under which the callback cannot work."""
     problems = {
         "deepspeed": "DeepSpeed keeps the optimizer's states itself, and saves them itself: leave "
         "the callback out",
@@ -100,7 +100,7 @@ def _check_arguments(args: Any, state: Any, directory: Any) -> None:
 
 
 def _skips_batches(args: Any, state: Any, loader: Any) -> bool:
-    """Return whether the Trainer resumes in an epoch, and skips its first batches."""
+    """Return whether the Trainer resumes within an epoch, and so skips its first batches."""
     if args.ignore_data_skip:
         return False
     try:

@@ -206,7 +206,7 @@ class _Checker:
         where: _Where,
         surroundings: Surroundings,
     ) -> _Trace:
-        """Run the block twice more, and find the first operator with different results."""
+        """Run the block twice more, and return a trace with the first operator that differs."""
         trace = _Trace(where)
         with surroundings.restored(name, module), trace:
             call()

@@ -285,7 +285,7 @@ class Run:
         return [next(count) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def _refuse_between(self, i: int, tensor: torch.Tensor, version: int) -> None:
-        """Raise if an activation was changed in place before the next block."""
+        """Raise if an activation was changed in place before block `i`; `version`: at first."""
         if version_of(tensor) != version and self._program.runs[i - 1] > 1:
             name, before = self._blocks[i].name, self._blocks[i - 1].name
             raise refusal(
@@ -343,7 +343,10 @@ class Run:
             return self._blocks[i].call(*args, **kwargs)
 
     def _refuse_changes(self, block: Block, leaves: list[Any], versions: list[int]) -> None:
-        """Raise if a block changed its arguments, which its recomputation needs."""
+        """Raise if a block changed its arguments in place; its recomputation needs them.
+
+        `versions`: of the arguments before the block ran.
+        """
         changed = [
             k
             for k, (tensor, version) in enumerate(zip(self._tensors(leaves), versions, strict=True))

@@ -255,7 +255,10 @@ class _StepSimulation:
         return peak, "; ".join(why)
 
     def _run(self, at: int, save: bool, i: int) -> tuple[int, int, bool]:
-        """Run a block: return bytes made, temporary bytes, and whether the run ends early."""
+        """Simulate a run of block `i`: return bytes made, temporary bytes, whether it ends early.
+
+        `save`: with its saved tensors.
+        """
         chain, size = self._chain, self._activations[i + 1]
         first, keep = at == self._program.first[i], self._program.keeps[at]
         if not save:

@@ -106,7 +106,7 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
 
 
 def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
-    """Return this rank's rows of a ShardedTensor, as FSDP1 creates them."""
+    """Return this rank's rows of a ShardedTensor, as FSDP1 creates them, as a shard."""
     import torch.distributed as dist
 
     group = value._process_group

@@ -247,7 +247,7 @@ def _state_value(value: Any) -> Any:
 
 
 def _add_rest(rest: Mapping[Any, Any], metadata: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the other entries of a tree as named states; add plain values to the metadata."""
+    """Return the other entries of a file as named states; plain values are added to `metadata`."""
     states: dict[str, Any] = {}
 
     def add(name: str, value: Any) -> None:
@@ -286,7 +286,10 @@ def _is_optimizer(value: Any) -> bool:
 def _restore_model(
     value: Any, texts: Mapping[str, Any], path: Path
 ) -> tuple[StateDict, dict[str, Any]]:
-    """Return a model as a state of the class recorded in the file, and its plain values."""
+    """Return a file's model as a state, and its values that are not tensors.
+
+    `texts`: what mlstate recorded in the file, such as the class of the state.
+    """
     if isinstance(value, StateDict):
         return value, {}
     state, other_values = _state_from(value, path)

@@ -339,7 +339,10 @@ def write_dcp(
     metadata: Mapping[str, Any],
     states: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""
+    """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one.
+
+    Parts that are None or empty are left out.
+    """
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(model, optimizer, metadata, states)

@@ -329,7 +329,7 @@ def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
 def _new_state(
     key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return a new state as the optimizer would create it, sharded like its parameter."""
+    """Return a new tensor for the state `key`, sharded like its parameter; `like`: its dtype."""
     import torch
 
     owner, dtype = slot.owner.detach(), like.dtype
@@ -475,7 +475,7 @@ class OptimizerFilling(Filling):
         return places, alone
 
     def _like(self, key: str, slot: ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
-        """Return an empty tensor of the dtype and device that torch gives a loaded state."""
+        """Return an empty tensor of the dtype and device that torch would give the state `key`."""
         import torch
 
         if not torch_has(record.dtype):

@@ -456,7 +456,10 @@ def _load_module(
     problems: tuple[list[str], list[str], list[str]],
     is_whole: bool,
 ) -> None:
-    """Load one module as `torch.nn.Module.load_state_dict` does, children included if whole."""
+    """Load one module as `torch.nn.Module.load_state_dict` does, children included if whole.
+
+    `problems`: lists of missing and unexpected names and errors, which are extended.
+    """
     from torch.nn.modules.module import _IncompatibleKeys
 
     module._load_from_state_dict(state, prefix, metadata.get(prefix[:-1], {}), True, *problems)

@@ -257,7 +257,7 @@ def _rate_of(groups: Iterable[Mapping[str, Any]]) -> float:
 def keywords_from(
     optimizer_type: str, groups: list[dict[str, Any]], states: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `mlstate.OptimizerStateDict` other than the arrays."""
+    """Return the keywords of an `OptimizerStateDict`: type, step, learning rate, groups."""
     packed_keys = packed_states(groups)
     values = [v for k, v in states.items() if k.endswith(".step") and k not in packed_keys]
     steps = [float(v) for v in values if math.prod(getattr(v, "shape", ())) == 1]
@@ -327,7 +327,10 @@ def optimizer_state(
 def _is_valid_shape(
     state: str, have: tuple[int, ...], want: tuple[int, ...], present: Mapping[str, object]
 ) -> bool:
-    """Return whether a state may have shape `have`: the parameter's, a scalar's, or a factor's."""
+    """Return whether a state may have shape `have`: the parameter's, a scalar's, or a factor's.
+
+    `want`: of the parameter. `present`: the other states of the parameter.
+    """
     if have == want or have in ((), (1,)):
         return True
     current = present.get(state)

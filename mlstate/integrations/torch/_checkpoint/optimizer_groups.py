@@ -106,7 +106,10 @@ def _saved_group(
     saved: Sequence[Mapping[str, Any]],
     count: int,
 ) -> int:
-    """Return the saved group that has the values of one of `count` groups; raise if none has."""
+    """Return the number of the saved group whose values the group `number` gets; raise if none.
+
+    `group_names`: its parameters. `groups_of`: saved group of each parameter.
+    """
     unknown = [name for name in group_names if name not in groups_of]
     if unknown:
         raise _mismatch(f"no saved group has {quoted(unknown)} of group {number}", unknown[0])
@@ -156,7 +159,7 @@ def _is_numbered(saved: Sequence[Mapping[str, Any]]) -> bool:
 def set_state(
     optimizer: torch.optim.Optimizer, states: dict[Any, Any], groups: list[dict[str, Any]]
 ) -> None:
-    """Change states and groups as torch's ``load_state_dict`` does at its end.
+    """Change `states` and `groups` as torch's ``load_state_dict`` does at its end.
 
     The optimizer is unchanged.
     """

@@ -347,7 +347,7 @@ def why_not_reduced(tensor: torch.Tensor) -> str:
 def reduce_on_device(
     group: Any, entry: Entry, terms: Terms, timeout: float | None
 ) -> tuple[float, int]:
-    """Reduce a gradient on a device; return sum of squares and number of non-finite elements."""
+    """Reduce a gradient on a device to `entry.out`; return (sum of squares, non-finite count)."""
     import torch
 
     wide, flat = entry.source, entry.out.view(-1)
@@ -381,7 +381,7 @@ def _gather_bucket(
 def _gather_pairs(
     group: Any, pairs: Sequence[tuple[FSDPShardingUnit, torch.nn.Parameter]], timeout: float | None
 ) -> None:
-    """Gather the gradients of units and their parameters, all of one dtype and device."""
+    """Gather the gradients of units into their parameters' grad; all of one dtype and device."""
     import torch
 
     own_parts = torch.cat([u.local_gradient.detach().reshape(-1).to(p.dtype) for u, p in pairs])

@@ -83,7 +83,7 @@ class _Place(NamedTuple):
         self.filler.require_empty(self.where, has_tokens)
 
     def check_target(self, target: Any, shape: tuple[int, ...], entry: CacheEntry) -> None:
-        """Raise unless the tokens of an entry can be copied into a tensor."""
+        """Raise unless the tokens of an entry fit the layer's tensor `target`, of this shape."""
         tensor = self.tensor(entry)
         got = tuple(target.shape)
         if got != shape:
@@ -271,7 +271,10 @@ def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) ->
 
 
 def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:
-    """Return whether a new layer can use the array itself."""
+    """Return whether a new layer can use the entry's array itself, without a copy.
+
+    `positions`: length of the layer.
+    """
     if not at.filler.is_shared or at.is_cross or entry.seq_length != positions:
         return False
     if entry.kind == "full":
@@ -290,7 +293,7 @@ def _adopt(at: _Place, attribute: str, tensor: Any) -> None:
 def _plan_fill(
     at: _Place, entry: CacheEntry, attribute: str, positions: int, *, is_full: bool, is_new: bool
 ) -> Callable[[], None]:
-    """Return the call that writes the tokens of an entry into a tensor with fixed positions.
+    """Return the call that writes the tokens of an entry into the layer's tensor `attribute`.
 
     A full window ends with the newest token; anything else begins with the first one.
     """

@@ -128,7 +128,7 @@ def layer_class(layer: object, where: str) -> LayerClass:
 
 
 def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
-    """Return the exception for an attribute that no known version has like this."""
+    """Return the error for a layer's attribute that is not as in known versions; `text`: how."""
     import transformers
 
     got = f"transformers {transformers.__version__}"

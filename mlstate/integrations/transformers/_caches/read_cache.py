@@ -224,7 +224,7 @@ def _read_states(at: _Place, number_of_states: int) -> None:
 
 
 def _last_inputs(at: _Place, conv: Any, number: int) -> Any:
-    """Return as many inputs of a convolution as its kernel has; a recording layer keeps more."""
+    """Return the last inputs of a convolution, as many as its kernel has, from `conv`."""
     conv = checked_tensor(conv, at.layer, at.where, "conv_states")
     size = state_of(at.layer, at.where, "conv_kernel_size", number)
     if type(size) is not int or conv.ndim < 2:
