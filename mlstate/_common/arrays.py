@@ -142,7 +142,7 @@ def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> No
 
 @contextmanager
 def named_refusals(*states: Mapping[str, object] | None) -> Iterator[None]:
-    """Replace an exception of torch about a tensor by CompatibilityError, which names it."""
+    """Turn an error of torch about a tensor into CompatibilityError, which names the tensor."""
     try:
         yield
     except (BufferError, RuntimeError, TypeError, ValueError) as error:

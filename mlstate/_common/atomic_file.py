@@ -47,7 +47,7 @@ def _list_folder(folder: str, prefix: str) -> Iterator[Entry]:
 
 
 def _list_path(path: str) -> tuple[Entry, ...]:
-    """Return the entries of a file or folder in a form to compare; () if it does not exist."""
+    """Return the entries of a file or folder, to detect a change; () if it does not exist."""
     try:
         top = _entry_of("", os.lstat(path), is_top=True)
     except FileNotFoundError:

@@ -45,7 +45,7 @@ def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
 
 
 def _continues(phase: Phase, block: int) -> bool:
-    """Return whether `block` is the next one in the direction of the phase."""
+    """Return whether a phase can take `block`: the next one in the phase's direction."""
     step = block - phase.last_block
     if abs(step) != 1:
         return False

@@ -170,7 +170,10 @@ class Commit:
             del error  # its traceback refers to this frame
 
     def _take(self, claim: Claim, *, states: bool) -> None:
-        """Take the claim and choose a generation; record the generation in the lock's file."""
+        """Take the claim to the folder, and choose the name (generation) of this save.
+
+        The generation is recorded in the lock's file, so that a later writer can delete its files.
+        """
         files = self._files
         self._folder.create(FOLDERS if states else [part for part in FOLDERS if part != "states"])
         claim.acquire()
@@ -408,7 +411,7 @@ class Commit:
         return None
 
     def _delete_old_roots(self, manifest: Manifest) -> dict[str, list[Generation]]:
-        """Delete roots that a manager does not keep, which allows to delete their files.
+        """Delete the roots (steps' manifests) that a manager does not keep, before their files.
 
         Returns the generations of deleted and of kept roots, or {} if they are unknown.
         """
@@ -424,7 +427,10 @@ class Commit:
         return {}
 
     def _delete_own_replaced(self, plan: dict[str, Any]) -> str:
-        """Delete this rank's files of deleted generations; return the text of an error."""
+        """Delete this rank's files of deleted generations; return the text of an error, or "".
+
+        `plan`: rank 0's message with the generations.
+        """
         if not plan:
             return ""
         dead, live = ([Generation(*fields) for fields in plan[name]] for name in ("gone", "kept"))

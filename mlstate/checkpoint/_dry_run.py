@@ -147,7 +147,7 @@ class LoadPlan(NamedTuple):
 
 
 def _shape_only(value: Any) -> Any:
-    """Replace a tensor on torch's meta device by one of its shape and dtype without memory."""
+    """Return a tensor on a device as one on the CPU without memory; other values unchanged."""
     torch = sys.modules.get("torch")
     if isinstance(value, Shard):
         array = _shape_only(value.array)

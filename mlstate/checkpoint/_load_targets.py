@@ -233,7 +233,7 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
 
 
 def _check(loader: Loader, ready_target: _Ready) -> None:
-    """Raise the errors of `_fill` about shapes and dtypes, before anything is changed."""
+    """Raise if a stored tensor does not fit its target in shape or dtype; nothing is read."""
     section = ready_target.section
     keys, arrays = (
         section.keys(ready_target.names),
@@ -243,7 +243,7 @@ def _check(loader: Loader, ready_target: _Ready) -> None:
 
 
 def _fill(loader: Loader, ready_target: _Ready) -> None:
-    """Read into arrays; shapes and dtypes are checked before the first byte is written."""
+    """Read a section's tensors into its target; all shapes and dtypes are checked first."""
     section, filling = ready_target.section, ready_target.filling
     keys, arrays = (
         section.keys(ready_target.names),
@@ -390,7 +390,7 @@ def _prepare_tensors(
 
 
 def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
-    """Drop names whose array shares memory with a later name: one read fills both."""
+    """Drop names whose memory a later name shares, from the targets: one read fills both."""
     tied = _core.targets_tied(
         [(ready_target.names, ready_target.filling.arrays) for ready_target in ready]
     )
@@ -526,7 +526,7 @@ def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
 
 
 def needs_all_ranks(into: Any) -> bool:
-    """Return whether the ranks of a group must load together."""
+    """Return whether all ranks of a group must load together, because of a target in `into`."""
     if into is None:
         return False
     states = _target(into, "states")

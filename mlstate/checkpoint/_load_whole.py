@@ -81,7 +81,7 @@ def _has_parts(path: str) -> bool:
 
 
 def whole_path(folder: Folder) -> WholePath | None:
-    """Return path and format if only `read_any` reads it; None for a format with an index."""
+    """Return path and format of a folder or file that has no index and is read whole; else None."""
     if not folder.is_local:
         return None
     path = os.path.join(folder.path, folder.file) if folder.file else str(folder.path)
@@ -119,7 +119,7 @@ class WholeIndex:
         return sorted(self._sections[section])
 
     def tensors(self) -> list[tuple[Any, ...]]:
-        """Return the fields of a `TensorRecord` for each tensor."""
+        """Return the fields of a `TensorRecord` for each tensor in memory."""
         rows = []
         for number, section in enumerate(SECTIONS):
             for key in self.keys(number):
@@ -148,7 +148,7 @@ class WholeIndex:
 
 
 def manifest_of(where: WholePath, parts: Parts) -> Manifest:
-    """Return a manifest that describes parts in memory."""
+    """Return a manifest that describes a file of another program, whose parts are in memory."""
     changed = datetime.datetime.fromtimestamp(os.path.getmtime(where.path), datetime.UTC)
     root = os.path.basename(where.path)
     return Manifest(

@@ -576,7 +576,7 @@ class CheckpointManager:
     # -- deleting
 
     def _refuse_other(self, group: ProcessGroup | None) -> None:
-        """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
+        """Raise on all ranks if the folder has a checkpoint that is not a step."""
         is_other = False
         with if_alone(group):
             is_other = holds_other_checkpoint(self._checkpoints)
@@ -650,7 +650,7 @@ class CheckpointManager:
         return manifest.generation not in self._damaged
 
     def _can_load(self, manifest: Manifest) -> bool:
-        """Return whether a step has no known damage and complete files; indexes are read once."""
+        """Return whether a step has no known damage and all its files; an index is read once."""
         if not self._is_undamaged(manifest) or self._checkpoints.is_marked(manifest):
             return False
         sizes = self._files.get(manifest.generation)

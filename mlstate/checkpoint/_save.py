@@ -196,7 +196,7 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
 
 
 def _mapping_of(name: str, state: Any) -> Any:
-    """Return the mapping that an argument holds; raise TypeError if it holds none."""
+    """Return the mapping that the argument `name` holds; raise TypeError if it holds none."""
     if hasattr(state, "get_state_dict"):
         state = state.get_state_dict()
     if state is not None and not hasattr(state, "keys"):

@@ -176,7 +176,7 @@ class SaveJob:
             bell.release()
 
     def give_up(self) -> None:
-        """Stop a save whose handle was not returned to the caller."""
+        """Stop a save whose handle did not reach the caller, for example after an interrupt."""
         self.cancelled = self.asked = True
         with self.guard:
             begun, self.begun = self.begun, True
@@ -200,7 +200,7 @@ class SaveJob:
         return gather_shards(self.target, self.content, copy)
 
     def fail(self, error: BaseException) -> None:
-        """Raise the error if this process saves alone; else report it to the other ranks."""
+        """Raise the error if this process saves alone; otherwise report it to the other ranks."""
         if self.target.group is None:
             raise error
         if self.gathered is None:
@@ -334,7 +334,7 @@ class SaveJob:
             raise RuntimeError(f"the save of {self.path} cannot wait for itself, in its progress=")
 
     def reached(self, event: str, timeout: float | None = None) -> bool:
-        """Wait until the job is "staged" or "ended", record the wait; return whether it is."""
+        """Wait for "staged" or "ended", and record the wait; return False after the timeout."""
         if getattr(self, event):
             return True
         self.refuse_own_thread()
@@ -347,7 +347,10 @@ class SaveJob:
                 add_wait(self.waits, start, now)
 
     def wait_until(self, event: str, timeout: float | None) -> bool:
-        """Wait on a lock of this thread alone, so that an interrupt affects no other thread."""
+        """Wait for "staged" or "ended" by a lock of this thread; return False after the timeout.
+
+        An interrupt affects no other thread.
+        """
         import threading
 
         end = None if timeout is None else time.monotonic() + timeout
@@ -391,7 +394,7 @@ class SaveJob:
             self.thread.join()
 
     def abandon(self) -> None:
-        """Print a pending error: the handle was collected, or the interpreter exits."""
+        """Print an error that the user never saw: the handle was collected, or Python exits."""
         if self.pid != os.getpid():
             return
         with self.guard:
@@ -401,7 +404,7 @@ class SaveJob:
             self.report()
 
     def report(self) -> None:
-        """Print an error that no call raised."""
+        """Print the save's error as that of its thread, because no call raised it."""
         import threading
 
         error = self.error
@@ -620,7 +623,7 @@ class SaveHandle:
         return job.error is not None
 
     def _settle(self) -> None:
-        """Wait until the save has ended; raise its error unless a call has raised it before."""
+        """Wait until the save has ended; raise its error unless the user has seen it."""
         job = self._job
         if job.pid != os.getpid():
             return

@@ -77,7 +77,7 @@ class Section:
         self._stored = {name: key for name, key in keys.items() if name != key}
 
     def renamed_layers(self, values: Mapping[str, object]) -> dict[str, Any]:
-        """Return values by the names of layers, which are renamed as the tensors below them."""
+        """Return `values`, by names of layers, by the names after the renaming."""
         renamed = dict(values)
         for name, old in self._stored.items():
             for layer in values:

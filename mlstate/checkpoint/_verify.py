@@ -664,7 +664,7 @@ def verify(
 
 
 def _find_whole(files: CheckpointFiles) -> WholePath | None:
-    """Return the path if it is read whole; folders with any root of mlstate are not."""
+    """Return the path of a file or folder that has no index and is read whole, else None."""
     folder = files.folder
     if not folder.is_local or folder.file:
         return None
@@ -676,7 +676,7 @@ def _find_whole(files: CheckpointFiles) -> WholePath | None:
 
 
 def _root_to_verify(files: CheckpointFiles, root: str) -> str:
-    """Return the root to verify; raise StoreError if there is nothing that a root describes."""
+    """Return the name of the root to verify; raise StoreError if nothing has a root."""
     folder = files.folder
     folder.require_folder()
     root = files.current_root(root)

@@ -57,7 +57,7 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def progress_of(label: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
-    """Yield a function that takes numbers of bytes, or None if stderr is not a terminal.
+    """Yield a function that adds bytes to the line, or None if stderr is not a terminal.
 
     `count` returns the total; if it is 0 or unknown, None is yielded too.
     """

@@ -112,7 +112,7 @@ _WITH_OPTION = re.compile(r"\w+=\S* \((--[^()]+) on the command line\)")
 
 
 def _name_options(text: str, parser: argparse.ArgumentParser | None) -> str:
-    """Replace the names of Python's keywords in an error's text by a command's options."""
+    """Replace names of Python keywords in an error by the command's options, for the user."""
     text = _WITH_OPTION.sub(r"\1", text)
     for action in () if parser is None else parser._actions:
         if action.option_strings and "_" in action.dest:
@@ -126,7 +126,7 @@ class _RefusalError(Exception):
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run the command; each warning becomes one line, once, without its source line."""
+    """Run the command and return its status; print each warning as one line, once."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:

@@ -262,7 +262,10 @@ def _verify_chosen(
 def _verify_any(
     arguments: argparse.Namespace,
 ) -> tuple[list[_Verified], VerifyReport, str, bool]:
-    """Return the reports, the one on the folder, the format, and whether it has checksums."""
+    """Verify the path of the user; return reports by root, one on the folder, format, checksums.
+
+    The last is whether the format has checksums.
+    """
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
     foreign = _verify_foreign(arguments.path) if is_plain else None
     if foreign is not None:

@@ -150,7 +150,7 @@ def dtype_name(array: Any) -> str:
 
 
 def kind_of(array: Any) -> str:
-    """Return the dtype and row shape of an array as text."""
+    """Return an array's dtype and the shape of its rows as text, which ranks compare."""
     dtype = array.dtype
     if is_torch(array) or dtype.isbuiltin == 1:  # for others, the name omits the byte order
         kind = name_of(dtype)

@@ -96,7 +96,7 @@ class OperationQueue:
         return work
 
     def _drain(self) -> None:
-        """Run tasks until the queue is empty; the thread's main function."""
+        """Run queued operations until none is left, then end; the main function of the thread."""
         while True:
             with self._running:
                 with self._lock:
@@ -336,7 +336,7 @@ class Engine(ProcessGroup, ABC):
         return self._run(call, task)
 
     def _check_open(self, operation: str) -> None:
-        """Raise CollectiveError if the group has ended."""
+        """Raise CollectiveError if the group has ended, or belongs to the process before a fork."""
         if self._process and self._process != os.getpid():
             raise failed(
                 operation,

@@ -141,7 +141,7 @@ class ExchangeLink(ABC):
         self.exchange(sends, receives)
 
     def broadcast(self, memory: Any, root: int) -> None:
-        """Send the bytes of `root`; if they are many, each rank passes on one part."""
+        """Send the memory of `root` to all ranks; if large, in parts that each rank passes on."""
         flat, world = self.bytes_of(memory), self.world_size
         empty, is_root = flat[:0], self.rank == root
         shared = world > 2 and len(flat) >= _SHARED_BYTES
@@ -158,7 +158,10 @@ class ExchangeLink(ABC):
         self.exchange([byte for _ in ones], split(new_like(byte, len(ones)), ones))
 
     def gather_bytes(self, data: bytes, root: int | None) -> list[bytes] | None:
-        """Gather bytes; short ones are sent together with their lengths, in one exchange."""
+        """Return the bytes of all ranks; None if there is a root and this rank is not it.
+
+        Short ones are sent together with their lengths, in one exchange.
+        """
         room, world = _SLOT_BYTES - _LENGTH_BYTES, self.world_size
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
         own_head = self.from_bytes(head.ljust(_SLOT_BYTES, b"\0"))

@@ -55,7 +55,7 @@ def _check_numbers(operation: str, array: Any) -> None:
 
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple of int."""
+    """Return a shape that the caller passed, an int or a sequence, as a tuple of int."""
     axes: Sequence[int]
     try:
         axes = (index(shape),)  # type: ignore[arg-type]

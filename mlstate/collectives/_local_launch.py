@@ -23,7 +23,7 @@ MEET_SECONDS = 120.0  # for spawned processes to import their modules
 
 
 def _end_with_parent() -> None:
-    """Make the system end this process with SIGTERM when its parent ends."""
+    """Make the system end this process, a rank, when its parent, which called `run`, ends."""
     import signal
     import sys
 
@@ -154,7 +154,7 @@ class _Rank:
 
 
 def _describe_exit(process: BaseProcess) -> str:
-    """Return how a process ended that sent no message."""
+    """Return a text for the user: how the process of a rank ended that sent no message."""
     import signal
 
     code = process.exitcode
@@ -168,7 +168,7 @@ def _describe_exit(process: BaseProcess) -> str:
 
 
 def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
-    """Wait until all have ended, a grace period after a failure is over, or the deadline."""
+    """Wait for the messages of all ranks, a grace period after a failure, or the deadline."""
     from multiprocessing.connection import wait
 
     order = 0
@@ -185,7 +185,7 @@ def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
 
 
 def _end_processes(processes: Iterable[BaseProcess]) -> None:
-    """End all processes: wait, then terminate, then kill."""
+    """Wait for the ranks' processes to end; terminate, then kill those that do not."""
     alive = [process for process in processes if process.pid is not None]
     end = time.monotonic() + GRACE_SECONDS
     for stop in ("", "terminate", "kill"):
@@ -243,7 +243,7 @@ def run(
 
 
 def _find_error(ranks: list[_Rank], timeout: float | None) -> BaseException:
-    """Return the error of the rank that failed first, or of the ranks that are late."""
+    """Return the error for the caller of `run`: of the rank that failed first, or of late ranks."""
     ended = [rank for rank in ranks if rank.done and not rank.has_result()]
     if ended:
         return min(ended, key=_Rank.failure_order).error()

@@ -96,7 +96,7 @@ def _open_listener(address: str) -> socket.socket | None:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a process that was killed while it listened."""
+    """Remove the socket file at `path` if no process listens: its process was killed."""
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -121,7 +121,7 @@ def _send_line(peer: socket.socket, message: dict[str, Any]) -> None:
 def _receive_line(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]:
     """Return a line, and the descriptor that came with it or -1.
 
-    Raises `_GoneError` if the other process is gone, and TimeoutError after the deadline.
+    Raises `_PeerLostError` if the other process is gone, and TimeoutError after the deadline.
     """
     import socket
 
@@ -212,7 +212,7 @@ class _Host:
             peer.close()
 
     def send_error(self, reason: str) -> CollectiveError:
-        """Send an error to all ranks, also to slightly late ones, and return it."""
+        """Send an error to all ranks, also to slightly late ones; return it as an exception."""
         informed = len(self.ranks) + len(self._unidentified)
         for peer in (*self.ranks.values(), *self._unidentified):
             _send_line(peer, {"error": reason})
@@ -227,7 +227,10 @@ class _Host:
         return _join_error(0, reason)
 
     def gather(self, deadline: float, seconds: float) -> None:
-        """Wait until all ranks have connected; raise CollectiveError at the deadline."""
+        """Wait until all ranks have connected; raise CollectiveError at the deadline.
+
+        `deadline`: on `time.monotonic`. `seconds`: the same as duration, for the error.
+        """
         import select
 
         while len(self.ranks) < self._world_size - 1:

@@ -232,7 +232,10 @@ def _read_contexts(file: str, parameters: dict[str, Any]) -> dict[int, str]:
 
 
 def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
-    """Return the names of all chunks; they may lack the extension, or have another one."""
+    """Return the file names of all chunks from the parameters of a meta.yaml.
+
+    They may lack the extension, or have another one.
+    """
     monolithic = _text(file, parameters, "monolithic_model")
     if monolithic is not None:
         return [monolithic]

@@ -319,7 +319,10 @@ def is_inside(path: str) -> bool:
 
 
 def _read_manifest(folder: str, source: Any) -> str:
-    """Return the path of the specification that a package's manifest names."""
+    """Return the path of the specification in a package, from its Manifest.json.
+
+    `source`: the caller's path, for errors.
+    """
     file = "Manifest.json"
     name = os.path.join(folder, file)
     try:

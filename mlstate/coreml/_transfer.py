@@ -46,7 +46,7 @@ _WRITABLE_DTYPES = ("float32", "float64", "int32")  # accepted by `write_state`
 def _check_names(
     names: str | Sequence[str], specs: Mapping[str, StateSpec | Sequence[int]] | None
 ) -> tuple[str, ...]:
-    """Return the names of states; raise TypeError if they or `specs` have another type."""
+    """Return the names of the states to move as a list; raise TypeError for wrong arguments."""
     if specs is not None and not isinstance(specs, Mapping):
         raise TypeError(
             "specs must be the target model's state_specs(...) or a mapping of names to shapes, "

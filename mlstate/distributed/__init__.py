@@ -97,7 +97,7 @@ def _collection_mode(source: Any, model: Any) -> str:
 
 
 def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
-    """Return a state with shards in place of DTensors; the state itself if it has none."""
+    """Return a state with a `Shard` for each DTensor; the state itself if it has no DTensor."""
     shards = {
         name: value
         for name, value in state.items()
@@ -142,7 +142,7 @@ def _collect_state(
 
 
 def _select_tensors(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
-    """Return the tensors that `names` select, in the state's order."""
+    """Return a state with the tensors that `names` select; None: all. Raises for unused names."""
     if names is None:
         return state
     from ..checkpoint._store.name_globs import Names, listed_names

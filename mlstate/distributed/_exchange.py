@@ -152,7 +152,10 @@ def _align_up(count: int) -> int:
 
 
 def _take_ranges(queue: deque[tuple[Job, int]], room: int) -> tuple[list[Piece], int]:
-    """Take ranges from a queue of (job, elements done) up to `room` bytes; at least one element."""
+    """Take element ranges from a queue for a message of `room` bytes; at least one element.
+
+    `queue`: (job, elements done), updated.
+    """
     pieces: list[Piece] = []
     at = 0
     while queue:
@@ -281,7 +284,7 @@ class Gathering(_Transfer):
         return digests
 
     def _jobs(self, state: Mapping[str, object], tensors: list[Tensor]) -> list[Job]:
-        """Copy the root's own parts; list the other transfers, in the same order on every rank."""
+        """Copy the root's own parts; return the other transfers, in one order on all ranks."""
         jobs = []
         for tensor in tensors:
             if tensor.steps is None or tensor.tied is not None:

@@ -151,7 +151,10 @@ _KINDS = {True: "a whole array", False: "a Shard"}
 
 
 def _compare_metadata(name: str, entries: Mapping[int, Entry]) -> list[RankDifference]:
-    """Return the differences between ranks in a tensor's properties, without its elements."""
+    """Return the differences of one tensor between ranks, except of its elements.
+
+    `entries`: its description on each rank.
+    """
     kinds = {rank: _KINDS[entry.steps is None] for rank, entry in entries.items()}
     differences = _find_outliers("kind", name, kinds)
     differences += _find_outliers(
@@ -169,7 +172,7 @@ def _compare_metadata(name: str, entries: Mapping[int, Entry]) -> list[RankDiffe
 
 
 def _find_gaps(tensor: Tensor) -> list[RankDifference]:
-    """Return a difference for parts that no rank has; empty parts are not required."""
+    """Return a difference if no rank has some part of a tensor; empty parts are not required."""
     layout = Layout(tensor.steps or ())
     lost = [
         index

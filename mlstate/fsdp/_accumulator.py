@@ -87,7 +87,10 @@ _NO_OTHER_REFERENCE = _count_references(_Sum(None, "", np.empty(0, np.uint8)))
 
 
 def _find_memory(size: int, before: _Sum | None) -> Any:
-    """Return memory for a sum: the last round's if nothing else refers to it, else new memory."""
+    """Return `size` bytes for a sum: the last round's if nothing else refers to it, else new ones.
+
+    `before`: the sum of the last round, or None.
+    """
     if (
         before is not None
         and before.memory is not None
@@ -323,7 +326,7 @@ class GradientAccumulator:
         return started
 
     def _allocate_sum(self, name: str, gradient: Any) -> _Sum:
-        """Allocate a sum for the first gradient of a parameter, which the caller copies into it."""
+        """Return a new sum for a parameter; the caller copies the first gradient into it."""
         gradient_dtype = dtype_name(gradient)
         dtype = (self._dtype if gradient_dtype in NARROW_FLOATS else None) or gradient_dtype
         in_core = dtype in _ADDED and _readable(gradient) is not None

@@ -161,7 +161,7 @@ def _is_dense_on_cpu(gradient: Any) -> bool:
 
 
 def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
-    """Return why a gradient does not fit its unit, or an empty string."""
+    """Return why a gradient does not fit its unit, as a text for the error, or ""."""
     like = unit.like  # comparing torch shapes and dtypes is faster than comparing names
     is_common = like is not None and type(gradient) is type(like) and _is_dense_on_cpu(gradient)
     if is_common and gradient.shape == like.shape and gradient.dtype is like.dtype:
@@ -207,7 +207,7 @@ def _output_memory(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
 
 
 def _check_sum(local: Any, out: Any) -> None:
-    """Raise ValueError if the sum `out` cannot be added to the local gradient."""
+    """Raise ValueError if the sum `out` cannot be added to the local gradient (None: it can)."""
     if local is None:
         return
     for label, got, expected in (

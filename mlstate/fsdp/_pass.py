@@ -144,7 +144,7 @@ class BackwardPass:
                     self.arrived[unit.parameter_name].fail()
 
     def _wait(self) -> BaseException | None:
-        """Wait until the thread has reduced all submitted buckets; return the first error."""
+        """Wait until the thread has reduced all submitted buckets; return its error or None."""
         error: BaseException | None = None
         for work in self._works:
             try:
@@ -154,7 +154,7 @@ class BackwardPass:
         return error
 
     def _reduce_submitted(self) -> None:
-        """Reduce submitted buckets that earlier calls have not; called once for each bucket."""
+        """Reduce the submitted buckets that no earlier call has reduced; called once for each."""
         first, end = self._reduced, min(self._submitted, self._reduced + _BUCKETS_PER_HEADER)
         if first == end:
             return

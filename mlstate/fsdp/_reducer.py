@@ -340,7 +340,7 @@ class Session:
                 entry.store(accumulate=self._pending_terms.accumulate)
 
     def _find_nonfinite(self, entries: Sequence[Entry]) -> dict[str, tuple[int | None, str]]:
-        """Return the gradients and sums of all ranks with non-finite elements, with reasons."""
+        """Return the failures, by name, of gradients and sums that are not finite on any rank."""
         own_counts = {}
         for entry in entries:
             name = entry.unit.parameter_name
@@ -653,7 +653,10 @@ class Reducer:
         return _core.bucket_reduce(handle, compression, self._own_message, self._receive)
 
     def _exchange_parts(self, sizes: list[int], own_bytes: int) -> None:
-        """Send each rank its packed part, and receive this rank's part from each of them."""
+        """Send each rank its part of the packed message, and receive this rank's part from each.
+
+        `sizes`: bytes for each rank. `own_bytes`: from each.
+        """
         expected = [own_bytes] * self.world_size
         expected[self.rank] = 0
         self._receive = _ensure_size(self._receive, sum(expected))

@@ -180,7 +180,7 @@ def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
 
 
 def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
-    """Return this rank's description of a parameter: sketches of its local part and all parts."""
+    """Return this rank's message about a parameter: sketches of its local part and all parts."""
     starts = list(accumulate(unit.counts, initial=0))
     wrong = ""
     facts: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}

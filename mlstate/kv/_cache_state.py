@@ -523,7 +523,7 @@ class CacheState(CopiedByValue):
         self._set_length(snapshot.length)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
-        """Raise unless `restore` can go back to a snapshot."""
+        """Raise unless `restore` can go back to a snapshot: of this state, and not outdated."""
         spec, arrays, _, _, identity = self._cache
         if snapshot._history is not self._history:
             text = "the snapshot is of another CacheState"
@@ -891,7 +891,7 @@ def _move_tokens(array: Any, entry: CacheEntry, ring: Ring) -> Any:
 
 
 def _refuse_negative(number: int) -> int:
-    """Raise for the argument of `crop` of transformers, which `trim` takes without a sign."""
+    """Raise for a negative length, as `crop` of transformers takes it; `trim` does not."""
     raise capacity_error(
         f"n must be at least 0, got {number}: crop keeps the first n tokens; to drop {-number} "
         f"tokens, as crop of transformers does, use trim({-number})",

@@ -177,7 +177,7 @@ class StateManagerBase:
         return context
 
     def _read_context(self, size: int, model: Any) -> Context:
-        """Return the models of a size with their states, and which of them create states."""
+        """Return `model`, for `size` positions, as its chunks with the specs of their states."""
         is_chunked = isinstance(model, list | tuple)
         chunks = tuple(model) if is_chunked else (model,)
         if not chunks:
@@ -342,7 +342,10 @@ class StateManagerBase:
     def _make_states(
         self, size: int, make: Callable[[object, Specs], object] | None = None
     ) -> tuple[object, ...]:
-        """Create empty states, or those of `make`; None for a chunk model that declares none."""
+        """Return new states for the models of `size`; `make` creates one of a chunk.
+
+        None for a chunk that declares none.
+        """
         context = self._context(size)
         make = make or self._make_state
         return tuple(
@@ -571,7 +574,7 @@ class StateManagerBase:
 
     @contextmanager
     def _replacing_state(self, size: int) -> Iterator[object]:
-        """Make a new, empty state the current one; restore the former one after an exception."""
+        """Make an empty state the current one; if the block raises, restore the former one."""
         former = self._size, self._states
         self._context(size)
         self._size, self._states = size, None

@@ -94,7 +94,7 @@ def _mismatch(where: str, text: str, expected: Any, got: Any) -> CompatibilityEr
 
 
 def _facts_of(cache: Any) -> dict[str, Any]:
-    """Return the facts by name that must be equal to overwrite the content of a cache."""
+    """Return properties of a cache by name; they must be equal to overwrite it in place."""
     facts: dict[str, Any] = {"class": _class_name(cache)}
     if isinstance(cache, CacheState):
         return facts | {f"entry {entry.name!r}": entry for entry in cache.spec}

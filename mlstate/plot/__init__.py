@@ -390,7 +390,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
 
 
 def _clock(plan: Plan) -> tuple[NDArray, float, str]:
-    """Return when each step begins and the last one ends, and unit and label of the axis.
+    """Return the begin of each step and the end of the last, and the unit and label of the axis.
 
     If no step takes time, each step counts as one.
     """

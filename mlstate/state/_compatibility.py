@@ -195,10 +195,7 @@ class CompatibilityResult:
 
 
 def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict unchanged, and a module or any other mapping as a dict.
-
-    The core rejects other types.
-    """
+    """Return a module's or another mapping's entries as a dict; a dict is returned unchanged."""
     if is_module(state):
         return backend_of(state, StateBackend).module_entries(state)
     if not isinstance(state, dict) and isinstance(state, Mapping):

@@ -50,7 +50,7 @@ def _title(state: StateDict) -> str:
 
 
 def _facts(array: Array) -> tuple[str, str]:
-    """Return dtype and shape of an array as text."""
+    """Return the texts of an array's dtype and shape; "" for an unreadable shape."""
     dtype_value = getattr(array, "dtype", type(array).__name__)
     dtype = label_of(dtype_value) or str(dtype_value).removeprefix("torch.")
     try:
@@ -74,7 +74,7 @@ def state_repr(state: StateDict) -> str:
 
 
 def _line(row: Row) -> str:
-    """Return the HTML of one row: name, dtype, shape, size."""
+    """Return the HTML of a row of the tree: name, dtype, shape, size."""
     leaves = row.leaves
     sums = f"{count_text(len(leaves), 'tensor')}, {bytes_text(sum(leaf.nbytes for leaf in leaves))}"
     if len(row.nodes) > 1:

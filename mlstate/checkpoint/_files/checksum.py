@@ -89,7 +89,7 @@ def _identity(file: Any) -> tuple[int, ...]:
 
 
 def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str, Any]:
-    """Return the members of a file's entry; raise StoreError if it changes meanwhile."""
+    """Return the JSON members (size, checksums) of one file; raise StoreError if it changes."""
     starts = _starts_of(path)
     with open_regular(path) as file:
         before = _identity(file)
@@ -235,7 +235,7 @@ class _Compared(NamedTuple):
 
 
 def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
-    """Return the digests in the names of the blobs that files of a Hub's cache link to."""
+    """Return the digests of files in the Hub's cache, by name: the names of their blobs."""
     blobs = {}
     digests: set[str] = set()
     for name in names:
@@ -250,7 +250,7 @@ def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_compared(path: str) -> _Compared | None:
-    """Return the checksums and digests of the files at a local path; None without any."""
+    """Return what the files at a local path are compared with: checksums, digests; else None."""
     if os.path.isdir(path):
         folder, names = path, _list_files(path, refuses_links=False)
         checksums = find_of_folder(path)

@@ -361,7 +361,7 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
 def _join_states(
     model: StateDict | None, optimizer: OptimizerStateDict | None
 ) -> tuple[StateDict, dict[str, Any]]:
-    """Return one state for both, and the record to split it again; {} for a single state."""
+    """Return one state for a flat file, and the record to split it again; {} for a single state."""
     parts = {"model": model, "optimizer": optimizer}
     present = {name: state for name, state in parts.items() if state is not None}
     if len(present) == 1:

@@ -46,7 +46,7 @@ class FileHeader(NamedTuple):
 
 
 def _as_array(dtype: str, shape: list[int]) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of a tensor's array; for a tensor without one, those in the file."""
+    """Return dtype and shape as `load_file` gives them; without an array, those in the file."""
     info = FILE_DTYPES.get(dtype)
     if info is not None and info.kind == "packed":
         bits = shape[-1] * info.element_bits if shape else 1

@@ -74,7 +74,7 @@ class CachedFolder(ObjectFolder):
                 warnings.warn(problem, CheckpointWarning, stacklevel=2)
 
     def _read_unit(self, call: LoadCall, unit: Unit) -> int:
-        """Read the answers of a unit; if they are damaged, ask the store again.
+        """Put the bytes of a unit's answers into arrays; if they are damaged, ask the store again.
 
         The cache then forgets the objects, because it may have kept a damaged answer.
         """

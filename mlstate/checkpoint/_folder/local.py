@@ -231,7 +231,7 @@ class LocalFolder:
         return os.path.isdir(self.path)
 
     def require_folder(self) -> None:
-        """Raise StoreError if there is no such folder."""
+        """Raise StoreError if the folder to verify does not exist."""
         if self.has_checkpoint():
             return
         reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(self.path)}")

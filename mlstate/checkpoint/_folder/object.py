@@ -141,7 +141,7 @@ class ObjectFolder:
         self._run_tasks([partial(read, path) for path in missing])
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
-        """Return size and time of objects, without those that do not exist; by listing."""
+        """Return size and time of those objects that exist, by path; sends list requests."""
         listed = {part: self.store.list_folder(part) for part in {*map(os.path.dirname, paths)}}
         infos = {}
         for path in paths:
@@ -321,7 +321,10 @@ class ObjectFolder:
 
     @contextmanager
     def file_to_verify(self, name: str, has_checksums: Callable[[str], bool]) -> Iterator[str]:
-        """Yield the local path of a copy: of all of a file with checksums, or of its header."""
+        """Yield a temporary local path of an object: a whole copy, or only its header.
+
+        `has_checksums`: without them only the header can be verified.
+        """
         with self._scratch() as local:
             path = os.path.join(local, name)
             self._copy_header(local, name)

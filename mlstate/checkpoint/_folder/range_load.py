@@ -48,7 +48,10 @@ class LoadCall:
     is_zeroed: bool
 
     def read(self, answers: Collection[Answer], at: Collection[int] | None = None) -> int:
-        """Fill the targets of the keys at some positions; return the number of bytes."""
+        """Put the bytes of answers into the arrays of the keys at positions `at`.
+
+        Returns the number of bytes.
+        """
         keys, cuts = self.keys, self.cuts
         if at is not None:
             keys = [keys[position] for position in at]

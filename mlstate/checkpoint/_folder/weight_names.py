@@ -147,7 +147,7 @@ _REMEDY = "pass the path of one file or index, or move the others away"
 
 
 def set_files(names: Collection[str], root: str) -> tuple[list[str], list[str]]:
-    """Return the files of a set, and the names of those that are missing.
+    """Return the numbered files among `names` that `root` describes, and the missing ones.
 
     Raises FormatError if the files do not have the numbers of a set.
     """

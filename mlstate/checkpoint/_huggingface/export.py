@@ -116,7 +116,7 @@ def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
 
 
 def _refuse_entries(content: SaveContent) -> None:
-    """Raise for a module's entries that are not tensors; metadata of torch is left out."""
+    """Raise if a module has entries that are not tensors, which the format cannot hold."""
     for name in content.entries:
         error = CompatibilityError(
             f"{name!r} is not a tensor, and a Hugging Face folder holds only tensors: save the "
@@ -162,9 +162,9 @@ def _take_state(
 
 
 def _refuse_existing(folder: str, start: Target | None) -> Target:
-    """Return the target; raise if its content must not be replaced.
+    """Return the target of an export; raise if its content must not be replaced.
 
-    `start` is the target when the caller began, if the caller replaces a Hugging Face folder.
+    `start`: the target when the caller began, if a Hugging Face folder is to be replaced.
     """
     target = start or Target.of(folder)
     if target.is_vacant or (start and os.path.isdir(folder) and LocalFolder(folder).find_weights()):

@@ -204,7 +204,7 @@ class Pairs:
         self._hidden = hidden  # keys of codes, scales, and facts about activations
 
     def renamed(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return the keys of tensors by the names that take their place, without scales."""
+        """Return the keys with names of weights in place of their codes, and without scales."""
         names: dict[str, str] = {}
         for key in keys:
             pair = self.by_codes.get(key)
@@ -238,7 +238,7 @@ class _Finder:
     # ---- 8-bit floats ----
 
     def find_bytes(self) -> None:
-        """Find weights of 8-bit floats, and scales with another weight or without one."""
+        """Add the weights of 8-bit floats; a scale without its weight becomes a problem."""
         names = {key for key, (dtype, _) in self.tensors.items() if dtype in FLOAT8S - {_EXPONENTS}}
         suffix = ".weight" + self.suffix if self.suffix == "_scale" else self.suffix
         names |= {

@@ -222,7 +222,7 @@ class ObjectStore:
     # ---- writing ----
 
     def put(self, key: str, data: bytes | pathlib.Path) -> None:
-        """Write an object whose name no other content ever has, so that it may be repeated."""
+        """Write an object; its name is used for this content only, so the write may be repeated."""
         nbytes = len(data) if isinstance(data, bytes) else os.path.getsize(data)
         store = self._upload_store(nbytes)
         self._send(
@@ -350,7 +350,7 @@ class ObjectStore:
 
     @contextmanager
     def temporary_object(self) -> Iterator[str]:
-        """Write a small object and yield its name; delete it, unless the store is gone."""
+        """Yield the name of a small new object, and delete it at the end."""
         name, is_gone = f".mlstate-{os.urandom(8).hex()}.tmp", False
         self.put(name, b"{}")
         try:

@@ -98,7 +98,7 @@ NO_STATES = NamedStates(None, {}, {})
 
 
 def check_names(states: Any) -> Mapping[str, Any]:
-    """Return the argument ``states=``; raise if it is not a mapping of valid names."""
+    """Return the user's argument ``states=``; raise if it is not a mapping of valid names."""
     if not hasattr(states, "keys"):
         raise TypeError(f"states must be a mapping of names to states, got {type(states).__name__}")
     for name in states:

@@ -44,7 +44,7 @@ def _bit_generator(value: Any) -> Any:
 
 
 def state_of(value: Any, library: str) -> Any:
-    """Return a copy of a generator's state, as arrays and plain values."""
+    """Return a copy of a generator's state, as arrays and plain values; `library`: its kind."""
     if library == "python":
         import numpy as np
 

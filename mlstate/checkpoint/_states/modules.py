@@ -41,7 +41,7 @@ def encode_entries(entries: Mapping[str, Any], metadata: Mapping[str, Any], wher
 
 
 def metadata_of(state: object) -> dict[str, dict[str, Any]]:
-    """Return the metadata that the result of a torch module's ``state_dict()`` carries."""
+    """Return the metadata of modules that torch puts into a ``state_dict()``; {} if none."""
     carried = getattr(state, "_metadata", None)
     if not isinstance(carried, dict):
         return {}

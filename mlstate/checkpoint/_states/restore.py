@@ -301,7 +301,7 @@ class _Restorer:
 
 
 def _is_restorable(value: object) -> bool:
-    """Return whether a value inside of a target is restored itself, and not replaced."""
+    """Return whether a value in a target keeps its identity: it is restored, not replaced."""
     return (
         library_of(value) is not None
         or is_cache(value)
@@ -413,7 +413,7 @@ def undo_all(actions: list[Action], cause: BaseException) -> None:
 
 
 def apply_all(actions: list[Action]) -> None:
-    """Run the actions; if one fails, undo it and those before it, and raise CompatibilityError."""
+    """Run the actions; if one fails, undo all so far and raise CompatibilityError."""
     for number, action in enumerate(actions):
         try:
             action.apply()

@@ -89,7 +89,7 @@ class _Encoder:
         self.arrays: dict[str, Any] = {TEXT: None}
 
     def store(self, array: Any, path: tuple[str, ...]) -> str:
-        """Keep an array under a key made from its path, and return the key."""
+        """Keep an array for the checkpoint, and return its key, which is made from `path`."""
         key = name = ".".join(path) or "value"
         number = 1
         while key in self.arrays:
@@ -250,7 +250,7 @@ def _named_node(value: Any, where: str) -> dict[str, Any] | None:
 
 
 def _check_exact(value: Any, where: str) -> None:
-    """Raise UnstorableError for a value that would be decoded with another type."""
+    """Raise UnstorableError if a value would be decoded as another type; `where`: its path."""
     torch_tensor = is_torch(value)
     if torch_tensor and not value.requires_grad:
         return
@@ -282,7 +282,7 @@ def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
 
 
 def whole_arrays(tree: Tree) -> dict[str, NDArray]:
-    """Return the arrays of a tree that are not shards, in main memory."""
+    """Return a tree's arrays by key, without shards; its device tensors move to main memory."""
     arrays = {}
     for key, value in tree.arrays.items():
         if isinstance(value, Shard):
@@ -303,7 +303,7 @@ def pack_header(tree: Tree, arrays: Mapping[str, NDArray]) -> bytes:
 
 
 def pack(tree: Tree, nbytes: int) -> NDArray:
-    """Return a tree without its shards as `nbytes` bytes; the rest is zero."""
+    """Return a tree without its shards as `nbytes` bytes, filled up with zeros."""
     arrays = whole_arrays(tree)
     header = pack_header(tree, arrays)
     packed = np.zeros(nbytes, np.uint8)
@@ -345,7 +345,7 @@ def packed(value: Any, where: str) -> NDArray:
 
 
 def leaves_of(node: Any) -> list[Leaf]:
-    """Return the arrays of a JSON form, in order."""
+    """Return the arrays that a JSON form refers to, in its order."""
     leaves: list[Leaf] = []
     stack = [node]
     while stack:
@@ -375,7 +375,7 @@ class Decoder:
         self.tensor_of = tensor_of
 
     def value(self, node: Any) -> Any:
-        """Return the value of a JSON form."""
+        """Return the value of a JSON form, built from its arrays."""
         if isinstance(node, list):
             return [self.value(item) for item in node]
         if not isinstance(node, dict):
@@ -403,7 +403,7 @@ class Decoder:
         return array
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
-        """Return the value of a kind that is neither an array nor a plain container."""
+        """Return the value of a JSON form of the given kind; raise KeyError for an unknown one."""
         if kind == "BytesIO":
             file = BytesIO(self.arrays[node["key"]].tobytes())
             file.seek(node["position"])

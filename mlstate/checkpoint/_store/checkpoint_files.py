@@ -148,7 +148,7 @@ class CheckpointFiles:
             raise
 
     def read_manifest(self, name: str = MANIFEST) -> Manifest:
-        """Read a root; raise FormatError if a file under ``roots/`` does not match its own name."""
+        """Return the manifest in a root; raise FormatError if it does not match its file name."""
         if is_weights_root(name):
             try:
                 # the index in a download cache is a link
@@ -175,7 +175,7 @@ class CheckpointFiles:
         return manifest
 
     def _no_checkpoint(self, error: StoreError) -> StoreError:
-        """Return the error for a missing checkpoint; it describes the actual content."""
+        """Return the error for a path without a checkpoint; it describes the actual content."""
         text = self.folder.missing_reason()
         if not text:
             return error
@@ -283,7 +283,7 @@ class CheckpointFiles:
     # ---- indexes ----
 
     def load_index(self, record: IndexRecord) -> bytes:
-        """Read one rank's index; raise ChecksumError if it is not the committed one."""
+        """Return the bytes of one rank's index; raise ChecksumError if not as committed."""
         data = self.folder.read(record.path)
         crc = f"{_core.crc32c(data):08x}"
         if len(data) != record.bytes or crc != record.crc32c:
@@ -581,7 +581,10 @@ class CheckpointFiles:
             log("INFO", "%s: the damaged step %s cannot be marked: %s", self.path, root, error)
 
     def mark_steps(self, generation: str, damaged: Collection[str]) -> None:
-        """Mark the step of a generation, and other steps that need one of the damaged files."""
+        """Mark the step of a damaged generation, and others that need one of the damaged files.
+
+        A marked step is not counted by managers.
+        """
         for root in self.list_roots():
             is_damaged = root.generation == generation
             if not is_damaged:

@@ -61,7 +61,7 @@ class Manifest(NamedTuple):
 
 
 def build(manifest: Manifest) -> bytes:
-    """Return a manifest as JSON with its checksum; raise TypeError or ValueError if invalid."""
+    """Return the bytes of a manifest: JSON with its checksum; raise if a value is invalid."""
     import json
 
     indexes = manifest.indexes
@@ -191,7 +191,7 @@ def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] |
 
 
 def _read(document: Any) -> Manifest:
-    """Convert the parsed JSON to a Manifest, checking each member."""
+    """Return the manifest of parsed JSON; raise `_WrongError` at the first invalid member."""
     if not isinstance(document, dict):
         raise _WrongError("the text is not a JSON object")
     if _member(document, "format", str) != FORMAT:

@@ -35,7 +35,7 @@ def is_url(path: object) -> TypeGuard[str]:
 
 
 def _check_url(text: str) -> str:
-    """Return the URL of a checkpoint without a slash at the end; refuse wrong ones."""
+    """Return the URL of a checkpoint without a slash at the end; raise ValueError if invalid."""
     match = _URL.match(text)
     assert match is not None
     scheme, rest = match[1].lower(), match[2]
@@ -132,7 +132,10 @@ def open_files(
     *,
     reads: bool = False,
 ) -> CheckpointFiles:
-    """Return the files of the checkpoint at a path or URL; see `open_folder` for the arguments."""
+    """Return the files of the checkpoint at a path or URL, as an object; nothing is read.
+
+    `storage_options`: of a store. `reads`: the caller only reads, also weights of other programs.
+    """
     return CheckpointFiles(open_folder(path, storage_options, reads=reads))
 
 

@@ -58,7 +58,7 @@ def require_index(folder: Folder, root: str, data: bytes) -> None:
 
 
 def records_of(folder: Folder, files: tuple[str, ...]) -> tuple[Record | None, ...]:
-    """Return the records of files; () without checksums.
+    """Return the checksums' records of these files; () if the folder has no checksums.
 
     A file that the checksums do not list causes a warning.
     """

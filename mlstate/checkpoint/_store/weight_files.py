@@ -125,7 +125,7 @@ def list_set(folder: Folder, root: str) -> WeightFiles:
 
 
 def _check_unlisted(folder: Folder, weights: WeightFiles) -> None:
-    """Raise if the index leaves out files of the set that it names."""
+    """Raise if an index leaves out files that its listed files belong to (1 of 3, 2 of 3)."""
     sets = {set_of(name) for name in weights.files} - {None}
     unlisted = [name for name in unlisted_files(folder, weights) if set_of(name) in sets]
     if unlisted:
@@ -161,9 +161,9 @@ def _generation(infos: Mapping[str, FileInfo]) -> tuple[str, float]:
 
 
 def _read_texts(folder: Folder, name: str) -> dict[str, str]:
-    """Return the metadata of a file.
+    """Return the texts in the header of a safetensors file; {} if it is damaged or was replaced.
 
-    {} if it is damaged or was replaced, which reading its tensors reports.
+    Reading its tensors reports the damage.
     """
     try:
         with folder.header_files((name,)) as local:

@@ -195,7 +195,7 @@ class TierMoves:
             )
 
     def _refuse_existing_files(self, units: list[Unit]) -> None:
-        """Raise StoreError if a unit's file exists already: another program owns it."""
+        """Raise StoreError if the file of a new unit exists already: it is another program's."""
         existing = set(self._files())
         for unit in units:
             if unit.file in existing:
@@ -268,7 +268,7 @@ class TierMoves:
             return budget is not None and used > budget
 
     def _enforce_budget(self, unit: Unit) -> None:
-        """Move other units away, or this one, if its growth exceeds the tier's budget."""
+        """Move other units, or this one, to a farther tier if its growth exceeds the budget."""
         while self._is_over(unit):
             try:
                 self._make_room(unit, unit.tier)
@@ -277,7 +277,7 @@ class TierMoves:
                 self._move(unit, FARTHER[unit.tier])
 
     def _unit(self, name: str) -> Unit:
-        """Return a unit by name; the caller holds the lock."""
+        """Return a unit by its name; raise if it is unknown or the state closed. Needs the lock."""
         if not self._close.alive:
             raise ValueError("this TieredState is closed")
         try:

@@ -235,7 +235,7 @@ class TierPolicy:
         return moves
 
     def _choose_tiers(self, ranked: list[PlacedUnit]) -> list[tuple[PlacedUnit, Tier]]:
-        """Return each unit with the nearest tier that has the space, left by better units."""
+        """Return each unit of `ranked` with its tier: the nearest with space, best units first."""
         left = {
             tier: math.inf if budget is None else budget - used
             for tier, (used, budget) in self.totals().items()

@@ -203,7 +203,7 @@ def _units(units: Sequence[TierRecord], most: int) -> str:
 
 
 def tiers_html(report: TierReport) -> str:
-    """Return the tiers, each with a bar, and as many units as fit the byte limit."""
+    """Return the page of a report: tiers with bars, and as many units as fit the byte limit."""
     moved = "".join(f"<p>{_traffic_text(traffic)}</p>" for traffic in report.traffic)
 
     def make(most: int) -> str:

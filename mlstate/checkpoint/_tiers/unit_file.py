@@ -270,7 +270,7 @@ def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
 
 
 def _value_of(about: Mapping[str, Any], array: object) -> Any:
-    """Return the stored value: an array, a tensor if torch is installed, or a Shard of either."""
+    """Return a part's value as the file describes it: array, torch tensor, or a Shard of these."""
     if about.get("torch") is True:
         with suppress(ImportError):
             array = backend_named("torch", TensorBackend).tensors_of({"": array})[""]
@@ -345,7 +345,7 @@ def _of_kind(part: Part, array: Any) -> Any:
 
 
 def _from_device(part: Part, tensor: Any) -> Any:
-    """Copy a tensor to main memory, in the kind of its part."""
+    """Return a copy of a device tensor in main memory: an array or a tensor, as the part is."""
     copied = backend_of(tensor, TierBackend).in_memory(tensor)
     if part.is_tensor:
         return copied

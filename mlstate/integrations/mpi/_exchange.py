@@ -80,7 +80,7 @@ class Channel:
         self.keep([self.comm.Isend([empty, self.mpi.BYTE], r, tag) for r in others], empty)
 
     def find_departed_ranks(self) -> dict[int, str]:
-        """Return the ranks known to have given up, and the operation of each."""
+        """Return the ranks that have given up this group, and the failed operation of each."""
         status = self.mpi.Status()
         for number, operation in enumerate(_ENDINGS):
             tag = number << 3 | _DEPARTED
@@ -244,7 +244,7 @@ class Link(ExchangeLink):
         return self.error(f"rank {source} {how}: see its error")
 
     def _check_waiting(self, messages: _Messages) -> None:
-        """While nothing arrives: raise if the operation must end."""
+        """Raise while waiting if another rank gave up, the group was aborted, or time is up."""
         if self.channel.aborted:
             raise self.error("this group was aborted meanwhile")
         sources, targets = messages.waiting_for()

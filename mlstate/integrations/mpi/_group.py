@@ -106,7 +106,7 @@ class MPIGroup(Engine):
         self._operations = OperationQueue("mlstate-mpi-group", self._rank)
 
     def _duplicate(self, comm: Any) -> Any:
-        """Return a duplicate of the communicator; raise after the timeout."""
+        """Return a communicator of the same ranks for this group; raise after the timeout."""
         from mpi4py import MPI
 
         duplicate, request = comm.Idup()

@@ -34,7 +34,7 @@ _FOLDER = "mlstate"  # in the output folder of the Trainer
 
 
 def _generators() -> dict[str, Any]:
-    """Return the generators that a training draws from."""
+    """Return the random generators that a training uses, by name."""
     import torch
 
     generators: dict[str, Any] = {"python": random, "numpy": np.random, "torch": torch.random}
@@ -216,7 +216,7 @@ class MLStateCallback:
         return last_checkpoint(output, manager)
 
     def _open(self, args: Any) -> CheckpointManager:
-        """Return the manager of a training, and connect the ranks."""
+        """Return the manager for this training's folder; with several ranks, also connect them."""
         self._close()
         output = Path(args.output_dir)
         directory = output / _FOLDER if self._directory is None else self._directory

@@ -145,7 +145,10 @@ class SampledModel:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restore generators, buffers and gradients at exit; gradients are zeros inside."""
+        """Restore generators, buffers and gradients at the end of the block.
+
+        Inside, gradients are zeros.
+        """
         import torch
 
         states = generator_states(devices_of(tensors_in((self.args, self.kwargs))))

@@ -57,7 +57,7 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[object]:
 
 
 def _make_recorder(device: torch.device, look: bool) -> Any:
-    """Return a mode that records each call; `look` also determines which outputs can be kept."""
+    """Return a mode of torch that records operators; `look`: also which outputs can be kept."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import SAC_IGNORED_OPS

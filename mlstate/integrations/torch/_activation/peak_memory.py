@@ -153,7 +153,7 @@ class Allocations:
 
 
 def _memory_and_marks(roots: Any) -> Iterator[tuple[int, Any]]:
-    """Yield times of a tree of events: with memory events, or None for marks."""
+    """Yield time and memory event, or None for a mark, from the profiler's tree of events."""
     waiting = list(roots)
     while waiting:
         event = waiting.pop()

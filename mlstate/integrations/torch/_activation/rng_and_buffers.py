@@ -30,7 +30,7 @@ def refusal(
 
 
 def devices_of(leaves: Iterable[object]) -> set[torch.device]:
-    """Return the devices of tensors, except the CPU and meta."""
+    """Return the devices of the tensors among `leaves`, which have generators; not the CPU."""
     import torch
 
     return {
@@ -237,7 +237,7 @@ class Surroundings:
         ]
 
     def drop_unused(self) -> None:
-        """Discard the state that the first run neither used nor changed."""
+        """Forget, after the first run, recorded state that the run neither used nor changed."""
         now = _pack_states(generator_states(self._devices))
         self._states = {
             device: state for device, state in self._states.items() if state != now[device]

@@ -544,7 +544,7 @@ class Run:
             self._activations[i + 1 :] = [None] * (len(self._activations) - i - 1)
 
     def _free_finished(self, i: int) -> None:
-        """Free saved memory of later blocks, whose backward passes are complete."""
+        """Free saved memory of blocks after `i`, whose backward passes are complete."""
         for k in self._free_later:
             self._activations[k] = None
         self._free_later = []
@@ -600,7 +600,7 @@ class _SavedTensor:
         self.version = version_of(tensor)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor for a block; raise if it was changed in place."""
+        """Return the kept tensor; raise, naming the block `name`, if it was changed in place."""
         if version_of(self.value) != self.version:
             raise refusal(
                 name,
@@ -660,7 +660,7 @@ class _Packer:
             raise StopRecompute
 
     def finish(self) -> None:
-        """Raise if the number of saved tensors differs from the first run's."""
+        """Raise after a recomputation if it saved another number of tensors than the first run."""
         if self._slots is not None and self._count != len(self._slots):
             raise refusal(
                 self._name,

@@ -80,7 +80,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
-    """Return the blocks' modules by name, in the module's order."""
+    """Return the submodules that `blocks` names, by name, in order; None: the direct children."""
     if blocks is None:
         return dict(module.named_children())
     patterns = [blocks] if isinstance(blocks, str) else list(blocks)

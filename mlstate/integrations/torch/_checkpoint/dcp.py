@@ -33,7 +33,7 @@ class _Unpickler(pickle.Unpickler):
     """Unpickler that only finds classes of checkpoint metadata."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return a class that the file names, if it is allowed."""
+        """Return a class that a pickle names, if it is one of torch's for metadata; else raise."""
         import torch
         from torch.distributed.checkpoint import metadata
 
@@ -69,7 +69,10 @@ def _read_metadata(file: Any) -> Any:
 
 
 def _check(metadata: Any, available: int) -> None:
-    """Raise FormatError for paths outside of the directory, or tensors larger than its files."""
+    """Raise FormatError for metadata with paths outside of the directory, or too large tensors.
+
+    `available`: bytes of all files.
+    """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     transformed = False

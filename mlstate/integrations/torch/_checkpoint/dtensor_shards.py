@@ -247,7 +247,7 @@ def module_state(
 
 
 def _state_to_fill(contract: ModuleContract) -> tuple[dict[str, Any], Store]:
-    """Return a state with copies of the entries of units, and the function that loads these."""
+    """Return a module's state with copies for submodules that load themselves, and their loader."""
     copies = {}
     for name, value in contract.entries.items():
         part_of(name, value)  # raises if it is not a tensor

@@ -393,7 +393,7 @@ def parts_of(tree: Any, path: Path) -> Parts:
 
 
 def _outline(paths: list[tuple[Any, ...]]) -> Any:
-    """Return a tree of None with these paths; lists are as long as the numbers in it are many."""
+    """Return a nested tree of None whose values have these paths of keys and list indices."""
     if paths == [()]:
         return None
     inner: dict[Any, list[tuple[Any, ...]]] = {}
@@ -418,7 +418,7 @@ class Choice(NamedTuple):
 
 
 def choose_keys(paths: Mapping[str, tuple[Any, ...]], selection: Selection) -> Choice:
-    """Return the keys to read of a distributed checkpoint, of its keys with their paths."""
+    """Return the keys of a distributed checkpoint to read; `paths`: of each key in the tree."""
     if any(len(path) > _DEEPEST for path in paths.values()):
         raise FormatError(f".metadata has a value more than {_DEEPEST} levels deep")
     tree = _outline([*paths.values()])

@@ -76,7 +76,7 @@ def _place(name: str, value: Any) -> Place:
 
 
 def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise if elements of a tensor share memory, as after expand(): torch refuses the write."""
+    """Raise if elements of a target share memory, as after expand(): torch refuses the write."""
     if overlaps_itself(tensor):
         error = CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
@@ -273,7 +273,7 @@ def own_load(
 
 
 def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield parameters that FSDP1 ignores, and persistent buffers."""
+    """Yield name and tensor of parameters that FSDP1 ignores, and of persistent buffers."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         start = prefix + "." if prefix else ""
         for name, parameter in child._parameters.items():

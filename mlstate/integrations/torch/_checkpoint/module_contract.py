@@ -53,7 +53,7 @@ def _has_hooks(module: torch.nn.Module, *names: str) -> bool:
 
 
 def _loads_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module's load does more than copy to parameters and buffers."""
+    """Return whether a module's own load does more than copy to its parameters and buffers."""
     if _has_hooks(module, "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
         return True
     if _is_torch_method(module, "_load_from_state_dict"):
@@ -127,7 +127,7 @@ def _entries_match(
 
 
 def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
-    """Return modules, and all that share memory with them: the order of loading counts."""
+    """Return `chosen` (ids) with the modules that share memory with one: the order counts."""
     modules = list(module.modules())
     storages = {id(m): {(_memory_of(t) or (0,))[0] for _, t in _tensors_of(m)} for m in modules}
     count = -1
@@ -375,7 +375,7 @@ class OwnLoad:
         return [tables[id(unit)] for unit in self.units]
 
     def apply(self) -> None:
-        """Load the entries; raise CompatibilityError as ``load_state_dict`` raises."""
+        """Load the entries of all units; raise CompatibilityError as ``load_state_dict`` would."""
         missing: list[str] = []
         unexpected: list[str] = []
         errors: list[str] = []
@@ -392,7 +392,7 @@ class OwnLoad:
             raise _refusal((missing or unexpected or [name])[0], text)
 
     def undo(self) -> None:
-        """Load the earlier entries back, and restore the memory."""
+        """Load the entries from before `apply` back, and restore parameters and buffers."""
         import torch
 
         failures: list[str] = []

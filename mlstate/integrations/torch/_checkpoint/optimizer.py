@@ -135,7 +135,7 @@ def check_state_name(name: str, state: object) -> None:
 def _collect_states(
     named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Return the values of all states by ``"<parameter>.<state name>"``."""
+    """Return the values of all states by ``"<parameter>.<state>"``; `named`: parameters by name."""
     check_contract(optimizer)
     parameter_ids = {id(parameter) for parameter in named.values()}
     if any(id(key) not in parameter_ids for key in optimizer.state):

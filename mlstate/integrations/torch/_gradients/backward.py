@@ -85,7 +85,7 @@ class ModuleHooks(Hooks):
         self._make_live()
 
     def begin_pass(self, on_end: Callable[[], None], rank: int) -> weakref.ref[object]:
-        """Call a function at the end of the running backward pass, unless an error aborts the pass.
+        """Call `on_end` at the end of the running backward pass, unless an error aborts the pass.
 
         Returns a weak reference that is dead after the pass.
         """
@@ -131,7 +131,7 @@ class ModuleHooks(Hooks):
     def take_missing(
         self, name: str, token: Callable[[], object] | None
     ) -> tuple[object, Callable[[], None] | None]:
-        """Apply `take` to a gradient of earlier passes that this pass did not compute."""
+        """Return, as `take`, a parameter's gradient of earlier passes, if this pass had none."""
         if name in self.unsent:
             self._drop_zeroed(name)
             return self.take(name, token)

@@ -164,7 +164,7 @@ def _read_static(at: _Place) -> None:
 
 
 def _read_fp8(at: _Place) -> None:
-    """Add codes by position, the scale of each, and the dtype of the values."""
+    """Add the codes, scales and dtype of an FP8 layer as entries, without copying."""
     tokens = value_of(at.layer, at.where, "cumulative_length", int)
     for part in ("keys", "values"):
         attribute = f"_quantized_{part}"
@@ -207,7 +207,7 @@ def _read_indexer(at: _Place) -> None:
 
 
 def _read_states(at: _Place, number_of_states: int) -> None:
-    """Add the states of a linear attention that has seen a token."""
+    """Add the convolution and recurrent states of a layer, if it has seen a token."""
     as_count(f"{at.where}: number_of_states", number_of_states)
     for number in range(number_of_states):
         of = at.layer, at.where
