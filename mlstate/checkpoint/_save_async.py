@@ -334,7 +334,10 @@ class SaveJob:
             raise RuntimeError(f"the save of {self.path} cannot wait for itself, in its progress=")
 
     def reached(self, event: str, timeout: float | None = None) -> bool:
-        """Wait for "staged" or "ended", and record the wait; return False after the timeout."""
+        """Wait until the save is "staged" or "ended"; return False after the timeout.
+
+        The wait is recorded for the report of times.
+        """
         if getattr(self, event):
             return True
         self.refuse_own_thread()

@@ -412,7 +412,7 @@ def _description_error(path: Path, reason: str) -> FormatError:
 
 
 def _write_safetensors(target: Target, parts: Parts) -> None:
-    """Write a safetensors file; metadata values other than str are stored as JSON."""
+    """Write a converted state to a safetensors file; metadata other than str are stored as JSON."""
     from .. import save_file
 
     model, optimizer, metadata, _ = parts

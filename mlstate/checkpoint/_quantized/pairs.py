@@ -326,9 +326,10 @@ class _Finder:
 
 
 def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pairs | None:
-    """Return the pairs of a folder with quantized weights; None if its config names no method.
+    """Return the quantized weights of a Hugging Face folder, each paired with its scales.
 
-    `tensors` returns dtype and shape of its tensors by their keys.
+    None if its config names no quantization. `tensors` returns dtype and shape of all tensors by
+    key.
     """
     quantization = read_quantization(folder)
     if quantization is None:

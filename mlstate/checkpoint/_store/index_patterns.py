@@ -32,9 +32,10 @@ def pattern_of(text: bytes) -> dict[str, Any]:
 
 
 def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]]:
-    """Return the ranks that store each part of a tensor.
+    """Return the ranks that store each part of a tensor, by part.
 
-    `places` are the tensor's places in a merged index that has one index for each pattern.
+    `places`: from a merged index that has one index for each pattern: pairs of C integers, the
+    pattern and the tensor's group in it.
     """
     owners: dict[int, list[int]] = {}
     for index, group in struct.iter_unpack("=II", places):

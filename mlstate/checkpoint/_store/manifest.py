@@ -123,7 +123,10 @@ def _kind(members: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[st
 
 
 def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Return the descriptions of the named states in a manifest by name, None if it has none."""
+    """Return the descriptions of the named states by name; None if the manifest has none.
+
+    `members`: the manifest's JSON object.
+    """
     if "states" not in members:
         return None
     listed = _member(members, "states", dict)

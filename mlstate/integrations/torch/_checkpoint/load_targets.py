@@ -212,7 +212,10 @@ class Filling:
         self.zeros.append(self.places[name].tensor)
 
     def done(self) -> None:
-        """Complete the load after all reads: copy to devices, set zeros. It cannot fail."""
+        """Complete the load after all reads: copy to devices, set zeros.
+
+        The checkpoint can cause no error here.
+        """
         import torch
 
         with torch.no_grad():
