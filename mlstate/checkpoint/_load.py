@@ -98,6 +98,7 @@ class LoadedState:
         step: int | None = None,
         states: dict[str, Any] | None = None,
     ) -> None:
+        """Keep the loaded states; the class describes them."""
         self.states: dict[str, Any] = {} if states is None else states
         self.model: ModelStateDict | Any = model  # Any: None, or a target of `into`
         self.optimizer: OptimizerStateDict | Any = optimizer
@@ -117,6 +118,8 @@ class LoadedState:
         )
 
     def __repr__(self) -> str:
+        """Return the number of tensors of each state, the metadata and the step."""
+
         def shown(state: object) -> str:
             """Return a state's short text: None, its tensor count, or "filled" for a module."""
             if state is None:

@@ -720,11 +720,7 @@ class CacheState(CopiedByValue):
         parameters: Mapping[str, Any],
         capacity: int | None,
     ) -> tuple[set[str], _Cache]:
-        """Return the names of converted entries, and a new cache with them; this one is unchanged.
-
-        `names`: None: all entries of `kind`. `parameters`: of the new entries. `capacity`: None: as
-        before.
-        """
+        """Return the names of converted entries and a new cache; this one is unchanged."""
         cache = self._cache
         chosen = chosen_entries(cache.spec, names, kind)
         resized = cache.spec if capacity is None else _resized_spec(cache, capacity)
@@ -750,7 +746,7 @@ class CacheState(CopiedByValue):
         return f"CacheState({_tokens_text(spec, length)}; {spec._title().split(';')[0]})"
 
     def _repr_html_(self) -> str:
-        """Return the entries as an HTML table for notebooks, with the tokens that each holds."""
+        """Return the entries as an HTML table for notebooks."""
         spec, length = self._cache.spec, self._cache.length
         rows = []
         for entry in spec:

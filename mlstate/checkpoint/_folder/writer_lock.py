@@ -65,6 +65,7 @@ def _pid_space() -> str:
 
 
 def _me() -> dict[str, Any]:
+    """Return what identifies this process in a lock's text: host, boot, process id, start time."""
     import socket
 
     pid = os.getpid()
