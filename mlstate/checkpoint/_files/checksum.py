@@ -375,9 +375,9 @@ def compare_files(
 def compare_weights(
     folder: Folder, names: Iterable[str], progress: Callable[[int], object] | None
 ) -> tuple[int, list[Problem]]:
-    """Compare files of a folder, or all that its checksums list if `names` is empty.
+    """Compare files of weights with their checksums; return bytes read and problems.
 
-    Returns the number of bytes, and the problems.
+    `names` empty: all files that the checksums list. Nothing is compared without checksums.
     """
     checksums = find_checksums(folder)
     count, problems = 0, list[Problem]()

@@ -457,7 +457,8 @@ class CheckpointFiles:
     ) -> list[str]:
         """Delete the shard files and indexes that no root needs; the caller holds the lock.
 
-        `merged_indexes` and `roots` as for `needed_files`. Returns the paths, also in a dry run.
+        `merged_indexes`, `roots`: those already read, by generation and path. Returns the deleted
+        paths, in a dry run those to delete.
         """
         dead = sorted({*self.known_files()} - self.needed_files((), merged_indexes, roots))
         return dead if dry_run else self.remove(dead)
