@@ -372,7 +372,7 @@ class Session:
             entries[name].undo_unused()
 
     def finish(self, operation: str) -> None:
-        """Wait until all ranks end their session, and raise this session's failures, on all ranks.
+        """Wait until all ranks end their session, and raise the failures, on all ranks.
 
         `operation`: for the error.
         """
