@@ -195,7 +195,9 @@ def _merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group
     """Return the groups of an optimizer whose parameters ranks hold in part.
 
     The groups of the first rank come first, then the groups of other ranks, without parameters
-    of an earlier rank.
+    of an earlier rank. `groups_of` has the groups by rank. If a group has no names of parameters,
+    there is nothing to join by, so the groups of the first rank are returned. Raises ValueError if
+    ranks disagree about the values of a parameter's group.
     """
     if not all("params" in group for groups in groups_of.values() for group in groups):
         return next(iter(groups_of.values()))

@@ -248,7 +248,7 @@ def choose(
 ) -> StateSpecs:
     """Return the states of one function of a model; None: of the default one.
 
-    `seq_axis`: replaces the sequence axis of states with fixed shapes.
+    `seq_axis`: the sequence axis of states without one dynamic dimension.
     """
     functions, default = read_functions(source, verified=verified)
     chosen = choose_function(functions, function or default)
@@ -259,7 +259,11 @@ def choose(
 
 
 def _with_axis(states: dict[str, StateSpec], axis: int) -> dict[str, StateSpec]:
-    """Return the states with another sequence axis; dynamic states keep theirs."""
+    """Return the states with another sequence axis.
+
+    States with one dynamic dimension, and states without this axis, keep theirs. Raises
+    CompatibilityError if then no state has a sequence axis.
+    """
     changed = {}
     for name, spec in states.items():
         rank = len(spec.shape)

@@ -424,11 +424,12 @@ def gather_parts(
 ) -> tuple[GatheredShards, ExportPlan]:
     """Gather this rank's parts, and plan the files; every rank calls it.
 
-    `copy` copies tensors on a device. If any rank fails, all raise.
+    `copy` copies tensors on a device. Removes tied names, and parts that other ranks write, from
+    the state in `request.content`. If any rank fails, all raise.
     """
-    target, most, content, own_table, dtype = request
+    target, content, max_bytes = request.target, request.content, request.max_shard_bytes
     together(target.group, content.error)
-    table = exchange_tables(target.group, own_table, [os.path.realpath(target.path), most])
+    table = exchange_tables(target.group, request.table, [os.path.realpath(target.path), max_bytes])
     state = content.dicts[0]
     assert state is not None
     for name in table.tied:
@@ -436,8 +437,8 @@ def gather_parts(
     drop_copies(target.group, table.tensors, state)
     gathered = gather_shards(target, content, copy)
     together(target.group, gathered.error)
-    plan = make_plan(table.tensors, most)
-    return gathered, plan._replace(is_converted=bool(dtype))
+    plan = make_plan(table.tensors, max_bytes)
+    return gathered, plan._replace(is_converted=bool(request.dtype))
 
 
 def export(

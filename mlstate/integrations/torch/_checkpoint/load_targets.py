@@ -17,16 +17,13 @@ from .._tensors.dtypes import torch_has
 from .._tensors.memory import note_written
 from .._tensors.state import state_dict_of
 from .dtensor_shards import (
-    ParameterSlot,
-    _flat_sharded,
     _reshard,
     module_state,
     optimizer_parts,
-    parameter_slots,
     part_of,
 )
 from .dtensor_shards import tied_names as tied_names
-from .fsdp1_flat import flat_runs, is_flattened, reshard_flat
+from .fsdp1_flat import flat_runs, flat_wrappers, is_flattened, reshard_flat
 from .module_contract import EXTRA, ModuleContract, OwnLoad, refuse_units
 from .module_names import unwrapped_name
 from .optimizer import (
@@ -46,6 +43,7 @@ from .optimizer_contract import (
 )
 from .optimizer_contract import has_standard_state_dict as has_standard_state_dict
 from .optimizer_groups import Scope, match_groups, set_state
+from .optimizer_slots import ParameterSlot, parameter_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -105,7 +103,7 @@ def _ranks_of(wrapper: Any) -> int:
 
 def _check_ranks(module: torch.nn.Module, ranks: int) -> None:
     """Raise ValueError if a module is spread over more ranks than take part in the load."""
-    for wrapper in _flat_sharded(module):
+    for wrapper in flat_wrappers(module):
         if _ranks_of(wrapper) > ranks:
             name = next(iter(flat_runs(module, [wrapper])), type(module).__name__)
             raise _refuse_alone(name, _ranks_of(wrapper), ranks)
@@ -136,7 +134,7 @@ def saved_module(
     For saving by a number of ranks: raises ValueError if the module is spread over more ranks.
     """
     _check_ranks(module, ranks)
-    if _flat_sharded(module):
+    if flat_wrappers(module):
         return module_state(module)[0], {}, {}
     contract = ModuleContract(module, state_dict_of(module))
     tensors, others = {}, {}
@@ -239,7 +237,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def fill_module(module: torch.nn.Module) -> Filling:
     """Return this rank's memory for a module's state, by the names of `saved_module`."""
-    wrappers = _flat_sharded(module)
+    wrappers = flat_wrappers(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
         contract = ModuleContract(module, state_dict_of(module))
