@@ -85,7 +85,7 @@ def _target_state(
     return as_spec(name, spec).shape, spec.dtype if isinstance(spec, StateSpec) else None
 
 
-def _written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+def written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return a dtype that `write_state` accepts and that holds every value of `found`."""
     native = dtype.newbyteorder("=")
     if name_of(native) in ("float16", "bfloat16"):
@@ -134,7 +134,7 @@ def _read_moved(
         )
     seq_axis = move.seq_axis
     positions = moved_positions(name, value.shape, shape, move.position, seq_axis)
-    dtype = _written_dtype(name, value.dtype)
+    dtype = written_dtype(name, value.dtype)
     if expected is not None and (expected.kind == "i") != (dtype.kind == "i"):
         raise incompatible(
             f"{name}: read_state gave {value.dtype}, and the target state is {expected}; use "
@@ -237,7 +237,7 @@ def _move_all(
         for number, target, name, value, _ in writes:
             if len(writes) > 1:  # a single write that fails changes nothing
                 before = np.asarray(target.read_state(name=name))
-                before = np.require(before, _written_dtype(name, before.dtype), ["C", "W"])
+                before = np.require(before, written_dtype(name, before.dtype), ["C", "W"])
                 former.append((number, target, name, before))
             target.write_state(name=name, value=value)
     except BaseException as error:
