@@ -202,10 +202,10 @@ def rename(
         The state; it is not changed.
     rules : mapping of str to str
         Old prefix to new prefix: ``{"module.": ""}`` removes a prefix, ``{"": "model."}`` adds
-        one, and ``{"module": ""}`` removes the dot too. A prefix ends at a dot or at the end of the name: ``"layers.1"`` matches
-        ``layers.1.w``, not ``layers.10.w``. With a leading star, a prefix also matches at the
-        start of any later part of the name: ``{"*_orig_mod.": ""}``. Each rule is applied once
-        to each name, in the order given.
+        one, and ``{"module": ""}`` removes the dot too. A prefix ends at a dot or at the end of
+        the name: ``"layers.1"`` matches ``layers.1.w``, not ``layers.10.w``. With a leading
+        star, a prefix also matches at the start of any later part of the name:
+        ``{"*_orig_mod.": ""}``. Each rule is applied once to each name, in the order given.
     unused : {"error", "ignore"}, default "error"
         Whether to raise if a rule matches no name.
 
