@@ -545,7 +545,10 @@ def test_reshard_refuses_a_damaged_source_and_the_source_itself(place, run):
 def test_convert_there_and_back(place, run, run_json):
     status, out, err = run("convert", "ckpt", "state.npz")
     assert (status, err) == (0, [])
-    assert out == ["state.npz (npz): model of 2 tensors, 72 B; optimizer of 1 tensor, 48 B"]
+    assert out == [
+        "state.npz (npz): model of 2 tensors, 72 B; optimizer of 1 tensor, 48 B",
+        "names begin with model. and optimizer.; --only model writes the model's own names",
+    ]
     status, data = run_json("convert", "state.npz", "back")
     assert status == 0
     assert (data["source_format"], data["target_format"]) == ("npz", "mlstate")
