@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from .._common.text import names_hint, printable
 from .._version import __version__
 from ..errors import MLStateError
-from . import cache, coreai, coreml, demo, info
+from . import cache, coreai, coreml, demo, info, prompts
 from . import checksum as checkpoint_checksum
 from . import convert as checkpoint_convert
 from . import diff as checkpoint_diff
@@ -43,6 +43,7 @@ _COMMANDS = (
     cache,
     coreml,
     coreai,
+    prompts,
     demo,
     info,
 )

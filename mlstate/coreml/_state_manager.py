@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
-from ._specs import StateSpec, StateSpecs, choose, choose_states, states_of_contexts
+from ._specs import StateSpec, StateSpecs, choose, choose_states, read_functions, states_of_contexts
 from ._transfer import move_state, written_dtype
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class StateManager(StateManagerBase):
             return super()._as_specs(specs)
         states = states_of_contexts(specs, self._ladder.sizes, shared_state=self._shared_state)
         if states is None:
+            read_functions(specs)  # raises unless it is a model
             raise incompatible(
                 f"specs: {os.fsdecode(specs)} does not list contexts as ANEMLL's meta.yaml does; "
                 "pass a mapping of context sizes",
@@ -139,7 +140,12 @@ class StateManager(StateManagerBase):
     def _read_context(self, size: int, model: Any) -> Context:
         if size in self._given_specs:
             source = self._given_specs[size]
-            parts = choose_states(source, None, shared_state=self._shared_state)
+            listed = states_of_contexts(source, (size,), shared_state=self._shared_state)
+            parts = (
+                choose_states(source, None, shared_state=self._shared_state)
+                if listed is None
+                else listed[size]
+            )
             count = len(model) if isinstance(model, list | tuple) else 1
             if len(parts) not in (1, count):
                 raise incompatible(
@@ -178,7 +184,8 @@ class StateManager(StateManagerBase):
         return np.asarray(state.read_state(name=name))
 
     def _write_array(self, target: Any, name: str, array: NDArray) -> None:
-        target.write_state(name, np.require(array, written_dtype(name, array.dtype), ["C", "W"]))
+        value = np.require(array, written_dtype(name, array.dtype), ["C", "W"])
+        target.write_state(name=name, value=value)
 
     def _move_state(
         self,

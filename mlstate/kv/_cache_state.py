@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch, overwrite
 from .._common.dtypes import name_of
 from .._common.set_module import set_module
@@ -660,6 +661,7 @@ class CacheState(CopiedByValue):
         >>> list(state.arrays), before / state.nbytes
         (['keys', 'keys.scales', 'keys.biases'], 3.5555555555555554)
         """
+        check_flags(report=report)
         parameters = {"bits": bits, "group": group}
         before = self._cache
         chosen, converted = self._convert(names, "full", parameters, capacity)
