@@ -667,6 +667,18 @@ def test_prune_gives_up_steps(place, run, run_json):
     assert run("verify", "run", "--all-steps")[0] == 0
 
 
+def test_prune_of_a_url_names_its_options(place, run):
+    status, _, err = run("prune", "s3://bucket/run", "--dry-run")
+    assert status == 2 and "pass --orphan-seconds N to delete" in err[0]
+
+
+def test_an_abbreviated_choice_names_the_choice(place, run):
+    for word, choice in (("hf", "huggingface"), ("st", "safetensors"), ("tensor", "safetensors")):
+        status, _, err = run("convert", "ckpt", "new", "--to", word)
+        assert status == 2 and f"did you mean {choice!r}?" in err[0]
+    assert "did you mean" not in run("convert", "ckpt", "new", "--to", "xyz")[2][0]
+
+
 def test_prune_refuses(place, run):
     assert run("prune", "run", "--keep", 0)[0::2] == (
         2,

@@ -51,3 +51,11 @@ def test_a_removed_prefix_takes_its_dot_along(name, rules, expected):
 def test_a_rename_to_an_empty_part_is_refused(name, rules, text):
     with pytest.raises(ValueError, match=text):
         state.rename({name: np.ones(1)}, rules)
+
+
+def test_a_path_names_the_functions_that_read_it(tmp_path):
+    for call in (state.diff, state.load_into):
+        with pytest.raises(TypeError, match=r"got 'a'.*mlstate.load .*mlstate.diff compares"):
+            call({"w": np.ones(1)}, "a")
+        with pytest.raises(TypeError, match=r"mlstate.diff compares"):
+            call(tmp_path, {"w": np.ones(1)})
