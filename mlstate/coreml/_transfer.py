@@ -1,4 +1,4 @@
-"""Move a state between Core ML state objects; public through `mlstate.coreml`."""
+"""`transition_coreml_state`: copy states between Core ML state objects; `mlstate.coreml`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def _check_names(
     names: str | Sequence[str], specs: Mapping[str, StateSpec | Sequence[int]] | None
 ) -> tuple[str, ...]:
-    """Return the names of states; raise TypeError if they or `specs` have another type."""
+    """Return the names of the states to move as a list; raise TypeError for wrong arguments."""
     if specs is not None and not isinstance(specs, Mapping):
         raise TypeError(
             "specs must be the target model's state_specs(...) or a mapping of names to shapes, "
@@ -497,6 +497,7 @@ float64 or int32
     """
 
     def __init__(self, states: Mapping[str, StateSpec | Sequence[int]]) -> None:
+        """Allocate states of zeros; raises CompatibilityError for dtypes that Core ML lacks."""
         self._states: dict[str, NDArray] = {}
         self.reads: int = 0
         self.writes: int = 0

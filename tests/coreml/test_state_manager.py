@@ -631,7 +631,7 @@ def test_restore_names_the_size_that_the_manager_lacks(tmp_path):
         (None, TypeError, "got NoneType"),
     ],
 )
-def test_other_saved_states_are_refused_and_change_nothing(state, error, text):
+def test_other_saved_states_are_refused_before_a_change(state, error, text):
     manager = managed(8, 16)
     before = fill(manager.state)
     with pytest.raises(error, match=text):
