@@ -150,11 +150,11 @@ class CheckpointManager:
         self._signals: SignalWatch | None = None
         self._warns_unchanged = warn_unchanged
         self._last_model: int | None = None  # step of the last save with a model
+        self._has_restored = False  # a step of the folder: the run continues
+        self._warns_metric = self._rules.best is not None  # until the first save
         self._checkpoints = open_files(directory, storage_options)
         self.keep: int | None = 1 if keep is None and not self._rules.is_empty() else keep
         self._own: set[int] = set()  # steps that this manager saved
-        self._has_restored = False  # a step of the folder: the run continues
-        self._warns_metric = self._rules.best is not None  # until a save has the metric
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
         self._has_warned = False
@@ -185,13 +185,9 @@ class CheckpointManager:
         """Restore a pickled manager, also of an older version, which lacks newer attributes."""
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
-        added |= {
-            "_has_restored": False,
-            "_warns_metric": False,
-            "_signals": None,
-            "_warns_unchanged": True,
-            "_last_model": None,
-        }
+        added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
+        added["_has_restored"] = False
+        added["_warns_metric"] = Retention(*state.get("_rules", NO_RULES)).best is not None
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
         self._timer = SaveTimer(*self.__dict__["_timer"])
