@@ -37,9 +37,9 @@ def bytes_text(count: int) -> str:
     return f"{size:.2f} {unit}"
 
 
-def count_text(count: int, noun: str) -> str:
-    """Return a count with a noun, which must have a regular plural."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def count_text(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a count with a noun; `plural` is needed if it is not regular."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def printable(text: str) -> str:

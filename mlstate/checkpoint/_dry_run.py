@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _core
 from .._common.arguments import check_flags, check_int
 from .._common.budget import parse_size
+from .._common.text import count_text
 from .._sharding.layout import Layout, Shard, steps_of
 from ._folder.names import MANIFEST, SECTIONS
 from ._load import chosen_names, ranks_of
@@ -140,9 +141,9 @@ class LoadPlan(NamedTuple):
 
     def __repr__(self) -> str:
         return (
-            f"LoadPlan({self.nbytes:,} bytes of {len(self.files):,} files, "
-            f"{len(self.indexes):,} indexes of {sum(self.indexes.values()):,} bytes, manifest "
-            f"{self.manifest_bytes:,} bytes)"
+            f"LoadPlan({self.nbytes:,} bytes of {count_text(len(self.files), 'file')}, "
+            f"{count_text(len(self.indexes), 'index', 'indexes')} of "
+            f"{sum(self.indexes.values()):,} bytes, manifest {self.manifest_bytes:,} bytes)"
         )
 
 

@@ -556,7 +556,8 @@ def save(
         ``mlstate[zstd]`` to save and to load.
     progress : callable, optional
         Called repeatedly with the number of bytes processed since the last call. An exception
-        from it stops the save.
+        from it stops the save. With a URL, these bytes are in temporary files; it is called with 0
+        during their upload.
     lock_timeout : float, default 0
         Seconds to wait for another process that is writing this checkpoint. Stores have no
         locks: with a URL, the writer that commits second raises.

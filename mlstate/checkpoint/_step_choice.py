@@ -78,8 +78,13 @@ def best_step(files: CheckpointFiles, monitor: str, mode: str) -> int:
     _refuse_other_kinds(files)
     best = best_of(read_roots(files), check_retention(None, monitor, mode, None, None))
     if best is None:
-        raise ValueError(f"{files.path}: no step has a number {monitor!r} in its metadata")
+        raise no_metric(files.path, monitor)
     return best
+
+
+def no_metric(path: str, monitor: str | None) -> ValueError:
+    """Return the error of a run without the metric of ``step="best"``."""
+    return ValueError(f"{path}: no step has a number {monitor!r} in its metadata")
 
 
 def choose_root(

@@ -49,6 +49,15 @@ _COMMANDS = (
 )
 
 
+def _hint_of_abbreviation(value: str, choices: list[str]) -> str:
+    """Return a hint with the choice that a value such as "hf" abbreviates, or ""."""
+    for choice in choices:
+        letters = iter(choice)
+        if value[:1] == choice[:1] and all(letter in letters for letter in value) and value:
+            return f"; did you mean {choice!r}?"
+    return ""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a usage error in one line."""
 
@@ -56,8 +65,10 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            choices = map(str, action.choices or ())
-            error.message += names_hint(str(value), choices, listed=False)
+            choices = [str(choice) for choice in action.choices or ()]
+            error.message += names_hint(str(value), choices, listed=False) or _hint_of_abbreviation(
+                str(value), choices
+            )
             raise
 
     def parse_known_args(self, *arguments: Any, **keywords: Any) -> tuple[Any, list[str]]:

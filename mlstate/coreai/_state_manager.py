@@ -19,7 +19,7 @@ from ._specs import StateSpec, check_axes, choose, usual_axis
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from .._types import Array
+    from .._types import Array, NDArray
     from ..kv._context_ladder import LadderStep, Overflow
 
 
@@ -92,6 +92,9 @@ class StateManager(StateManagerBase):
 
     Memory of a move: the states of both sizes, and, for one state at a time, an array of each
     size: Core AI copies arrays that enter and leave it.
+
+    ``mlstate.save(path, states={"kv": manager, "position": position})`` saves the manager, and
+    ``manager.load_state_dict(mlstate.load(path).states["kv"])`` restores it, with its size.
 
     Not thread-safe: use one manager for each conversation, and do not move its states while a
     call of the model runs.
@@ -188,6 +191,12 @@ class StateManager(StateManagerBase):
 
     def _make_target(self, model: Any, specs: Mapping[str, StateSpec]) -> Any:
         return {}
+
+    def _read_array(self, state: Any, name: str) -> NDArray:
+        return np.asarray(state[name].numpy())
+
+    def _write_array(self, target: Any, name: str, array: NDArray) -> None:
+        target[name] = import_coreai("runtime").NDArray(np.ascontiguousarray(array))
 
     def _move_state(
         self,

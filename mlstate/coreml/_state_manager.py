@@ -6,14 +6,17 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
 from ._specs import StateSpec, StateSpecs, choose, choose_states, read_functions, states_of_contexts
-from ._transfer import move_state
+from ._transfer import move_state, written_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .._types import NDArray
     from ..kv._state_manager import Context
 
 
@@ -85,6 +88,9 @@ class StateManager(StateManagerBase):
     array that was read and the array to write. Each is float32 for a float16 state. The former
     states are freed after the move unless the caller holds them. The models of both sizes are
     loaded during a move; `release` lets go of the former one.
+
+    ``mlstate.save(path, states={"kv": manager, "position": position})`` saves the manager, and
+    ``manager.load_state_dict(mlstate.load(path).states["kv"])`` restores it, with its size.
 
     Not thread-safe: use one manager for each conversation. Without coremltools 9 or newer,
     states cannot be moved: the error names the installed version.
@@ -176,6 +182,13 @@ class StateManager(StateManagerBase):
             if not hasattr(state, method):
                 raise _too_old(f"the state has no {method}")
         return state
+
+    def _read_array(self, state: Any, name: str) -> NDArray:
+        return np.asarray(state.read_state(name=name))
+
+    def _write_array(self, target: Any, name: str, array: NDArray) -> None:
+        value = np.require(array, written_dtype(name, array.dtype), ["C", "W"])
+        target.write_state(name=name, value=value)
 
     def _move_state(
         self,

@@ -116,6 +116,8 @@ class TransitionPlan(NamedTuple):
 
     def _summary(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
+        if self.moves and all(move.direction == "same" for move in self.moves):
+            verdict = "every state has the same shape in both models, so length is not checked"
         return (
             f"{self.position} tokens: {verdict}; {bytes_text(self.copied_bytes)} copied, "
             f"{bytes_text(self.zeroed_bytes)} zeroed; states take "

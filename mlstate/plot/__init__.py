@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from .._common.set_module import set_module_of_exports
@@ -122,14 +123,14 @@ def _legend(figure: Figure, axes: Any, columns: int) -> None:
         text.set_text(shorten(each.get_label(), 38))  # matplotlib omits labels that begin with _
 
 
-def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
+def plot_checkpoint(checkpoint: Checkpoint | str | os.PathLike[str]) -> Figure:
     """Plot a checkpoint's bytes by layer, and by the rank that stored them.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
+    checkpoint : Checkpoint, str or os.PathLike
         A result of `mlstate.save`, `mlstate.checkpoint.inspect` or
-        ``CheckpointManager.checkpoint(step)``.
+        ``CheckpointManager.checkpoint(step)``, or a path for `mlstate.checkpoint.inspect`.
 
     Returns
     -------
@@ -141,6 +142,10 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     ------
     ImportError
         matplotlib is not installed (``pip install 'mlstate[plot]'``).
+    StoreError, FormatError
+        A path cannot be inspected.
+    TypeError
+        `checkpoint` is neither a checkpoint nor a path.
 
     Examples
     --------
@@ -151,8 +156,16 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     >>> len(plot_checkpoint(checkpoint).axes)
     2
     """
+    from ..checkpoint import Checkpoint, inspect
     from ..checkpoint._table import Group, column_of, columns_of, groups_of
 
+    if isinstance(checkpoint, str | os.PathLike):
+        checkpoint = inspect(checkpoint)
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            "checkpoint must be a path or a Checkpoint, such as a result of mlstate.inspect, got "
+            f"{type(checkpoint).__name__}"
+        )
     records = checkpoint.tensors()
     columns = columns_of(records)
     kinds = {(record.section, record.key): column_of(record, columns) for record in records}

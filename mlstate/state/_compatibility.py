@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -198,6 +199,11 @@ def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a module's or another mapping's entries as a dict; a dict is returned unchanged."""
     if is_module(state):
         return backend_of(state, StateBackend).module_entries(state)
+    if isinstance(state, str | os.PathLike):
+        raise TypeError(
+            f"expected a mapping of str to array, got {state!r}: mlstate.load reads a path, and "
+            "mlstate.diff compares two"
+        )
     if not isinstance(state, dict) and isinstance(state, Mapping):
         return dict(state)
     if not isinstance(state, dict) and hasattr(state, "state_dict"):

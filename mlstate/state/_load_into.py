@@ -208,10 +208,10 @@ def rename(
         The state; it is not changed.
     rules : mapping of str to str
         Old prefix to new prefix: ``{"module.": ""}`` removes a prefix, ``{"": "model."}`` adds
-        one. A prefix ends at a dot or at the end of the name: ``"layers.1"`` matches
-        ``layers.1.w``, not ``layers.10.w``. With a leading star, a prefix also matches at the
-        start of any later part of the name: ``{"*_orig_mod.": ""}``. Each rule is applied once
-        to each name, in the order given.
+        one, and ``{"module": ""}`` removes the dot too. A prefix ends at a dot or at the end of
+        the name: ``"layers.1"`` matches ``layers.1.w``, not ``layers.10.w``. With a leading
+        star, a prefix also matches at the start of any later part of the name:
+        ``{"*_orig_mod.": ""}``. Each rule is applied once to each name, in the order given.
     unused : {"error", "ignore"}, default "error"
         Whether to raise if a rule matches no name.
 
@@ -226,7 +226,8 @@ def rename(
     CompatibilityError
         Two names would become the same.
     ValueError
-        A rule matches no name, leaves an empty name, or is only a star.
+        A rule matches no name, leaves an empty name or an empty part of one (``layers..w``), or
+        is only a star.
     TypeError
         `state` is not a mapping of str to array, or a rule is not a str.
 

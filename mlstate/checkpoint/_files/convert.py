@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 
 # Metadata entry that describes the parts of a flat file; it is not part of the user's metadata.
 PARTS = "mlstate_parts"
+FLAT = ("safetensors", "npz")  # formats with one level of names
 _PREFIXES = {"model": "model.", "optimizer": "optimizer."}
 
 

@@ -24,6 +24,10 @@ class Parts(NamedTuple):
     metadata: dict[str, Any]
     states: dict[str, Any]
 
+    def without_empty(self) -> Parts:
+        """Return the parts without a model or an optimizer of no tensors."""
+        return self._replace(model=self.model or None, optimizer=self.optimizer or None)
+
 
 class Selection:
     """The entries to convert: ``model``, ``optimizer``, and others by name.

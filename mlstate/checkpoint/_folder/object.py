@@ -119,8 +119,9 @@ class ObjectFolder:
         data = self._roots.get(path)
         if data is not None:
             return data
+        store = self.store  # outside of the block: a ValueError is about the options
         try:
-            data = self.store.get(path, _MOST_BYTES)[0]
+            data = store.get(path, _MOST_BYTES)[0]
         except ValueError as error:
             name = os.path.join(self.path, path)
             raise format_error(f"{name}: {error}", name) from None

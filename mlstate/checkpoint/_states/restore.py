@@ -18,7 +18,7 @@ from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from .._sections import STATES
 from .generators import check_fits, library_of, restored, set_state, state_of
-from .tree import RANKS, TEXT, Decoder, leaves_of, malformed, parse, unpack
+from .tree import RANKS, TEXT, Decoder, is_coreml_state, leaves_of, malformed, parse, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -211,6 +211,12 @@ class _Restorer:
                 raise _mismatch(where, "a list", type(value).__name__)
             before = list(target)
             self.actions.append(_replacement(where, target, value, before))
+        elif is_coreml_state(target):
+            raise TypeError(
+                f"into={{'states': ...}}: {where} is a {type(target).__name__}, which does not "
+                "list its names: pass its mlstate.coreml.StateManager, or take the arrays from "
+                "LoadedState.states of load(path) without into= and call write_state for each"
+            )
         else:
             raise TypeError(
                 f"into={{'states': ...}}: {where} is a {type(target).__name__}, which cannot be "

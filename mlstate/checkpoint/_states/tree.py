@@ -228,6 +228,12 @@ class _Encoder:
         method = getattr(value, "state_dict", None)
         if not callable(method) or isinstance(value, type):
             cls = type(value)
+            if is_coreml_state(value):
+                raise TypeError(
+                    f"{where} is a {cls.__module__}.{cls.__qualname__}, which does not list its "
+                    "names: pass its mlstate.coreml.StateManager, or its arrays, such as "
+                    "{name: state.read_state(name) for name in state_specs(package)}"
+                )
             raise TypeError(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored "
                 "without pickle: give numbers, str, bytes, arrays, random generators, objects "
@@ -239,6 +245,11 @@ class _Encoder:
             name = f"{type(value).__name__}.state_dict()"
             raise TypeError(f"{where}: {name} raised {type(error).__name__}: {error}") from error
         return {"$": "object", "state": self.node(state, where, path, levels)}
+
+
+def is_coreml_state(value: object) -> bool:
+    """Return whether this is a state of Core ML, which has names that only its model lists."""
+    return all(callable(getattr(value, each, None)) for each in ("read_state", "write_state"))
 
 
 def _named_node(value: Any, where: str) -> dict[str, Any] | None:
