@@ -91,11 +91,11 @@ class CheckpointManager:
     Warns
     -----
     CheckpointWarning
-        `keep` will delete steps that this manager did not save, and it has not restored a step of
-        the folder, as a resumed run does. The warning is issued once, before the first such
-        deletion, and names the steps; every rank of a group warns. Or the first step that this
-        manager saves lacks the metric of `keep_best`. Or the
-        model did not change between two steps: then another object may be trained than the one
+        `keep` will delete steps that this manager did not save, which are not those of the run
+        that it resumes: the step that it restored, and older ones. The warning is issued once,
+        before the first such deletion, and names the steps; every rank of a group warns. Or the
+        first step that this manager saves lacks the metric of `keep_best`. Or the model did not
+        change between two steps: then another object may be trained than the one
         that is saved.
 
     Raises
@@ -150,7 +150,7 @@ class CheckpointManager:
         self._signals: SignalWatch | None = None
         self._warns_unchanged = warn_unchanged
         self._last_model: int | None = None  # step of the last save with a model
-        self._has_restored = False  # a step of the folder: the run continues
+        self._last_restored: int | None = None  # the run continues from this step
         self._warns_metric = self._rules.best is not None  # until the first save
         self._checkpoints = open_files(directory, storage_options)
         self.keep: int | None = 1 if keep is None and not self._rules.is_empty() else keep
@@ -186,7 +186,7 @@ class CheckpointManager:
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
-        added["_has_restored"] = False
+        added["_last_restored"] = None
         added["_warns_metric"] = Retention(*state.get("_rules", NO_RULES)).best is not None
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
@@ -629,8 +629,6 @@ class CheckpointManager:
         """Warn once, before a save starts, if `keep` deletes steps of another manager."""
         if self.keep is None or self._has_warned or self._is_kept_elsewhere is not None:
             return
-        if self._has_restored:
-            return
         steps_deleted: list[int | None] = []
         later: list[int | None] = []
         # only rank 0 looks at files, when it deletes: reads must not multiply with the ranks
@@ -642,8 +640,8 @@ class CheckpointManager:
             rules = self._rules.without_one()  # the new step may become one of the best
             ruled = rules.kept(roots, can_load)
             steps_deleted = [m.step for _, m in roots[:count] if m.generation not in ruled]
-            later = [m.step for _, m in roots[count:] if m.step not in self._own]
-        foreign = [old_step for old_step in steps_deleted if old_step not in self._own]
+            later = [m.step for _, m in roots[count:] if not self._is_own(m.step)]
+        foreign = [old_step for old_step in steps_deleted if not self._is_own(old_step)]
         if not foreign:
             return
         more = f", and {steps_text(later, _SHOWN)} with later saves" if later else ""
@@ -654,6 +652,13 @@ class CheckpointManager:
             stacklevel=3,
         )
         self._has_warned = True  # not set if the warning was raised: then nothing is deleted
+
+    def _is_own(self, step: int | None) -> bool:
+        """Return whether this manager saved a step, or restored it or a later one."""
+        if step in self._own:
+            return True
+        last = self._last_restored
+        return step is not None and last is not None and step <= last
 
     def _warn_without_metric(self, step: int, metadata: Any, group: ProcessGroup | None) -> None:
         """Warn once if no step so far has the metric of `keep_best`; its name may be wrong."""
@@ -811,7 +816,7 @@ class CheckpointManager:
         try:
             path = RootPath(self._checkpoints, checkpoint._root, checkpoint._manifest)
             state = load(path, **options)
-            self._has_restored = True
+            self._last_restored = state.step
             return state
         except FormatError as error:
             self._note_damage(checkpoint.generation, checkpoint._root, error)
@@ -862,7 +867,7 @@ class CheckpointManager:
             for root in reversed(roots):
                 state, error = try_root(self._checkpoints, root, options)
                 if state is not None:
-                    self._has_restored = True
+                    self._last_restored = state.step
                     return state
                 self._note_damage(root.split(".")[-2], root, error)
                 is_there = self._checkpoints.folder.exists(root)

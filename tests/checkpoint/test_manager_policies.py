@@ -80,6 +80,14 @@ def test_a_resumed_run_deletes_steps_without_a_warning(tmp_path, restore):
         save_all(other, [0.3], start=3)
 
 
+def test_a_run_that_goes_back_warns_before_it_deletes_newer_steps(tmp_path):
+    save_all(CheckpointManager(tmp_path), [0.5, 0.2, 0.1])
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.restore(1)
+    with pytest.warns(UserWarning, match="did not save: 2;"):
+        save_all(manager, [0.3], start=1)
+
+
 def test_the_newer_of_equal_steps_is_the_best(tmp_path):
     manager = CheckpointManager(tmp_path, keep_best=1, monitor="loss")
     assert save_all(manager, [0.5, 0.5, 0.9]) == [1, 2]
