@@ -8,7 +8,7 @@ from ..._common.set_module import set_module
 from ...kv import CacheSpec
 from ...kv._arguments import incompatible
 from .._caches import LaidOutState
-from ._fill_layers import Filler, empty_layer
+from ._fill_layers import Filler, empty_layer, layouts_for
 from ._live_layers import check_cache, new_layer, read_layer
 from ._read_entries import Layout, Reader, layout_of
 
@@ -117,17 +117,19 @@ def to_cache(state: CacheState, into: list[Any] | None = None) -> list[Any]:
     ------
     CompatibilityError
         The layers of `into` do not fit the arrays: another class, number, shape, dtype, group or
-        number of bits; a window needs tokens that were evicted; mlx does not have a dtype; or a new
-        cache needs `into`. Nothing is changed then. A ValueError.
+        number of bits; a window needs tokens that were evicted; a layer does not store the padding
+        of a batch; mlx does not have a dtype; or a new cache needs `into`. Nothing is changed then.
+        A ValueError.
     TypeError
         `state` is not a `CacheState`, or `into` not a list of layers.
 
     Notes
     -----
     Arrays of `from_cache` are used again without a copy: the cache and the state share memory, and
-    mlx copies an array before it writes to it. mlx cannot use the memory of other arrays, for
-    example of `resize`, `quantize` or `copy`, so these are copied, and so are rings that are not
-    stored in the order of mlx.
+    mlx copies an array before it writes to it. A write of NumPy to an array of the state changes
+    all caches that share its memory, also copies of `copy.deepcopy`. mlx cannot use the memory of
+    other arrays, for example of `resize`, `quantize` or `copy`, so these are copied, and so are
+    rings that are not stored in the order of mlx. An interrupt leaves `into` unchanged or filled.
 
     Examples
     --------
@@ -141,22 +143,29 @@ def to_cache(state: CacheState, into: list[Any] | None = None) -> list[Any]:
     (10, 64)
     """
     filler = Filler(state)
-    layouts = state._layouts if isinstance(state, LaidOutState) else ()
+    layouts = _layouts_of(state)
     if into is None:
-        cache = _new_cache(state)
+        cache = _new_cache(state, layouts)
     else:
         check_cache(into, "into")
         cache = into
-    for i, layer in enumerate(cache):
-        filler.plan(layer, str(i), layouts[i] if i < len(layouts) else None)
+    for i, layout in enumerate(layouts_for(cache, layouts, "into")):
+        filler.plan(cache[i], str(i), layout)
     filler.write_all()
     return cache
 
 
-def _new_cache(state: CacheState) -> list[Any]:
-    """Create empty layers like those that the state was made from."""
+def _layouts_of(state: CacheState) -> tuple[Layout, ...] | None:
+    """Return the layouts of the layers that a state was made from, if they were of mlx-lm."""
     layouts = state._layouts if isinstance(state, LaidOutState) else None
     if not isinstance(layouts, tuple) or not all(isinstance(each, Layout) for each in layouts):
+        return None
+    return layouts
+
+
+def _new_cache(state: CacheState, layouts: tuple[Layout, ...] | None) -> list[Any]:
+    """Create empty layers like those that the state was made from."""
+    if layouts is None:
         text = "from_cache did not make the state, so the classes of its layers are unknown"
         raise incompatible(f"{text}: pass into=", None, "into=", None)
     return [new_layer(empty_layer(each, str(i), state), str(i)) for i, each in enumerate(layouts)]
