@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .._common.arrays import overwrite
+from .._common.arrays import is_torch, overwrite
+from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import name_of
 from ..errors import CompatibilityError
 from ._cache_spec import CacheEntry, CacheSpec
@@ -110,7 +111,7 @@ def overwrite_cache(target: Any, cache: Any) -> None:
     """Write the content of a cache into another one, in place; `check_cache` accepts the two."""
     if isinstance(target, CacheState):
         for name, array in target.arrays.items():
-            overwrite(array, cache.arrays[name])
+            overwrite(array, _like(cache.arrays[name], array))
         target._take_tokens(cache)
     elif isinstance(target, KVState):
         target.resize(cache.seq_length)
@@ -118,3 +119,12 @@ def overwrite_cache(target: Any, cache: Any) -> None:
     else:
         slots, _, _, _, *counts = cache._content()
         target._buffer.fill(slots.astype(target.dtype, copy=False), *counts)
+
+
+def _like(source: Any, target: Any) -> Any:
+    """Return an array or a tensor as the one of both that the target is, over the same memory."""
+    if is_torch(source) == is_torch(target):
+        return source
+    backend = backend_of(target if is_torch(target) else source, TensorBackend)
+    convert = backend.tensors_of if is_torch(target) else backend.arrays_of
+    return convert({"": source})[""]

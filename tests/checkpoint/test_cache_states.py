@@ -164,6 +164,26 @@ def test_caches_of_torch_tensors_load_as_tensors_into_their_cache(tmp_path):
     assert torch.equal(on_device.arrays["0.keys"], expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_caches_of_arrays_and_of_tensors_fill_each_other(tmp_path, dtype):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ml_dtypes")
+    from mlstate.integrations.torch import arrays_of
+
+    entry = CacheEntry("0.keys", "full", (1, 2, 16, 4), dtype)
+    tensor = torch.arange(128).reshape(entry.shape).to(getattr(torch, dtype))
+    array = arrays_of({"": tensor})[""].copy()
+    for source in (array, tensor):
+        cache = CacheState(CacheSpec([entry]), {"0.keys": source}, 5)
+        mlstate.save(tmp_path / "c", states={"kv": cache})
+        for target in (np.zeros_like(array), torch.zeros_like(tensor)):
+            other = CacheState(CacheSpec([entry]), {"0.keys": target}, 9)
+            mlstate.load(tmp_path / "c", into={"states": {"kv": other}})
+            assert other.arrays["0.keys"] is target and other.length == 5
+            got = target if isinstance(target, np.ndarray) else arrays_of({"": target})[""]
+            assert got.tobytes() == array.tobytes()
+
+
 def test_a_cache_as_a_model_names_the_call_to_use(tmp_path):
     for model in ({"kv": grown_cache()}, {"kv": hybrid_cache()}, rolling_cache()):
         with pytest.raises(TypeError, match=r"pass (the|a) cache as states="):
