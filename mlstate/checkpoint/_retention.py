@@ -48,9 +48,9 @@ class Retention(NamedTuple):
     def metric(self, manifest: Manifest) -> float | None:
         """Return the metric of a step; None if it has none, or NaN."""
         value = manifest.metadata.get(self.monitor) if self.monitor is not None else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return value
+        return None if isinstance(value, float) and math.isnan(value) else value
 
     def ranked(self, roots: Roots) -> Roots:
         """Return the steps with a metric, the best one first; of equal ones the newer first."""

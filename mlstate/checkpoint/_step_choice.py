@@ -10,11 +10,10 @@ from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import steps_text
 from ..errors import FormatError, MLStateError
-from ._folder.names import MANIFEST
+from ._folder.names import MANIFEST, Root
 from ._retention import check_retention
 
 if TYPE_CHECKING:
-    from ._folder.names import Root
     from ._retention import Retention, Roots
     from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
@@ -74,9 +73,17 @@ def best_of(roots: Roots, rules: Retention) -> int | None:
 
 
 def best_step(files: CheckpointFiles, monitor: str, mode: str) -> int:
-    """Return the step of a run with the best metric; raise ValueError if no step has one."""
-    _refuse_other_kinds(files)
-    best = best_of(read_roots(files), check_retention(None, monitor, mode, None, None))
+    """Return the step of a run with the best metric; raise ValueError if no step has one.
+
+    In a folder without steps, its only checkpoint is the one to choose from.
+    """
+    rules = check_retention(None, monitor, mode, None, None)
+    root = _refuse_other_kinds(files)
+    roots = read_roots(files)
+    if not roots:
+        manifest = files.read_manifest(root)
+        roots = [(Root(0, manifest.generation, root), manifest)]
+    best = best_of(roots, rules)
     if best is None:
         raise ValueError(f"{files.path}: no step has a number {monitor!r} in its metadata")
     return best
