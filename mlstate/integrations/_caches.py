@@ -20,15 +20,24 @@ if TYPE_CHECKING:
 
 
 class LaidOutState(CacheState):
-    """A state that knows the classes of the cache that it was made from."""
+    """A state that knows the classes of the cache that it was made from.
 
-    __slots__ = ("_layouts",)
+    A checkpoint stores it as a `CacheState`. `unstored` is the text about values of the layers
+    without which the arrays would get another meaning.
+    """
+
+    __slots__ = ("_layouts", "_unstored")
 
     def __init__(
-        self, spec: CacheSpec, arrays: Mapping[str, Array], length: int, layouts: Any
+        self,
+        spec: CacheSpec,
+        arrays: Mapping[str, Array],
+        length: int,
+        layouts: Any,
+        unstored: str = "",
     ) -> None:
         super().__init__(spec, arrays, length)
-        self._layouts = layouts
+        self._layouts, self._unstored = layouts, unstored
 
 
 class EntryReader:

@@ -10,7 +10,7 @@ import numpy as np
 from .._common.arrays import is_torch, overwrite
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import name_of
-from ..errors import CompatibilityError
+from ..errors import CompatibilityError, UnstorableError
 from ._cache_spec import CacheEntry, CacheSpec
 from ._cache_state import CacheState
 from ._kv_state import KVState
@@ -18,6 +18,13 @@ from ._rolling import RollingKVState
 from ._snapshot import check_writable
 
 _CLASSES: dict[str, type] = {cls.__name__: cls for cls in (KVState, RollingKVState, CacheState)}
+
+
+def refuse_unstored(cache: Any, where: str) -> None:
+    """Raise UnstorableError for a cache of an integration with more than `cache_values` returns."""
+    text = getattr(cache, "_unstored", "")
+    if text:
+        raise UnstorableError(f"{where}: {text}")
 
 
 def cache_values(cache: Any) -> tuple[str, dict[str, Any]]:
@@ -72,6 +79,7 @@ def cache_from_values(name: str, values: dict[str, Any]) -> Any:
 
 def check_cache(target: Any, cache: Any, where: str) -> None:
     """Raise CompatibilityError unless a target can hold the content of a cache, in place."""
+    refuse_unstored(target, where)
     of_target, of_cache = _facts_of(target), _facts_of(cache)
     for name in of_target:
         if of_target[name] != of_cache.get(name):

@@ -44,6 +44,9 @@ def from_cache(cache: list[Any], *, length: int | None = None) -> CacheState:
         ``prepare`` and ``finalize``. A ValueError.
     TypeError
         `cache` is not a list of layers.
+    RuntimeError
+        Arrays are lazy, and mlx cannot compute them in this thread: call ``mx.eval`` in the thread
+        that made them.
 
     Notes
     -----
@@ -62,7 +65,8 @@ def from_cache(cache: list[Any], *, length: int | None = None) -> CacheState:
     Arrays that are lazy are computed. mlx does not write to the memory of the state: if the cache
     continues, mlx copies each array once at the next token. So the state keeps the tokens of this
     moment. If layers have different numbers of free positions, the views leave out those that not
-    all of them have. The length of a batch counts the padding.
+    all of them have. The length of a batch counts the padding. Checkpoints do not store padding, so
+    `mlstate.save` refuses such a state; `save_prompt_cache` stores it.
 
     Examples
     --------
@@ -91,7 +95,16 @@ def read_state(layers: list[LayerValues], length: int | None = None) -> CacheSta
     reader.finish()
     tokens = reader.checked_length(length)
     layouts = tuple([layout_of(layer, tokens) for layer in layers])
-    return LaidOutState(CacheSpec(reader.entries), reader.arrays, tokens, layouts)
+    padded = [i for i, layout in enumerate(layouts) if layout.has_padding]
+    unstored = (
+        ""
+        if not padded
+        else (
+            f"layer {padded[0]} has the padding of a batch, which checkpoints do not store: use "
+            "save_prompt_cache and load_prompt_cache"
+        )
+    )
+    return LaidOutState(CacheSpec(reader.entries), reader.arrays, tokens, layouts, unstored)
 
 
 @set_module("mlstate.integrations.mlx")

@@ -84,8 +84,7 @@ def layouts_for(
 
 def _refuse_padding(layout: Layout, name: str, where: str) -> None:
     """Raise if another class of layer would lose the padding of a batch, which masks need."""
-    padding = [*layout.options.get("padding", ()), *layout.options.get("first", ())]
-    if any(padding):
+    if layout.has_padding:
         text = f"layer {where} is a {name}, and the sequences of the {layout.class_name} have"
         text += " different numbers of tokens or padding, which it does not store"
         raise incompatible(text, where, layout.class_name, name)

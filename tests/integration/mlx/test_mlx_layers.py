@@ -10,7 +10,8 @@ from golden.make_prompt_caches import feed, histories
 from mlx_caches import assert_equal_caches, attention_bits, decode, layers_of, numbers_of
 from needs import needs
 
-from mlstate.errors import CapacityError, CompatibilityError
+import mlstate
+from mlstate.errors import CapacityError, CompatibilityError, UnstorableError
 from mlstate.kv import CacheEntry, CacheSpec, CacheState
 
 pytestmark = needs("mlx", "mlx_lm")
@@ -239,6 +240,26 @@ def test_quantized_tokens_of_a_padded_batch_do_not_lose_the_padding():
     state.quantize(8, 32)
     with pytest.raises(CompatibilityError, match="QuantizedKVCache, and the sequences"):
         to_cache(state, into=[models.QuantizedKVCache(32, 8)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_keeps_a_state_or_refuses_it(name, tmp_path):
+    cache = make(name)
+    state = from_cache(cache)
+    try:
+        mlstate.save(tmp_path / "c", states={"kv": state})
+    except UnstorableError as error:
+        assert "layer 0 has the padding of a batch" in str(error)
+        assert name in ("batch", "batch window", "batch wrapped")
+        mlstate.save(tmp_path / "c", states={"kv": CacheState(state.spec, state.arrays, 9)})
+        with pytest.raises(CompatibilityError, match="padding of a batch"):
+            mlstate.load(tmp_path / "c", into={"states": {"kv": state.copy()}})
+        return
+    loaded = mlstate.load(tmp_path / "c").states["kv"]
+    moved = to_cache(loaded, into=decode(make(name), 70))
+    assert_equal_caches(moved, cache)
+    for got, expected in zip(layers_of(moved), layers_of(cache), strict=True):
+        assert numbers_of(got) == numbers_of(expected)
 
 
 def test_a_list_without_layers_comes_back():
