@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from .._types import Array
+    from ..errors import CompatibilityError
     from ..kv import CacheSpec
 
 
@@ -38,6 +39,12 @@ class LaidOutState(CacheState):
     ) -> None:
         super().__init__(spec, arrays, length)
         self._layouts, self._unstored = layouts, unstored
+
+
+def unknown_classes() -> CompatibilityError:
+    """Return the exception for a new cache of a state without its classes, or with others."""
+    text = "from_cache of this library did not make the state, so the classes of its layers are"
+    return incompatible(f"{text} unknown: pass into=", None, "into=", None)
 
 
 class EntryReader:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.set_module import set_module
 from ...kv import CacheSpec
-from ...kv._arguments import incompatible
-from .._caches import LaidOutState
+from .._caches import LaidOutState, unknown_classes
 from ._fill_layers import Filler, empty_layer, layouts_for
 from ._live_layers import check_cache, new_layer, read_layer
 from ._read_entries import Layout, Reader, layout_of
@@ -179,6 +178,5 @@ def _layouts_of(state: CacheState) -> tuple[Layout, ...] | None:
 def _new_cache(state: CacheState, layouts: tuple[Layout, ...] | None) -> list[Any]:
     """Create empty layers like those that the state was made from."""
     if layouts is None:
-        text = "from_cache did not make the state, so the classes of its layers are unknown"
-        raise incompatible(f"{text}: pass into=", None, "into=", None)
+        raise unknown_classes()
     return [new_layer(empty_layer(each, str(i), state), str(i)) for i, each in enumerate(layouts)]

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from golden.make_prompt_caches import feed, histories
-from mlx_caches import assert_equal_caches, attention_bits, decode, layers_of, numbers_of
+from mlx_caches import assert_equal_caches, attention_bits, bits_of, decode, layers_of, numbers_of
 from needs import needs
 
 import mlstate
@@ -260,6 +260,19 @@ def test_a_checkpoint_keeps_a_state_or_refuses_it(name, tmp_path):
     assert_equal_caches(moved, cache)
     for got, expected in zip(layers_of(moved), layers_of(cache), strict=True):
         assert numbers_of(got) == numbers_of(expected)
+
+
+def test_a_state_of_another_library_needs_a_cache_to_fill():
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from mlstate.integrations.transformers import to_cache as to_transformers
+
+    state = from_cache([_full()])
+    with pytest.raises(CompatibilityError, match="pass into="):
+        to_transformers(state)
+    moved = to_transformers(state, into=transformers.DynamicCache())
+    assert moved.get_seq_length() == state.length
+    np.testing.assert_array_equal(moved.layers[0].keys, bits_of(_full().keys)[:, :, :9])
 
 
 def test_a_list_without_layers_comes_back():
