@@ -430,6 +430,17 @@ REFUSED = {
         lambda: _with(histories(models)["quantized"][0], bits=0),
         "bits is 0, and the codes have 4 words",
     ),
+    "more bits": (
+        lambda: _with(histories(models)["quantized"][0], bits=8),
+        "bits is 8, and the codes have 4 words for 1 scales and 1 biases of groups of 32",
+    ),
+    "biases": (
+        lambda: _with(
+            histories(models)["quantized"][0],
+            values=(*histories(models)["quantized"][0].values[:2], mx.zeros((1, 2, 256, 2))),
+        ),
+        "for 1 scales and 2 biases",
+    ),
     "group": (lambda: _with(histories(models)["quantized"][0], group_size=24), "group"),
     "two codes": (
         lambda: _with(histories(models)["quantized"][0], keys=(1, 2)),

@@ -288,6 +288,12 @@ HOSTILE = {
         lambda t: {k: v for k, v in t.items() if k != "0.0.3"},
         "layer 0, a RotatingKVCache, has 3 numbers, not 4",
     ),
+    "old: bits": (
+        old("quantized"),
+        {},
+        lambda t: {**t, "0.0.2": "8"},
+        "QuantizedKVCache.bits is 8, and the codes have 4 words",
+    ),
     "old: text": (old("wrapped"), {}, lambda t: {**t, "0.0.1": "8x"}, "max_size is '8x'"),
     "old: digits": (old("wrapped"), {}, lambda t: {**t, "0.0.1": "9" * 5000}, "max_size is '999"),
     "old: negative": (old("wrapped"), {}, lambda t: {**t, "0.0.1": "-8"}, "max_size is -8"),
