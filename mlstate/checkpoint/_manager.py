@@ -287,7 +287,8 @@ class CheckpointManager:
         >>> manager.best_step(), manager.steps()
         (1, [1, 3])
         """
-        return best_of(self._roots(), self._rules)
+        best = best_of(self._roots(), self._rules)
+        return None if best is None else best[1].step
 
     def checkpoint(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step.

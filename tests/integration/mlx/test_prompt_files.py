@@ -204,6 +204,7 @@ def write(path, arrays, texts):
     """A file of another writer, without checksums."""
     header, data = {"__metadata__": texts}, b""
     names = {"float16": "F16", "float32": "F32", "int32": "I32", "int64": "I64", "bool": "BOOL"}
+    names["uint32"] = "U32"
     for name, array in arrays.items():
         body = np.ascontiguousarray(array).tobytes()
         offsets = [len(data), len(data) + len(body)]
