@@ -721,8 +721,9 @@ def load(
         not exist yet are created, and the optimizer's groups receive the saved values. A
         section without a target is not loaded. With `names`, the selected names must exist in
         the checkpoint and in `into`; everything else in `into` is unchanged. Named states may
-        also be random generators, objects with ``load_state_dict``, and dicts and lists, whose
-        content is replaced; generators and objects in a dict are restored themselves. All
+        also be random generators, caches of `mlstate.kv`, objects with ``load_state_dict``, and
+        dicts and lists, whose content is replaced; generators, caches and objects in them are
+        restored themselves, and a list of such values must have the saved length. All
         objects are restored before the arrays, or none: if one refuses its state, those before
         it get their old states back, and no array is changed.
     mmap : bool, default False

@@ -1,6 +1,7 @@
 """KV caches among the named states of a checkpoint."""
 
 import json
+import operator
 
 import numpy as np
 import pytest
@@ -108,6 +109,27 @@ def test_other_layouts_are_refused_and_nothing_changes(tmp_path, make, target, t
         mlstate.load(tmp_path / "c", into={"model": model, "states": {"kv": target}})
     assert facts(target) == before
     assert not model["w"].any()
+
+
+def test_caches_in_lists_are_filled_in_place(tmp_path):
+    caches = [make() for make in CACHES.values()]
+    expected = [facts(cache) for cache in caches]
+    mlstate.save(tmp_path / "c", states={"kv": caches, "run": {"kv": [[caches[0]], 7]}})
+    caches[0].array[:] = 0
+    caches[1].trim(2)
+    caches[2].advance(1)
+    changed = [facts(cache) for cache in caches]
+    for wrong in (caches[:2], [*caches[:2], caches[0]]):
+        with pytest.raises(CompatibilityError, match=r"states\['kv'\]"):
+            mlstate.load(tmp_path / "c", into={"states": {"kv": list(wrong)}})
+        assert [facts(cache) for cache in caches] == changed
+    target, inner = list(caches), grown_cache()
+    inner.resize(100)
+    run = {"kv": [[inner], 0]}
+    mlstate.load(tmp_path / "c", into={"states": {"kv": target, "run": run}})
+    assert all(map(operator.is_, target, caches)) and run["kv"][0][0] is inner
+    assert [facts(cache) for cache in caches] == expected
+    assert facts(inner) == expected[0] and run["kv"][1] == 7
 
 
 def test_cache_states_with_other_entries_are_refused(tmp_path):
