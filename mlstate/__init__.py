@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         fsdp,
         kv,
         plot,
+        prompts,
         state,
         threads,
     )
@@ -108,6 +109,7 @@ __all__ = [
     "load_file",
     "load_into",
     "plot",
+    "prompts",
     "rename",
     "reshard",
     "save",
@@ -132,6 +134,7 @@ _MODULES = (
     "fsdp",
     "kv",
     "plot",
+    "prompts",
     "state",
     "threads",
 )

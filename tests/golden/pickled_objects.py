@@ -37,6 +37,7 @@ PUBLIC = (
     "mlstate.integrations.transformers",
     "mlstate.kv",
     "mlstate.plot",
+    "mlstate.prompts",
     "mlstate.state",
     "mlstate.threads",
     "mlstate",

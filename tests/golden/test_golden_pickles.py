@@ -21,6 +21,8 @@ NEVER_PICKLED = {
         "Snapshot",
         "Work",
         "LocalGroup",
+        "Match",
+        "PromptStore",
         "SaveHandle",
         "Staging",
         "StateManager",

@@ -32,14 +32,14 @@ CORE_ORDER = (
     ("collectives", "checkpoint/storage"),
     ("checkpoint/index",),
     ("checkpoint/read",),
-    ("checkpoint/write", "checkpoint/ranks"),
+    ("checkpoint/write", "checkpoint/ranks", "prompts"),
 )
 BINDING_ORDER = (
     ("common",),
     ("arguments",),
     ("array",),
     ("dictionaries",),
-    ("activation", "checkpoint", "gradients", "io", "kv", "runtime", "state"),
+    ("activation", "checkpoint", "gradients", "io", "kv", "prompts", "runtime", "state"),
     (".",),
 )
 # A folder without a line belongs to the folder that it is in.
@@ -53,7 +53,7 @@ PACKAGE_ORDER = (
     ("checkpoint/_folder",),
     ("checkpoint/_store",),
     ("distributed",),
-    ("checkpoint",),
+    ("checkpoint", "prompts"),
     ("plot",),
     ("integrations/torch/_tensors",),
     ("integrations/torch/_activation", "integrations/torch/_checkpoint"),

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+from toy_caches import HYBRID, TOKENS, check_every_match, prefilled, store_at
 
 import mlstate
 from mlstate import coreai
@@ -311,6 +312,31 @@ with GcsServer() as server:
 """
 
 
+class Prompts(Save):
+    """A restore and puts of a store of prompts, one of them asynchronous."""
+
+    def __init__(self):
+        self.states = {count: prefilled(HYBRID, TOKENS[:count]) for count in (40, 64, 100)}
+
+    def prepare(self, folder):
+        with store_at(folder) as store:
+            store.put(TOKENS[:40], self.states[40])
+
+    def call(self, folder):
+        with store_at(folder) as store:
+            with store.match(TOKENS) as match:
+                store.restore(match, into=self.states[64])
+            store.put(TOKENS, self.states[100])
+            store.put(TOKENS[:40], self.states[40], asynchronous=True)
+
+    def check(self, folder):
+        assert self.states[64].length in (0, 40, 64), "a partly restored cache has tokens"
+        with store_at(folder) as store:
+            (length,) = check_every_match(store, [TOKENS], HYBRID)
+            assert length in (40, 100) and not store.verify()
+            assert store.put(TOKENS, self.states[100]) == 100
+
+
 class Store(Save):
     """A save to an object store, and loads with and without a cache; in a server's process."""
 
@@ -356,6 +382,7 @@ CASES = {
     "incremental": Incremental,
     "async": Asynchronous,
     "load": Load,
+    "prompts": Prompts,
     "verify": Verify,
     "repair": Repair,
     "mend": Mend,

@@ -27,6 +27,7 @@ COMMANDS = {
         "states {source}", ("", "plan", "plan a b", "plan a b --at many", "states"), False
     ),
     "coreai": Command("verify {source}", ("", "plan a b", "states"), False),
+    "prompts": Command("ls {source}", ("", "ls", "show a", "prune a --max-bytes"), False),
     "demo": Command("", ("a",), False),
     "info": Command("", ("a",), False),
 }
