@@ -425,30 +425,38 @@ def _result(loader: Loader, prepared: Prepared) -> LoadedState:
     )
 
 
-def warn_of_whole_tensors(request: LoadRequest, path: str) -> None:
-    """Warn a caller that asked for one rank's part of tensors that were all saved whole."""
-    options = request.options
-    rank, world_size = options["rank"], options["world_size"]
-    if rank is None or world_size == 1 or options["layout"] is not None:
-        return
-    if options["into"] is None and options["group"] is None:
-        find_caller().warn(
-            f"{path}: no tensor was saved in parts, so rank {rank} of {world_size} gets all of "
-            "each tensor: pass layout='rows' or another layout for a part of each, or "
-            "layout='whole' for all without this warning"
-        )
+def expects_parts(options: LoadOptions) -> bool:
+    """Return whether a caller asks for one rank's part as it was saved, so without a layout."""
+    if options["rank"] is None or options["world_size"] == 1 or options["layout"] is not None:
+        return False
+    return options["into"] is None and options["group"] is None
+
+
+def warn_of_whole_tensors(options: LoadOptions, path: str) -> None:
+    """Warn a caller who expects parts: all tensors were saved whole."""
+    find_caller().warn(
+        f"{path}: no tensor was saved in parts, so rank {options['rank']} of "
+        f"{options['world_size']} gets all of each tensor: pass layout='rows' or another layout "
+        "for a part of each, or layout='whole' for all without this warning"
+    )
+
+
+def _is_whole(loader: Loader) -> bool:
+    """Return whether a checkpoint has tensors, and no rank saved a part or a state of its own."""
+    if any("ranks" in kind for kind in loader.states.values()):
+        return False
+    layouts = [
+        each[_LAYOUT] for each in loader.merged_index.tensors() if each[0] in SECTIONS[:STATES]
+    ]
+    return bool(layouts) and not any(layouts)
 
 
 def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
     """Load the requested part to new arrays or, with mmap, views of the files."""
     loader = Loader(request, manifest)
     manifest = loader.manifest
-    if not any("ranks" in kind for kind in loader.states.values()):
-        layouts = [
-            each[_LAYOUT] for each in loader.merged_index.tensors() if each[0] in SECTIONS[:STATES]
-        ]
-        if layouts and not any(layouts):
-            warn_of_whole_tensors(request, loader.folder)
+    if expects_parts(request.options) and _is_whole(loader):
+        warn_of_whole_tensors(request.options, loader.folder)
     _, chosen = loader.chosen()
     loader.refuse_lacking(chosen)
     named = {} if request.names is not None else loader.named
@@ -757,8 +765,9 @@ def load(
         not exist yet are created, and the optimizer's groups receive the saved values. A
         section without a target is not loaded. With `names`, the selected names must exist in
         the checkpoint and in `into`; everything else in `into` is unchanged. Named states may
-        also be random generators, objects with ``load_state_dict``, and dicts and lists, whose
-        content is replaced; generators and objects in a dict are restored themselves. All
+        also be random generators, caches of `mlstate.kv`, objects with ``load_state_dict``, and
+        dicts and lists, whose content is replaced; generators, caches and objects in them are
+        restored themselves, and a list of such values must have the saved length. All
         objects are restored before the arrays, or none: if one refuses its state, those before
         it get their old states back, and no array is changed.
     mmap : bool, default False

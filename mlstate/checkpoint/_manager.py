@@ -313,7 +313,8 @@ class CheckpointManager:
                 "best_step() needs the metric: pass monitor='loss' or another key of the metadata "
                 "to CheckpointManager, and mode='max' if the largest is best"
             )
-        return best_of(self._roots(), self._rules)
+        best = best_of(self._roots(), self._rules)
+        return None if best is None else best[1].step
 
     def checkpoint(self, step: int | str) -> Checkpoint:
         """Return the checkpoint of a step.

@@ -52,9 +52,9 @@ class Retention(NamedTuple):
     def metric_in(self, metadata: Mapping[str, Any]) -> float | None:
         """Return the metric in metadata; None if it has none, or NaN."""
         value = metadata.get(self.monitor) if self.monitor is not None else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return value
+        return None if isinstance(value, float) and math.isnan(value) else value
 
     def ranked(self, roots: Roots) -> Roots:
         """Return the steps with a metric, the best one first; of equal ones the newer first."""

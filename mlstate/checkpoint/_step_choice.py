@@ -10,11 +10,10 @@ from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import steps_text
 from ..errors import FormatError, MLStateError
-from ._folder.names import MANIFEST
+from ._folder.names import MANIFEST, Root
 from ._retention import check_retention
 
 if TYPE_CHECKING:
-    from ._folder.names import Root
     from ._retention import Retention, Roots
     from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
@@ -67,16 +66,24 @@ def read_step(files: CheckpointFiles, step: int) -> tuple[Root, Manifest]:
     raise store_error(reason, "cannot find the step", files.path)
 
 
-def best_of(roots: Roots, rules: Retention) -> int | None:
+def best_of(roots: Roots, rules: Retention) -> tuple[Root, Manifest] | None:
     """Return the step with the best metric, or None if no step has one."""
     ranking = rules.ranked([entry for entry in roots if entry[1].step is not None])
-    return ranking[0][1].step if ranking else None
+    return ranking[0] if ranking else None
 
 
-def best_step(files: CheckpointFiles, monitor: str, mode: str) -> int:
-    """Return the step of a run with the best metric; raise ValueError if no step has one."""
-    _refuse_other_kinds(files)
-    best = best_of(read_roots(files), check_retention(None, monitor, mode, None, None))
+def find_best(files: CheckpointFiles, monitor: str, mode: str) -> tuple[Root, Manifest]:
+    """Return the step of a run with the best metric; raise ValueError if no step has one.
+
+    In a folder without steps, its only checkpoint is the one to choose from.
+    """
+    rules = check_retention(None, monitor, mode, None, None)
+    root = _refuse_other_kinds(files)
+    roots = read_roots(files)
+    if not roots:
+        manifest = files.read_manifest(root)
+        roots = [(Root(0, manifest.generation, root), manifest)]
+    best = best_of(roots, rules)
     if best is None:
         raise no_metric(files.path, monitor)
     return best
@@ -100,8 +107,8 @@ def choose_root(
                 "step='best' needs the metric: pass monitor='loss' or another key of the metadata, "
                 "and mode='max' if the largest is best"
             )
-        step = best_step(files, monitor, mode)
-    elif monitor is not None:
+        return find_best(files, monitor, mode)[0].path
+    if monitor is not None:
         raise ValueError(
             f"monitor={monitor!r} is the metric of the best step: pass step='best' too, or leave "
             "monitor= out"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.arrays import is_cache, is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ..._common.text import count_text
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
@@ -206,11 +207,7 @@ class _Restorer:
         elif type(target) is dict:
             self.add_dict(target, node, where)
         elif type(target) is list:
-            value = self.decode(node)
-            if not isinstance(value, list):
-                raise _mismatch(where, "a list", type(value).__name__)
-            before = list(target)
-            self.actions.append(_replacement(where, target, value, before))
+            self.add_list(target, node, where)
         elif is_coreml_state(target):
             raise TypeError(
                 f"into={{'states': ...}}: {where} is a {type(target).__name__}, which does not "
@@ -297,13 +294,29 @@ class _Restorer:
         for key, inner in pairs.items():
             if key not in target:
                 continue
-            current = target[key]
-            if _is_restorable(current):
-                self.add(current, inner, f"{where}[{key!r}]")
-                new[key] = current
-            else:
-                new[key] = self.decode(inner)
+            new[key] = self.add_inner(target[key], inner, f"{where}[{key!r}]")
         self.actions.append(_replacement(where, target, new, dict(target)))
+
+    def add_list(self, target: list[Any], node: object, where: str) -> None:
+        """Add the actions for a list: as for a dict, if it has something to restore in place."""
+        if not isinstance(node, list):
+            raise _mismatch(where, "a list", type(self.decode(node)).__name__)
+        if not _is_restorable(target):
+            new = self.decode(node)
+        elif len(node) == len(target):
+            pairs = enumerate(zip(target, node, strict=True))
+            new = [self.add_inner(*pair, f"{where}[{i}]") for i, pair in pairs]
+        else:
+            counts = (count_text(len(each), "value") for each in (target, node))
+            raise _mismatch(where, *(f"a list of {count}" for count in counts))
+        self.actions.append(_replacement(where, target, new, list(target)))
+
+    def add_inner(self, current: Any, node: object, where: str) -> Any:
+        """Add the actions for a value in a target, and return the value to be there."""
+        if not _is_restorable(current):
+            return self.decode(node)
+        self.add(current, node, where)
+        return current
 
 
 def _is_restorable(value: object) -> bool:
@@ -313,6 +326,7 @@ def _is_restorable(value: object) -> bool:
         or is_cache(value)
         or callable(getattr(value, "load_state_dict", None))
         or (type(value) is dict and any(map(_is_restorable, value.values())))
+        or (type(value) is list and any(map(_is_restorable, value)))
     )
 
 

@@ -135,8 +135,9 @@ class _Encoder:
         """Return the JSON form of a KV cache; None for other values."""
         if not is_cache(value):
             return None
-        from ...kv._stored import cache_values
+        from ...kv._stored import cache_values, refuse_unstored
 
+        refuse_unstored(value, where)
         name, values = cache_values(value)
         return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...._common.set_module import set_module
 from ....kv import CacheSpec
 from ....kv._arguments import incompatible
-from ..._caches import LaidOutState
+from ..._caches import LaidOutState, unknown_classes
 from .fill_cache import Filler
 from .layer_classes import Layout, check_cache, new_cache, new_layer
 from .read_cache import Reader
@@ -207,12 +207,11 @@ def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
 
 def _new_cache(state: CacheState) -> Any:
     """Create an empty cache like the one that the state was made from; raise if unknown."""
-    if not isinstance(state, LaidOutState):
-        text = "from_cache did not make the state, so the classes of its layers are unknown"
-        raise incompatible(f"{text}: pass into=", None, "into=", None)
+    layouts = state._layouts if isinstance(state, LaidOutState) else None
+    if not isinstance(layouts, _Layouts):
+        raise unknown_classes()
     from transformers import EncoderDecoderCache
 
-    layouts = state._layouts
     spec = state.spec
     layers = [_new_layer(spec, layouts, index) for index in range(len(layouts.layers))]
     decoder = new_cache(layouts.class_name, layers)
