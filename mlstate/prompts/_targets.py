@@ -145,6 +145,8 @@ def open_target(
     if isinstance(cache, RollingKVState):
         return RingTarget(cache, stored, length)
     if isinstance(cache, KVState):
+        if stored is not None:
+            stored.check(state_of_array(cache, 0, spec).spec, "cache")
         if cache.seq_length < length <= cache.capacity:
             cache.resize(length)
         return StateTarget(state_of_array(cache, 0, spec), stored, length)
