@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -71,12 +71,13 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
             f"transformers or mlx-lm, got {type(cache).__name__}"
         )
     try:
-        state: CacheState = engine.from_cache(cache)
+        state: Any = engine.from_cache(cache)
     except CompatibilityError:  # for example, its layers do not count the tokens
         state = engine.from_cache(cache, length=length)
     check_one_sequence(state.spec)
-    check_no_padding(getattr(state, "_layouts", ()))
-    return state
+    if isinstance(cache, list | tuple):  # of mlx-lm
+        check_no_padding(state._layouts)
+    return cast("CacheState", state)
 
 
 def check_one_sequence(spec: CacheSpec) -> None:
@@ -94,7 +95,7 @@ def check_no_padding(layouts: Iterable[Any]) -> None:
         if any(options.get("padding") or options.get("left_padding") or ()):
             text = "the cache has padding: store the sequence without it, for example after extract"
             raise incompatible(f"{text}()", None, "no padding", "left padding")
-        check_no_padding(getattr(layout, "children", ()))
+        check_no_padding(layout.children)
 
 
 def state_of_array(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
