@@ -123,7 +123,7 @@ def table_text(
 
 
 def _collapse(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Merge three or more consecutive rows that differ only in their first cell into one row."""
+    """Return a table's rows; three or more that differ only in the first cell become one."""
     from itertools import groupby
 
     merged: list[Sequence[str]] = []

@@ -327,6 +327,7 @@ class Shard:
         tier: str | None = None,
         replica: int = 0,
     ) -> None:
+        """Check the arguments (see the class) and keep the array; nothing is copied."""
         layout = Layout() if layout is None else layout
         if not isinstance(layout, Layout):
             raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")

@@ -1,4 +1,4 @@
-"""Manage the steps of a run in one folder; public through `mlstate.checkpoint`."""
+"""`CheckpointManager`: save and restore the steps of a run; public in `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -136,6 +136,10 @@ class CheckpointManager:
         warn_unchanged: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Check the arguments, which the class describes, and open the folder.
+
+        Nothing is written.
+        """
         check_flags(warn_unchanged=warn_unchanged)
         if keep is not None:
             keep = check_int("keep", keep, 1, also=", or None for all")
@@ -164,6 +168,7 @@ class CheckpointManager:
         self._checkpoints = open_files(path)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle keeps: folder, rules, own steps; no lock, signal or running save."""
         # `_turn` creates a new lock; signals and a running save, with its memory, belong to a
         # process; no private class is named
         state = {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
@@ -173,6 +178,7 @@ class CheckpointManager:
         return {**state, "_rules": tuple(self._rules), "_timer": timer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled manager, also of an older version, which lacks newer attributes."""
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
@@ -185,6 +191,10 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
+        """Wait for a running save.
+
+        Its error is a note on the block's own exception, if there is one.
+        """
         try:
             self.close()
         except Exception as error:
@@ -544,7 +554,7 @@ class CheckpointManager:
         return any(answer == b"1" for answer in replies)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
-        """Warn once if no file with the model's tensors is new since the last save."""
+        """Warn once if a save wrote no file of the model: perhaps another model is trained."""
         before, self._last_model = self._last_model, saved.step if saved.model else None
         if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
             return
@@ -566,7 +576,7 @@ class CheckpointManager:
     # -- deleting
 
     def _refuse_other(self, group: ProcessGroup | None) -> None:
-        """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
+        """Raise on all ranks if the folder has a checkpoint that is not a step."""
         is_other = False
         with if_alone(group):
             is_other = holds_other_checkpoint(self._checkpoints)
@@ -640,7 +650,7 @@ class CheckpointManager:
         return manifest.generation not in self._damaged
 
     def _can_load(self, manifest: Manifest) -> bool:
-        """Return whether a step has no known damage and complete files; indexes are read once."""
+        """Return whether a step has no known damage and all its files; an index is read once."""
         if not self._is_undamaged(manifest) or self._checkpoints.is_marked(manifest):
             return False
         sizes = self._files.get(manifest.generation)

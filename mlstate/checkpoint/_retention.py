@@ -119,7 +119,7 @@ NO_RULES = Retention(None, None, "min", None, None)
 
 
 def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: Any) -> Retention:
-    """Return the rules of a manager's arguments; raise if one of them is wrong."""
+    """Return the rules of a manager's `keep_...` arguments; raise if one of them is wrong."""
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(f"monitor must be a key of metadata, got {type(monitor).__name__}")
     if mode not in MODES:

@@ -74,6 +74,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `mlstate` with all commands."""
     parser = _Parser(prog="mlstate", description="The state of machine-learning models.")
     parser.add_argument("--version", action="version", version=f"mlstate {__version__}")
     parser.add_argument("--print-completion", action=PrintCompletion)
@@ -94,7 +95,7 @@ def _print_error(text: str) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """Return one line about an error, with the file that it concerns."""
+    """Return one line about an error for the user, with the file that it concerns."""
     text = str(getattr(error, "strerror", None) or error)
     path = getattr(error, "path", None) or getattr(error, "filename", None)
     path_text = None if path is None else os.fsdecode(path)
@@ -111,7 +112,7 @@ _WITH_OPTION = re.compile(r"\w+=\S* \((--[^()]+) on the command line\)")
 
 
 def _name_options(text: str, parser: argparse.ArgumentParser | None) -> str:
-    """Replace the names of Python's keywords in an error's text by a command's options."""
+    """Replace names of Python keywords in an error by the command's options, for the user."""
     text = _WITH_OPTION.sub(r"\1", text)
     for action in () if parser is None else parser._actions:
         if action.option_strings and "_" in action.dest:
@@ -125,7 +126,7 @@ class _RefusalError(Exception):
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run the command; each warning becomes one line, once, without its source line."""
+    """Run the command and return its status; print each warning as one line, once."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
@@ -142,6 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parse_and_run(argv: Sequence[str] | None) -> int:
+    """Run the command of `argv` (None: of this process) and return its exit status."""
     parser = _parser()
     try:
         arguments = parser.parse_args(argv)

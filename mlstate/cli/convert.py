@@ -165,7 +165,7 @@ def _is_torch(path: str) -> bool:
 
 
 def _read(arguments: argparse.Namespace, name: str) -> Parts:
-    """Return the chosen parts of the source."""
+    """Return the parts of the source that the user chose; `name`: its format."""
     path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
     where = None
     if name == "mlstate" or (name == "huggingface" and any(changes) and not _is_torch(path)):
@@ -211,7 +211,10 @@ def _load_folder(arguments: argparse.Namespace) -> Any:
 
 
 def _part_data(state: StateDict | None, dtype: str | None = None) -> dict[str, int] | None:
-    """Return the number of tensors, and their bytes when their floats have a dtype."""
+    """Return the number of tensors of a state and their bytes, for the summary; None for None.
+
+    `dtype`: that floats are converted to, or None.
+    """
     if state is None:
         return None
     sizes = (

@@ -60,6 +60,7 @@ def _tensor_data(record: TensorRecord) -> dict[str, Any]:
 
 
 def _shard_data(record: ShardRecord) -> dict[str, Any]:
+    """Return a shard's record as JSON values; its sizes are called "bytes" there."""
     data = record._asdict()
     data["bytes"] = data.pop("nbytes")
     if record.layers is None:
@@ -110,7 +111,7 @@ def _kind(checkpoint: Checkpoint) -> str:
 
 
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
-    """Return the tensors to list."""
+    """Return the tensors of a checkpoint that the user wants listed."""
     tensors = in_order(checkpoint.tensors())
     keys = [[t.key for t in tensors if t.section == section] for section in SECTIONS]
     chosen = chosen_keys(arguments.names, keys)
@@ -120,6 +121,7 @@ def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Tens
 
 
 def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what `--json` prints of a checkpoint, with the tensors that were asked for."""
     tensors = _tensors(checkpoint, arguments)
     data = {
         "path": checkpoint.path,
@@ -158,6 +160,7 @@ def _print_value(label: str, value: object) -> None:
 
 
 def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> None:
+    """Print a checkpoint: a line with counts, its states and metadata, a table of tensors."""
     tensors = _tensors(checkpoint, arguments)
     kind = _kind(checkpoint)
     label = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
@@ -195,6 +198,7 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
 
 
 def _inspect_file(arguments: argparse.Namespace) -> None:
+    """Print one safetensors file, as text or as JSON."""
     path = arguments.path
     place = local_folder(path)
     header = read_header(place)

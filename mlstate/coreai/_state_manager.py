@@ -1,4 +1,4 @@
-"""The states of Core AI models with several context sizes; public through `mlstate.coreai`."""
+"""`StateManager`: the state of Core AI models of several context sizes; `mlstate.coreai`."""
 
 from __future__ import annotations
 
@@ -128,6 +128,7 @@ class StateManager(StateManagerBase):
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
+        """Check the arguments; one model with `sizes` becomes a mapping of sizes to models."""
         is_mapping = isinstance(models, Mapping)
         if is_mapping and sizes is not None and not all(isinstance(key, str) for key in models):
             raise TypeError("sizes is for a single model: a mapping of models has its sizes")
@@ -152,7 +153,7 @@ class StateManager(StateManagerBase):
         specs: Mapping[int, Any] | None,
         seq_axis: int | None,
     ) -> tuple[dict[int, Any], Mapping[int, Any] | None]:
-        """Return a single model for each size, and its states, which are read once."""
+        """Return the one model as a mapping from sizes, and its states by size, or `specs`."""
         if sizes is None:
             raise TypeError(
                 "sizes is missing: pass the context sizes of the model, such as sizes=(256, 512), "
@@ -197,6 +198,10 @@ class StateManager(StateManagerBase):
         positions: int | None,
         compact: bool,
     ) -> None:
+        """Put the state `name` of the source into the target; `positions` None: it does not grow.
+
+        `specs`: of source and target. `compact`: the target is the shorter one.
+        """
         have, want = specs
         _check_array(name, source[name], have)
         if positions is None and have.dtype == want.dtype:

@@ -1,4 +1,4 @@
-"""The state of Core ML models with several context sizes; public through `mlstate.coreml`."""
+"""`StateManager`: the state of Core ML models of several context sizes; `mlstate.coreml`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
-from ._specs import StateSpec, StateSpecs, choose, choose_states, states_of_contexts
+from ._specs import StateSpec, StateSpecs, choose, choose_states, read_functions, states_of_contexts
 from ._transfer import move_state
 
 if TYPE_CHECKING:
@@ -117,10 +117,12 @@ class StateManager(StateManagerBase):
         return callable(model) and not hasattr(model, "make_state")
 
     def _as_specs(self, specs: Any) -> dict[int, Any]:
+        """Return the caller's specs by context size; also from the path of a meta.yaml."""
         if not isinstance(specs, str | os.PathLike):
             return super()._as_specs(specs)
         states = states_of_contexts(specs, self._ladder.sizes, shared_state=self._shared_state)
         if states is None:
+            read_functions(specs)  # raises unless it is a model
             raise incompatible(
                 f"specs: {os.fsdecode(specs)} does not list contexts as ANEMLL's meta.yaml does; "
                 "pass a mapping of context sizes",
@@ -131,9 +133,15 @@ class StateManager(StateManagerBase):
         return dict(states)
 
     def _read_context(self, size: int, model: Any) -> Context:
+        """Return a model with its states, checked against the caller's specs if there are any."""
         if size in self._given_specs:
             source = self._given_specs[size]
-            parts = choose_states(source, None, shared_state=self._shared_state)
+            listed = states_of_contexts(source, (size,), shared_state=self._shared_state)
+            parts = (
+                choose_states(source, None, shared_state=self._shared_state)
+                if listed is None
+                else listed[size]
+            )
             count = len(model) if isinstance(model, list | tuple) else 1
             if len(parts) not in (1, count):
                 raise incompatible(
@@ -147,6 +155,7 @@ class StateManager(StateManagerBase):
         return super()._read_context(size, model)
 
     def _read_specs(self, size: int, model: object, chunk: int) -> Mapping[str, StateSpec]:
+        """Return the states of a model, or of its chunk number `chunk`, from specs or itself."""
         if not callable(getattr(model, "make_state", None)):
             if type(model).__module__.partition(".")[0] == "coremltools":
                 raise _too_old("the model has no make_state")
@@ -177,6 +186,10 @@ class StateManager(StateManagerBase):
         positions: int | None,
         compact: bool,
     ) -> None:
+        """Copy the state `name` from source to target; `positions` None: it does not grow.
+
+        `specs`: of source and target. `compact`: the target is the shorter one.
+        """
         have, want = specs
         move_state(
             source,

@@ -78,6 +78,7 @@ class StateManagerBase:
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
+        """Check the arguments, and the states of all models that are loaded already."""
         if not isinstance(models, Mapping):
             raise TypeError(
                 "models must be a mapping of context sizes to models, such as "
@@ -110,6 +111,7 @@ class StateManagerBase:
         )
 
     def _as_specs(self, specs: Mapping[int, object] | None) -> dict[int, Any]:
+        """Return the caller's specs by context size, {} for None; raises for an unknown size."""
         if specs is None:
             return {}
         if not isinstance(specs, Mapping):
@@ -163,7 +165,7 @@ class StateManagerBase:
     # ---- models ----
 
     def _context(self, size: int) -> Context:
-        """Return the models of a size; load them and check their states if needed."""
+        """Return the models of a size with their states; load and check them at the first use."""
         context = self._contexts.get(size)
         if context is None:
             model = self._given[size]
@@ -175,7 +177,7 @@ class StateManagerBase:
         return context
 
     def _read_context(self, size: int, model: Any) -> Context:
-        """Return the models of a size with their states, and which of them create states."""
+        """Return `model`, for `size` positions, as its chunks with the specs of their states."""
         is_chunked = isinstance(model, list | tuple)
         chunks = tuple(model) if is_chunked else (model,)
         if not chunks:
@@ -203,6 +205,7 @@ class StateManagerBase:
         return -len(shape) <= axis < len(shape) and shape[axis] == size
 
     def _check_growing(self, size: int, specs: tuple[Specs, ...]) -> None:
+        """Raise if no state of a model has the length that the caller says, `size`."""
         declared = [spec for group in specs for spec in group.values()]
         if any(self._grows(size, spec) for spec in declared):
             return
@@ -247,6 +250,10 @@ class StateManagerBase:
     def _check_state(
         self, models: str, name: str, former: tuple[int, Any], new: tuple[int, Any]
     ) -> None:
+        """Raise if a state cannot move between two models; each is given as size and spec.
+
+        `models`: text that names them in the error.
+        """
         (size, spec), (new_size, new_spec) = former, new
         shapes = tuple(spec.shape), tuple(new_spec.shape)
         expected, got = f"{spec.dtype} {shapes[0]}", f"{new_spec.dtype} {shapes[1]}"
@@ -335,7 +342,10 @@ class StateManagerBase:
     def _make_states(
         self, size: int, make: Callable[[object, Specs], object] | None = None
     ) -> tuple[object, ...]:
-        """Create empty states, or those of `make`; None for a chunk model that declares none."""
+        """Return new states for the models of `size`; `make` creates one of a chunk.
+
+        None for a chunk that declares none.
+        """
         context = self._context(size)
         make = make or self._make_state
         return tuple(
@@ -355,7 +365,10 @@ class StateManagerBase:
         return self._states[0] if len(self._states) == 1 else self._states
 
     def _move(self, size: int, position: int) -> None:
-        """Move the state to another size; after an error the manager is unchanged."""
+        """Move the state, with `position` tokens, to the models of `size`.
+
+        After an error the manager is unchanged.
+        """
         if self._states is None and position > 0:
             raise capacity_error(
                 f"position is {position}, but the state is empty: write tokens into `state` first, "
@@ -397,7 +410,7 @@ class StateManagerBase:
     def _planned_moves(
         self, size: int, position: int, have: Specs, want: Specs
     ) -> dict[str, tuple[int | None, tuple[object, object]]]:
-        """Return the positions to move of each state, as `moved_positions`, and its specs."""
+        """Return each state's positions to move (as `moved_positions`) and both specs, by name."""
         contexts = self._size, size
         return {
             name: (
@@ -541,7 +554,7 @@ class StateManagerBase:
     def _plan_refill(
         self, tokens: Sequence[int], prefill: object, size: int | None
     ) -> tuple[LadderStep, list[tuple[Any, int]]]:
-        """Check the arguments of `refill`; return the step, and the batches with their starts."""
+        """Check the arguments of `refill`; return the step, and batches of tokens with starts."""
         if not callable(prefill):
             raise TypeError(
                 f"prefill must be a callable (tokens, position, state), got "
@@ -561,7 +574,7 @@ class StateManagerBase:
 
     @contextmanager
     def _replacing_state(self, size: int) -> Iterator[object]:
-        """Make a new, empty state the current one; restore the former one after an exception."""
+        """Make an empty state the current one; if the block raises, restore the former one."""
         former = self._size, self._states
         self._context(size)
         self._size, self._states = size, None
@@ -576,6 +589,7 @@ class StateManagerBase:
         self._size, self._states = self._ladder.sizes[0], None
 
     def __repr__(self) -> str:
+        """Return class, sizes, loaded models, and the size of the current state."""
         sizes = ", ".join(map(str, self._ladder.sizes))
         loaded = ", ".join(map(str, self.loaded)) or "none"
         kind = "empty" if self._states is None else "in use"
@@ -585,6 +599,7 @@ class StateManagerBase:
         )
 
     def _repr_html_(self) -> str:
+        """Return the models as an HTML table for notebooks."""
         rows = []
         for size in self._ladder.sizes:
             specs = self._specs.get(size)

@@ -87,7 +87,10 @@ def _stack(
 
 
 def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: int) -> Figure:
-    """Plot the bytes of groups as bars, in one part of the figure for each title."""
+    """Return a figure of bars: the bytes of groups, in one panel for each title.
+
+    `columns`: the names of a bar's parts.
+    """
     shortened = {title: _shortened(groups) for title, groups in panels.items()}
     most = max(
         (sum(nbytes.values()) for rows in shortened.values() for _, nbytes in rows), default=0
@@ -107,7 +110,7 @@ def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: 
 
 
 def _legend(figure: Figure, axes: Any, columns: int) -> None:
-    """Add a legend below a figure; the labels may contain any text."""
+    """Add a legend of the bars in `axes` below a figure; the labels may contain any text."""
     bars = axes.containers
     if not bars:
         return
@@ -387,7 +390,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
 
 
 def _clock(plan: Plan) -> tuple[NDArray, float, str]:
-    """Return when each step begins and the last one ends, and unit and label of the axis.
+    """Return the begin of each step and the end of the last, and the unit and label of the axis.
 
     If no step takes time, each step counts as one.
     """

@@ -1,4 +1,4 @@
-"""Load one state into another, and rename tensors; public through `mlstate.state`."""
+"""`load_into` and `rename`: copy one state into another; public through `mlstate.state`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def _refusal(
     shapes: list[tuple[str, object, object]],
     dtypes: list[tuple[str, object, object]],
 ) -> CompatibilityError:
-    """Return an error that lists all mismatches, in torch's words."""
+    """Return an error that lists all mismatches, in torch's words.
+
+    `missing`, `unexpected`: names. `shapes`, `dtypes`: (name, in the source, in the target).
+    """
     lines = []
     if strict and missing:
         lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
@@ -146,7 +149,10 @@ def load_into(
 
 
 def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: bool) -> None:
-    """Fill the memory of a module; submodules with own load methods or hooks load themselves."""
+    """Fill the tensors of a torch module from `source`.
+
+    Submodules with own load methods or hooks load themselves.
+    """
     backend = backend_of(module, StateBackend)
     filling, memory, own_load = backend.module_target(module, source, strict=strict)
     arrays = {name: value for name, value in source.items() if not filling.loads_itself(name)}

@@ -28,8 +28,8 @@ static size_t next_start(mls_str name, size_t from)
     return dot == NULL ? NO_HIT : (size_t)(dot - name.data) + 1;
 }
 
-/* Returns whether `old` is at `at` and ends with a segment: with its own dot, before a
- * dot, or at the end of the name. An empty `old` always matches. */
+/* Returns whether `old` is at byte `at` of the name and ends with a segment: with its own
+ * dot, before a dot, or at the end of the name. An empty `old` always matches. */
 static bool matches_at(mls_str name, mls_str old, size_t at)
 {
     if (old.length == 0) {
@@ -83,6 +83,8 @@ static size_t count_hits(mls_str name, const mls_rename_rule *rule)
     return hits;
 }
 
+/* Computes the length of a name after `hits` replacements of a rule. Returns false on
+ * overflow. */
 static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule,
                          size_t *out)
 {
@@ -92,8 +94,8 @@ static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule
            mls_size_add(length - hits * rule->old.length, added, out);
 }
 
-/* Returns a sufficient buffer size for a name under all rules: assumes that no rule
- * shrinks the name, and that every possible segment matches. */
+/* Returns a sufficient buffer size for a name under all rules; SIZE_MAX on overflow.
+ * Assumes that no rule shrinks the name, and that every possible segment matches. */
 static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t count)
 {
     size_t length = name.length;
@@ -113,8 +115,9 @@ static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t co
     return length;
 }
 
-/* Rewrites the name of `length` bytes in `out`. A name that grows is first moved to the
- * end of its new range, so the write position never passes the read position. */
+/* Applies a rule, which matches `hits` times, to the name of `length` bytes in `out`, in
+ * place; `out` has room for `new_length`. A name that grows is first moved to the end of
+ * its new range, so the write position never passes the read position. */
 static void replace_hits(char *out, size_t length, size_t new_length, size_t hits,
                          const mls_rename_rule *rule)
 {
@@ -136,7 +139,8 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
     memmove(out + written, name.data + read, length - read);
 }
 
-/* Without a star `old` may be empty: it matches the start of every name. */
+/* Creates a rule; false: nothing follows the star. Without a star `old` may be empty: it
+ * matches the start of every name. */
 bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
 {
     *out = (mls_rename_rule){.old = old, .new = new};
@@ -147,8 +151,9 @@ bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
     return !out->anywhere || out->old.length > 0;
 }
 
-/* A name that no rule matches costs one copy and one check for each rule. If the buffer
- * is too small at rule i, the result covers the remaining rules. */
+/* Applies all rules to a name, and returns the length of the result. A name that no rule
+ * matches costs one copy and one check for each rule. If the buffer is too small at rule
+ * i, the result covers the remaining rules. */
 size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, char *out,
                       size_t room, bool *used)
 {

@@ -41,7 +41,7 @@ class Selection:
         return name not in self.skip and (not self.only or name in self.only)
 
     def apply(self, parts: Parts, path: Any) -> Parts:
-        """Return the kept entries; raise ValueError for a name that the file does not have.
+        """Return the entries of `parts` to convert; raise ValueError for a name that is not there.
 
         If only one other entry is kept, and it is a dict of tensors, it becomes the model.
         """

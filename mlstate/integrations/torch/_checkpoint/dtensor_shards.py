@@ -106,7 +106,7 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
 
 
 def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
-    """Return this rank's rows of a ShardedTensor, as FSDP1 creates them."""
+    """Return this rank's rows of a ShardedTensor, as FSDP1 creates them, as a shard."""
     import torch.distributed as dist
 
     group = value._process_group
@@ -247,7 +247,7 @@ def module_state(
 
 
 def _state_to_fill(contract: ModuleContract) -> tuple[dict[str, Any], Store]:
-    """Return a state with copies of the entries of units, and the function that loads these."""
+    """Return a module's state with copies for submodules that load themselves, and their loader."""
     copies = {}
     for name, value in contract.entries.items():
         part_of(name, value)  # raises if it is not a tensor
@@ -289,7 +289,10 @@ class ParameterSlot(NamedTuple):
 def parameter_slots(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
 ) -> tuple[dict[str, ParameterSlot], list[list[str]]]:
-    """Return all parameters by name, and the parameter names of each group."""
+    """Return an optimizer's parameters by name, and the parameter names of each group.
+
+    `names`: a module or names, if the parameters are not found in `module`.
+    """
     wrappers = [] if module is None else _flat_sharded(module)
     if module is None or not wrappers:
         named = _name_parameters(optimizer, names)
@@ -374,7 +377,10 @@ def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
-    """Return whether `here` is true on any rank of an FSDP1 module; a rank may have no elements."""
+    """Return whether `local_flag` is true on any rank of an FSDP1 module.
+
+    A rank may hold no elements of it, so its own answer is not enough.
+    """
     import torch
     import torch.distributed as dist
 
@@ -387,7 +393,10 @@ def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
 def _parts_of_flat(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an FSDP1 optimizer's states, divided by torch into parameters."""
+    """Return an FSDP1 optimizer's states by key as shards, and keywords of the state; all ranks.
+
+    `replica`: of this rank among those with the same shards.
+    """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     check_contract(optimizer)

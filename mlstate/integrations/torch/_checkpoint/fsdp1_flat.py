@@ -83,7 +83,10 @@ def flat_runs(module: torch.nn.Module, wrappers: Iterable[object]) -> dict[str, 
 
 
 def _run(name: str, handle: Any, number: int) -> FlatRun:
-    """Return the run of one parameter of a unit."""
+    """Return the elements of one parameter that this rank has in FSDP1's flat parameter.
+
+    `handle`: of torch's unit. `number`: of the parameter in it.
+    """
     flat = handle.flat_param
     if flat._param_extensions[number] is not None:
         raise TypeError(
