@@ -134,7 +134,7 @@ class PromptStore:
         self._spec = spec
         self._stored = None if spec is None else StoredSpec(spec)
         self._path = local_folder(path)
-        self._damaged: list[tuple[NDArray, int]] = []  # tokens and kinds of records
+        self._damaged: dict[tuple[int, bytes], NDArray] = {}  # tokens by kind of record and bytes
         self._repair_lock = Lock()
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
         try:
@@ -274,7 +274,8 @@ class PromptStore:
                 start,
                 end,
             )
-            self._damaged.append((match._tokens[:end], kind))
+            tokens = match._tokens[:end]
+            self._damaged[kind, tokens.tobytes()] = tokens
 
     # ---- writing ----
 
@@ -386,14 +387,14 @@ class PromptStore:
     def _drop_damaged(self) -> None:
         """Remove the records that a restore has found damaged, so that they are stored again."""
         with self._repair_lock:
-            while self._damaged:
-                tokens, kind = self._damaged[0]
+            # The longest first: a match ends at a block that was dropped.
+            for key, tokens in sorted(self._damaged.items(), key=lambda item: -len(item[1])):
                 with closing(self._log.match(self._key, tokens, self._block)) as match:
                     for index, record in enumerate(match.records):
-                        is_same = record[0] == kind and record[2] == len(tokens)
+                        is_same = record[0] == key[0] and record[2] == len(tokens)
                         if is_same and has_damage(match, index):  # unless it was stored again
                             self._log.mark(match, [index], "drop", self._timeout)
-                self._damaged.pop(0)
+                self._damaged.pop(key, None)
 
     def pin(self, tokens: Any) -> int:
         """Protect the stored beginning of a prompt from eviction.

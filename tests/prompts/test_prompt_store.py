@@ -302,6 +302,20 @@ def test_the_next_put_stores_a_damaged_block_again(store, tmp_path):
     assert same(restored(store, TOKENS, empty_state(FULL), full=True), before)
 
 
+@pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_the_next_put_stores_all_damaged_records_again(store, tmp_path, spec):
+    before = distinct(spec, TOKENS)
+    store.put(TOKENS, before)
+    for position in (40, 70, 90, 98):
+        flip(tmp_path, np.ascontiguousarray(before.arrays["0.values"][0, 1, position]).tobytes())
+    after = prefilled(spec, TOKENS)
+    with store.match(TOKENS, full=True) as match:
+        position = store.restore(match, into=after)
+        assert position == (32 if spec is FULL else 0) and is_zero(after, position)
+    assert store.put(TOKENS, before) == 100 and store.verify() == []
+    assert same(restored(store, TOKENS, empty_state(spec), full=True), before)
+
+
 def test_a_block_that_was_stored_again_is_not_dropped(store, tmp_path):
     before = distinct(FULL, TOKENS)
     store.put(TOKENS, before)
