@@ -14,6 +14,7 @@ from .. import _core
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import name_of
 from .._common.local_path import local_folder
+from .._common.log import log
 from .._common.regular_file import open_regular
 from .._common.store_error import format_error, store_error
 from ..errors import StoreNotFoundError
@@ -50,7 +51,7 @@ def fingerprint(
     ----------
     model : str, os.PathLike or torch.nn.Module
         - A str is a name, and identifies the model as far as the caller keeps it unique: engines
-          that pass the same name share their caches.
+          that pass the same name share their caches. A str that names a folder is logged.
         - A path is the folder of a Hugging Face model (``config.json`` and safetensors), of a Core
           ML model or of a Core AI model.
         - A torch module needs ``hash_weights=True``.
@@ -115,6 +116,9 @@ def _facts_of(model: Model, *, hash_weights: bool) -> dict[str, Any]:
     if isinstance(model, str):
         if not model:
             raise ValueError(f"the name of the model is empty: {_REMEDY}")
+        if "\0" not in model and os.path.isdir(model):
+            text = "%s: the text is the name of the model: pass pathlib.Path(...) to read the folder"
+            log("WARNING", text, model)
         return {"name": model}
     if isinstance(model, os.PathLike):
         return _facts_of_folder(local_folder(model))

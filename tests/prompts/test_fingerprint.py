@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import pathlib
 
@@ -154,9 +155,12 @@ def test_a_torch_module_is_hashed_on_request_only():
     assert fingerprint(module, hash_weights=True) != second
 
 
-def test_a_path_is_not_a_name(tmp_path):
+def test_a_path_is_not_a_name(tmp_path, caplog):
     folder = model_folder(tmp_path / "a")
-    assert fingerprint(str(folder)) != fingerprint(pathlib.Path(folder))
+    with caplog.at_level(logging.WARNING):
+        read = fingerprint(pathlib.Path(folder))
+        assert not caplog.messages and fingerprint(str(folder)) != read
+    assert "pass pathlib.Path(...) to read the folder" in caplog.text
 
 
 def test_a_file_of_code_belongs_to_the_model(tmp_path):
