@@ -117,7 +117,7 @@ def _facts_of(model: Model, *, hash_weights: bool) -> dict[str, Any]:
         if not model:
             raise ValueError(f"the name of the model is empty: {_REMEDY}")
         if "\0" not in model and os.path.isdir(model):
-            text = "%s: the text is the name of the model: pass pathlib.Path(...) to read the folder"
+            text = "%s: this str is a name of the model: pass pathlib.Path(...) to read the folder"
             log("WARNING", text, model)
         return {"name": model}
     if isinstance(model, os.PathLike):
