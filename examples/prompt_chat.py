@@ -1,8 +1,9 @@
-"""Chat with a model of transformers; its history is prefilled once, also after a crash.
+"""Chat with a model of transformers or mlx-lm; its history is prefilled once, also after a crash.
 
     python examples/prompt_chat.py "Who are you?" "And then?"
     python examples/prompt_chat.py "Go on."            # a new process: the history is restored
     python examples/prompt_chat.py --model FOLDER "Who are you?"
+    python examples/prompt_chat.py --model FOLDER --mlx "Go on."   # the same history, in mlx-lm
 
 Each message is one turn.  The text stays in FOLDER/chat.json, and the cache in a PromptStore.  Kill
 the process at any time, and start it again.  For each turn the example prints how many tokens were
@@ -16,16 +17,16 @@ import json
 import time
 from pathlib import Path
 
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
-
 from mlstate.prompts import PromptStore
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 
 
 class Bytes:
@@ -38,73 +39,107 @@ class Bytes:
         return bytes(tokens).decode("latin-1")
 
 
-def load(name):
-    """Return a model, its tokenizer, and what identifies it."""
-    if name is not None:
-        model = AutoModelForCausalLM.from_pretrained(name)
-        return model.eval(), AutoTokenizer.from_pretrained(name), Path(name)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=1 << 16,
-    )
-    return LlamaForCausalLM(config).eval(), Bytes(), "random weights, seed 0"
+class Transformers:
+    """A model of transformers, its tokenizer, and what identifies it."""
+
+    def __init__(self, folder):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+        if folder is None:
+            torch.manual_seed(0)
+            model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=1 << 16, **SIZES))
+            self.tokenizer, self.identity = Bytes(), "random weights of torch, seed 0"
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            self.tokenizer, self.identity = AutoTokenizer.from_pretrained(folder), Path(folder)
+        self.model = model.eval()
+
+    def new_cache(self):
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    def next_token(self, tokens, cache):
+        """Append tokens to the cache; return the most likely next one."""
+        import torch
+
+        with torch.no_grad():
+            logits = self.model(torch.tensor([tokens]), past_key_values=cache).logits
+        return int(logits[0, -1].argmax())
 
 
-@torch.no_grad()
-def prefill(model, store, tokens):
-    """Return the logits of the last token, the cache, and the number of tokens restored."""
-    ids, cache = torch.tensor([tokens]), DynamicCache(config=model.config)
+class Mlx:
+    """A model of mlx-lm, its tokenizer, and what identifies it."""
+
+    def __init__(self, folder):
+        import mlx.core as mx
+        from mlx_lm import load
+        from mlx_lm.models.llama import Model, ModelArgs
+
+        if folder is None:
+            mx.random.seed(0)
+            self.model = Model(ModelArgs(model_type="llama", rms_norm_eps=1e-6, **SIZES))
+            self.tokenizer, self.identity = Bytes(), "random weights of mlx, seed 0"
+        else:
+            self.model, self.tokenizer = load(folder)
+            self.identity = Path(folder)
+
+    def new_cache(self):
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.model)
+
+    def next_token(self, tokens, cache):
+        """Append tokens to the cache; return the most likely next one."""
+        import mlx.core as mx
+
+        return self.model(mx.array([tokens]), cache=cache)[0, -1].argmax().item()
+
+
+def prefill(engine, store, tokens):
+    """Return the next token, the cache, and the number of tokens restored."""
+    cache = engine.new_cache()
     with store.match(tokens) as match:
         restored = start = store.restore(match, into=cache)
     for stop in store.stops(tokens, start):
-        model(ids[:, start:stop], past_key_values=cache)
+        engine.next_token(tokens[start:stop], cache)
         store.put(tokens[:stop], cache)
         start = stop
-    return model(ids[:, start:], past_key_values=cache).logits[0, -1], cache, restored
-
-
-@torch.no_grad()
-def answer(model, logits, cache, count):
-    """Return the next tokens, greedily."""
-    tokens = [int(logits.argmax())]
-    while len(tokens) < count:
-        logits = model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[0, -1]
-        tokens.append(int(logits.argmax()))
-    return tokens
+    return engine.next_token(tokens[start:], cache), cache, restored
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("messages", nargs="+")
     parser.add_argument("--folder", type=Path, default=Path("chat"))
-    parser.add_argument("--model", help="the folder of a model of transformers")
+    parser.add_argument("--model", help="the folder of a Hugging Face model")
+    parser.add_argument("--mlx", action="store_true", help="run the model with mlx-lm")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     arguments = parser.parse_args()
 
-    model, tokenizer, identity = load(arguments.model)
+    engine = (Mlx if arguments.mlx else Transformers)(arguments.model)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    path = arguments.folder / "chat.json"
+    path, new = arguments.folder / "chat.json", arguments.folder / "chat.json.new"
     history = json.loads(path.read_text()) if path.exists() else []
-    with PromptStore(arguments.folder / "prompts", model=identity, max_bytes="10GB") as store:
+    prompts = arguments.folder / "prompts"
+    with PromptStore(prompts, model=engine.identity, max_bytes="10GB") as store:
         for message in arguments.messages:
-            tokens = history + tokenizer.encode(message)
+            tokens = history + engine.tokenizer.encode(message)
             began = time.perf_counter()
-            model(torch.tensor([tokens]), past_key_values=DynamicCache(config=model.config))
+            engine.next_token(tokens, engine.new_cache())
             without = time.perf_counter() - began
             began = time.perf_counter()
-            logits, cache, restored = prefill(model, store, tokens)
+            token, cache, restored = prefill(engine, store, tokens)
             seconds = time.perf_counter() - began
-            reply = answer(model, logits, cache, arguments.tokens)
+            reply = [token]
+            while len(reply) < arguments.tokens:
+                reply.append(engine.next_token(reply[-1:], cache))
             history = tokens + reply
             store.put(history[:-1], cache)  # the model has not seen the last token
-            path.write_text(json.dumps(history))
-            print(f"{message}\n  {tokenizer.decode(reply)!r}")
+            new.write_text(json.dumps(history))
+            new.replace(path)  # at once, also if the process is killed
+            print(f"{message}\n  {engine.tokenizer.decode(reply)!r}")
             print(
                 f"  {restored:,} of {len(tokens):,} tokens restored; first token after "
                 f"{seconds * 1e3:.1f} ms, without the store {without * 1e3:.1f} ms"

@@ -66,15 +66,16 @@ def run_show(arguments: argparse.Namespace) -> int:
     """Show one prompt."""
     with _open(arguments.path) as log:
         prompt = _choose(list_prompts(log, arguments.path), arguments.prompt)
+    tokens = prompt.tokens()
     entries = [] if prompt.head is None else prompt.head.stored.to_json()
     if arguments.json:
-        facts = prompt.facts() | {"token_ids": prompt.tokens, "entries": entries}
+        facts = prompt.facts() | {"token_ids": tokens, "entries": entries}
         print(json.dumps(facts, indent=2))
         return 0
-    print(f"{prompt.key}: {count_text(len(prompt.tokens), 'token')}, {bytes_text(prompt.nbytes)}")
+    print(f"{prompt.key}: {count_text(len(tokens), 'token')}, {bytes_text(prompt.nbytes)}")
     print(f"model: {printable(prompt.model)}, fingerprint sha256:{prompt.fingerprint}")
-    more = "" if len(prompt.tokens) <= _TOKENS else " ..."
-    print(f"tokens: {' '.join(map(str, prompt.tokens[:_TOKENS]))}{more}")
+    more = "" if len(tokens) <= _TOKENS else " ..."
+    print(f"tokens: {' '.join(map(str, tokens[:_TOKENS]))}{more}")
     rows = [(e["name"], e["kind"], str(tuple(e["shape"])), e["dtype"]) for e in entries]
     print_table(("entry", "kind", "shape without positions", "dtype"), rows)
     return 0

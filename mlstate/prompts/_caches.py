@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -15,12 +15,22 @@ from ..kv._cache_spec import CacheEntry, CacheSpec, entry_error
 from ..kv._cache_state import CacheState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import ModuleType
 
 _NAME = "cache"  # of the one entry of an array
 # Engines by the package of their cache classes, and the integration that converts these.
 _ENGINES = {"transformers": "transformers", "mlx_lm": "mlx"}
-_BATCHED = ("keys", "values", "conv_states", "recurrent_states")  # their first axis is the batch
+_BATCHED = (  # roles of arrays whose first axis is the batch
+    "keys",
+    "values",
+    "quantized_keys",
+    "quantized_values",
+    "indexer_keys",
+    "conv_states",
+    "recurrent_states",
+    "states",
+)
 
 
 def engine_of(cache: object) -> ModuleType | None:
@@ -61,19 +71,31 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
             f"transformers or mlx-lm, got {type(cache).__name__}"
         )
     try:
-        state: CacheState = engine.from_cache(cache)
+        state: Any = engine.from_cache(cache)
     except CompatibilityError:  # for example, its layers do not count the tokens
         state = engine.from_cache(cache, length=length)
     check_one_sequence(state.spec)
-    return state
+    if isinstance(cache, list | tuple):  # of mlx-lm
+        check_no_padding(state._layouts)
+    return cast("CacheState", state)
 
 
 def check_one_sequence(spec: CacheSpec) -> None:
     """Raise unless the cache of an engine holds one sequence, which the tokens identify."""
     for entry in spec:
-        if entry.role in _BATCHED and entry.shape[0] != 1:
+        if entry.role in _BATCHED and entry.kind != "opaque" and entry.shape[0] != 1:
             text = f"the cache holds {entry.shape[0]} sequences: store each of them by itself"
             raise entry_error(entry.name, text, 1, entry.shape[0])
+
+
+def check_no_padding(layouts: Iterable[Any]) -> None:
+    """Raise if a layer of a batch has padding, which no other cache of the tokens has."""
+    for layout in layouts:
+        options = layout.options
+        if any(options.get("padding") or options.get("left_padding") or ()):
+            text = "the cache has padding: store the sequence without it, for example after extract"
+            raise incompatible(f"{text}()", None, "no padding", "left padding")
+        check_no_padding(layout.children)
 
 
 def state_of_array(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
@@ -109,7 +131,7 @@ def _state_of_ring(cache: RollingKVState, length: int) -> CacheState:
 
 
 def as_tokens(tokens: Any) -> Any:
-    """Return token ids as an array that the core takes: one dimension, an integer dtype."""
+    """Return a copy of token ids that the core takes: one dimension, an integer dtype."""
     if is_torch(tokens):
         tokens = tokens.detach().cpu().numpy()
     ids = np.asarray(tokens)
@@ -122,6 +144,5 @@ def as_tokens(tokens: Any) -> Any:
         ids = ids[0]
     if ids.ndim != 1:
         raise ValueError(f"tokens must have one dimension, got shape {ids.shape}")
-    if ids.dtype.itemsize < 4 or not ids.dtype.isnative:
-        ids = ids.astype(np.int64)
-    return np.ascontiguousarray(ids)
+    is_taken = ids.dtype.itemsize >= 4 and ids.dtype.isnative
+    return np.array(ids, ids.dtype if is_taken else np.int64)

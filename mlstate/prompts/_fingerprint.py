@@ -7,12 +7,14 @@ import json
 import os
 import re
 import stat
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from .. import _core
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import name_of
 from .._common.local_path import local_folder
+from .._common.log import log
 from .._common.regular_file import open_regular
 from .._common.store_error import format_error, store_error
 from ..errors import StoreNotFoundError
@@ -26,6 +28,8 @@ _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
 _BLOB = re.compile(r"[0-9a-f]{64}")  # name of a weight file in the cache of the Hugging Face Hub
 # Keys of a config that do not change what a model computes.
 _NO_FACTS = ("_name_or_path", "_commit_hash", "transformers_version")
+# Attributes of a module that do not change what it computes, or that are hashed as tensors.
+_NO_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training", "name_or_path")
 _CONFIGS = ("config.json", "adapter_config.json")
 _CORE_ML = (".mlpackage", ".mlmodelc")
 _REMEDY = (
@@ -47,7 +51,7 @@ def fingerprint(
     ----------
     model : str, os.PathLike or torch.nn.Module
         - A str is a name, and identifies the model as far as the caller keeps it unique: engines
-          that pass the same name share their caches.
+          that pass the same name share their caches. A str that names a folder is logged.
         - A path is the folder of a Hugging Face model (``config.json`` and safetensors), of a Core
           ML model or of a Core AI model.
         - A torch module needs ``hash_weights=True``.
@@ -75,10 +79,16 @@ def fingerprint(
     Notes
     -----
     From a folder, the fingerprint covers the whole config (RoPE parameters, position scheme, dtype,
-    quantization), the header of each safetensors file and the SHA-256 of each file. A file in the
-    cache of the Hugging Face Hub has its SHA-256 as name, so it is not read; others are read in
-    full, about 1 GiB/s. From a torch module it covers the config, and name, dtype, shape and
-    content of each parameter and buffer.
+    quantization), the header of each safetensors file, and the SHA-256 of each of them and of each
+    Python file. A file in the cache of the Hugging Face Hub has its SHA-256 as name, so it is not
+    read; others are read in full, about 1 GiB/s. What you change when you load the folder, such as
+    a quantization or other RoPE parameters, belongs in `salt`.
+
+    From a torch module it covers the class, the config and the plain attributes of each submodule
+    (the scale and the state of an adapter, for example), and name, dtype, shape and content of each
+    parameter and buffer. It is that of the moment: compute it again after you change a weight or
+    an adapter. Device and implementation of the attention, which change the last bits only, are
+    not part of it.
 
     Examples
     --------
@@ -86,12 +96,13 @@ def fingerprint(
     >>> fingerprint("llama-3.2-1b, bfloat16")[:20]
     'sha256:beeb1f2b95f52'
     """
+    if isinstance(adapters, str | os.PathLike):
+        raise TypeError("adapters must be an iterable of adapters, got one: pass [adapter]")
+    adapters = list(adapters)
     if isinstance(model, str) and _FINGERPRINT.fullmatch(model) and not adapters and not salt:
         return model
     if not isinstance(salt, str):
         raise TypeError(f"salt must be a str, got {type(salt).__name__}")
-    if isinstance(adapters, str | os.PathLike):
-        raise TypeError("adapters must be an iterable of adapters, got one: pass [adapter]")
     facts = {
         "model": _facts_of(model, hash_weights=hash_weights),
         "adapters": [_facts_of(each, hash_weights=hash_weights) for each in adapters],
@@ -105,6 +116,9 @@ def _facts_of(model: Model, *, hash_weights: bool) -> dict[str, Any]:
     if isinstance(model, str):
         if not model:
             raise ValueError(f"the name of the model is empty: {_REMEDY}")
+        if "\0" not in model and os.path.isdir(model):
+            text = "%s: this str is a name of the model: pass pathlib.Path(...) to read the folder"
+            log("WARNING", text, model)
         return {"name": model}
     if isinstance(model, os.PathLike):
         return _facts_of_folder(local_folder(model))
@@ -134,6 +148,7 @@ def _facts_of_folder(folder: str) -> dict[str, Any]:
     if suffix in _CORE_ML:
         return {"coreml": {name: _digest_of(os.path.join(folder, name)) for name in files}}
     weights = [name for name in files if name.endswith(".safetensors") and os.sep not in name]
+    code = [name for name in files if name.endswith(".py")]
     configs = [name for name in _CONFIGS if name in files]
     if not weights or not configs:
         text = f"{folder}: the folder has no {'safetensors' if configs else 'config.json'}"
@@ -141,6 +156,7 @@ def _facts_of_folder(folder: str) -> dict[str, Any]:
     return {
         "configs": {name: _config_of(os.path.join(folder, name)) for name in configs},
         "weights": {name: _weights_of(os.path.join(folder, name)) for name in weights},
+        "code": {name: _digest_of(os.path.join(folder, name)) for name in code},
     }
 
 
@@ -182,7 +198,7 @@ def _config_of(path: str) -> Any:
 def _without_names(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
-    return {key: value for key, value in config.items() if key not in _NO_FACTS}
+    return {key: _without_names(value) for key, value in config.items() if key not in _NO_FACTS}
 
 
 def _weights_of(path: str) -> list[Any]:
@@ -209,14 +225,48 @@ def _digest_of(path: str) -> str:
 
 
 def _facts_of_module(module: Any) -> dict[str, Any]:
-    config: Any = getattr(module, "config", None)
-    config = config.to_dict() if hasattr(config, "to_dict") else None
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
-        "class": type(module).__name__,
-        "config": _without_names(config),
+        "modules": [[name, *_module_facts(part)] for name, part in module.named_modules()],
         "tensors": [_tensor_facts(name, tensor) for name, tensor in sorted(tensors.items())],
     }
+
+
+def _module_facts(module: Any) -> list[Any]:
+    """Return the class of a module, and the attributes that may change what it computes.
+
+    For example, the scale of an adapter, whether it is active or merged, and an epsilon.
+    """
+    attributes = {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _NO_ATTRIBUTES and "hook" not in name
+    }
+    return [_name_of_code(type(module)), _plain_value(attributes)]
+
+
+def _plain_value(value: Any) -> Any:
+    """Return a value as JSON; None for an object that has no stable text."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain_value(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_value(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if hasattr(value, "to_dict") and not isinstance(value, type):
+        return _plain_value(_without_names(value.to_dict()))
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain_value(vars(value))
+    if type(value).__name__ == "dtype":
+        return str(value)
+    return _name_of_code(value) if hasattr(value, "__qualname__") else None
+
+
+def _name_of_code(value: Any) -> str:
+    """Return the name of a class or function."""
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 def _tensor_facts(name: str, tensor: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from ._match import SNAPSHOT, Head, head_of
 
 if TYPE_CHECKING:
     from .. import _core
+    from .._types import NDArray
 
 HEADERS = ("prompt", "model", "tokens", "ends with", "bytes", "pinned")
 _DIGITS = 12  # of a key, in tables
@@ -22,19 +23,24 @@ class StoredPrompt(NamedTuple):
     key: str  # hexadecimal
     fingerprint: str
     model: str  # its label
-    tokens: list[int]
+    length: int  # in tokens
+    token_ids: list[NDArray]  # of each record
     kind: str  # "snapshot" or "block"
     nbytes: int  # shared blocks included
     pinned: bool
     last_used: int
     head: Head | None  # of the first record that has one
 
+    def tokens(self) -> list[int]:
+        """Return all token ids."""
+        return [token for ids in self.token_ids for token in ids.tolist()]
+
     def row(self) -> tuple[str, ...]:
         """Return the cells of a table with `HEADERS`."""
         return (
             self.key[:_DIGITS],
             self.model,
-            f"{len(self.tokens):,}",
+            f"{self.length:,}",
             self.kind,
             bytes_text(self.nbytes),
             "yes" if self.pinned else "no",
@@ -46,7 +52,7 @@ class StoredPrompt(NamedTuple):
             "prompt": self.key,
             "fingerprint": f"sha256:{self.fingerprint}",
             "model": self.model,
-            "tokens": len(self.tokens),
+            "tokens": self.length,
             "kind": self.kind,
             "bytes": self.nbytes,
             "pinned": self.pinned,
@@ -73,7 +79,8 @@ def _prompt_of(tip: Any, records: dict[bytes, Any], path: str) -> StoredPrompt:
         key=tip[0].hex(),
         fingerprint=tip[4].hex(),
         model="?" if head is None else head.label,
-        tokens=[token for record in reversed(chain) for token in record[8].tolist()],
+        length=sum(len(record[8]) for record in chain),
+        token_ids=[record[8] for record in reversed(chain)],
         kind="snapshot" if tip[2] == SNAPSHOT else "block",
         nbytes=sum(record[5] for record in chain),
         pinned=tip[6],

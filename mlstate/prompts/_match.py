@@ -79,8 +79,9 @@ def parts_of(match: Match, record: int, path: str) -> list[Any]:
     stored = match._stored
     assert stored is not None
     _, start, end, nbytes = match._log_match.records[record]
+    meta = match._log_match.meta(record)
     try:
-        listed = json.loads(_cut_meta(match._log_match.meta(record))[1])
+        listed = json.loads(_cut_meta(meta)[1])
         size = stored.token_bytes * (end - start) + stored.check_parts(listed, end)
         if size != nbytes:
             raise ValueError(f"it needs {size} bytes, and has {nbytes}")
@@ -111,6 +112,8 @@ class Match:
     __slots__ = (
         "_blocks",
         "_candidates",
+        "_is_closed",
+        "_key",
         "_log_match",
         "_stored",
         "_tokens",
@@ -122,7 +125,9 @@ class Match:
     limit: str | None
     _log_match: _core.PromptMatch
     _stored: StoredSpec | None
+    _is_closed: bool
     _tokens: NDArray
+    _key: bytes  # of the model
     _candidates: list[Candidate]  # the longest first
     _blocks: list[tuple[int, int, int]]  # (record, start, stop) of the chain
 
@@ -134,6 +139,7 @@ class Match:
 
     def close(self) -> None:
         """Close the files; `PromptStore.restore` of this match then raises ValueError."""
+        self._is_closed = True
         self._log_match.close()
 
     def __enter__(self) -> Self:
@@ -170,12 +176,14 @@ def make_match(
     path: str,
     most: int,
     expected: StoredSpec | None,
+    key: bytes,
 ) -> Match:
     """Return the match of at most `most` tokens."""
     for text in log_match.damage:
         log("WARNING", "%s: %s: the record is left out", path, text)
     match = object.__new__(Match)
-    match._log_match, match._tokens = log_match, tokens
+    match._is_closed = False
+    match._log_match, match._tokens, match._key = log_match, tokens, key
     match.length, match.limit, match._stored = 0, None, expected
     match._candidates, match._blocks = [], []
     heads = _heads(log_match, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from .. import _core
@@ -12,6 +13,7 @@ from .._common.budget import parse_size
 from .._common.local_path import local_folder
 from .._common.log import log
 from .._common.set_module import set_module
+from .._common.store_error import store_error
 from .._common.text import bytes_text, table_html
 from ..errors import FormatError
 from ..kv._cache_spec import CacheSpec
@@ -26,6 +28,7 @@ from ._transfer import (
     Request,
     block_parts,
     block_requests,
+    has_damage,
     run_requests,
     state_parts,
     state_requests,
@@ -131,9 +134,13 @@ class PromptStore:
         self._spec = spec
         self._stored = None if spec is None else StoredSpec(spec)
         self._path = local_folder(path)
-        self._damaged: list[tuple[NDArray, int]] = []  # tokens and kinds of records
+        self._damaged: dict[tuple[int, bytes], NDArray] = {}  # tokens by kind of record and bytes
+        self._repair_lock = Lock()
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
-        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        try:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        except OSError as error:
+            raise store_error(error, "cannot create the folder of the store", self._path) from error
         self._log = _core.PromptLog(self._path, True)
 
     @property
@@ -180,7 +187,7 @@ class PromptStore:
         ids = as_tokens(tokens)
         log_match = self._log.match(self._key, ids, self._block)
         most = len(ids) if full else max(len(ids) - 1, 0)
-        return make_match(log_match, ids, self._path, most, self._stored)
+        return make_match(log_match, ids, self._path, most, self._stored, self._key)
 
     def restore(self, match: Match, *, into: Any, device: Any = None) -> int:
         """Bring the tokens of a match into a cache.
@@ -214,11 +221,16 @@ class PromptStore:
             A file cannot be read. A cache that is written in place has no token then.
         TypeError
             `match` or `into` has another type, or `device` does not belong to `into`.
+        ValueError
+            `match` is closed, or of a store of another model.
         """
         if not isinstance(match, Match):
             raise TypeError(f"match must be a Match, got {type(match).__name__}")
+        if match._is_closed:
+            raise ValueError("the match is closed")
+        if match._key != self._key:
+            raise ValueError("the match is of a store of another model")
         target = open_target(into, match._stored, match.length, self._spec, device)
-        target.begin()
         position = self._read(match, target) if match._stored is not None else 0
         target.finish(position)
         return position
@@ -237,6 +249,7 @@ class PromptStore:
             except FormatError as error:
                 log("WARNING", "%s: the record is left out", error)
                 continue
+            target.begin()
             damage = run_requests(match._log_match, requests)
             if not damage:
                 return candidate.position
@@ -261,7 +274,8 @@ class PromptStore:
                 start,
                 end,
             )
-            self._damaged.append((match._tokens[:end], kind))
+            tokens = match._tokens[:end]
+            self._damaged[kind, tokens.tobytes()] = tokens
 
     # ---- writing ----
 
@@ -327,29 +341,22 @@ class PromptStore:
         check_flags(snapshot=snapshot, asynchronous=asynchronous)
         ids = as_tokens(tokens)
         state = state_of(cache, len(ids), self._spec)
-        stored = self._checked_spec(state)
         if asynchronous:
-            records = self._records(ids, state, stored, snapshot, self._pending.common(ids))
+            records = self._records(ids, state, snapshot, self._pending.common(ids))
             return self._pending.submit(ids, records, lambda copies: self._write(ids, copies))
-        return self._write(ids, self._records(ids, state, stored, snapshot, 0))
-
-    def _checked_spec(self, state: CacheState) -> StoredSpec:
-        """Return the stored form of a cache's entries, or raise if others are stored."""
-        stored = StoredSpec(state.spec)
-        if self._stored is None:
-            self._stored = stored
-        elif self._stored.digest != stored.digest:
-            self._stored.check(state.spec, "cache")
-        return stored
+        return self._write(ids, self._records(ids, state, snapshot, 0))
 
     def _records(
-        self, ids: NDArray, state: CacheState, stored: StoredSpec, snapshot: bool, pending: int
+        self, ids: NDArray, state: CacheState, snapshot: bool, pending: int
     ) -> list[_Record]:
         """Return the records of a prompt that are not stored yet, with views of the arrays."""
         self._drop_damaged()
+        stored = StoredSpec(state.spec)
         with self._match_of(ids) as match:
-            if match._stored is not None and match._stored.digest != stored.digest:
-                match._stored.check(state.spec, "cache")
+            for other in (self._stored, match._stored):
+                if other is not None and other.digest != stored.digest:
+                    other.check(state.spec, "cache")
+            self._stored = self._stored or stored
             pending -= pending % self._block
             stop = max(match._blocks[-1][2] if match._blocks else 0, pending)
             ends = {end for kind, _, end, _ in match._log_match.records if kind == SNAPSHOT}
@@ -368,7 +375,7 @@ class PromptStore:
 
     def _match_of(self, ids: NDArray) -> Match:
         log_match = self._log.match(self._key, ids, self._block)
-        return make_match(log_match, ids, self._path, len(ids), None)
+        return make_match(log_match, ids, self._path, len(ids), None, self._key)
 
     def _write(self, ids: NDArray, records: list[_Record]) -> int:
         """Store records; return the number of tokens that are stored then."""
@@ -379,13 +386,15 @@ class PromptStore:
 
     def _drop_damaged(self) -> None:
         """Remove the records that a restore has found damaged, so that they are stored again."""
-        while self._damaged:
-            tokens, kind = self._damaged[-1]
-            with closing(self._log.match(self._key, tokens, self._block)) as match:
-                for index, record in enumerate(match.records):
-                    if record[0] == kind and record[2] == len(tokens):
-                        self._log.mark(match, [index], "drop", self._timeout)
-            self._damaged.pop()
+        with self._repair_lock:
+            # The longest first: a match ends at a block that was dropped.
+            for key, tokens in sorted(self._damaged.items(), key=lambda item: -len(item[1])):
+                with closing(self._log.match(self._key, tokens, self._block)) as match:
+                    for index, record in enumerate(match.records):
+                        is_same = record[0] == key[0] and record[2] == len(tokens)
+                        if is_same and has_damage(match, index):  # unless it was stored again
+                            self._log.mark(match, [index], "drop", self._timeout)
+                self._damaged.pop(key, None)
 
     def pin(self, tokens: Any) -> int:
         """Protect the stored beginning of a prompt from eviction.

@@ -113,7 +113,7 @@ class EngineTarget:
         """Bring the tokens into the cache; without any, empty it."""
         if length == 0:
             if hasattr(self.cache, "reset"):
-                self.cache.reset()
+                _empty(self.cache)
             return
         into = self.states if self.has_snapshots else self.into
         arrays, entries = {}, []
@@ -145,6 +145,8 @@ def open_target(
     if isinstance(cache, RollingKVState):
         return RingTarget(cache, stored, length)
     if isinstance(cache, KVState):
+        if stored is not None:
+            stored.check(state_of_array(cache, 0, spec).spec, "cache")
         if cache.seq_length < length <= cache.capacity:
             cache.resize(length)
         return StateTarget(state_of_array(cache, 0, spec), stored, length)
@@ -172,6 +174,17 @@ def _check_room(entry: CacheEntry, length: int) -> None:
     if size is None or length <= size or (entry.window is not None and entry.window <= size):
         return
     raise tokens_error(length, size, "restore into a cache with more positions", entry.name)
+
+
+def _empty(cache: Any) -> None:
+    """Remove the tokens of a cache of transformers."""
+    cache.reset()
+    for part in (cache, getattr(cache, "self_attention_cache", None)):
+        for layer in getattr(part, "layers", ()):
+            is_static = hasattr(layer, "max_cache_len")
+            if not is_static and getattr(layer, "keys", None) is not None:
+                layer.keys = layer.values = None  # transformers 5.0 leaves zeros
+                layer.is_initialized = False
 
 
 def _check_can_be_emptied(cache: Any) -> None:

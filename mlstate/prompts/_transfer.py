@@ -148,6 +148,12 @@ def run_requests(match: _core.PromptMatch, requests: list[Request]) -> dict[int,
     return damage
 
 
+def has_damage(match: _core.PromptMatch, record: int) -> bool:
+    """Return whether the bytes of a record differ from its checksums."""
+    sizes = match.parts(record)
+    return any(match.read([(record, part, np.empty(n, "u1"))]) for part, n in enumerate(sizes))
+
+
 def _copy_pieces(request: Request, array: NDArray) -> None:
     for piece in request.pieces:
         source: Any = array

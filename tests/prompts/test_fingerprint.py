@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import pathlib
 
@@ -154,6 +155,56 @@ def test_a_torch_module_is_hashed_on_request_only():
     assert fingerprint(module, hash_weights=True) != second
 
 
-def test_a_path_is_not_a_name(tmp_path):
+def test_a_path_is_not_a_name(tmp_path, caplog):
     folder = model_folder(tmp_path / "a")
-    assert fingerprint(str(folder)) != fingerprint(pathlib.Path(folder))
+    with caplog.at_level(logging.WARNING):
+        read = fingerprint(pathlib.Path(folder))
+        assert not caplog.messages and fingerprint(str(folder)) != read
+    assert "pass pathlib.Path(...) to read the folder" in caplog.text
+
+
+def test_a_file_of_code_belongs_to_the_model(tmp_path):
+    folder = model_folder(tmp_path / "a")
+    first = fingerprint(folder)
+    (folder / "modeling.py").write_text("SCALE = 1")
+    second = fingerprint(folder)
+    (folder / "modeling.py").write_text("SCALE = 2")
+    assert len({first, second, fingerprint(folder)}) == 3
+
+
+def test_names_and_versions_in_nested_configs_are_not_part_of_a_model(tmp_path):
+    folders = [
+        model_folder(tmp_path / name, CONFIG | {"text_config": {"_name_or_path": name, "n": n}})
+        for name, n in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    first, second, third = map(fingerprint, folders)
+    assert first == second != third
+
+
+def test_an_empty_iterator_of_adapters_is_no_adapter():
+    assert fingerprint(fingerprint("a"), adapters=iter(())) == fingerprint("a")
+
+
+@pytest.mark.torch
+def test_modules_that_compute_something_else_differ():
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+
+    def block(activation, eps=1e-5, function=nn.functional.relu, scale=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), activation(), nn.LayerNorm(3, eps))
+        model.function, model.settings = function, {"scale": scale}
+        return fingerprint(model, hash_weights=True)
+
+    first = block(nn.ReLU)
+    others = (
+        block(nn.GELU),
+        block(nn.ReLU, 1e-6),
+        block(nn.ReLU, function=nn.functional.silu),
+        block(nn.ReLU, scale=2.0),
+    )
+    assert first == block(nn.ReLU) and len({first, *others}) == 5
+    model = nn.Linear(2, 3)
+    before = fingerprint(model, hash_weights=True)
+    model.register_forward_hook(lambda *_: None)
+    assert fingerprint(model.train(), hash_weights=True) == before

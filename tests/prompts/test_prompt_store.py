@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import child
 import numpy as np
@@ -11,6 +12,7 @@ from toy_caches import (
     HYBRID,
     MODEL,
     TOKENS,
+    check_every_match,
     empty_state,
     flip,
     is_zero,
@@ -21,7 +23,7 @@ from toy_caches import (
     store_at,
 )
 
-from mlstate.errors import CapacityError, CompatibilityError
+from mlstate.errors import CapacityError, CompatibilityError, StoreError
 from mlstate.kv import CacheEntry, CacheSpec, CacheState, KVState, RollingKVState
 from mlstate.prompts import Match, PromptStore
 
@@ -33,6 +35,10 @@ SPECS = {
     "sinks": spec_of("sliding", "full", sinks=3),
     "opaque": spec_of("opaque", "full"),
 }
+
+
+def torch_tokens(tokens):
+    return pytest.importorskip("torch").tensor(tokens)
 
 
 @pytest.fixture
@@ -296,6 +302,45 @@ def test_the_next_put_stores_a_damaged_block_again(store, tmp_path):
     assert same(restored(store, TOKENS, empty_state(FULL), full=True), before)
 
 
+@pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_the_next_put_stores_all_damaged_records_again(store, tmp_path, spec):
+    before = distinct(spec, TOKENS)
+    store.put(TOKENS, before)
+    for position in (40, 70, 90, 98):
+        flip(tmp_path, np.ascontiguousarray(before.arrays["0.values"][0, 1, position]).tobytes())
+    after = prefilled(spec, TOKENS)
+    with store.match(TOKENS, full=True) as match:
+        position = store.restore(match, into=after)
+        assert position == (32 if spec is FULL else 0) and is_zero(after, position)
+    assert store.put(TOKENS, before) == 100 and store.verify() == []
+    assert same(restored(store, TOKENS, empty_state(spec), full=True), before)
+
+
+def test_a_block_that_was_stored_again_is_not_dropped(store, tmp_path):
+    before = distinct(FULL, TOKENS)
+    store.put(TOKENS, before)
+    flip(tmp_path, np.ascontiguousarray(before.arrays["0.keys"][0, 0, 20]).tobytes())
+    with store.match(TOKENS) as match:
+        assert store.restore(match, into=empty_state(FULL)) == 16
+        store.put(TOKENS, before)
+        assert store.restore(match, into=empty_state(FULL)) == 16  # the old bytes
+    store.put(TOKENS[::-1], prefilled(FULL, TOKENS[::-1]))
+    assert same(restored(store, TOKENS, empty_state(FULL), full=True), before)
+
+
+def test_threads_may_put_after_damage(store, tmp_path):
+    before = distinct(FULL, TOKENS)
+    store.put(TOKENS, before)
+    flip(tmp_path, np.ascontiguousarray(before.arrays["0.keys"][0, 0, 20]).tobytes())
+    with store.match(TOKENS) as match:
+        for _ in range(40):
+            store.restore(match, into=empty_state(FULL))
+    with ThreadPoolExecutor(4) as threads:
+        puts = [threads.submit(store.put, TOKENS, before) for _ in range(8)]
+        assert [put.result(timeout=60) for put in puts] == [100] * 8
+    assert same(restored(store, TOKENS, empty_state(FULL), full=True), before)
+
+
 @pytest.mark.parametrize(("position", "expected"), [(70, 64), (40, 20), (5, 0)])
 def test_a_hybrid_falls_back_to_the_newest_complete_position(store, tmp_path, position, expected):
     state = empty_state(HYBRID)
@@ -427,6 +472,59 @@ def test_wrong_types_are_refused(store, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_a_refused_restore_leaves_the_tokens_that_the_cache_had(store):
+    small, large = (spec_of("sliding", window=window) for window in (8, 16))
+    store.put(TOKENS[:40], prefilled(small, TOKENS[:40]))
+    state = prefilled(large, TOKENS[:30])
+    with store.match(TOKENS) as match:
+        with pytest.raises(CompatibilityError, match="needs 16 tokens"):
+            store.restore(match, into=state)
+        assert same(state, prefilled(large, TOKENS[:30]))
+
+
+@pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_a_closed_match_is_refused_and_the_cache_not_written(store, spec):
+    store.put(TOKENS[:40], prefilled(spec, TOKENS[:40]))
+    match = store.match(TOKENS)
+    match.close()
+    state = prefilled(spec, TOKENS[:20])
+    with pytest.raises(ValueError, match="the match is closed"):
+        store.restore(match, into=state)
+    assert same(state, prefilled(spec, TOKENS[:20]))
+
+
+def test_a_match_of_another_model_is_refused(store, tmp_path):
+    store.put(TOKENS[:40], prefilled(FULL, TOKENS[:40]))
+    state = empty_state(FULL)
+    with PromptStore(tmp_path / "store", model="other") as other, store.match(TOKENS) as match:
+        with pytest.raises(ValueError, match="of another model"):
+            other.restore(match, into=state)
+        assert store_at(tmp_path).restore(match, into=state) == 40  # the same model
+
+
+def test_a_refused_put_does_not_decide_what_the_store_holds(store, tmp_path):
+    store.put(TOKENS[:40], prefilled(FULL, TOKENS[:40]))
+    with store_at(tmp_path) as fresh:
+        with pytest.raises(CompatibilityError, match="dtype 'float64'"):
+            fresh.put(TOKENS[:40], prefilled(spec_of("full", "full", dtype="float64"), TOKENS[:40]))
+        assert check_every_match(fresh, [TOKENS], FULL) == [40]
+        assert fresh.put(TOKENS[:60], prefilled(FULL, TOKENS[:60])) == 60
+
+
+def test_a_state_that_grows_is_checked_first(store):
+    store.put(TOKENS, np.ones((1, 2, 128, 4), np.float32))
+    cache = KVState((1, 2, 32, 4), 128, np.float64)
+    with store.match(TOKENS) as match, pytest.raises(CompatibilityError, match="dtype 'float64'"):
+        store.restore(match, into=cache)
+    assert cache.seq_length == 32
+
+
+def test_a_folder_that_cannot_be_created_is_an_error_of_the_store(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot create the folder"):
+        PromptStore(tmp_path / "file" / "a" / "b", model=MODEL)
+
+
 # ---- policies ----
 
 
@@ -467,6 +565,17 @@ def test_an_asynchronous_put_stores_the_cache_of_the_call(store):
     assert future.result(timeout=60) == 50
     assert same(restored(store, TOKENS, empty_state(HYBRID)), expected)
     assert store.stats()["pending_bytes"] == 0
+
+
+@pytest.mark.parametrize("as_tokens", [np.array, torch_tokens], ids=["numpy", "torch"])
+def test_an_asynchronous_put_stores_the_tokens_of_the_call(store, as_tokens):
+    for seed in range(10):
+        expected = np.random.default_rng(seed).integers(0, 1000, 60)
+        tokens = as_tokens(expected)
+        future = store.put(tokens, prefilled(FULL, expected), asynchronous=True)
+        tokens[:] = 1  # the caller uses the buffer again
+        assert future.result(timeout=60) == 60
+        assert check_every_match(store, [expected, np.ones(60, int)], FULL) == [60, 0]
 
 
 @pytest.mark.parametrize("most", [0, 5000, 1 << 20])

@@ -15,7 +15,13 @@ pytest.importorskip("mlx_lm", reason="its models run")
 
 import mlx.core as mx  # noqa: E402
 from cache_models import new_model, prompt, run  # noqa: E402
-from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+from mlx_lm.models.cache import (  # noqa: E402
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    KVCache,
+    make_prompt_cache,
+)
 from mlx_lm.utils import load_model  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -88,3 +94,19 @@ def test_a_cache_of_mlx_with_tokens_is_refused(pair):
     mlx_logits(model, TOKENS[:, :20], cache)
     with store.match(TOKENS) as match, pytest.raises(CompatibilityError, match="pass one of make"):
         store.restore(match, into=cache)
+
+
+def test_a_batch_or_padding_of_mlx_is_refused(pair):
+    _, _, store = pair
+    keys = mx.ones((1, 2, 70, 8))
+    padded, whole = BatchKVCache([3]), BatchKVCache([0])
+    for layer in (padded, whole):
+        layer.update_and_fetch(keys, keys)
+    states = ArraysCache(1)
+    states[0] = mx.ones((2, 3, 4))
+    for cache in ([padded], [CacheList(padded, KVCache())]):
+        with pytest.raises(CompatibilityError, match="the cache has padding"):
+            store.put(TOKENS[:, :70], cache)
+    with pytest.raises(CompatibilityError, match="2 sequences"):
+        store.put(TOKENS[:, :70], [states])
+    assert store.put(TOKENS[:, :70], [whole]) == 70

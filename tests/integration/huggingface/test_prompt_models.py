@@ -168,6 +168,27 @@ def test_without_a_match_a_cache_is_empty(model, tmp_path, kind, dtype, name):
 
 
 @pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_without_a_match_a_cache_of_transformers_5_0_is_empty(model, tmp_path, monkeypatch, name):
+    """Its `reset` keeps the tokens as zeros, which a model would attend to."""
+
+    def reset(layer):
+        if layer.is_initialized:
+            layer.keys.zero_()
+            layer.values.zero_()
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = 0
+
+    monkeypatch.setattr("transformers.cache_utils.DynamicLayer.reset", reset)
+    cache = _prefilled(model, 30)
+    with store_at(tmp_path) as store, store.match(TOKENS) as match:
+        assert store.restore(match, into=cache) == 0
+    fresh = DynamicCache(config=model.config)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(continued(model, cache, 0), continued(model, fresh, 0))
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", ["llama"])
 def test_a_batch_of_sequences_is_refused(model, tmp_path, dtype, name):
     cache = DynamicCache(config=model.config)

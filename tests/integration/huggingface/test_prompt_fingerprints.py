@@ -1,0 +1,69 @@
+"""The fingerprint of models of transformers, and of their adapters."""
+
+import copy
+
+import pytest
+from needs import needs
+
+pytestmark = [pytest.mark.torch, needs("transformers")]
+torch = pytest.importorskip("torch", reason="transformers needs it")
+pytest.importorskip("transformers", reason="its models are hashed")
+
+from cache_models import new_model, prompt  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from mlstate.prompts import fingerprint  # noqa: E402
+
+
+def of(model):
+    return fingerprint(model, hash_weights=True)
+
+
+def test_the_folder_of_a_model_and_a_prefill_do_not_matter(tmp_path):
+    model = new_model("llama")
+    before = of(model)
+    model.generate(prompt(20), max_new_tokens=3, do_sample=False)
+    assert of(copy.deepcopy(model)) == before
+    model.set_attn_implementation("eager")
+    assert of(model) == before
+    for name in "ab":
+        model.save_pretrained(tmp_path / name)
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
+    assert of(first) == of(second)
+
+
+@pytest.mark.parametrize(("fact", "value"), [("rms_norm_eps", 1e-3), ("head_dim", 7)])
+def test_another_value_in_the_config_is_another_model(fact, value):
+    model = new_model("llama")
+    before = of(model)
+    setattr(model.config, fact, value)
+    assert of(model) != before
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_the_state_of_an_adapter_belongs_to_the_model():
+    peft = pytest.importorskip("peft", reason="it has the adapters")
+
+    def adapted(alpha):
+        torch.manual_seed(0)
+        settings = {"r": 2, "target_modules": ["k_proj"], "init_lora_weights": False}
+        model = peft.get_peft_model(
+            new_model("llama"), peft.LoraConfig(lora_alpha=alpha, **settings)
+        )
+        model.add_adapter("other", peft.LoraConfig(lora_alpha=1, **settings))
+        return model.eval()
+
+    model = adapted(4)
+    seen = [of(model)]
+    assert of(adapted(4)) == seen[0]
+    seen.append(of(adapted(8)))  # the same weights, with another scale
+    model.set_adapter("other")
+    seen.append(of(model))
+    model.set_adapter("default")
+    model.base_model.disable_adapter_layers()
+    seen.append(of(model))
+    model.base_model.enable_adapter_layers()
+    model.set_adapter("default")
+    model.merge_adapter()
+    seen.append(of(model))
+    assert len(set(seen)) == 5
