@@ -28,7 +28,7 @@ CORE_ORDER = (
     ("crc32c", "sharding", "planning"),
     ("array/copy",),
     ("io", "kv", "state", "state/diff", "gradients/reduce"),
-    ("safetensors", "gradients"),
+    ("safetensors", "gradients", "follow"),
     ("collectives", "checkpoint/storage"),
     ("checkpoint/index",),
     ("checkpoint/read",),
@@ -40,6 +40,7 @@ BINDING_ORDER = (
     ("array",),
     ("dictionaries",),
     ("activation", "checkpoint", "gradients", "io", "kv", "runtime", "state"),
+    ("follow",),
     (".",),
 )
 # A folder without a line belongs to the folder that it is in.

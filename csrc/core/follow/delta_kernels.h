@@ -1,0 +1,27 @@
+/* delta_kernels: the comparison of two blocks; private to the folder. */
+#ifndef MLS_DELTA_KERNELS_H
+#define MLS_DELTA_KERNELS_H
+
+#include "follow/delta.h"
+#include "runtime/cpu_features.h"
+
+enum {
+    MLS_DELTA_SIZES = 5,             /* 1 << k is an element size for k below this */
+    MLS_DELTA_BLOCK_BYTES = 1 << 13, /* of an array; two fit the first-level cache */
+    MLS_DELTA_SURE = 4               /* numbers that a kernel may store after the last */
+};
+
+/* Compares `count` packed elements at any address, of at most MLS_DELTA_BLOCK_BYTES, and
+ * stores the numbers of those whose bytes differ, in ascending order. `numbers` has room
+ * for `count` and MLS_DELTA_SURE more. Returns their count. */
+typedef size_t (*mls_delta_compare)(const unsigned char *a, const unsigned char *b,
+                                    size_t count, uint16_t *numbers);
+
+struct mls_delta_kernels {
+    mls_delta_compare compare[MLS_DELTA_SIZES]; /* by the exponent of the element size */
+};
+
+/* The scalar table is the reference: every other table stores the same numbers. */
+MLS_CPU_AVX2_TABLES(mls_delta_kernels, mls_delta);
+
+#endif
