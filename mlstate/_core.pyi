@@ -220,7 +220,7 @@ def delta_apply(
     gaps: NDArray,
     values: Array,
     elements: int,
-    undo: Array | None,
+    log: list[tuple[Any, NDArray, NDArray]] | None,
     checksum: object,
     /,
 ) -> int | None: ...

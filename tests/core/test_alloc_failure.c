@@ -660,9 +660,9 @@ static mls_code compose_and_filter(mls_status *st)
     const mls_tensor a = vector_of(base, MLS_F32, 9000);
     const mls_tensor b = vector_of(changed, MLS_F32, 9000);
     mls_delta delta = {0}, both = {0}, filtered = {0};
-    mls_part whole;
+    mls_part all;
     changed[8000] = 1;
-    mls_code code = mls_layout_part(&(mls_layout){0}, 1, a.shape, 0, &whole, st);
+    mls_code code = mls_layout_part(&(mls_layout){0}, 1, a.shape, 0, &all, st);
     if (code == MLS_OK) {
         code = mls_delta_encode(mls_delta_kernels_of(MLS_CPU_SCALAR),
                                 mls_crc_of(MLS_CPU_SCALAR), &a, &b, &delta, NULL, st);
@@ -673,7 +673,7 @@ static mls_code compose_and_filter(mls_status *st)
         CHECK((code == MLS_OK) == (both.values != NULL));
     }
     if (code == MLS_OK) {
-        code = mls_delta_filter(&both, &whole, &whole, &filtered, st);
+        code = mls_delta_filter(&both, &all, &all, &filtered, st);
         CHECK((code == MLS_OK) == (filtered.values != NULL));
     }
     mls_delta_fini(&delta);

@@ -55,7 +55,7 @@ PACKAGE_ORDER = (
     ("checkpoint/_store",),
     ("distributed",),
     ("checkpoint",),
-    ("plot",),
+    ("plot", "follow"),
     ("integrations/torch/_tensors",),
     ("integrations/torch/_activation", "integrations/torch/_checkpoint"),
     ("integrations/torch/_collectives", "integrations/torch/_gradients"),

@@ -11,6 +11,11 @@ enum {
 
 const mls_delta_kernels *mls_delta_kernels_of(mls_cpu cpu)
 {
+#if defined(__x86_64__)
+    if (cpu == MLS_CPU_AVX512 && mls_delta_compress_offered()) {
+        return &mls_delta_avx512;
+    }
+#endif
     return MLS_CPU_AVX2_TABLE(cpu, mls_delta);
 }
 

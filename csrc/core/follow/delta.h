@@ -73,7 +73,7 @@ void mls_delta_apply(const mls_delta *delta, const mls_crc_kernels *crc32c,
                      const mls_tensor *target, unsigned char *undo, uint32_t *crc);
 
 /* Returns the delta that has the effect of `first`, then `second`: all elements of both,
- * with the values of `second` where both have one. Both passed mls_delta_check.
+ * with the values of `second` if both have a value. Both passed mls_delta_check.
  * MLS_E_SHAPE: they belong to arrays of different lengths or element sizes. MLS_E_MEMORY.
  */
 mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,

@@ -45,24 +45,33 @@ static inline size_t read_batch(application *a, size_t end, size_t gap_bytes, si
     return count;
 }
 
-/* Writes elements and saves the old ones, which may take the place of the new ones. */
+static inline unsigned char *element_of(const application *a, size_t number, size_t size)
+{
+    return a->in_order ? a->target->data + number * size
+                       : mls_element_at(a->target, number);
+}
+
+/* Writes elements and saves the old ones, which may take the place of the new ones.
+ * Without an undo log nothing is loaded, so that no store waits for its cache line. */
 static inline void write_batch(application *a, const size_t *numbers, size_t count,
                                size_t size)
 {
     const unsigned char *value = a->values;
-    unsigned char *undo = a->undo, *data = a->target->data, old[16];
-    for (size_t i = 0; i < count; i++, value += size) {
-        unsigned char *element = a->in_order ? data + numbers[i] * size
-                                             : mls_element_at(a->target, numbers[i]);
-        memcpy(old, element, size);
-        memcpy(element, value, size);
-        if (undo != NULL) {
-            memcpy(undo, old, size);
-            undo += size;
+    unsigned char *undo = a->undo, old[16];
+    a->values += count * size;
+    if (undo == NULL) {
+        for (size_t i = 0; i < count; i++) {
+            memcpy(element_of(a, numbers[i], size), value + i * size, size);
         }
+        return;
     }
-    a->values = value;
-    a->undo = undo;
+    for (size_t i = 0; i < count; i++) {
+        unsigned char *element = element_of(a, numbers[i], size);
+        memcpy(old, element, size);
+        memcpy(element, value + i * size, size);
+        memcpy(undo + i * size, old, size);
+    }
+    a->undo += count * size;
 }
 
 /* Writes the elements with numbers below `end`: a batch while the lines of the next one

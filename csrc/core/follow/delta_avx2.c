@@ -1,5 +1,5 @@
 /* delta_avx2: compares 64 bytes at a time and visits the set bits of a mask; runs with
- * AVX-512 too. */
+ * AVX-512 too, unless the processor has VBMI2. */
 #include "follow/delta_kernels.h"
 
 #if defined(__x86_64__)
@@ -7,7 +7,7 @@
 #    include "base/size.h"
 #    include "simd/avx2.h"
 
-enum { STEP = 2 * WIDTH };
+enum { STEP = 2 * WIDTH, SURE = 4 };
 static const uint64_t HIGHEST = (uint64_t)1 << 63; /* a number of 0 has no lowest bit */
 
 MLS_INLINED __m256i load_register(const unsigned char *bytes)
@@ -25,8 +25,8 @@ MLS_INLINED __m256i equal_items(__m256i a, __m256i b, size_t size)
                        : _mm256_cmpeq_epi64(a, b);
 }
 
-/* Returns a bit for each of STEP bytes: that of an item's first byte is set if the item
- * differs; all others are clear. */
+/* Returns a bit for each of STEP bytes: the bit of an item's first byte is set if the
+ * item differs; all others are clear. */
 MLS_INLINED uint64_t unequal_items(const unsigned char *a, const unsigned char *b,
                                    size_t size)
 {
@@ -42,9 +42,9 @@ MLS_INLINED uint64_t unequal_items(const unsigned char *a, const unsigned char *
                        : (bits | bits >> 8) & 0x0001000100010001U;
 }
 
-/* Stores the number of each item with a set bit, and returns their count. MLS_DELTA_SURE
- * numbers are stored without a test, even if fewer bits are set, so that the number of
- * rounds is rarely mispredicted. */
+/* Stores the number of each item with a set bit, and returns their count. SURE numbers
+ * are stored without a test, even if fewer bits are set, so that the number of rounds is
+ * rarely mispredicted. */
 MLS_INLINED size_t store_numbers(uint64_t bits, size_t first, size_t size,
                                  uint16_t *numbers)
 {
@@ -52,7 +52,7 @@ MLS_INLINED size_t store_numbers(uint64_t bits, size_t first, size_t size,
     size_t stored = 0;
     do {
         MLS_UNROLLED
-        for (size_t i = 0; i < MLS_DELTA_SURE; i++, bits &= bits - 1) {
+        for (size_t i = 0; i < SURE; i++, bits &= bits - 1) {
             const size_t byte = (size_t)__builtin_ctzll(bits | HIGHEST);
             numbers[stored++] = (uint16_t)(first + byte / size);
         }

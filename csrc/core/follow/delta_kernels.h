@@ -8,7 +8,7 @@
 enum {
     MLS_DELTA_SIZES = 5,             /* 1 << k is an element size for k below this */
     MLS_DELTA_BLOCK_BYTES = 1 << 13, /* of an array; two fit the first-level cache */
-    MLS_DELTA_SURE = 4               /* numbers that a kernel may store after the last */
+    MLS_DELTA_SURE = 32              /* numbers that a kernel may store after the last */
 };
 
 /* Compares `count` packed elements at any address, of at most MLS_DELTA_BLOCK_BYTES, and
@@ -23,5 +23,9 @@ struct mls_delta_kernels {
 
 /* The scalar table is the reference: every other table stores the same numbers. */
 MLS_CPU_AVX2_TABLES(mls_delta_kernels, mls_delta);
+#if defined(__x86_64__)
+extern const mls_delta_kernels mls_delta_avx512; /* see mls_delta_compress_offered */
+bool mls_delta_compress_offered(void);           /* VBMI2, which the AVX-512 set lacks */
+#endif
 
 #endif

@@ -142,13 +142,11 @@ PyObject *core_delta_encode(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* Check that a delta can be applied, with an undo log or without. */
+/* Check that a delta can be applied to an array. */
 static int check_application(const mlspy_state *state, const delta_view *view,
-                             const mls_tensor *target, const mlspy_view *undo)
+                             const mls_tensor *target)
 {
-    const mls_tensor *gaps = &view->streams[0].tensor;
     const mls_tensor *values = &view->streams[1].tensor;
-    const bool logged = undo->owner != NULL, in_place = undo->tensor.data == values->data;
     mls_status st;
     if (mlspy_check(state, mls_delta_check_target(&view->delta, target, &st), &st) < 0) {
         return -1;
@@ -158,47 +156,61 @@ static int check_application(const mlspy_state *state, const delta_view *view,
             state, MLS_E_DTYPE, "a delta of %s does not belong to an array of %s",
             mls_dtype_of(values->dtype)->name, mls_dtype_of(target->dtype)->name);
     }
-    if (logged && mlspy_bytes(&undo->tensor) != view->delta.values_bytes) {
-        return MLSPY_FAIL(state, MLS_E_SHAPE,
-                          "an undo log of %zu bytes is needed, not of %zu",
-                          view->delta.values_bytes, mlspy_bytes(&undo->tensor));
-    }
-    if (mls_tensor_overlap(target, gaps) || mls_tensor_overlap(target, values) ||
-        (logged && (mls_tensor_overlap(target, &undo->tensor) ||
-                    mls_tensor_overlap(gaps, &undo->tensor) ||
-                    (!in_place && mls_tensor_overlap(values, &undo->tensor))))) {
-        return MLSPY_REFUSE(PyExc_ValueError,
-                            "target, delta and undo log must not share memory");
+    if (mls_tensor_overlap(target, &view->streams[0].tensor) ||
+        mls_tensor_overlap(target, values)) {
+        return MLSPY_REFUSE(PyExc_ValueError, "target and delta must not share memory");
     }
     return 0;
 }
 
-/* delta_apply(target, gaps, values, elements, undo | None, checksum)
+/* Append (target, gaps, array for the overwritten elements) to the log. Return the
+ * memory of that array, which the log keeps alive. */
+static unsigned char *log_application(PyObject *log, PyObject *target, PyObject *gaps,
+                                      const mls_tensor *values)
+{
+    PyArray_Descr *descr = mlspy_descr_of_dtype(values->dtype);
+    PyObject *old = descr == NULL ? NULL : mlspy_array_of(descr, 1, values->shape, false);
+    PyObject *entry = old == NULL ? NULL : PyTuple_Pack(3, target, gaps, old);
+    unsigned char *memory = NULL;
+    if (entry != NULL && PyList_Append(log, entry) == 0) {
+        memory = (unsigned char *)PyArray_DATA((PyArrayObject *)old);
+    }
+    Py_XDECREF(entry);
+    Py_XDECREF(old);
+    return memory;
+}
+
+/* delta_apply(target, gaps, values, elements, log | None, checksum)
  *     -> CRC32C of the target | None
  *
- * Nothing is written if an exception is raised. `undo` receives the overwritten elements;
- * it may be `values`. */
+ * Nothing is written and logged if an exception is raised. `log` is a list; the
+ * call appends (target, gaps, overwritten elements): the delta that restores the target.
+ * Python's signal handlers cannot run between the entry and the change. */
 PyObject *core_delta_apply(mlspy_state *state, PyObject *const *args)
 {
     delta_view view = {.delta = {.gaps = NULL}};
-    mlspy_view target = {.owner = NULL}, undo = {.owner = NULL};
+    mlspy_view target = {.owner = NULL};
+    PyObject *log = args[4] == Py_None ? NULL : args[4];
+    unsigned char *undo = NULL;
     uint32_t crc = 0;
     bool checksum;
     PyObject *result = NULL;
+    if (log != NULL && !PyList_Check(log)) {
+        return PyErr_Format(PyExc_TypeError, "the log must be a list or None");
+    }
     if (mlspy_view_for(state, args[0], "target", true, &target) == 0 &&
         take_delta(state, args[3], args[1], args[2], &view) == 0 &&
-        (args[4] == Py_None || take_vector(state, args[4], "undo", true, &undo) == 0) &&
         mlspy_take_bool(args[5], &checksum) == 0 &&
-        check_application(state, &view, &target.tensor, &undo) == 0) {
+        check_application(state, &view, &target.tensor) == 0 &&
+        (log == NULL || (undo = log_application(log, args[0], args[1],
+                                                &view.streams[1].tensor)) != NULL)) {
         PyThreadState *released = mlspy_leave_python(
             checksum ? mlspy_bytes(&target.tensor) : view.delta.values_bytes);
-        mls_delta_apply(&view.delta, mlspy_crc(state), &target.tensor,
-                        undo.owner == NULL ? NULL : undo.tensor.data,
+        mls_delta_apply(&view.delta, mlspy_crc(state), &target.tensor, undo,
                         checksum ? &crc : NULL);
         mlspy_resume_python(released);
         result = checksum ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
     }
-    mlspy_view_release(&undo);
     mlspy_view_release(&target);
     release_delta(&view);
     return result;
