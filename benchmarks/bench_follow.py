@@ -22,6 +22,7 @@ except ImportError:
     torch = None
 
 ELEMENTS = 128 << 20
+COLUMNS = 4096  # of the tensor, for the filter
 # times a copy, at most: 1 % and 3 % of the elements changed
 AIMS = {"compare + encode": (1.5, 2.7), "apply": (0.3, 0.6)}
 CHECKSUM_AIM = 0.9
@@ -84,6 +85,8 @@ def applying_rows(base: np.ndarray, new: np.ndarray, target: np.ndarray, repeats
     def apply_with_numpy() -> None:
         target[numbers] = selected
 
+    streams = base.size, gaps, values
+    rows = (base.size // COLUMNS, COLUMNS), (), 0
     before = partial(np.copyto, target, base)
     candidates = [
         Candidate("copy", before, baseline=True),
@@ -91,6 +94,11 @@ def applying_rows(base: np.ndarray, new: np.ndarray, target: np.ndarray, repeats
         Candidate("apply + undo log", partial(apply, True, False), before),
         Candidate("apply + undo log + CRC32C", partial(apply, True, True), before),
         Candidate("NumPy: target[numbers] = values", apply_with_numpy, before),
+        Candidate(
+            "filter to a quarter of the columns",
+            partial(_core.delta_filter, *streams, *rows, ((1, 4),), 1),
+        ),
+        Candidate("compose with itself", partial(_core.delta_compose, *streams, gaps, values)),
     ]
     return measure(candidates, repeats, warm_up=1, clock=time.thread_time_ns)
 

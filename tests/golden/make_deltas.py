@@ -10,7 +10,6 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-import zstandard
 
 FOLDER = Path(__file__).parent / "deltas"
 
@@ -85,6 +84,8 @@ def write_trl():
 
 def write_checkpoint(encoding):
     """A version folder: an index, and compressed bytes with the checksums of the tensors."""
+    import zstandard
+
     tensors, checksums = {}, {}
     for name, new in new_versions().items():
         before, after = BASES[name].tobytes(), new.tobytes()

@@ -27,17 +27,6 @@ static source read_source(const mls_delta *delta)
     return s;
 }
 
-/* Appends the element of a source, unless memory runs out. */
-static bool put_element(mls_delta_writer *writer, size_t number,
-                        const unsigned char *value)
-{
-    if (!mls_delta_reserve(writer, 1, number + 1)) {
-        return false;
-    }
-    mls_delta_put(writer, 1, number, value, writer->delta.item_bytes);
-    return true;
-}
-
 mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,
                            mls_delta *out, mls_status *st)
 {
@@ -52,18 +41,20 @@ mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,
                                          .item_bytes = first->item_bytes,
                                          .gap_bytes = 1}};
     source a = read_source(first), b = read_source(second);
-    bool complete = true;
-    while (complete && !(a.ended && b.ended)) {
+    /* the sum cannot overflow: both have their values in memory */
+    const bool has_room =
+        mls_delta_reserve(&writer, first->changed + second->changed, first->elements);
+    while (has_room && !(a.ended && b.ended)) {
         const bool from_a = !a.ended && (b.ended || a.number < b.number);
         const bool both = !a.ended && !b.ended && a.number == b.number;
         source *s = from_a ? &a : &b;
-        complete = put_element(&writer, s->number, s->value);
+        mls_delta_put(&writer, 1, s->number, s->value, s->size);
         advance_source(s);
         if (both) {
             advance_source(&a);
         }
     }
-    return mls_delta_finish(&writer, complete, out, st);
+    return mls_delta_finish(&writer, has_room, out, st);
 }
 
 /* ---- filter ---- */
@@ -84,17 +75,18 @@ mls_code mls_delta_filter(const mls_delta *delta, const mls_part *from,
     source s = read_source(delta);
     mls_overlap overlap;
     mls_run run;
-    bool complete = true;
+    const bool has_room =
+        mls_delta_reserve(&writer, delta->changed, writer.delta.elements);
     /* runs ascend in both parts, because both have the C order of the tensor */
     mls_overlap_init(&overlap, from, to);
-    while (complete && !s.ended && mls_overlap_next(&overlap, &run)) {
+    while (has_room && !s.ended && mls_overlap_next(&overlap, &run)) {
         while (!s.ended && s.number < run.a) {
             advance_source(&s);
         }
-        while (complete && !s.ended && s.number - run.a < run.count) {
-            complete = put_element(&writer, s.number - run.a + run.b, s.value);
+        while (!s.ended && s.number - run.a < run.count) {
+            mls_delta_put(&writer, 1, s.number - run.a + run.b, s.value, s.size);
             advance_source(&s);
         }
     }
-    return mls_delta_finish(&writer, complete, out, st);
+    return mls_delta_finish(&writer, has_room, out, st);
 }
