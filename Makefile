@@ -37,7 +37,7 @@ MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-all mpi test-hosts test-arm64 notebooks build core libmlstate-kv core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-all mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -56,6 +56,9 @@ mpi: $(MPI) ## Install both MPIs for the tests of their groups.
 
 test-hosts: $(STAMP)-test $(MPI) install ## Run groups across two network namespaces (root).
 	@tools/test_hosts.sh $(RUN)
+
+test-gpu: $(STAMP)-test install ## Run the tests that need a CUDA device; without one they are skipped.
+	@$(RUN) -m pytest -q -m "long or not long" -k "cuda or gpu" $(PYTEST_ARGS)
 
 test-arm64: install ## Build the extension for arm64; run its tests under qemu (Debian).
 	@tools/arm64.sh $(RUN) $(PYTEST_ARGS)

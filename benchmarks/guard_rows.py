@@ -21,6 +21,9 @@ from paired import Case
 from mlstate import StateDict
 from mlstate.fsdp import GradientAccumulator
 from mlstate.kv import (
+    CacheEntry,
+    CacheSpec,
+    CacheState,
     KVState,
     compact_kv_state,
     create_attention_size_mask,
@@ -43,6 +46,7 @@ except ImportError:
 
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 HEAD_DIM = 128
+GROUP = 64
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
 UP_TO_256 = SIZES[:-1]
@@ -184,6 +188,28 @@ def rotating(dtype: Any, nbytes: int, tensors: int) -> Case:
     layers, heads, length, dim = cache_shape(nbytes * 2 // np.dtype(dtype).itemsize)
     keys = random_cache((layers, heads, length, dim), dtype)
     return Case(partial(peers.numpy_rotate, keys, -256), partial(rotate_keys, keys, -256))
+
+
+def quantizing(nbytes: int, tensors: int) -> Case:
+    """Quantize a float16 cache to 8 bits."""
+    values = random_cache(cache_shape(nbytes), HALF)
+    spec = CacheSpec([CacheEntry("keys", "full", values.shape, HALF)])
+    return Case(
+        partial(peers.numpy_quantize, values, GROUP),
+        lambda: CacheState(spec, {"keys": values}, values.shape[-2]).quantize(8, GROUP),
+    )
+
+
+def dequantizing(nbytes: int, tensors: int) -> Case:
+    """Compute a float16 cache from codes of 8 bits."""
+    values = random_cache(cache_shape(nbytes), HALF)
+    spec = CacheSpec([CacheEntry("keys", "full", values.shape, HALF)])
+    state = CacheState(spec, {"keys": values}, values.shape[-2])
+    state.quantize(8, GROUP)
+    return Case(
+        partial(peers.numpy_dequantize, *state.arrays.values()),
+        lambda: CacheState(state.spec, state.arrays, state.length).dequantize(),
+    )
 
 
 def torch_expanding(dtype: str, nbytes: int, tensors: int) -> Case:
@@ -438,6 +464,8 @@ ROTATE = "x, y = keys halves as f32; np.concatenate((x * cos - y * sin, y * cos 
 TORCH_INTO = "the same two lines on torch tensors, as many threads"
 COPYTO = "for each tensor: np.copyto(target, source)"
 NUMPY_DIFF = "for each tensor: d = np.abs(a - b); np.nanmax(d); np.count_nonzero(d)"
+QUANTIZE = "scales, biases and np.rint((x - bias) / scale) of groups in float32"
+DEQUANTIZE = "codes.view(np.uint8).astype(np.float32) * scale + bias"
 ROWS = "np.full(-inf); for each row: mask[row, low:high] = 0"
 MAPPED = "new = mmap.mmap(-1, ...) as an array; new[:, :, :n] = cache"
 SMALL_PAGES = MAPPED + ", after madvise(MADV_NOHUGEPAGE)"
@@ -482,6 +510,8 @@ MEMORY = (
     Operation("kv.expand innermost out=", INNERMOST, innermost, UP_TO_256),
     Operation("kv.rotate_keys f16", ROTATE, partial(rotating, HALF), UP_TO_256),
     Operation("kv.rotate_keys f32", ROTATE, partial(rotating, SINGLE), UP_TO_256[1:]),
+    Operation("kv.CacheState.quantize", QUANTIZE, quantizing, UP_TO_256),
+    Operation("kv.CacheState.dequantize", DEQUANTIZE, dequantizing, UP_TO_256),
     Operation("kv.compact fresh", ZEROS, partial(compacting, "fresh"), UP_TO_256),
     Operation("kv.compact out=", INTO, partial(compacting, "out="), UP_TO_256),
     Operation("kv.KVState.from_array", MAPPED, from_array),

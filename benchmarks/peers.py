@@ -68,6 +68,91 @@ def numpy_rotate(keys: Any, shift: int) -> Any:
     return np.concatenate((x * cosine - y * sine, y * cosine + x * sine), -1).astype(keys.dtype)
 
 
+def numpy_quantize(values: Any, group: int) -> tuple[Any, Any, Any]:
+    """Quantize groups of the last axis to 8 bits as mlx does, with NumPy."""
+    x = values.astype(np.float32).reshape(*values.shape[:-1], -1, group)
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    from_low = np.abs(low) > np.abs(high)
+    size = np.maximum((high - low) / np.float32(255), np.float32(1e-7))
+    edge, scale = np.where(from_low, low, high), np.where(from_low, size, -size)
+    steps = np.rint(edge / scale)
+    is_zero = steps == 0
+    scale = np.where(is_zero, scale, edge / np.where(is_zero, np.float32(1), steps))
+    bias = np.where(is_zero, np.float32(0), edge)
+    codes = np.clip(np.rint((x - bias) / scale), 0, 255).astype(np.uint8).reshape(values.shape)
+    return (
+        codes.view(np.uint32),
+        scale[..., 0].astype(values.dtype),
+        bias[..., 0].astype(values.dtype),
+    )
+
+
+def numpy_dequantize(codes: Any, scales: Any, biases: Any) -> Any:
+    """Compute values from codes of 8 bits, with NumPy."""
+    x = codes.view(np.uint8).astype(np.float32).reshape(*scales.shape, -1)
+    x *= scales.astype(np.float32)[..., None]
+    x += biases.astype(np.float32)[..., None]
+    return x.astype(scales.dtype).reshape(*codes.shape[:-1], -1)
+
+
+def torch_quantize(values: Any, bits: int, group: int) -> tuple[Any, Any, Any]:
+    """Quantize groups of the last axis as mlx does, with torch."""
+    import torch
+
+    levels = float(2**bits - 1)
+    x = values.float().unflatten(-1, (-1, group))
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    from_low = low.abs() > high.abs()
+    size = ((high - low) / levels).clamp_min_(1e-7)
+    edge, scale = torch.where(from_low, low, high), torch.where(from_low, size, -size)
+    steps = (edge / scale).round_()
+    scale = torch.where(steps != 0, edge / steps, scale)
+    bias = torch.where(steps != 0, edge, 0.0)
+    codes = ((x - bias) / scale).round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
+    return (
+        torch_join(codes, bits),
+        scale.squeeze(-1).to(values.dtype),
+        bias.squeeze(-1).to(values.dtype),
+    )
+
+
+def torch_join(codes: Any, bits: int) -> Any:
+    """Join bytes to strings of bits: whole bytes, or 8 codes in an integer of 64 bits."""
+    import torch
+
+    if bits == 8:
+        return codes.view(torch.int32)
+    per_byte = 8 // bits if 8 % bits == 0 else 8
+    parts = codes.unflatten(-1, (-1, per_byte))
+    wide = parts if per_byte < 8 else parts.long()
+    joined = wide[..., 0].clone()
+    for i in range(1, per_byte):
+        joined |= wide[..., i] << (i * bits)
+    if per_byte == 8:
+        joined = joined[..., None].view(torch.uint8)[..., :bits].flatten(-2)
+    return joined.contiguous().view(torch.int32)
+
+
+def torch_dequantize(codes: Any, scales: Any, biases: Any, bits: int, group: int) -> Any:
+    """Compute values from codes with torch, in float32."""
+    import torch
+
+    string = codes.view(torch.uint8)
+    if bits < 8:
+        per_byte = 8 // bits if 8 % bits == 0 else 8
+        if per_byte == 8:
+            eights = string.unflatten(-1, (-1, bits))
+            parts = torch.nn.functional.pad(eights, (0, 8 - bits)).view(torch.long).squeeze(-1)
+        else:
+            parts = string
+        mask = 2**bits - 1
+        split = torch.stack([(parts >> (i * bits)) & mask for i in range(per_byte)], -1)
+        string = split.flatten(-2)
+    x = string.float().unflatten(-1, (-1, group))
+    x.mul_(scales.float()[..., None]).add_(biases.float()[..., None])
+    return x.flatten(-2).to(scales.dtype)
+
+
 def torch_expand(source: Any, length: int, position: int, dtype: Any) -> Any:
     """Fill, convert, copy, with torch."""
     import torch

@@ -144,6 +144,9 @@ def kv_quantize(
 def kv_dequantize(
     values: Array, codes: Array, scales: Array, biases: Array, bits: int, group: int, /
 ) -> None: ...
+def kv_quantization_loss(
+    values: Array, codes: Array, scales: Array, biases: Array, bits: int, group: int, /
+) -> tuple[float, float, float]: ...
 def kv_ring_positions(
     capacity: int, sinks: int, length: int, shift: int, /
 ) -> _NDArray[np.int64]: ...

@@ -383,16 +383,21 @@ int mlstate_kv_quantized_lengths(int64_t length, int bits, int64_t group, int64_
     return code;
 }
 
-/* Make views of codes, scales and biases for values that have a view, and check all. */
-static int quantized_views(const mls_tensor *values, int dtype, const int64_t *shape,
-                           int bits, int64_t group, const void *codes, const void *scales,
-                           const void *biases, mls_quantized *out)
+/* The arguments of a quantization except for the values. */
+typedef struct quantization {
+    const uint32_t *codes;
+    const void *scales, *biases;
+    int dtype, bits;
+    int64_t group;
+} quantization;
+
+/* Make views of codes, scales and biases for values of a shape that is valid. */
+static int quantized_views(const quantization *a, int rank, const int64_t *shape,
+                           mls_quantized *out)
 {
-    const int rank = values->rank;
     int64_t code_shape[MLS_KV_MAX_RANK], group_shape[MLS_KV_MAX_RANK];
     size_t words, groups;
-    mls_status st;
-    int code = quantized_lengths(shape[rank - 1], bits, group, &words, &groups);
+    int code = quantized_lengths(shape[rank - 1], a->bits, a->group, &words, &groups);
     if (code != MLSTATE_KV_OK) {
         return code;
     }
@@ -400,33 +405,48 @@ static int quantized_views(const mls_tensor *values, int dtype, const int64_t *s
         code_shape[axis] = axis == rank - 1 ? (int64_t)words : shape[axis];
         group_shape[axis] = axis == rank - 1 ? (int64_t)groups : shape[axis];
     }
-    out->bits = (unsigned)bits;
-    out->group = (size_t)group;
-    code = input_view(&out->codes, codes, MLSTATE_KV_UINT32, rank, code_shape, NULL);
+    out->bits = (unsigned)a->bits;
+    out->group = (size_t)a->group;
+    code = input_view(&out->codes, a->codes, MLSTATE_KV_UINT32, rank, code_shape, NULL);
     if (code == MLSTATE_KV_OK) {
-        code = input_view(&out->scales, scales, dtype, rank, group_shape, NULL);
+        code = input_view(&out->scales, a->scales, a->dtype, rank, group_shape, NULL);
     }
     if (code == MLSTATE_KV_OK) {
-        code = input_view(&out->biases, biases, dtype, rank, group_shape, NULL);
+        code = input_view(&out->biases, a->biases, a->dtype, rank, group_shape, NULL);
     }
+    return code;
+}
+
+/* Return an error if two of the four arrays share memory. */
+static int check_separate(const mls_tensor *values, const mls_quantized *q)
+{
+    const mls_tensor *const all[] = {values, &q->codes, &q->scales, &q->biases};
+    return any_overlap(all, 4) ? MLSTATE_KV_ERROR_OVERLAP : MLSTATE_KV_OK;
+}
+
+/* Make views of codes, scales and biases for values that have a view, and check all. */
+static int whole_views(const quantization *a, const mls_tensor *values,
+                       const int64_t *shape, mls_quantized *out)
+{
+    mls_status st;
+    int code = quantized_views(a, values->rank, shape, out);
     if (code == MLSTATE_KV_OK) {
         code = public_code(mls_quantize_check(values, out, &st));
     }
-    const mls_tensor *const all[] = {values, &out->codes, &out->scales, &out->biases};
-    return code == MLSTATE_KV_OK && any_overlap(all, 4) ? MLSTATE_KV_ERROR_OVERLAP : code;
+    return code == MLSTATE_KV_OK ? check_separate(values, out) : code;
 }
 
 int mlstate_kv_quantize(const void *values, int dtype, const int64_t *strides,
                         const int64_t *shape, int rank, int bits, int64_t group,
                         uint32_t *codes, void *scales, void *biases)
 {
+    const quantization arguments = {codes, scales, biases, dtype, bits, group};
     mls_tensor view;
     mls_quantized quantized;
     mls_status st;
     int code = input_view(&view, values, dtype, rank, shape, strides);
     if (code == MLSTATE_KV_OK) {
-        code = quantized_views(&view, dtype, shape, bits, group, codes, scales, biases,
-                               &quantized);
+        code = whole_views(&arguments, &view, shape, &quantized);
     }
     return code == MLSTATE_KV_OK
                ? public_code(mls_quantize(best_kernels(), NULL, &quantized, &view, &st))
@@ -437,15 +457,140 @@ int mlstate_kv_dequantize(void *values, int dtype, const int64_t *strides,
                           const int64_t *shape, int rank, int bits, int64_t group,
                           const uint32_t *codes, const void *scales, const void *biases)
 {
+    const quantization arguments = {codes, scales, biases, dtype, bits, group};
     mls_tensor view;
     mls_quantized quantized;
     int code = output_view(&view, values, dtype, rank, shape, strides);
     if (code == MLSTATE_KV_OK) {
-        code = quantized_views(&view, dtype, shape, bits, group, codes, scales, biases,
-                               &quantized);
+        code = whole_views(&arguments, &view, shape, &quantized);
     }
     if (code == MLSTATE_KV_OK) {
         mls_dequantize(best_kernels(), NULL, &view, &quantized);
+    }
+    return code;
+}
+
+/* ---- quantization on the way to another length ---- */
+
+/* The length of a move, and the views of its tokens and of all positions. */
+typedef struct quantized_move {
+    int axis;
+    size_t position;
+    mls_tensor values, tokens;
+    mls_quantized whole, quantized; /* `quantized` has the tokens only */
+} quantized_move;
+
+/* Check the numbers of a move from `shape`, and write the shape of its target. */
+static int check_move(const int64_t *shape, int rank, int seq_axis, int64_t target_length,
+                      int64_t position, int64_t *target_shape, quantized_move *out)
+{
+    mls_kv_request request = {
+        .kind = MLS_KV_COMPACT, .target_length = target_length, .position = position};
+    mls_tensor source = {.rank = rank};
+    if (shape == NULL) {
+        return MLSTATE_KV_ERROR_NULL;
+    }
+    if (rank < MLS_KV_MIN_RANK || rank > MLS_KV_MAX_RANK) {
+        return MLSTATE_KV_ERROR_SHAPE;
+    }
+    for (int axis = 0; axis < rank; axis++) {
+        if (shape[axis] < 0) {
+            return MLSTATE_KV_ERROR_SHAPE;
+        }
+        source.shape[axis] = (size_t)shape[axis];
+        target_shape[axis] = shape[axis];
+    }
+    const int code = check_request(&source, seq_axis, &request);
+    if (code != MLSTATE_KV_OK) {
+        return code;
+    }
+    if (request.axis == rank - 1) {
+        return MLSTATE_KV_ERROR_SHAPE;
+    }
+    target_shape[request.axis] = target_length;
+    out->axis = request.axis;
+    out->position = (size_t)position;
+    return MLSTATE_KV_OK;
+}
+
+/* Make views of codes, scales and biases, views of the tokens, and check all. */
+static int check_move_views(const quantization *a, const int64_t *coded_shape,
+                            quantized_move *m)
+{
+    mls_status st;
+    int code = quantized_views(a, m->values.rank, coded_shape, &m->whole);
+    if (code == MLSTATE_KV_OK) {
+        code = check_separate(&m->values, &m->whole);
+    }
+    if (code != MLSTATE_KV_OK) {
+        return code;
+    }
+    m->tokens = mls_tensor_slice(&m->values, m->axis, 0, m->position);
+    m->quantized = m->whole;
+    m->quantized.codes = mls_tensor_slice(&m->whole.codes, m->axis, 0, m->position);
+    m->quantized.scales = mls_tensor_slice(&m->whole.scales, m->axis, 0, m->position);
+    m->quantized.biases = mls_tensor_slice(&m->whole.biases, m->axis, 0, m->position);
+    return public_code(mls_quantize_check(&m->tokens, &m->quantized, &st));
+}
+
+/* Set the positions of a target that have no token to 0. */
+static void clear_rest(const quantized_move *m, const mls_tensor *target)
+{
+    const size_t rest = target->shape[m->axis] - m->position;
+    const mls_tensor padding = mls_tensor_slice(target, m->axis, m->position, rest);
+    const mls_element zero = {.size = mls_tensor_item_bytes(target)};
+    mls_fill(best_kernels(), &padding, zero, mls_cached());
+}
+
+int mlstate_kv_quantize_move(const void *values, int dtype, const int64_t *strides,
+                             const int64_t *shape, int rank, int seq_axis,
+                             int64_t target_length, int64_t position, int bits,
+                             int64_t group, uint32_t *codes, void *scales, void *biases)
+{
+    const quantization arguments = {codes, scales, biases, dtype, bits, group};
+    int64_t target_shape[MLS_KV_MAX_RANK];
+    quantized_move m;
+    mls_status st;
+    int code =
+        check_move(shape, rank, seq_axis, target_length, position, target_shape, &m);
+    if (code == MLSTATE_KV_OK) {
+        code = input_view(&m.values, values, dtype, rank, shape, strides);
+    }
+    if (code == MLSTATE_KV_OK) {
+        code = check_move_views(&arguments, target_shape, &m);
+    }
+    if (code == MLSTATE_KV_OK) {
+        code =
+            public_code(mls_quantize(best_kernels(), NULL, &m.quantized, &m.tokens, &st));
+    }
+    if (code == MLSTATE_KV_OK) {
+        clear_rest(&m, &m.whole.codes);
+        clear_rest(&m, &m.whole.scales);
+        clear_rest(&m, &m.whole.biases);
+    }
+    return code;
+}
+
+int mlstate_kv_dequantize_move(void *values, int dtype, const int64_t *strides,
+                               const int64_t *shape, int rank, int seq_axis,
+                               int64_t target_length, int64_t position, int bits,
+                               int64_t group, const uint32_t *codes, const void *scales,
+                               const void *biases)
+{
+    const quantization arguments = {codes, scales, biases, dtype, bits, group};
+    int64_t target_shape[MLS_KV_MAX_RANK];
+    quantized_move m;
+    int code =
+        check_move(shape, rank, seq_axis, target_length, position, target_shape, &m);
+    if (code == MLSTATE_KV_OK) {
+        code = output_view(&m.values, values, dtype, rank, target_shape, strides);
+    }
+    if (code == MLSTATE_KV_OK) {
+        code = check_move_views(&arguments, shape, &m);
+    }
+    if (code == MLSTATE_KV_OK) {
+        mls_dequantize(best_kernels(), NULL, &m.tokens, &m.quantized);
+        clear_rest(&m, &m.values);
     }
     return code;
 }

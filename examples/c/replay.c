@@ -8,8 +8,11 @@
  *       BYTES: source, target
  *   mask DTYPE ROW_STRIDE LENGTH ATTENTION SINKS FIRST END FILL BYTES: mask
  *   rotate DTYPE RANK AXIS BASE SCALING ROTARY_DIM INTERLEAVED SHAPE STRIDES STRIDES
- * BYTES BYTES BYTES: shifts, keys, target quantize|dequantize DTYPE RANK BITS GROUP SHAPE
- * STRIDES BYTES BYTES BYTES BYTES: values, codes, scales, biases
+ *       BYTES BYTES BYTES: shifts, keys, target
+ *   quantize|dequantize DTYPE RANK BITS GROUP SHAPE STRIDES
+ *       BYTES BYTES BYTES BYTES: values, codes, scales, biases
+ *   quantize_move|dequantize_move DTYPE RANK AXIS LENGTH POSITION BITS GROUP
+ *       SHAPE STRIDES BYTES BYTES BYTES BYTES: values, codes, scales, biases
  */
 #include <mlstate/kv.h>
 
@@ -158,6 +161,28 @@ static void quantize(int is_back, blob *blobs)
     write_blobs(code, is_back ? blobs : blobs + 1, is_back ? 1 : 3);
 }
 
+static void quantize_move(int is_back, blob *blobs)
+{
+    int64_t shape[MOST_AXES], strides[MOST_AXES];
+    const int dtype = (int)read_number(), rank = (int)read_number();
+    const int axis = (int)read_number();
+    const int64_t length = read_number(), position = read_number();
+    const int bits = (int)read_number();
+    const int64_t group = read_number();
+    read_numbers(shape, rank);
+    read_numbers(strides, rank);
+    read_blobs(blobs, 4);
+    uint32_t *codes = (uint32_t *)(void *)blobs[1].data;
+    const int code =
+        is_back ? mlstate_kv_dequantize_move(blobs[0].data, dtype, strides, shape, rank,
+                                             axis, length, position, bits, group, codes,
+                                             blobs[2].data, blobs[3].data)
+                : mlstate_kv_quantize_move(blobs[0].data, dtype, strides, shape, rank,
+                                           axis, length, position, bits, group, codes,
+                                           blobs[2].data, blobs[3].data);
+    write_blobs(code, is_back ? blobs : blobs + 1, is_back ? 1 : 3);
+}
+
 int main(void)
 {
     char name[16];
@@ -171,6 +196,9 @@ int main(void)
             rotate(blobs);
         } else if (strcmp(name, "quantize") == 0 || strcmp(name, "dequantize") == 0) {
             quantize(name[0] == 'd', blobs);
+        } else if (strcmp(name, "quantize_move") == 0 ||
+                   strcmp(name, "dequantize_move") == 0) {
+            quantize_move(name[0] == 'd', blobs);
         } else {
             fail("unknown operation");
         }

@@ -20,6 +20,7 @@
  * C library.
  *
  * Versions: an unchanged major version keeps every function, number and meaning.
+ * 1.1: codes of 2, 3, 5 and 6 bits, mlstate_kv_quantize_move, mlstate_kv_dequantize_move.
  */
 #ifndef MLSTATE_KV_H
 #define MLSTATE_KV_H
@@ -28,7 +29,7 @@
 #include <stdint.h>
 
 #define MLSTATE_KV_VERSION_MAJOR 1
-#define MLSTATE_KV_VERSION_MINOR 0
+#define MLSTATE_KV_VERSION_MINOR 1
 /* Major times 1000 plus minor. */
 #define MLSTATE_KV_VERSION       (MLSTATE_KV_VERSION_MAJOR * 1000 + MLSTATE_KV_VERSION_MINOR)
 
@@ -140,15 +141,17 @@ MLSTATE_KV_API int mlstate_kv_rotate(const void *keys, const int64_t *keys_strid
 
 /* Compute the lengths of the last axis of codes, and of scales and biases, for values
  * whose last axis has `length` elements.
- * ERROR_VALUE: bits are not 4 or 8, or `group` is not a multiple of 8 up to 4096.
+ * ERROR_VALUE: bits are not 2, 3, 4, 5, 6 or 8, or `group` is not a multiple of 32 up to
+ * 4096 (of 8 for 4 and 8 bits).
  * ERROR_SHAPE: the group does not divide the length, or the length is negative. */
 MLSTATE_KV_API int mlstate_kv_quantized_lengths(int64_t length, int bits, int64_t group,
                                                 int64_t *words, int64_t *groups);
 
-/* Quantize groups of `group` adjacent elements of the last axis to codes of 4 or 8 bits:
- * a value is about scale * code + bias. Codes are packed into words, the first in the
- * lowest bits; scales and biases have the dtype of the values. All three are packed in C
- * order and have the shape of the values, except for the last axis: see
+/* Quantize groups of `group` adjacent elements of the last axis to codes of 2, 3, 4, 5, 6
+ * or 8 bits: a value is about scale * code + bias. The codes of the last axis are one
+ * string of bits in words, the first code in the lowest bits; codes of 3, 5 and 6 bits
+ * cross the ends of words. Scales and biases have the dtype of the values. All three are
+ * packed in C order and have the shape of the values, except for the last axis: see
  * mlstate_kv_quantized_lengths. mlx.core.quantize stores the same bits.
  *
  * Values are float16, bfloat16 or float32, with 1 to 8 axes.
@@ -166,6 +169,28 @@ MLSTATE_KV_API int mlstate_kv_dequantize(void *values, int dtype, const int64_t 
                                          const int64_t *shape, int rank, int bits,
                                          int64_t group, const uint32_t *codes,
                                          const void *scales, const void *biases);
+
+/* Move a cache to another length and quantize its tokens on the way, in one pass: write
+ * what mlstate_kv_quantize writes for the result of mlstate_kv_compact, but set codes,
+ * scales and biases of positions without a token to 0.
+ *
+ * `values` is the source of the given shape, with 2 to 8 axes; codes, scales and biases
+ * have `target_length` positions. Errors as for mlstate_kv_quantize, and
+ * ERROR_CAPACITY: `position` exceeds either length. ERROR_SHAPE: the sequence is the last
+ * axis. */
+MLSTATE_KV_API int mlstate_kv_quantize_move(const void *values, int dtype,
+                                            const int64_t *strides, const int64_t *shape,
+                                            int rank, int seq_axis, int64_t target_length,
+                                            int64_t position, int bits, int64_t group,
+                                            uint32_t *codes, void *scales, void *biases);
+
+/* The reverse: codes, scales and biases are the source, packed for values of the given
+ * shape; `values` is the target with `target_length` positions. Values of positions
+ * without a token become 0. */
+MLSTATE_KV_API int mlstate_kv_dequantize_move(
+    void *values, int dtype, const int64_t *strides, const int64_t *shape, int rank,
+    int seq_axis, int64_t target_length, int64_t position, int bits, int64_t group,
+    const uint32_t *codes, const void *scales, const void *biases);
 
 #ifdef __cplusplus
 }

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from .._types import Array
 
 Steps: TypeAlias = "tuple[tuple[int | str, int], ...]"
+# how to cut every tensor (None: whole): steps, index of the part, number of ranks; or for each
+# tensor: whole shape, then steps and index, or begin and end of a range of elements
+Cutting: TypeAlias = "tuple[Steps | None, int, int]"
+Cuts: TypeAlias = "Cutting | list[tuple[tuple[int, ...], Steps | int, int]]"
 
 LAYOUT_NAMES = _core.layout_names()
 

@@ -13,6 +13,7 @@ from ._folder.names import SECTIONS
 from ._folder.weight_names import weights_root
 from ._load import LoadedState, find_whole, load
 from ._options import LOAD_DEFAULTS, show_options
+from ._step_roots import find_root
 from ._store.manifest import build, parse
 from ._store.open_path import RootPath, open_files, open_root_path
 from ._verify import VerifyReport, verify
@@ -229,7 +230,8 @@ class Checkpoint:
         *,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._files, self._root, manifest = open_root_path(path, storage_options)
+        place = path if isinstance(path, RootPath) else open_root_path(path, storage_options)
+        self._files, self._root, manifest = place
         self.path: str = self._files.path
         if manifest is None:
             self._root, manifest = self._files.open_root(self._root)
@@ -514,8 +516,6 @@ def inspect(
     files, root, _ = open_root_path(path, storage_options)
     read_manifest = None
     if step is not None:
-        from ._manager import find_root
-
         root = find_root(files, step)
     foreign = find_whole(path, files)
     if foreign is None:

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
     from ._folder.protocol import Claim
     from ._save import GatheredShards, SaveTarget
@@ -113,9 +114,7 @@ class Commit:
         self._group = target.group
         self._keeps_shards = world_size is None
         self._world_size = world_size or target.world_size
-        self._claim: Claim | None = None
-        if target.rank == 0:
-            self._claim = self._folder.claim(MANIFEST, target.lock_timeout)
+        self._claim: Claim | None = target.claim if target.rank == 0 else None
         # ends the claim at the end of its `with` statement
         self.holder: AbstractContextManager[object] = (
             nullcontext() if self._claim is None else self._claim.holder
@@ -130,7 +129,7 @@ class Commit:
         self._is_replacing = False  # whether the manifest may have been replaced
         self._is_decided = False  # whether the save is committed, or is known not to be
         self._is_clean = False  # whether no file is left that a root does not need
-        self._merged_indexes: dict[str, Any] = {}  # by generation, as read back
+        self._merged_indexes: dict[str, _core.MergedIndex] = {}  # by generation, as read back
         self.manifest: Manifest | None = None  # as committed and read back; on rank 0
         self.warning: str | None = None  # of `delete_replaced`
 
@@ -218,9 +217,11 @@ class Commit:
         if self._error is not None:
             return
         try:
-            before = self._previous_index() if self._keeps_shards else None
             shards, gathered.shards = gathered.shards, None
-            with self._folder.new_files(MANIFEST, progress) as new:
+            with self._folder.new_files(progress) as new:
+                # a temporary folder has no old shards to compare with
+                keeps_shards = self._keeps_shards and not new.is_temporary
+                before = self._previous_index() if keeps_shards else None
                 report: dict[str, Any] = _core.shards_write(
                     new.path,
                     self._generation,
@@ -246,13 +247,8 @@ class Commit:
         else:
             self._reports.append(report)
 
-    def _previous_index(self) -> Any:
-        """Return this rank's committed index, whose unchanged shards are kept; None if unreadable.
-
-        In an object store nothing is kept: comparing bytes would mean to read all of them.
-        """
-        if not self._folder.is_local:
-            return None
+    def _previous_index(self) -> _core.MergedIndex | None:
+        """Return this rank's committed index, to keep its unchanged shards; None if unreadable."""
         rank = self._target.rank
         try:
             before = self._files.read_manifest() if rank > 0 else self._before
@@ -427,7 +423,7 @@ class Commit:
             return f"rank {rank}: {error}"
         return ""
 
-    def _delete_replaced_together(self, group: Any) -> str | None:
+    def _delete_replaced_together(self, group: ProcessGroup) -> str | None:
         """Delete the files that no root needs, each rank its own; return the text of a warning.
 
         If a rank fails, rank 0 tries again for all ranks.

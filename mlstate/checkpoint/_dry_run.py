@@ -16,6 +16,7 @@ from ._options import PACK_BELOW
 from ._replica_assignment import by_section, whole_names
 from ._save import refuse_empty_save, states_of
 from ._sections import STATES
+from ._step_roots import find_root
 from ._store.checkpoint_files import patterns_of
 from ._store.name_globs import listed_names
 from ._store.open_path import open_files
@@ -303,8 +304,6 @@ def plan_load(
     if step is not None:
         if root != MANIFEST:
             raise ValueError("step= and root= both choose the checkpoint: pass only one of them")
-        from ._manager import find_root
-
         root = find_root(files, step)
     root, read_manifest = files.open_root(root)
 

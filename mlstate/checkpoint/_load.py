@@ -9,6 +9,7 @@ prepare, fill      targets; see _load_targets.py
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ from .._common.backend import TensorBackend, is_module, torch_backend
 from .._common.converted import converted, is_converted
 from .._common.dtypes import FLOATS, dtype_name, numpy_dtype
 from .._common.text import names_hint
-from .._sharding.layout import Layout, Steps, steps_of
+from .._sharding.layout import Cuts, Cutting, Layout, steps_of
 from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from ._load_targets import Prepared
     from ._load_whole import WholePath
     from ._options import LoadOptions
-    from ._quantized.pairs import Cutting, Pairs
+    from ._quantized.pairs import Pairs
     from ._sections import Section
     from ._store.manifest import Manifest
     from ._store.weight_files import WeightFiles
@@ -175,7 +176,7 @@ class LoadRequest(NamedTuple):
     names: list[str] | None
     rank: int | None  # its index is preferred if several list the same tensors
     world_size: int | None  # if `rank` is given
-    cutting: tuple[Steps | None, int, int]  # as `ranks_of` returns it
+    cutting: Cutting  # as `ranks_of` returns it
     by_target: bool  # torch objects determine which part of a tensor they receive
     cast: bool  # to the dtypes of `into`
     dtype: str  # of the floats of a new state; "" for the stored ones
@@ -239,17 +240,17 @@ class Loader:
         names = [section.names for section in self.sections[:STATES]]
         return chosen_names(names, self.request.names, self.folder, self.manifest.weights)
 
-    def need(self, requests: Iterable[tuple[Section, list[str], object]]) -> None:
+    def need(self, requests: Iterable[tuple[Section, list[str], Cuts]]) -> None:
         """Read the indexes that list the requested parts, given as section, names and cutting."""
         self.indexes.need((each.number, each.keys(names), cuts) for each, names, cuts in requests)
 
-    def load_keys(self, section: int, keys: list[str], cutting: object) -> dict[str, Any]:
+    def load_keys(self, section: int, keys: list[str], cutting: Cutting) -> dict[str, Any]:
         """Return new arrays of tensors that `need` was not called for, by their keys."""
         self.indexes.need([(section, keys, cutting)])
         return self._load(section, keys, cutting, mmap=False)
 
     def _load(
-        self, section: int, keys: list[str], cutting: object, *, mmap: bool
+        self, section: int, keys: list[str], cutting: Cutting, *, mmap: bool
     ) -> dict[str, Any]:
         progress, verify = self.options["progress"], self.verify and not mmap
         folder = self.request.files.folder
@@ -363,8 +364,9 @@ class Loader:
         }
 
 
-def _load_into_targets(loader: Loader) -> LoadedState:
+def _load_into_targets(request: LoadRequest, manifest: Manifest) -> LoadedState:
     """Check all targets of ``into``, then fill them."""
+    loader = Loader(request, manifest)
     prepared = prepare(loader)
     apply_all(prepared.actions)
     try:
@@ -382,9 +384,10 @@ def _result(loader: Loader, prepared: Prepared) -> LoadedState:
     )
 
 
-def _load_new_state(loader: Loader) -> LoadedState:
+def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
     """Load new arrays or, with mmap, views of the files."""
-    manifest, request = loader.manifest, loader.request
+    loader = Loader(request, manifest)
+    manifest = loader.manifest
     _, chosen = loader.chosen()
     loader.refuse_lacking(chosen)
     named = {} if request.names is not None else loader.named
@@ -467,7 +470,7 @@ def ranks_of(
     world_size: int | None,
     layout: Layout | str | None,
     group: ProcessGroup | None,
-) -> tuple[Steps | None, int, int]:
+) -> Cutting:
     """Return the part to load: steps, index, world (0: all of every tensor)."""
     if group is not None:
         if rank is not None or world_size is not None:
@@ -713,7 +716,7 @@ def load(
     names = None if options["names"] is None else listed_names(options["names"])
     if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
-    files = CheckpointFiles(files.folder, checked=bool(verify))
+    files = files if verify else CheckpointFiles(files.folder, checked=False)
     if not isinstance(missing, str) or missing not in MISSING:
         raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
     options["device"] = _checked_device(options["device"], mmap=mmap)
@@ -724,7 +727,7 @@ def load(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
     if step is not None:
-        from ._manager import find_root
+        from ._step_roots import find_root
 
         root, manifest = find_root(files, step), None
     by_target = layout is None and rank is None and world_size is None
@@ -748,8 +751,4 @@ def load(
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets
-
-    def read(manifest_read: Manifest) -> LoadedState:
-        return load_root(Loader(request, manifest_read))
-
-    return files.read_root(root, read, manifest)
+    return files.read_root(root, partial(load_root, request), manifest)

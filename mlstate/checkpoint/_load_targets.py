@@ -16,7 +16,7 @@ from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
-from .._sharding.layout import Layout, Steps
+from .._sharding.layout import Cuts, Layout, Steps
 from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, join, rename_hint
 from ..state._load_into import load_into
@@ -47,7 +47,7 @@ class _Ready(NamedTuple):
     section: Section
     filling: Any
     names: list[str]
-    cuts: Any
+    cuts: Cuts
     casts: dict[str, Any]  # targets of another dtype, by name
 
 
@@ -185,12 +185,12 @@ def _shape_of(
     return Layout(steps).shape(shape, index)
 
 
-def _cuts(loader: Loader, filling: Any, names: list[str]) -> Any:
+def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
     """Return how tensors are cut, for the core: one cut for all names, or a list by name."""
     if isinstance(filling, _ArrayTarget):
         return loader.request.cutting
     if loader.request.by_target:
-        return filling.cuts(names)
+        return filling.cuts(names)  # type: ignore[no-any-return]
     filling.whole()
     return loader.request.cutting
 

@@ -17,7 +17,7 @@ from .. import _core
 from .._common.backend import TensorBackend, is_optimizer, torch_backend
 from .._common.dtypes import name_of
 from .._common.regular_file import open_regular
-from .._sharding.layout import Layout
+from .._sharding.layout import Cutting, Layout
 from ..errors import CompatibilityError, FormatError, MLStateError, StoreError
 from ..state._kind import KEY, kind_of
 from ..state._load_into import load_into
@@ -34,7 +34,8 @@ from ._store.manifest import Manifest
 from ._store.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from .._sharding.layout import Steps
+    from collections.abc import Callable
+
     from ._files.parts import Parts
     from ._folder.protocol import Folder
     from ._load import LoadedState, LoadRequest
@@ -201,7 +202,7 @@ def _refuse_options(where: WholePath, request: LoadRequest) -> None:
         )
 
 
-def _cut(name: str, array: Any, cutting: tuple[Steps | None, int, int], parameter: Any) -> Any:
+def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
     """Return a rank's part of a tensor as a new array; a state is cut as its parameter."""
     steps, index, world = cutting
     if not steps or not world:
@@ -342,7 +343,7 @@ def _files(path: str) -> dict[str, str]:
     return {name: os.path.join(path, name) for name in names if os.path.isfile(f"{path}/{name}")}
 
 
-def _damaged_entry(path: str, progress: Any) -> str | None:
+def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str | None:
     """Return the first entry of a zip file whose bytes do not match its CRC-32.
 
     Raises zipfile.BadZipFile if the list of entries is damaged. Entries that share bytes would take
@@ -363,7 +364,9 @@ def _damaged_entry(path: str, progress: Any) -> str | None:
     return None
 
 
-def verify_whole(where: WholePath, report: VerifyReport, progress: Any) -> None:
+def verify_whole(
+    where: WholePath, report: VerifyReport, progress: Callable[[int], object] | None
+) -> None:
     """Read all of it; `report.checksums` tells whether its bytes were compared with checksums."""
     from ._verify import Problem
 

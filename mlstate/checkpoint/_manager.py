@@ -17,7 +17,7 @@ from .._common.text import steps_text
 from ..collectives._arguments import optional_group
 from ..errors import CheckpointWarning, ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
-from ._folder.names import MANIFEST, Root
+from ._folder.names import Root
 from ._load import LoadedState, load
 from ._options import (
     LOAD_DEFAULTS,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from ._retention import Roots
     from ._save_async import SaveHandle
     from ._staging import Staging
-    from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
 
@@ -839,25 +838,3 @@ class CheckpointManager:
         if holds_other_checkpoint(self._checkpoints):
             reason = f"{OTHER}: mlstate.load loads it"
         raise store_error(FileNotFoundError(2, reason), "cannot restore", self.directory)
-
-
-def find_root(files: CheckpointFiles, step: int | str) -> str:
-    """Return the root of a step; in a folder without steps, its only root."""
-    if step == "best":
-        raise ValueError(
-            "step='best' needs the metric: pass step=CheckpointManager(path, monitor='loss')"
-            ".best_step(), with mode='max' if the largest is best"
-        )
-    if isinstance(step, str) and step != "latest":
-        raise ValueError(f"step must be an int or 'latest', got {step!r}")
-    if files.folder.is_local and os.path.isfile(files.path):
-        raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")
-    root = files.current_root()
-    if root != MANIFEST:
-        raise ValueError(f"{files.path} holds weights of another program: it has no steps")
-    if step == "latest":
-        return root
-    step = check_int("step", step, -1 << 63)
-    if not files.list_roots() and files.read_manifest().step == step:
-        return MANIFEST
-    return CheckpointManager(files.path).checkpoint(step)._root

@@ -6,7 +6,6 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ForwardRef, TypedDict, TypeVar, cast
 
 from .._common.arguments import check_flags
-from .._common.budget import parse_size
 from .._common.text import names_hint
 from ._store import codecs
 
@@ -86,17 +85,6 @@ def check_timeout(seconds: float) -> float:
     return float(seconds)
 
 
-def check_save_options(options: SaveOptions) -> SaveOptions:
-    """Return the options of a save, checked as far as this needs neither states nor a group."""
-    check_flags(sparse=options["sparse"], incremental=options["incremental"])
-    if options["compress"] is not None:
-        codecs.check(options["compress"])
-    return options | {
-        "pack_below_bytes": parse_size("pack_below_bytes", options["pack_below_bytes"]),
-        "lock_timeout": check_timeout(options["lock_timeout"]),
-    }
-
-
 def show_options(defaults: SaveOptions | LoadOptions) -> Callable[[Function], Function]:
     """Return a decorator of functions with ``**options``: signatures show keywords and defaults."""
     options = [
@@ -130,3 +118,12 @@ def complete_options(
                 f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}"
             )
     return {**defaults, **options}
+
+
+def complete_save_options(function: Callable[..., object], options: SaveOptions) -> SaveOptions:
+    """Return the options of a save with defaults; check flags, codec and timeout."""
+    options = complete_options(function, options, SAVE_DEFAULTS)
+    check_flags(sparse=options["sparse"], incremental=options["incremental"])
+    if options["compress"] is not None:
+        codecs.check(options["compress"])
+    return options | {"lock_timeout": check_timeout(options["lock_timeout"])}

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._common.arguments import check_flags, check_int
-from .._sharding.layout import Layout, Shard, steps_of
+from .._sharding.layout import Cutting, Layout, Shard, Steps, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
 from ._folder.names import SECTIONS
-from ._manager import find_root
-from ._options import PACK_BELOW, SAVE_DEFAULTS
+from ._options import PACK_BELOW, complete_save_options
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
+from ._step_roots import find_root
 from ._store.open_path import is_url, open_files, refuse_existing, refuse_file_name
 from ._verify import verify_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ._options import SaveOptions
     from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
@@ -30,7 +31,7 @@ _KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's 
 class _ShardAssigner:
     """Assigns shards to the ranks of the new world; replicated parts go to the first rank."""
 
-    def __init__(self, merged: _core.MergedIndex, steps: Any) -> None:
+    def __init__(self, merged: _core.MergedIndex, steps: Steps) -> None:
         self._facts = {
             (section, key): (shape, axes, version, tier)
             for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in merged.tensors()
@@ -100,7 +101,7 @@ def _load(
     merged: _core.MergedIndex,
     section: int,
     keys: list[str],
-    cutting: object,
+    cutting: Cutting,
 ) -> dict[str, Any]:
     """Return parts of verified tensors: views of mapped files, or copies of objects."""
     mmap = files.folder.is_local
@@ -200,7 +201,7 @@ def reshard(
     old, new = _folders(source, target, storage_options)
     content = new.content()
     refuse_existing(new.folder, overwrite)
-    refuse_file_name(new.folder)
+    refuse_file_name(new)
     read_manifest: Manifest | None = None
     if step is None:
         root, read_manifest = old.open_root()
@@ -239,17 +240,15 @@ def reshard(
             return section_shards[0], section_shards[1], section_shards[2]
 
         records = [TensorRecord(*record) for record in merged.tensors()]
-        sparse = any(record.sparse_shards for record in records)
-        compress = next((record.codec for record in records if record.codec), None)
+        options: SaveOptions = {
+            "pack_below_bytes": pack_below_bytes,
+            "sparse": any(record.sparse_shards for record in records),
+            "compress": next((record.codec for record in records if record.codec), None),
+            "lock_timeout": lock_timeout,
+        }
         saved = check_target(
             SaveFolder(new.path, replace_steps=overwrite, content=content),
-            {
-                **SAVE_DEFAULTS,
-                "pack_below_bytes": pack_below_bytes,
-                "sparse": sparse,
-                "compress": compress,
-                "lock_timeout": lock_timeout,
-            },
+            complete_save_options(reshard, options),
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 

@@ -33,7 +33,7 @@ from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
 from ._commit import refuse_manager_folder, write_and_commit
-from ._options import SAVE_DEFAULTS, check_save_options, complete_options, show_options
+from ._options import SAVE_DEFAULTS, complete_save_options, show_options
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
+    from ._folder.protocol import Claim
     from ._options import SaveOptions
     from ._save_async import SaveHandle
     from ._store.checkpoint_files import CheckpointFiles, FolderContent
@@ -80,6 +81,7 @@ class SaveTarget(NamedTuple):
     """The checked arguments of `save` that describe where and how to save."""
 
     files: CheckpointFiles
+    claim: Claim  # not yet acquired; only rank 0 acquires it
     group: ProcessGroup | None  # None if this process saves alone
     rank: int
     world_size: int
@@ -90,7 +92,6 @@ class SaveTarget(NamedTuple):
     content: FolderContent | None  # as of `SaveFolder`
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
     started: Callable[[SaveHandle], object] | None
-    lock_timeout: float  # seconds
     caller: Caller
 
     @property
@@ -110,7 +111,7 @@ def check_target(
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check the arguments that describe where and how to save; `options` has all keywords."""
+    """Check where to save; `options` has all keywords, as `complete_save_options` returns them."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "the path of a checkpoint must be a str or os.PathLike, got "
@@ -118,28 +119,27 @@ def check_target(
         )
     save_folder = path if isinstance(path, SaveFolder) else SaveFolder(path)
     files = open_target(save_folder.folder, storage_options, any_suffix=save_folder.any_suffix)
-    options = check_save_options(options)
-    sparse, incremental, compress = options["sparse"], options["incremental"], options["compress"]
-    if incremental:
+    if options["incremental"]:
         files.folder.require_local("incremental=True", "save whole shards")
     rank, world_size = 0, 1
     group = optional_group(options["group"])
     pack_below = parse_size("pack_below_bytes", options["pack_below_bytes"])
+    flags = bool(options["sparse"]), bool(options["incremental"])
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
         files,
+        files.folder.claim(options["lock_timeout"]),
         None if world_size == 1 else group,
         rank,
         world_size,
         options["layout"],
-        (pack_below, bool(sparse), bool(incremental), compress),
+        (pack_below, *flags, options["compress"]),
         save_folder.retain is not None,
         save_folder.replace_steps,
         save_folder.content,
         partial(delete_all_roots, files) if save_folder.replace_steps else save_folder.retain,
         save_folder.started,
-        options["lock_timeout"],
         find_caller(),
     )
 
@@ -599,7 +599,7 @@ def save(
     >>> [t.version for t in mlstate.save(path, state).tensors()]
     [2, 1]
     """
-    options = complete_options(save, options, SAVE_DEFAULTS)
+    options = complete_save_options(save, options)
     target = check_target(path, options, storage_options)
     content = take_content(target, model, optimizer, step, options)
     return write_and_commit(target, gather_shards(target, content), options["progress"])

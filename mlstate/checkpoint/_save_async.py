@@ -27,7 +27,7 @@ from .._common.store_error import store_error
 from .._sharding.layout import Shard
 from ..errors import StoreError
 from ._commit import write_and_commit
-from ._options import SAVE_DEFAULTS, complete_options, show_options
+from ._options import SAVE_DEFAULTS, complete_save_options, show_options
 from ._save import check_target, gather_shards, is_on_device, take_content
 from ._staging import OwnStaging, Staging
 
@@ -823,7 +823,7 @@ def save_async(
     """
     began = time.perf_counter()
     memory = staging_of(staging)
-    options = complete_options(save_async, options, SAVE_DEFAULTS)
+    options = complete_save_options(save_async, options)
     progress = options["progress"]
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable, got {type(progress).__name__}")

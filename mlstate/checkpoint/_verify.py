@@ -13,12 +13,13 @@ from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
 from ._folder.names import MANIFEST, Root
-from ._folder.weight_names import is_index
+from ._folder.weight_names import is_index, is_weights_root
 from ._sections import STATES
+from ._step_roots import find_root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import listed_names
 from ._store.open_path import RootPath, open_root_path
-from ._store.weight_files import is_weights_root, unlisted_files, warn_of_total
+from ._store.weight_files import unlisted_files, warn_of_total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -283,7 +284,7 @@ def _verify_once(
     name: str,
     report: VerifyReport,
     progress: Callable[[int], object] | None,
-    indexes: dict[str, Any],
+    indexes: dict[str, _core.MergedIndex],
 ) -> Manifest | None:
     """Verify the current root; return it, or None if it cannot be read."""
     try:
@@ -322,7 +323,7 @@ def verify_root(
     name: str,
     report: VerifyReport,
     progress: Callable[[int], object] | None,
-    indexes: dict[str, Any],
+    indexes: dict[str, _core.MergedIndex],
 ) -> None:
     """Add the problems of one root to the report, and its merged index to `known`.
 
@@ -460,7 +461,7 @@ def _try_root(files: CheckpointFiles, name: str) -> _Trial:
     is_mended = False
     while True:
         report = VerifyReport(files.path)
-        indexes: dict[str, Any] = {}
+        indexes: dict[str, _core.MergedIndex] = {}
         verify_root(files, name, report, None, indexes)
         if not indexes:
             return _Trial(report, "", False, is_mended)
@@ -479,7 +480,7 @@ def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
     Newer steps that cannot be loaded are deleted; the next save or `prune` deletes their files.
     Steps that cannot be read now because of an I/O error may be good, so they stay.
     """
-    claim = files.folder.claim(MANIFEST)
+    claim = files.folder.claim()
     with claim.holder:
         claim.acquire()
         now = _try_root(files, MANIFEST)
@@ -594,8 +595,6 @@ def verify(
     files = CheckpointFiles(files.folder.without_cache(), checked=False)
     report = VerifyReport(files.path)
     if step is not None:
-        from ._manager import find_root
-
         root = find_root(files, step)
     foreign = None if isinstance(path, RootPath) else _find_whole(files)
     if foreign is not None:
@@ -612,7 +611,7 @@ def verify(
     if listed is not None:
         _verify_names(files, root, listed, report, progress)
         return report
-    indexes: dict[str, Any] = {}
+    indexes: dict[str, _core.MergedIndex] = {}
     if is_weights_root(root) and repair:
         raise ValueError(
             f"{files.path} is a Hugging Face folder: it has no older step to return to; download "

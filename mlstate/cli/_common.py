@@ -1,32 +1,29 @@
-"""Helpers of the checkpoint commands: finding the checkpoint, tables, progress."""
+"""Helpers of the checkpoint commands: finding the checkpoint, tables."""
 
 from __future__ import annotations
 
 import argparse
-import math
-import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from .._common.local_path import local_path
 from .._common.store_error import store_error
-from .._common.text import bytes_text, table_text
+from .._common.text import table_text
 from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._folder.names import FOLDERS, MANIFEST
-from ..checkpoint._folder.weight_names import weights_root
+from ..checkpoint._folder.weight_names import is_weights_root, weights_root
 from ..checkpoint._load import chosen_names
 from ..checkpoint._load_whole import WholePath, has_safetensors_header, whole_path
-from ..checkpoint._manager import CheckpointManager, find_root
+from ..checkpoint._manager import CheckpointManager
+from ..checkpoint._step_roots import find_root
 from ..checkpoint._store.open_path import RootPath, is_url, open_files, open_folder
-from ..checkpoint._store.weight_files import is_weights_root
 from ..errors import MLStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -35,7 +32,6 @@ EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
 FORCE_HELP = "replace an existing target, all steps of a run included"
 _WIDTH = 120  # characters of a cell
-_LEAST_SECONDS = 0.1  # between two lines of progress
 
 
 def add_command(
@@ -221,70 +217,3 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print all rows; print nothing for an empty table."""
     if rows:
         print(table_text(headers, rows, len(rows), _WIDTH))
-
-
-# ---- progress ----
-
-
-class _Line:
-    """A line on the terminal: per cent, speed and remaining time, rewritten at most 10 times/s."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self._label, self._total, self._done = label, total, 0
-        self._printed_text = ""
-        self._began, self._printed = time.monotonic(), -math.inf
-
-    def add(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if now - self._printed < _LEAST_SECONDS and self._done < self._total:
-            return
-        self._printed = now
-        text = f"{self._label} {min(100, 100 * self._done // self._total):3d} %"
-        seconds = now - self._began
-        if seconds >= _LEAST_SECONDS:
-            speed = self._done / seconds
-            left = max(0, self._total - self._done) / speed if speed else 0.0
-            text += f", {bytes_text(int(speed))}/s, {_clock(left)} left"
-        if text != self._printed_text:
-            width = len(self._printed_text)
-            self._printed_text = text
-            print(f"\r{text:{width}}", end="", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._printed_text:
-            print("\r" + " " * len(self._printed_text), end="\r", file=sys.stderr, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    """Return a time as minutes and seconds, or hours, minutes and seconds."""
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-@contextmanager
-def progress_of(label: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
-    """Yield a function that takes numbers of bytes, or None if stderr is not a terminal.
-
-    `count` returns the total; if it is 0 or unknown, None is yielded too.
-    """
-    total = 0
-    if sys.stderr is not None and sys.stderr.isatty():
-        with suppress(MLStateError):
-            total = count()
-    if not total:
-        yield None
-        return
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        line = _Line(label, total)
-        try:
-            yield line.add
-        finally:
-            line.close()
-        return
-    unit = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    with tqdm(desc=label, total=total, leave=False, file=sys.stderr, **unit) as bar:
-        yield bar.update

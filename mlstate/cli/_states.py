@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 
     from ..kv._transition_plan import TransitionPlan
 
-# keywords of the formats' plans, the last two of dynamic models only
-_PLAN_OPTIONS = ("source_function", "target_function", "seq_axis", "source_size", "target_size")
+# keywords of the formats' plans: `shared_state` of Core ML, the sizes of dynamic models only
+_PLAN_OPTIONS = (
+    "source_function",
+    "target_function",
+    "seq_axis",
+    "shared_state",
+    "source_size",
+    "target_size",
+)
 
 
 class ModelFormat(NamedTuple):
@@ -71,7 +78,8 @@ def _add_plan(
         description=text,
         epilog="exit status: 0 all states fit, 1 some do not, 2 wrong usage or unreadable input",
     )
-    plan.add_argument("source", help=f"the {which.model} that holds the states")
+    source_help = f"the {which.model} that holds the states: {which.path_help}"
+    plan.add_argument("source", help=source_help)
     plan.add_argument("target", help=f"the {which.model} that is to take them; may be the same")
     plan.add_argument("--at", type=int, required=True, metavar="TOKENS", help="tokens in the cache")
     for option in ("--source-function", "--target-function"):

@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 from ..coreml import StateSpecs, plan_transition
 from ..coreml._specs import read_functions, warn_of_shapes
 from ._common import Commands
 from ._states import ModelFormat, add_actions
 
+if TYPE_CHECKING:
+    from ..coreml import TransitionPlan
+
 __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
     """Add the parser of ``coreml`` and its sub-commands."""
-    path_help = "a .mlpackage or .mlmodelc folder, or a .mlmodel file"
-    packages = ModelFormat("coreml", "package", path_help, _read, plan_transition)
-    add_actions(commands, packages, "Core ML packages", seq_axis=-2, default="default: -2")
+    path_help = (
+        "a .mlpackage or .mlmodelc folder, or a .mlmodel file; for a model in chunks: a quoted "
+        "pattern such as 'model_chunk_*.mlmodelc', paths with commas between them, or a folder "
+        "with ANEMLL's meta.yaml"
+    )
+    packages = ModelFormat("coreml", "package", path_help, _read, _plan)
+    _, plan = add_actions(
+        commands, packages, "Core ML packages", seq_axis=-2, default="default: -2"
+    )
+    plan.add_argument(
+        "--no-shared-state",
+        dest="shared_state",
+        action="store_false",
+        help="each chunk has a state of its own",
+    )
+
+
+def _source(text: str) -> str | list[str]:
+    """Return a path or pattern, or the list of paths that commas separate."""
+    return text.split(",") if "," in text and not os.path.lexists(text) else text
 
 
 def _read(package: str) -> Any:
-    functions, default = read_functions(package)
+    functions, default = read_functions(_source(package))
     for name in functions:
         warn_of_shapes(StateSpecs(functions, name), stacklevel=1)
     return functions, default
+
+
+def _plan(source: str, target: str, position: int, **options: Any) -> TransitionPlan:
+    return plan_transition(_source(source), _source(target), position, **options)

@@ -29,8 +29,8 @@ from ._common import (
     find_any,
     number_of_step,
     print_table,
-    progress_of,
 )
+from ._progress import progress_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,8 +18,8 @@ from ._common import (
     add_step,
     find,
     number_of_step,
-    progress_of,
 )
+from ._progress import progress_of
 
 __all__ = ["add"]
 

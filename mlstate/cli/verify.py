@@ -31,8 +31,8 @@ from ._common import (
     kind_of,
     number_of_step,
     print_table,
-    progress_of,
 )
+from ._progress import progress_of
 
 if TYPE_CHECKING:
     from ..checkpoint import Problem

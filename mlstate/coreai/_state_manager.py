@@ -168,7 +168,7 @@ class StateManager(StateManagerBase):
     def _is_loader(self, model: Any) -> bool:
         return callable(model) and not hasattr(model, "desc")
 
-    def _read_specs(self, size: int, model: Any) -> Mapping[str, StateSpec]:
+    def _read_specs(self, size: int, model: Any, chunk: int) -> Mapping[str, StateSpec]:
         specs = choose(self._given_specs.get(size, model), None, self._given_axis)
         return {name: spec.with_size(size) for name, spec in specs.items()}
 

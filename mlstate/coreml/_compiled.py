@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..kv._model_states import format_error, read_metadata
+from .._common.text import shorten
+from ..kv._model_states import format_error, quoted, read_metadata
 
 if TYPE_CHECKING:
-    from ._package import State
+    from ._package import Functions, State
 
 _FILE = "metadata.json"
+_MOST_TEXT = 1024
 _SHAPE = re.compile(r"\[\s*\d{1,18}(\s*,\s*\d{1,18}){0,15}\s*\]", re.ASCII)
 _DTYPES = {
     "Float16": "float16",
@@ -32,23 +34,44 @@ def metadata_path(source: Any) -> str | None:
     return file if os.path.isfile(file) and not is_package else None
 
 
-def read_compiled(file: str) -> list[State]:
-    """Read the states of a compiled model with a single function."""
+def read_compiled(file: str) -> tuple[Functions, str | None]:
+    """Return the states of each function of a compiled model, and the default function, if any.
+
+    The compiler lists each function with its states, and repeats the states of the default
+    function outside the list. Older compilers write no list for a single function.
+    """
     document = read_metadata(file)
     if not isinstance(document, list) or len(document) != 1 or not isinstance(document[0], dict):
         raise format_error(file, "expected a list of one object")
     (model,) = document
-    functions = _listed(file, model, "functions")
-    if len(functions) > 1 or (functions and "stateSchema" not in model):
-        raise format_error(
-            file,
-            f"lists {len(functions)} functions separately, which is not supported: read the states "
-            "from the .mlpackage that the model was compiled from",
-        )
-    states = [_state(file, entry) for entry in _listed(file, model, "stateSchema")]
+    listing = _listed(file, model, "functions")
+    if not listing:
+        return {"main": _states(file, model)}, "main"
+    functions: Functions = {}
+    for function in listing:
+        name = _text(file, function, "name")
+        if name in functions:
+            raise format_error(file, f"several functions have the name {name!r}")
+        if "stateSchema" not in function and (len(listing) > 1 or "stateSchema" not in model):
+            raise format_error(
+                file,
+                f"function {name!r} has no 'stateSchema': read the states from the .mlpackage that "
+                "the model was compiled from",
+            )
+        functions[name] = _states(file, function if "stateSchema" in function else model)
+    default = next(iter(functions)) if len(functions) == 1 else None
+    if "defaultFunctionName" in model:
+        default = _text(file, model, "defaultFunctionName")
+        if default not in functions:
+            raise format_error(file, f"the default function {default!r} is not listed")
+    return functions, default
+
+
+def _states(file: str, owner: dict[str, Any]) -> list[State]:
+    states = [_state(file, entry) for entry in _listed(file, owner, "stateSchema")]
     names = [name for name, _, _ in states]
     if len(set(names)) < len(names):
-        raise format_error(file, f"several states have the same name: {names}")
+        raise format_error(file, f"several states have the same name: {quoted(names)}")
     return states
 
 
@@ -56,13 +79,20 @@ def _state(file: str, entry: dict[str, Any]) -> State:
     name = _text(file, entry, "name")
     dtype = _DTYPES.get(_text(file, entry, "dataType"))
     if dtype is None:
-        raise format_error(file, f"state {name!r}: unknown dataType {entry['dataType']!r}")
-    shape = _text(file, entry, "shape")
-    if not _SHAPE.fullmatch(shape):
         raise format_error(
-            file, f"state {name!r}: expected a shape such as '[2, 1, 256, 32]', got {shape!r}"
+            file, f"state {name!r}: unknown dataType {shorten(repr(entry['dataType']), 80)}"
         )
-    return name, dtype, tuple(json.loads(shape))
+    text = _text(file, entry, "shape")
+    if not _SHAPE.fullmatch(text):
+        raise format_error(
+            file,
+            f"state {name!r}: expected a shape such as '[2, 1, 256, 32]', got "
+            f"{shorten(repr(text), 80)}",
+        )
+    shape = tuple(map(int, text[1:-1].split(",")))
+    if not 0 < prod(shape) < 1 << 60:
+        raise format_error(file, f"state {name!r}: the shape {text} is empty or too large")
+    return name, dtype, shape
 
 
 def _listed(file: str, owner: dict[str, object], key: str) -> list[dict[str, Any]]:
@@ -76,4 +106,6 @@ def _text(file: str, entry: dict[str, object], key: str) -> str:
     text = entry.get(key)
     if not isinstance(text, str):
         raise format_error(file, f"expected text for {key!r}, got {type(text).__name__}")
+    if len(text) > _MOST_TEXT:
+        raise format_error(file, f"{key!r} has {len(text)} characters; at most {_MOST_TEXT}")
     return text

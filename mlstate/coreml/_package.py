@@ -309,7 +309,7 @@ def _name_file(error: FormatError, path: str, file: str, source: Any) -> FormatE
     return error
 
 
-def _is_inside(path: str) -> bool:
+def is_inside(path: str) -> bool:
     """Return whether a manifest's path stays inside its package, on every system."""
     is_plain = "\\" not in path and "\0" not in path and len(path.encode()) <= _MOST_NAME_BYTES
     return is_plain and all(part not in ("", ".", "..") for part in path.split("/"))
@@ -353,7 +353,7 @@ def _read_manifest(folder: str, source: Any) -> str:
     path = item.get("path") if isinstance(item, dict) else None
     if not isinstance(path, str):
         raise format_error(f"{file}: the root model has no entry with a path", source)
-    if not _is_inside(path):
+    if not is_inside(path):
         refusal = format_error(f"{file}: the root model's path is not inside the package", source)
         refusal.expected, refusal.got = "a relative path without . or ..", shorten(path, 80)
         raise refusal

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .._common.arguments import check_flags
 from ..kv._axis import valid_axis
 from ..kv._transition_plan import TransitionPlan, as_position, plan_states
-from ._specs import StateSpecs, choose, warn_of_shapes
+from ._specs import StateSpecs, choose_states, warn_of_shapes
 
 if TYPE_CHECKING:
-    from ._specs import Source
+    from ._specs import Source, StateSpec
 
 
 def plan_transition(
@@ -20,6 +21,7 @@ def plan_transition(
     source_function: str | None = None,
     target_function: str | None = None,
     seq_axis: int = -2,
+    shared_state: bool = True,
 ) -> TransitionPlan:
     """Plan the move of all states from one Core ML model to another.
 
@@ -27,14 +29,18 @@ def plan_transition(
 
     Parameters
     ----------
-    source, target : str or path-like, MLModel, specification, or StateSpecs
-        The models, in any form that `state_specs` accepts, or its result.
+    source, target : str or path-like, MLModel, specification, StateSpecs, or sequence of them
+        The models, in any form that `state_specs` accepts, or its result. One plan covers all
+        chunks of a model.
     position : int
         Number of tokens in the cache.
     source_function, target_function : str, optional
         Function of a multi-function model. With both, the two models may be the same.
     seq_axis : int
         As for `transition_coreml_state`; the same for all states.
+    shared_state : bool
+        Whether the chunks of a model share one state object, as in models of ANEMLL. With False,
+        each chunk has its own, and names begin with the chunk, such as ``"chunk 1: kv_cache"``.
 
     Returns
     -------
@@ -77,9 +83,21 @@ def plan_transition(
 at least 300"
     """
     number, seq_axis = as_position(position), valid_axis(seq_axis)
+    check_flags(shared_state=shared_state)
     specs = []
     for model, function in ((source, source_function), (target, target_function)):
-        specs.append(choose(model, function))
+        parts = choose_states(model, function, shared_state=bool(shared_state))
         if not isinstance(model, StateSpecs):  # else state_specs has issued the warnings
-            warn_of_shapes(specs[-1], stacklevel=2)
+            for part in parts:
+                warn_of_shapes(part, stacklevel=2)
+        specs.append(parts[0] if shared_state else _named_by_chunk(parts))
     return plan_states(specs[0], specs[1], number, lambda name: seq_axis)
+
+
+def _named_by_chunk(parts: tuple[StateSpecs, ...]) -> dict[str, StateSpec]:
+    """Return the states of all chunks."""
+    return {
+        f"chunk {number}: {name}": spec
+        for number, part in enumerate(parts, 1)
+        for name, spec in part.items()
+    }

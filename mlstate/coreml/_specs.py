@@ -14,17 +14,20 @@ import numpy as np
 from .._common.local_path import local_path
 from .._common.text import shorten
 from ..errors import MLStateWarning
-from ..kv._model_states import FunctionStates, choose_function
+from ..kv._arguments import incompatible
+from ..kv._model_states import FunctionStates, choose_function, format_error, quoted
 from ..kv._moved_positions import AXES, SEQUENCE
+from ._chunks import Chunks, find_chunks
 from ._compiled import metadata_path, read_compiled
 from ._package import Functions, parse_description, parse_specification, read_package
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from .._types import NumpyDType
 
     Source: TypeAlias = "str | os.PathLike[str] | bytes | StateSpecs | Any"
+    ModelFunctions: TypeAlias = "dict[str, dict[str, StateSpec]]"
 
 # On the Neural Engine, Core ML needs multiples of this for the two innermost dimensions of a
 # state.
@@ -113,7 +116,7 @@ def _read(source: Source) -> tuple[Functions, str | None]:
         path = local_path(source)
         compiled = metadata_path(path)
         if compiled is not None:
-            return {"main": read_compiled(compiled)}, "main"
+            return read_compiled(compiled)
         return read_package(path)
     if isinstance(source, (bytes, bytearray, memoryview)):
         return parse_specification(source)
@@ -126,8 +129,10 @@ def _read(source: Source) -> tuple[Functions, str | None]:
     return parse_description(description)
 
 
-def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str | None]:
-    """Return the states of every function, and the name of the default function."""
+def _read_model(source: Source) -> tuple[ModelFunctions, str | None]:
+    """Return the states of every function of a single model, and the default function."""
+    if isinstance(source, StateSpecs):
+        return source.functions, source.default_function
     get_spec = getattr(source, "get_spec", None)
     if callable(get_spec) and getattr(source, "_spec", None) is None:
         source = get_spec()
@@ -146,17 +151,152 @@ def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str
     return functions, default
 
 
-def choose(source: Source, function: str | None) -> StateSpecs:
-    """Return the states of a function; `source` is read unless it is `StateSpecs`."""
+def _listed(states: Mapping[str, StateSpec]) -> str:
+    """Return states as text, such as "kv (2, 1, 256, 32)"."""
+    return ", ".join(f"{shorten(name, 40)} {spec.shape}" for name, spec in states.items()) or "none"
+
+
+def _disagreement(labels: tuple[str, str], expected: str, got: str, remedy: str) -> Exception:
+    return incompatible(
+        f"{labels[0]} and {labels[1]} do not belong together: {expected} and {got}{remedy}",
+        None,
+        expected,
+        got,
+    )
+
+
+def _check_functions(
+    labels: tuple[str, str],
+    first: tuple[ModelFunctions, str | None],
+    other: tuple[ModelFunctions, str | None],
+    shared_state: bool,
+) -> None:
+    """Raise CompatibilityError if two chunks have other functions or contexts, or share no state.
+
+    Chunks with separate states may have other names and layers, but a state of the same name
+    has the same number of positions.
+    """
+    (functions, default), (other_functions, other_default) = first, other
+    names = tuple(", ".join(map(str, model)) for model in (functions, other_functions))
+    if set(functions) != set(other_functions):
+        raise _disagreement(labels, f"functions {names[0]}", names[1], "")
+    if default != other_default:
+        raise _disagreement(labels, f"default function {default}", str(other_default), "")
+    for name, states in functions.items():
+        others = other_functions[name]
+        for state in set(states) & set(others):
+            lengths = states[state].seq_length, others[state].seq_length
+            if lengths[0] != lengths[1]:
+                text = f"{shorten(state, 40)} of function {shorten(name, 40)} has {lengths[0]}"
+                raise _disagreement(labels, f"{text} positions", f"{lengths[1]}", "")
+        if shared_state and states != others:
+            raise _disagreement(
+                labels,
+                f"function {shorten(name, 40)} has the states {_listed(states)}",
+                _listed(others),
+                "; chunks that share a state declare the same ones: pass shared_state=False if "
+                "each chunk has its own",
+            )
+
+
+def _read_chunks(
+    chunks: Chunks, shared_state: bool
+) -> tuple[list[tuple[ModelFunctions, str | None]], int]:
+    """Return the functions and default function of each chunk, and the first chunk with states."""
+    models = [_read_model(source) for source in chunks.sources]
+    if chunks.default is not None:
+        models = [(functions, chunks.default) for functions, _ in models]
+    labels = [_label(source, i) for i, source in enumerate(chunks.sources)]
+    stateful = [i for i, (functions, _) in enumerate(models) if any(functions.values())]
+    first = stateful[0] if stateful else 0
+    for i in stateful[1:]:
+        _check_functions((labels[first], labels[i]), models[first], models[i], shared_state)
+    functions, default = models[first]
+    if chunks.default is not None and default not in functions:
+        raise format_error(
+            str(chunks.origin),
+            f"the default function {shorten(str(default), 80)!r} is not in {labels[first]}: "
+            f"it has {quoted(functions)}",
+        )
+    return models, first
+
+
+def _label(source: Any, number: int) -> str:
+    if isinstance(source, str | os.PathLike):
+        return shorten(os.path.basename(os.fsdecode(source).rstrip("/")), 80)
+    return f"chunk {number + 1}"
+
+
+def read_functions(source: Source) -> tuple[ModelFunctions, str | None]:
+    """Return the states of every function, and the name of the default function.
+
+    Chunks share one state.
+    """
+    chunks = find_chunks(source)
+    if chunks is None:
+        return _read_model(source)
+    models, first = _read_chunks(chunks, shared_state=True)
+    return models[first]
+
+
+def _choose_of(
+    source: Source, functions: ModelFunctions, default: str | None, function: str | None
+) -> StateSpecs:
     if isinstance(source, StateSpecs):
-        functions, default_function = source.functions, source.default_function
         name: str | None = function or source.function
     else:
-        functions, default_function = read_functions(source)
-        name = function or getattr(source, "function_name", None) or default_function
-    return StateSpecs(
-        functions, choose_function(functions, name), default_function=default_function
+        name = function or getattr(source, "function_name", None) or default
+    return StateSpecs(functions, choose_function(functions, name), default_function=default)
+
+
+def choose(source: Source, function: str | None) -> StateSpecs:
+    """Return the states of a function; `source` is read unless it is `StateSpecs`."""
+    return choose_states(source, function, shared_state=True)[0]
+
+
+def choose_states(
+    source: Source, function: str | None, *, shared_state: bool
+) -> tuple[StateSpecs, ...]:
+    """Return the states of a function for each state object of a model.
+
+    That is one of a single model and of chunks with a shared state, else one of each chunk.
+    """
+    chunks = find_chunks(source)
+    if chunks is None:
+        return (_choose_of(source, *_read_model(source), function),)
+    models, first = _read_chunks(chunks, shared_state)
+    empty = StateSpecs({"main": {}}, "main")
+    parts = tuple(
+        _choose_of(chunk, *model, function) if any(model[0].values()) else empty
+        for chunk, model in zip(chunks.sources, models, strict=True)
     )
+    for i, part in enumerate(parts):
+        if part is not empty and part.function != parts[first].function:
+            labels = _label(chunks.sources[first], first), _label(chunks.sources[i], i)
+            raise _disagreement(labels, f"function {parts[first].function}", part.function, "")
+    return parts[first : first + 1] if shared_state else parts
+
+
+def states_of_contexts(
+    source: Source, sizes: Iterable[int], *, shared_state: bool
+) -> dict[int, tuple[StateSpecs, ...]] | None:
+    """Return the states of each context size, or None if `source` does not list contexts."""
+    chunks = find_chunks(source)
+    if chunks is None or not chunks.contexts:
+        return None
+    for size in sizes:
+        if size not in chunks.contexts:
+            raise incompatible(
+                f"{chunks.origin}: no context of {size} positions; there are "
+                f"{', '.join(map(str, chunks.contexts))}",
+                None,
+                size,
+                list(chunks.contexts),
+            )
+    return {
+        size: choose_states(source, chunks.contexts[size], shared_state=shared_state)
+        for size in sizes
+    }
 
 
 # Failures were observed for the innermost axis. The rule is also applied to the axis before it,
@@ -194,11 +334,13 @@ def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
 
     Parameters
     ----------
-    source : str or path-like, MLModel, specification, bytes, or mapping
+    source : str or path-like, MLModel, specification, bytes, mapping, or sequence of them
         A ``.mlpackage`` folder, ``.mlmodel`` file or compiled ``.mlmodelc`` folder. Or a
         coremltools ``MLModel``, its ``get_spec()``, a ``CompiledMLModel``, or the bytes of a
         serialized spec; only creating these needs coremltools. Or a mapping of names to
-        `StateSpec` or to shapes (with dtype float16).
+        `StateSpec` or to shapes (with dtype float16). A model in several chunks that share a
+        state is a list of these, a pattern such as ``"model_chunk_*.mlpackage"``, or a folder of
+        ANEMLL with its ``meta.yaml``, or that file (needs PyYAML: ``mlstate[anemll]``).
     function : str, optional
         Function of a multi-function model. Default: the function for which an `MLModel` was
         loaded, else the model's default function.
@@ -216,7 +358,10 @@ def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
     StoreError
         A file cannot be opened or read; also a `FileNotFoundError` if it does not exist.
     CompatibilityError
-        The function does not exist, or there are several and no default.
+        The function does not exist, or there are several and no default. Chunks are missing or
+        repeated, belong to several models, or declare other functions or states.
+    ImportError
+        ``meta.yaml`` needs PyYAML.
     TypeError
         `source` has another type.
 
@@ -230,7 +375,10 @@ def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
     Only the model's description is read, so the cost does not depend on the size of the model.
     For a compiled model (``.mlmodelc``), ``metadata.json`` is read. Symbolic links inside a
     package are followed, because download caches use them. Paths in the manifest cannot leave
-    the package.
+    the package, and names in ``meta.yaml`` cannot leave its folder.
+
+    The key ``ffn`` of ``meta.yaml`` names the chunks, compiled or not. The default function is
+    ``state_transition_infer_default_function``, if the file has this key.
 
     The rule of 32 is an open defect of Core ML (coremltools issue 2631), observed for the
     innermost dimension. It is also applied to the dimension before it (the sequence of a KV

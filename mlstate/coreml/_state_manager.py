@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
-from ._specs import StateSpec, choose
+from ._specs import StateSpec, StateSpecs, choose, choose_states, states_of_contexts
 from ._transfer import move_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ..kv._state_manager import Context
 
 
 def _too_old(missing: str) -> Exception:
@@ -35,9 +38,10 @@ class StateManager(StateManagerBase):
         The models of each context size, smallest size first. A size has one model, or a list or
         tuple of chunk models. A callable without arguments returns either; it is called when
         the model is first needed, and again after `release`.
-    specs : mapping of int, optional
+    specs : mapping of int, or str or path-like, optional
         The states of the models of some sizes, in any form that `state_specs` accepts, such as
-        the path of the ``.mlpackage``. Needed for a compiled model with several functions.
+        the path of the ``.mlpackage`` or a list of chunks. Or the folder of an ANEMLL model whose
+        ``meta.yaml`` lists contexts: it has the states of all sizes.
     shared_state : bool
         Whether the chunk models of a size share one state object, which the first chunk model
         with states creates, or have one each. With one each, `state` is a tuple, with None for
@@ -52,9 +56,10 @@ class StateManager(StateManagerBase):
     ValueError
         The sizes are empty or do not rise, or an argument of `ContextLadder` is wrong.
     CompatibilityError
-        The states of two models differ in name, kind of dtype, or in a dimension other than the
-        sequence; chunk models that share a state declare other states; or no state of a model
-        has the positions of its context. A ValueError.
+        `specs` has another number of chunks, or lacks a context. The states of two models differ
+        in name, kind of dtype, or in a dimension other than the sequence; chunk models that share
+        a state declare other states; or no state of a model has the positions of its context. A
+        ValueError.
     TypeError
         `models` is not a mapping, or a value is neither a model nor a callable.
 
@@ -111,7 +116,37 @@ class StateManager(StateManagerBase):
     def _is_loader(self, model: object) -> bool:
         return callable(model) and not hasattr(model, "make_state")
 
-    def _read_specs(self, size: int, model: object) -> Mapping[str, StateSpec]:
+    def _as_specs(self, specs: Any) -> dict[int, Any]:
+        if not isinstance(specs, str | os.PathLike):
+            return super()._as_specs(specs)
+        states = states_of_contexts(specs, self._ladder.sizes, shared_state=self._shared_state)
+        if states is None:
+            raise incompatible(
+                f"specs: {os.fsdecode(specs)} does not list contexts as ANEMLL's meta.yaml does; "
+                "pass a mapping of context sizes",
+                None,
+                "state_transition_infer_contexts",
+                None,
+            )
+        return dict(states)
+
+    def _read_context(self, size: int, model: Any) -> Context:
+        if size in self._given_specs:
+            source = self._given_specs[size]
+            parts = choose_states(source, None, shared_state=self._shared_state)
+            count = len(model) if isinstance(model, list | tuple) else 1
+            if len(parts) not in (1, count):
+                raise incompatible(
+                    f"specs of {size} positions have {len(parts)} chunks, and there are {count} "
+                    "models",
+                    None,
+                    count,
+                    len(parts),
+                )
+            self._given_specs[size] = parts
+        return super()._read_context(size, model)
+
+    def _read_specs(self, size: int, model: object, chunk: int) -> Mapping[str, StateSpec]:
         if not callable(getattr(model, "make_state", None)):
             if type(model).__module__.partition(".")[0] == "coremltools":
                 raise _too_old("the model has no make_state")
@@ -120,7 +155,11 @@ class StateManager(StateManagerBase):
                 "sequence of them, or a callable that returns either, got "
                 f"{type(model).__name__}"
             )
-        return choose(self._given_specs.get(size, model), None)
+        parts = self._given_specs.get(size)
+        if parts is None:
+            return choose(model, None)
+        states: StateSpecs = parts[chunk if len(parts) > 1 else 0]
+        return states
 
     def _make_state(self, model: Any, specs: Mapping[str, StateSpec]) -> Any:
         state = model.make_state()

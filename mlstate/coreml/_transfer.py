@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from .._common.dtypes import label_of, name_of
 from .._common.text import names_hint, shorten
+from ..errors import MLStateError
 from ..kv._arguments import capacity_error, incompatible
 from ..kv._axis import valid_axis
 from ..kv._model_states import quoted
-from ..kv._moved_positions import moved_positions
+from ..kv._moved_positions import common_contexts, moved_positions
 from ..kv._transition import compact_kv_state, transition_kv_state
 from ..kv._transition_plan import as_position
 from ._specs import StateSpec, as_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Protocol
+    from typing import Protocol, TypeAlias
 
     from .._types import NDArray
 
@@ -33,26 +34,34 @@ if TYPE_CHECKING:
         def write_state(self, name: str, value: NDArray) -> None:
             """Replace the state called `name`."""
 
+    TargetSpecs: TypeAlias = Mapping[str, StateSpec | Sequence[int]] | None
+
 
 _WRITABLE_DTYPES = ("float32", "float64", "int32")  # accepted by `write_state`
 
 
-# ---- moving a state ----
+# ---- moving states ----
 
 
-def _check_name(name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None) -> None:
-    """Raise TypeError if `name` is not one name, such as a list of names, or `specs` is wrong."""
+def _check_names(
+    names: str | Sequence[str], specs: Mapping[str, StateSpec | Sequence[int]] | None
+) -> tuple[str, ...]:
+    """Return the names of states; raise TypeError if they or `specs` have another type."""
     if specs is not None and not isinstance(specs, Mapping):
         raise TypeError(
             "specs must be the target model's state_specs(...) or a mapping of names to shapes, "
             f"got {type(specs).__name__}"
         )
-    if not isinstance(name, str):
+    listed = tuple(names) if isinstance(names, list | tuple) else (names,)
+    if not listed or not all(isinstance(name, str) for name in listed):
         hint = "state_specs(model) lists them" if specs is None else f"there are {quoted(specs)}"
         raise TypeError(
-            f"state_name must be the name of one state, got {type(name).__name__} "
-            f"{shorten(repr(name), 60)}; call once for each state ({hint})"
+            f"state_name must be the name of a state, or a list of names, got "
+            f"{type(names).__name__} {shorten(repr(names), 60)} ({hint})"
         )
+    if len(set(listed)) < len(listed):
+        raise ValueError(f"state_name has a name more than once: {quoted(listed)}")
+    return listed
 
 
 def _target_state(
@@ -92,24 +101,27 @@ def _written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     return native
 
 
-def move_state(
+class _Move(NamedTuple):
+    """How states move: the arguments that all states have in common."""
+
+    position: int
+    compact: bool
+    seq_axis: int
+    pad_value: float = 0.0
+
+
+def _read_moved(
     source: MLStateLike,
     target: MLStateLike,
     name: str,
-    position: int,
     specs: Mapping[str, StateSpec | Sequence[int]] | None,
-    *,
-    compact: bool,
-    seq_axis: int,
-    pad_value: float = 0.0,
+    move: _Move,
     declared: tuple[int, ...] | None = None,
-) -> None:
-    """Read, check everything, move and write; the write to the target is the last step.
+) -> tuple[NDArray, tuple[int, ...]]:
+    """Read a state and check everything; return the array for the target and the source's shape.
 
     `declared` is the shape that the source's state must have, if it is known.
     """
-    _check_name(name, specs)
-    number, seq_axis = as_position(position), valid_axis(seq_axis)
     shape, expected = _target_state(target, name, specs)
     value = np.asarray(source.read_state(name=name))
     if declared is not None and value.shape != declared:
@@ -120,7 +132,8 @@ def move_state(
             declared,
             value.shape,
         )
-    positions = moved_positions(name, value.shape, shape, number, seq_axis)
+    seq_axis = move.seq_axis
+    positions = moved_positions(name, value.shape, shape, move.position, seq_axis)
     dtype = _written_dtype(name, value.dtype)
     if expected is not None and (expected.kind == "i") != (dtype.kind == "i"):
         raise incompatible(
@@ -133,7 +146,7 @@ def move_state(
     moved = value
     if positions is not None:
         have, length = value.shape[seq_axis], shape[seq_axis]
-        if length < have and not compact:
+        if length < have and not move.compact:
             raise capacity_error(
                 f"{name}: the target state has {length} positions, fewer than the source's {have}; "
                 "use compact_coreml_state to compact",
@@ -141,23 +154,120 @@ def move_state(
                 length,
                 name,
             )
-        if compact:
+        if move.compact:
             moved = compact_kv_state(value, length, positions, dtype, seq_axis=seq_axis)
         else:
             moved = transition_kv_state(
-                value, length, positions, pad_value, dtype, seq_axis=seq_axis
+                value, length, positions, move.pad_value, dtype, seq_axis=seq_axis
             )
-    target.write_state(name=name, value=np.require(moved, dtype, ["C", "W"]))
+    return np.require(moved, dtype, ["C", "W"]), value.shape
+
+
+def move_state(
+    source: MLStateLike,
+    target: MLStateLike,
+    name: str,
+    position: int,
+    specs: Mapping[str, StateSpec | Sequence[int]] | None,
+    *,
+    compact: bool,
+    seq_axis: int,
+    declared: tuple[int, ...] | None = None,
+) -> None:
+    """Read, check everything, move and write; the write to the target is the last step."""
+    move = _Move(as_position(position), compact, valid_axis(seq_axis))
+    value, _ = _read_moved(source, target, name, specs, move, declared)
+    target.write_state(name=name, value=value)
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _state_pairs(sources: Any, targets: Any, specs: Any) -> list[tuple[int, Any, Any, Any]]:
+    """Return number, source, target and specs of each chunk with states.
+
+    Chunks that share a pair of state objects count once.
+    """
+    chunks = _listed(sources), _listed(targets)
+    count = len(chunks[0])
+    has_list = isinstance(sources, list | tuple) and isinstance(specs, list | tuple)
+    each = _listed(specs) if has_list else (specs,) * count
+    if count == 0 or not count == len(chunks[1]) == len(each):
+        raise incompatible(
+            f"{count} source states, {len(chunks[1])} target states and {len(each)} specs; pass "
+            "one for each chunk",
+            None,
+            count,
+            len(chunks[1]),
+        )
+    pairs: dict[int, tuple[int, Any, Any, Any]] = {}
+    for number, (source, target, spec) in enumerate(zip(*chunks, each, strict=True), 1):
+        if source is None and target is None:
+            continue
+        if source is None or target is None:
+            which = "source" if source is None else "target"
+            text = f"chunk {number}: the {which} has no state, and the other one has"
+            raise incompatible(text, None, "a state", None)
+        if id(target) in pairs and pairs[id(target)][1] is not source:
+            text = f"chunk {number}: its target state is also the target of another chunk"
+            raise incompatible(text, None, "one target for each source", f"chunk {number}")
+        pairs.setdefault(id(target), (number, source, target, spec))
+    return list(pairs.values())
+
+
+def _move_all(
+    sources: Any, targets: Any, names: str | Sequence[str], specs: Any, move: _Move
+) -> None:
+    """Move states of all chunks: read and check all, then write all, or restore the targets."""
+    pairs = _state_pairs(sources, targets, specs)
+    each_name = [_check_names(names, spec) for _, _, _, spec in pairs]
+    writes = [
+        (number, target, name, *_read_moved(source, target, name, spec, move))
+        for (number, source, target, spec), listed in zip(pairs, each_name, strict=True)
+        for name in listed
+    ]
+    if len(writes) > 1:
+        axis = move.seq_axis
+        contexts = common_contexts((shape, value.shape, axis) for *_, value, shape in writes)
+        for _, _, name, value, shape in writes:
+            moved_positions(name, shape, value.shape, move.position, axis, contexts=contexts)
+    former: list[tuple[int, Any, str, NDArray]] = []
+    try:
+        for number, target, name, value, _ in writes:
+            if len(writes) > 1:  # a single write that fails changes nothing
+                before = np.asarray(target.read_state(name=name))
+                before = np.require(before, _written_dtype(name, before.dtype), ["C", "W"])
+                former.append((number, target, name, before))
+            target.write_state(name=name, value=value)
+    except BaseException as error:
+        _restore(former, error)
+        raise
+
+
+def _restore(former: list[tuple[int, Any, str, NDArray]], error: BaseException) -> None:
+    """Write former values back, the newest first; raise MLStateError if one cannot be written."""
+    failures = []
+    for number, target, name, value in reversed(former):
+        try:
+            target.write_state(name=name, value=value)
+        except Exception as failure:
+            failures.append(f"state {name!r} of chunk {number}: {failure}")
+    if failures:
+        raise MLStateError(
+            f"the states were not moved: {error}. Former values could not be written back: "
+            f"{'; '.join(failures)}. Make new target states"
+        ) from error
 
 
 def transition_coreml_state(
-    source_mlstate: MLStateLike,
-    target_mlstate: MLStateLike,
-    state_name: str,
+    source_mlstate: MLStateLike | Sequence[MLStateLike | None],
+    target_mlstate: MLStateLike | Sequence[MLStateLike | None],
+    state_name: str | Sequence[str],
     current_position: int,
     pad_value: float = 0.0,
     *,
-    specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
+    specs: TargetSpecs | Sequence[TargetSpecs] = None,
     seq_axis: int = -2,
 ) -> None:
     """Move a KV state to a model with at least as many positions.
@@ -166,9 +276,10 @@ def transition_coreml_state(
     ----------
     source_mlstate, target_mlstate : MLState
         Results of ``MLModel.make_state()`` in coremltools 9, or other objects with
-        ``read_state(name)`` and ``write_state(name, value)``, such as `FakeMLState`.
-    state_name : str
-        Name of the state in both models.
+        ``read_state(name)`` and ``write_state(name, value)``, such as `FakeMLState`. Or lists of
+        them, one for each chunk of a model; None for a chunk without states.
+    state_name : str or list of str
+        Name of the state in both models, and in all chunks. Or several names.
     current_position : int
         Number of tokens in the cache; later positions are dropped. A state with the same shape in
         both models is copied whole.
@@ -177,7 +288,7 @@ def transition_coreml_state(
     specs : mapping, optional
         The **target** model's `state_specs`, or a mapping of names to shapes. With it, the
         source is read once and the target written once. Without it, the target is also read,
-        for its shape.
+        for its shape. A list has one for each chunk.
     seq_axis : int
         The axis of the sequence; a negative number counts from the last axis.
 
@@ -186,15 +297,18 @@ def transition_coreml_state(
     CompatibilityError
         `specs` lacks the state, the shapes differ in another axis than `seq_axis` (such as layers,
         heads or head dimension), states of different shapes do not have 2 to 8 dimensions or have
-        no axis `seq_axis`, one state is of integers and the other is not, or `read_state` returned
-        a dtype that Core ML does not accept.
+        no axis `seq_axis`, one state is of integers and the other is not, `read_state` returned
+        a dtype that Core ML does not accept, or the numbers of chunks differ.
     CapacityError
         `current_position` is negative, or the shapes differ and it is beyond one of them or the
         target is shorter than the source.
     RuntimeError
         Raised by Core ML if a model lacks the state.
-    TypeError
-        `state_name` is not one name, `specs` is not a mapping, or `seq_axis` is not an integer.
+    MLStateError
+        A write failed, and so did writing the former values back.
+    TypeError, ValueError
+        `state_name` is not a name or a list of names, or has one twice, `specs` is not a mapping,
+        or `seq_axis` is not an integer.
 
     Notes
     -----
@@ -202,11 +316,14 @@ def transition_coreml_state(
     is full, so no position of it is dropped. A window whose length differs can only move until it
     wraps, that is while it holds every token.
 
-    Everything is checked before the write: after an error the target is unchanged. On a Mac a
+    Everything is checked before the write: after an error the target is unchanged. Several states
+    or chunks move all or not at all: if a write fails, the targets that were written get their
+    former values, which are read for this purpose. On a Mac a
     float16 state is read and written as float32, which preserves all bits. The written array is
     contiguous and writeable, as Core ML requires. It has dtype float32 for float16, bfloat16
     and float32 states; float64 and int32 stay as they are. So no value changes. Other dtypes
-    are refused. Memory: the source as read, plus one array of the target's size.
+    are refused. Memory: the source as read, plus one array of the target's size; for several
+    states, two arrays of the target's size for each.
 
     Examples
     --------
@@ -224,26 +341,24 @@ def transition_coreml_state(
     >>> small = FakeMLState({"k_cache": (2, 1, 64, 1, 256)})
     >>> large = FakeMLState({"k_cache": (2, 1, 64, 1, 512)})
     >>> transition_coreml_state(small, large, "k_cache", 200, seq_axis=-1)
+
+    All states of two chunks, or none:
+
+    >>> chunks = [FakeMLState({"k": (2, 1, 256, 32), "v": (2, 1, 256, 32)}) for _ in range(2)]
+    >>> larger = [FakeMLState({"k": (2, 1, 512, 32), "v": (2, 1, 512, 32)}) for _ in range(2)]
+    >>> transition_coreml_state(chunks, larger, ["k", "v"], 200)
     """
-    move_state(
-        source_mlstate,
-        target_mlstate,
-        state_name,
-        current_position,
-        specs,
-        compact=False,
-        seq_axis=seq_axis,
-        pad_value=pad_value,
-    )
+    move = _Move(as_position(current_position), False, valid_axis(seq_axis), pad_value)
+    _move_all(source_mlstate, target_mlstate, state_name, specs, move)
 
 
 def compact_coreml_state(
-    source_mlstate: MLStateLike,
-    target_mlstate: MLStateLike,
-    state_name: str,
+    source_mlstate: MLStateLike | Sequence[MLStateLike | None],
+    target_mlstate: MLStateLike | Sequence[MLStateLike | None],
+    state_name: str | Sequence[str],
     current_position: int,
     *,
-    specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
+    specs: TargetSpecs | Sequence[TargetSpecs] = None,
     seq_axis: int = -2,
 ) -> None:
     """Move a KV state to a model with fewer positions that can hold its tokens.
@@ -255,7 +370,7 @@ def compact_coreml_state(
 
     Raises
     ------
-    CompatibilityError, CapacityError, RuntimeError, TypeError
+    CompatibilityError, CapacityError, RuntimeError, MLStateError, TypeError, ValueError
         As for `transition_coreml_state`, but a shorter target is only refused if the tokens
         do not fit.
 
@@ -278,15 +393,8 @@ positions; choose a model with at least 300
     >>> large = FakeMLState({"k_cache": (2, 1, 64, 1, 512)})
     >>> compact_coreml_state(large, small, "k_cache", 180, seq_axis=-1)
     """
-    move_state(
-        source_mlstate,
-        target_mlstate,
-        state_name,
-        current_position,
-        specs,
-        compact=True,
-        seq_axis=seq_axis,
-    )
+    move = _Move(as_position(current_position), True, valid_axis(seq_axis))
+    _move_all(source_mlstate, target_mlstate, state_name, specs, move)
 
 
 # ---- replacement for tests ----

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state
     from ._cache_spec import CacheEntry, CacheSpec
     from ._cache_state import CacheState
+    from ._quantization import QuantizationLoss
     from ._snapshot import Snapshot
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "ContextLadder",
     "KVState",
     "LadderStep",
+    "QuantizationLoss",
     "RollingKVState",
     "Snapshot",
     "StateTransitionManager",
@@ -58,7 +60,13 @@ show_exports(
     globals(),
     {
         # dataclasses takes a few milliseconds to import
-        "._cache_state": ("CacheEntry", "CacheSpec", "CacheState", "Snapshot"),
+        "._cache_state": (
+            "CacheEntry",
+            "CacheSpec",
+            "CacheState",
+            "QuantizationLoss",
+            "Snapshot",
+        ),
         # coreml imports this package
         "..coreml": ("compact_coreml_state", "transition_coreml_state"),
     },

@@ -49,7 +49,7 @@ class CacheEntry:
         - "full": one position for each token; the first ones hold tokens.
         - "sliding": only the newest tokens, stored in a ring as in `RollingKVState`.
         - "recurrent", "conv": a state of constant size that every token changes.
-        - "quantized": as "full", but groups of 4- or 8-bit codes with a scale and a bias each.
+        - "quantized": as "full", but groups of codes of 2 to 8 bits, with a scale and a bias each.
         - "opaque": an array of unknown layout, such as the bytes of another program.
     shape : sequence of int
         Shape of the array with all its positions; of a quantized entry, of its values. Kinds with
@@ -69,11 +69,11 @@ class CacheEntry:
         have more: mlx stores a prefill that is longer than the window until the next token.
     sinks : int
         Of a sliding entry: number of first tokens that are never evicted, below `window`.
-    bits : {4, 8}, optional
+    bits : {2, 3, 4, 5, 6, 8}, optional
         Of a quantized entry: bits of a code.
     group : int, optional
         Of a quantized entry: elements of the last axis with the same scale and bias, a multiple of
-        8 up to 4096.
+        32 up to 4096, or of 8 for 4 and 8 bits.
     next_slot : int, optional
         Of a sliding entry: the index of the sequence axis that the next token is written to, when
         a `CacheState` is created; the number of positions means the first index after the sinks.

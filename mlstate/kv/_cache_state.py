@@ -6,13 +6,13 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
 from .. import _core
 from .._common.arrays import is_torch, overwrite
-from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
+from .._common.dtypes import name_of
 from .._common.set_module import set_module
 from .._common.text import bytes_text, count_text, shorten, table_html
 from ._arguments import as_count, as_integer, capacity_error, incompatible, tokens_error
@@ -26,6 +26,7 @@ from ._copies import (
     shared_arrays,
 )
 from ._moved_positions import moved_positions
+from ._quantization import QuantizationLoss, chosen_entries, convert_entry, measure_loss
 from ._ring_slots import Ring, joined, ring_of, shift_of
 from ._snapshot import (
     History,
@@ -48,14 +49,6 @@ _NO_TRIM = {
     "recurrent": "a recurrent state cannot be trimmed: every token changed all of it",
     "conv": "a convolution state cannot be trimmed: it keeps the last inputs only",
     "opaque": "an opaque entry cannot be trimmed: its layout is unknown",
-}
-# Why an entry is not quantized.
-_NO_QUANTIZE = {
-    "sliding": "a sliding entry is not quantized: kind 'quantized' has no window",
-    "recurrent": "a recurrent state is not quantized: every token changes it, so errors add up",
-    "conv": "a convolution state is not quantized: every token changes it",
-    "quantized": "the entry is quantized already",
-    "opaque": "an opaque entry is not quantized: its layout is unknown",
 }
 
 
@@ -367,24 +360,14 @@ class CacheState(CopiedByValue):
         `compact_kv_state`; positions without a token are zero. The old arrays are not written. The
         peak is the size of the old and the new arrays.
         """
-        positions = as_count("capacity", capacity, 1)
         cache = self._cache
-        spec, length = cache.spec, cache.length
-        resized = CacheSpec(entry._resized(positions) for entry in spec)
-        if resized == spec:
+        resized = _resized_spec(cache, capacity)
+        if resized == cache.spec:
             return
-        _check_resize(spec, resized, length)
-        moved, shifts = dict(cache.arrays), dict(cache.shifts)
-        for old, new in zip(spec, resized, strict=True):
-            if new is old or new.seq_axis is None:
-                continue
-            for name in old.arrays:
-                with name_errors(name):
-                    moved[name] = _move_tokens(moved[name], new, cache.ring(old))
-            shifts.pop(old.name, None)
-            if length > (new.seq_length or 0):  # in order, so the oldest one is after the sinks
-                shifts[old.name] = shift_of(replace(new, next_slot=new.sinks), length)
-        self._cache = _Cache(resized, moved, length, shifts, object())
+        arrays, shifts = dict(cache.arrays), dict(cache.shifts)
+        for old, new in zip(cache.spec, resized, strict=True):
+            _move_entry(cache, old, new, arrays, shifts)
+        self._cache = _Cache(resized, arrays, cache.length, shifts, object())
 
     def trim(self, n: int) -> None:
         """Drop the last `n` tokens, for example rejected tokens of speculative decoding.
@@ -581,20 +564,56 @@ class CacheState(CopiedByValue):
         set_attributes(other, attributes_of(self))
         return other
 
+    @overload
     def quantize(
-        self, bits: int = 8, group: int = 64, *, names: Iterable[str] | None = None
-    ) -> None:
+        self,
+        bits: int = ...,
+        group: int = ...,
+        *,
+        names: Iterable[str] | None = ...,
+        capacity: int | None = ...,
+        report: Literal[False] = ...,
+    ) -> None: ...
+    @overload
+    def quantize(
+        self,
+        bits: int = ...,
+        group: int = ...,
+        *,
+        names: Iterable[str] | None = ...,
+        capacity: int | None = ...,
+        report: Literal[True],
+    ) -> dict[str, QuantizationLoss]: ...
+    def quantize(
+        self,
+        bits: int = 8,
+        group: int = 64,
+        *,
+        names: Iterable[str] | None = None,
+        capacity: int | None = None,
+        report: bool = False,
+    ) -> dict[str, QuantizationLoss] | None:
         """Replace full entries by quantized ones.
 
         Parameters
         ----------
-        bits : {8, 4}
+        bits : {8, 6, 5, 4, 3, 2}
             Bits of a code.
         group : int
-            Elements of the last axis with the same scale and bias: a multiple of 8 up to 4096 that
-            divides the axis.
+            Elements of the last axis with the same scale and bias: a multiple of 32 up to 4096, or
+            of 8 for 4 and 8 bits, that divides the axis.
         names : iterable of str, optional
             The entries to quantize. Default: all of kind "full".
+        capacity : int, optional
+            New positions, as for `resize`. The tokens are quantized on the way to the new arrays,
+            without an array of their values in between. Default: the positions stay.
+        report : bool
+            True: compare the values of the codes with the old arrays and return the losses.
+
+        Returns
+        -------
+        dict of str to QuantizationLoss, or None
+            With ``report=True``, the loss of each entry that was quantized, by name.
 
         Raises
         ------
@@ -602,19 +621,24 @@ class CacheState(CopiedByValue):
             An entry in `names` has another kind, no entry is full, the group does not divide the
             last axis, the sequence axis is the last one, or the dtype is not float16, bfloat16 or
             float32. Nothing is changed then. A ValueError.
+        CapacityError
+            The tokens of an entry do not fit into `capacity`. Nothing is changed then. A
+            ValueError.
         ValueError
             A value is NaN or infinite, or `bits` or `group` is not supported. Nothing is changed
             then.
         TensorNotFoundError
             A name is unknown. A KeyError.
         TypeError
-            A tensor is not on the CPU, or `names` is a str.
+            A tensor has no values (device "meta"), or `names` or another parameter has a wrong
+            type.
 
         Notes
         -----
-        The result consists of new NumPy arrays, also for torch tensors on the CPU. Their bits
-        equal the result of ``mlx.core.quantize`` on a CPU: word ``i`` of the codes has elements
-        ``i * 32 / bits`` and following, the first in the lowest bits; a value is
+        The result consists of new NumPy arrays, also for torch tensors on the CPU. Tensors on
+        another device become tensors on that device, computed by torch. The bits equal the result
+        of ``mlx.core.quantize`` on a CPU: the codes of the last axis are one string of bits in
+        words, the first code in the lowest bits of the first word; a value is
         ``scale * code + bias``. Its error is at most one ``scale``, plus the rounding of scale and
         bias to the dtype. Positions without a token become 0. The old arrays are not written. The
         GIL is released for arrays of at least 64 KiB.
@@ -630,58 +654,80 @@ class CacheState(CopiedByValue):
         >>> list(state.arrays), before / state.nbytes
         (['keys', 'keys.scales', 'keys.biases'], 3.5555555555555554)
         """
-        self._convert(names, "full", _NO_QUANTIZE, {"bits": bits, "group": group})
+        parameters = {"bits": bits, "group": group}
+        before = self._cache
+        chosen, converted = self._convert(names, "full", parameters, capacity)
+        losses = None
+        if report:
+            losses = {
+                old.name: measure_loss(
+                    old, new, before.arrays[old.name], converted.arrays, before.length
+                )
+                for old, new in zip(before.spec, converted.spec, strict=True)
+                if old.name in chosen
+            }
+        self._cache = converted
+        return losses
 
-    def dequantize(self, *, names: Iterable[str] | None = None) -> None:
+    def dequantize(
+        self, *, names: Iterable[str] | None = None, capacity: int | None = None
+    ) -> None:
         """Replace quantized entries by full ones.
 
         Parameters
         ----------
         names : iterable of str, optional
             The entries. Default: all of kind "quantized".
+        capacity : int, optional
+            New positions, as for `resize`. The values are computed in the new arrays. Default: the
+            positions stay.
 
         Raises
         ------
         CompatibilityError
             An entry in `names` has another kind, or no entry is quantized. A ValueError.
+        CapacityError
+            The tokens of an entry do not fit into `capacity`. Nothing is changed then. A
+            ValueError.
         TensorNotFoundError
             A name is unknown. A KeyError.
+        TypeError
+            The arrays of an entry are on different devices, or a parameter has a wrong type.
 
         Notes
         -----
-        The result consists of new NumPy arrays, computed in float32 and rounded once. mlx rounds
-        the product too, so its last bit may differ.
+        The result consists of new arrays, as for `quantize`. A value is computed in float32 and
+        rounded once, so it is the number of its dtype that is nearest to the float32 result.
+        ``mlx.core.dequantize`` rounds the product to the dtype and then the sum: for float16 and
+        bfloat16 it may be further away, and never closer.
         """
-        self._convert(names, "quantized", {}, {"bits": None, "group": None})
+        parameters = {"bits": None, "group": None}
+        _, self._cache = self._convert(names, "quantized", parameters, capacity)
 
     def _convert(
         self,
         names: Iterable[str] | None,
         kind: str,
-        reasons: Mapping[str, str],
         parameters: Mapping[str, Any],
-    ) -> None:
-        """Quantize entries of kind "full", or dequantize entries of kind "quantized"."""
-        spec, arrays, length, shifts, _ = self._cache
-        chosen = _chosen_entries(spec, names, kind, reasons)
+        capacity: int | None,
+    ) -> tuple[set[str], _Cache]:
+        """Return the names of entries of a kind, and the cache that has them converted."""
+        cache = self._cache
+        chosen = chosen_entries(cache.spec, names, kind)
+        resized = cache.spec if capacity is None else _resized_spec(cache, capacity)
         other: Any = "full" if kind == "quantized" else "quantized"
-        entries = [
+        spec = CacheSpec(  # checks every entry before the first one is converted
             replace(entry, kind=other, **parameters) if entry.name in chosen else entry
-            for entry in spec
-        ]
-        converted = CacheSpec(entries)  # checks every entry before the first one is converted
-        new_arrays: dict[str, Any] = {}
-        for old, new in zip(spec, converted, strict=True):
-            if old is new:
-                new_arrays |= {name: arrays[name] for name in old.arrays}
-                continue
-            new_arrays |= {
-                name: np.zeros(shape, stored_dtype(dtype) if dtype in EXTENSIONS else dtype)
-                for name, (shape, dtype) in new.arrays.items()
-            }
-            full, coded = (arrays, new_arrays) if kind == "full" else (new_arrays, arrays)
-            _run_quantization(old, new, full, coded, length)
-        self._cache = _Cache(converted, new_arrays, length, shifts, object())
+            for entry in resized
+        )
+        arrays, shifts = dict(cache.arrays), dict(cache.shifts)
+        for old, new in zip(cache.spec, spec, strict=True):
+            if old.name in chosen:
+                arrays |= convert_entry(old, new, cache.arrays, cache.length)
+            else:
+                _move_entry(cache, old, new, arrays, shifts)
+        ordered = {name: arrays[name] for entry in spec for name in entry.arrays}
+        return chosen, _Cache(spec, ordered, cache.length, shifts, object())
 
     def _content(self) -> tuple[Any, ...]:
         return self.spec, shared_arrays(self._cache.arrays), self.length
@@ -768,12 +814,36 @@ def _check_length(spec: CacheSpec, length: int) -> None:
         raise tokens_error(length, size, f"resize the cache to at least {length}", entry.name)
 
 
-def _check_resize(spec: CacheSpec, resized: CacheSpec, length: int) -> None:
-    """Raise unless every entry can have another capacity and holds its tokens then."""
-    for old, new in zip(spec, resized, strict=True):
+def _resized_spec(cache: _Cache, capacity: int) -> CacheSpec:
+    """Return the spec for another capacity, or raise if an entry cannot hold its tokens then."""
+    positions = as_count("capacity", capacity, 1)
+    resized = CacheSpec(entry._resized(positions) for entry in cache.spec)
+    if resized == cache.spec:
+        return cache.spec
+    length = cache.length
+    for old, new in zip(cache.spec, resized, strict=True):
         window = length if old.window is None else old.window
         token_count = length if old.seq_length is None else min(length, old.seq_length, window)
         moved_positions(old.name, old.shape, new.shape, token_count, old.seq_axis, kind=old.kind)
+    return resized
+
+
+def _move_entry(
+    cache: _Cache,
+    old: CacheEntry,
+    new: CacheEntry,
+    arrays: dict[str, Any],
+    shifts: dict[str, int],
+) -> None:
+    """Replace the arrays of an entry by longer or shorter ones, if its length changed."""
+    if new is old or new.seq_axis is None:
+        return
+    for name in old.arrays:
+        with name_errors(name):
+            arrays[name] = _move_tokens(arrays[name], new, cache.ring(old))
+    shifts.pop(old.name, None)
+    if cache.length > (new.seq_length or 0):  # in order, so the oldest one is after the sinks
+        shifts[old.name] = shift_of(replace(new, next_slot=new.sinks), cache.length)
 
 
 def _sequence_of(entry: CacheEntry) -> int:
@@ -813,40 +883,3 @@ def _refuse_negative(number: int) -> int:
         "0 or more",
         number,
     )
-
-
-def _chosen_entries(
-    spec: CacheSpec, names: Iterable[str] | None, kind: str, reasons: Mapping[str, str]
-) -> set[str]:
-    """Return the names of the entries to convert, or raise if one has another kind."""
-    if isinstance(names, str):
-        raise TypeError(f"names must be an iterable of names, got the str {names!r}")
-    if names is None:
-        chosen = [entry for entry in spec if entry.kind == kind]
-        if not chosen:
-            kinds = ", ".join(dict.fromkeys(entry.kind for entry in spec))
-            text = f"no entry has kind {kind!r}: the kinds are {kinds}"
-            raise incompatible(text, None, kind, kinds)
-    else:
-        chosen = [spec.entry_of(name) for name in names]
-    for entry in chosen:
-        if entry.kind != kind:
-            text = reasons.get(entry.kind, f"the entry has kind {entry.kind!r}, not {kind!r}")
-            raise entry_error(entry.name, text, kind, entry.kind)
-    return {entry.name for entry in chosen}
-
-
-def _run_quantization(
-    old: CacheEntry,
-    new: CacheEntry,
-    full: Mapping[str, Any],
-    coded: Mapping[str, Any],
-    length: int,
-) -> None:
-    """Convert the tokens of one entry between an array of `full` and three of `coded`."""
-    run = _core.kv_quantize if new.kind == "quantized" else _core.kv_dequantize
-    entry = new if new.kind == "quantized" else old
-    tokens = along(_sequence_of(entry), 0, length)
-    codes, scales, biases = (coded[name][tokens] for name in entry.arrays)
-    with name_errors(entry.name):
-        run(full[entry.name][tokens], codes, scales, biases, entry.bits or 0, entry.group or 0)

@@ -22,3 +22,23 @@ class KVBackend(Protocol):
 
     def move_kv(self, source: Any, move: KVMove, out: Any) -> Any:
         """Write a moved cache to `out`, or return a new one if `out` is None."""
+
+    # These are called for tensors that the core cannot read, in the place of its functions.
+
+    def kv_zeros(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        """Return a tensor of zeros on the device of `like`."""
+
+    def kv_quantize(
+        self, values: Any, codes: Any, scales: Any, biases: Any, bits: int, group: int
+    ) -> None:
+        """Write codes, scales and biases; raise ValueError if a value is not finite."""
+
+    def kv_dequantize(
+        self, values: Any, codes: Any, scales: Any, biases: Any, bits: int, group: int
+    ) -> None:
+        """Write the values of codes."""
+
+    def kv_quantization_loss(
+        self, values: Any, codes: Any, scales: Any, biases: Any, bits: int, group: int
+    ) -> tuple[float, float, float]:
+        """Return the largest difference, and the sums of squares of differences and of values."""

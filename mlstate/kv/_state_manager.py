@@ -91,9 +91,9 @@ class StateManagerBase:
             prompt_tokens=prompt_tokens,
         )
         self._given = dict(zip(self._ladder.sizes, models.values(), strict=True))
-        self._given_specs = self._as_specs(specs)
         check_flags(shared_state=shared_state)
         self._shared_state = bool(shared_state)
+        self._given_specs = self._as_specs(specs)
         self._seq_axis = valid_axis(seq_axis)
         self._contexts: dict[int, Context] = {}
         self._specs: dict[int, tuple[Specs, ...]] = {}  # also of models that were released
@@ -125,10 +125,11 @@ class StateManagerBase:
         """Return whether a value of `models` is a callable that returns the model."""
         return callable(model)
 
-    def _read_specs(self, size: int, model: object) -> Specs:
+    def _read_specs(self, size: int, model: object, chunk: int) -> Specs:
         """Return the states that a model declares, or those of `_given_specs`, or raise TypeError.
 
-        The values have a `shape`, of this size, and a NumPy `dtype`.
+        `chunk` is its number among the models of this size. The values have a `shape`, of this
+        size, and a NumPy `dtype`.
         """
         raise NotImplementedError
 
@@ -179,7 +180,7 @@ class StateManagerBase:
         chunks = tuple(model) if is_chunked else (model,)
         if not chunks:
             raise TypeError(f"the model of {size} positions is an empty sequence of chunk models")
-        specs = tuple(self._read_specs(size, chunk) for chunk in chunks)
+        specs = tuple(self._read_specs(size, chunk, i) for i, chunk in enumerate(chunks))
         if not self._shared_state:
             return Context(model, chunks, specs)
         owner = next((i for i, declared in enumerate(specs) if declared), 0)

@@ -157,7 +157,7 @@ def test_folder_without_checkpoint_is_refused(tmp_path):
 def test_prune_refuses_a_locked_folder(manager):
     names = litter(manager.directory)
     with (
-        LocalFolder(manager.directory).claim("manifest.json"),
+        LocalFolder(manager.directory).claim(),
         pytest.raises(mlstate.StoreError) as caught,
     ):
         prune(manager.directory)

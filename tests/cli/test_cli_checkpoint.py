@@ -670,7 +670,7 @@ def test_prune_refuses(place, run):
         ["mlstate: --keep must be 1 or more, got 0"],
     )
     assert "nothing to prune" in run("prune", "w.safetensors")[2][0]
-    with LocalFolder("ckpt").claim("manifest.json"):
+    with LocalFolder("ckpt").claim():
         status, out, err = run("prune", "ckpt")
         assert (status, out, len(err)) == (2, [], 1)
         assert "is writing it" in err[0]

@@ -276,6 +276,7 @@ OBJECTS = {
     "context_ladder": context_ladder,
     "combined_strategy": combined_strategy,
     "cache_state": cache_state,
+    "quantization_loss": lambda: kv.QuantizationLoss(0.5, 0.25, 0.125, 1024, 256),
     "foreign_ring": foreign_ring,
     "kv_state": kv_state,
     "rolling_kv_state": rolling_kv_state,

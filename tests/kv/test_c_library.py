@@ -18,6 +18,9 @@ from core_build import ROOT
 from mlstate import _core
 from mlstate.errors import CapacityError
 from mlstate.kv import (
+    CacheEntry,
+    CacheSpec,
+    CacheState,
     compact_kv_state,
     create_attention_size_mask,
     rotate_keys,
@@ -197,9 +200,16 @@ def random_rotation(rng):
     return Operation(words, arrays, [memory])
 
 
+def random_group(rng):
+    """Return the bits of a code, and the size of a group that fits them."""
+    bits = int(rng.choice([2, 3, 4, 5, 6, 8]))
+    unit = 8 if bits % 4 == 0 else 32
+    return bits, unit * int(rng.integers(1, 72 // unit + 1))
+
+
 def random_quantization(rng):
     dtype = FLOATS[rng.integers(3)]
-    bits, group = int(rng.choice([4, 8])), 8 * int(rng.integers(1, 9))
+    bits, group = random_group(rng)
     rank = int(rng.integers(1, 5))
     shape = [int(n) for n in rng.integers(1, 5, rank)]
     shape[-1] = group * int(rng.integers(1, 4))
@@ -216,6 +226,56 @@ def random_quantization(rng):
     return Operation(line, arrays, [values_memory] if is_back else results)
 
 
+def random_quantized_move(rng):
+    """A state that is quantized, or the reverse, on the way to another capacity."""
+    dtype = FLOATS[rng.integers(3)]
+    bits, group = random_group(rng)
+    rank = int(rng.integers(2, 6))
+    axis = int(rng.integers(0, rank - 1))
+    shape = [int(n) for n in rng.integers(1, 4, rank)]
+    shape[-1] = group * int(rng.integers(1, 4))
+    shape[axis] = int(rng.integers(1, 20))
+    length = int(rng.integers(1, 30))
+    position = int(rng.integers(0, min(shape[axis], length) + 1))
+    moved_shape = [*shape]
+    moved_shape[axis] = length
+    is_back = bool(rng.random() < 0.5)
+    full = CacheEntry("k", "full", shape, dtype, axis)
+    coded = CacheEntry("k", "quantized", shape, dtype, axis, bits=bits, group=group)
+    moved = CacheEntry("k", "quantized", moved_shape, dtype, axis, bits=bits, group=group)
+    if is_back:
+        values, values_memory = strided(rng, moved_shape, dtype)
+        before = values_memory.copy()
+        results = [
+            rng.integers(0, 2**32, shape, np.uint32)
+            if name == "uint32"
+            else rng.standard_normal(shape).astype(dtype)
+            for shape, name in coded.arrays.values()
+        ]
+        state = CacheState(
+            CacheSpec([coded]), dict(zip(coded.arrays, results, strict=True)), position
+        )
+        state.dequantize(capacity=length)
+        values[...] = state.arrays["k"]
+        expected = [values_memory]
+    else:
+        content = rng.standard_normal(shape).astype(dtype)
+        values, values_memory = strided(rng, shape, dtype, content)
+        before = values_memory.copy()
+        results = [
+            random_bytes(rng, np.prod(shape) * np.dtype(name).itemsize)
+            for shape, name in moved.arrays.values()
+        ]
+        state = CacheState(CacheSpec([full]), {"k": values}, position)
+        state.quantize(bits, group, capacity=length)
+        expected = list(state.arrays.values())
+    words = ["dequantize_move" if is_back else "quantize_move", DTYPES[dtype], rank]
+    words += [axis - rank * int(rng.integers(2)), length, position, bits, group, *shape]
+    words += element_strides(values)
+    arrays = [before, *(array.view(np.uint8).reshape(-1).copy() for array in results)]
+    return Operation(words, arrays, expected)
+
+
 def read_answer(output, at, operation):
     """Return the code and the bytes of an answer, and where the next one starts."""
     end = output.index(b"\n", at) + 1
@@ -225,8 +285,9 @@ def read_answer(output, at, operation):
 
 def test_random_operations_give_the_bits_of_the_package(link):
     rng = np.random.default_rng(7)
-    kinds = [random_move, random_move, random_mask, random_rotation, random_quantization]
-    operations = [kinds[i % len(kinds)](rng) for i in range(1000)]
+    kinds = [random_mask, random_rotation, random_quantization, random_quantized_move]
+    kinds += [random_move] * 2
+    operations = [kinds[i % len(kinds)](rng) for i in range(3000)]  # 1,000 transitions
     assert {operation.code for operation in operations} == {0, ERROR_CAPACITY}
     done = subprocess.run(
         link("replay"), input=b"".join(operation.request for operation in operations),

@@ -4,18 +4,35 @@ import sys
 import time
 from collections import deque
 
+import child
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_model import LAYOUTS, assert_refused, assert_same_bits, dtype_of, layout
 from thread_team import calling_in_background
+from traced_memory import traced
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError, TensorNotFoundError, _core
-from mlstate.kv import CacheEntry, CacheSpec, CacheState
+from mlstate.kv import CacheEntry, CacheSpec, CacheState, QuantizationLoss
 
 DTYPES = ["float16", "bfloat16", "float32"]
+BITS = [2, 3, 4, 5, 6, 8]
+
+
+def join(codes, bits):
+    """Codes of the last axis as one string of bits in words, the first code in the lowest bits."""
+    single = codes[..., None] >> np.arange(bits, dtype=np.uint32) & 1
+    string = single.reshape(*codes.shape[:-1], codes.shape[-1] * bits).astype(np.uint8)
+    return np.packbits(string, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def split(words, bits):
+    """The reverse of `join`."""
+    string = np.unpackbits(words.astype("<u4").view(np.uint8), axis=-1, bitorder="little")
+    single = string.reshape(*words.shape[:-1], words.shape[-1] * 32 // bits, bits)
+    return (single.astype(np.uint32) << np.arange(bits, dtype=np.uint32)).sum(-1)
 
 
 def quantize(values, bits, group):
@@ -32,16 +49,12 @@ def quantize(values, bits, group):
         scales = np.where(steps != 0, edges / steps, scales)
     biases = np.where(steps != 0, edges, np.float32(0))
     codes = np.clip(np.rint((x - biases) / scales), 0, levels).astype(np.uint32)
-    codes = codes.reshape(*values.shape[:-1], values.shape[-1] * bits // 32, 32 // bits)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    words = np.bitwise_or.reduce(codes << shifts, axis=-1)
+    words = join(codes.reshape(values.shape), bits)
     return words, scales[..., 0].astype(values.dtype), biases[..., 0].astype(values.dtype)
 
 
 def dequantize(words, scales, biases, bits, group):
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    codes = (words[..., None] >> shifts & np.uint32(2**bits - 1)).astype(np.float32)
-    codes = codes.reshape(*scales.shape, group)
+    codes = split(words, bits).astype(np.float32).reshape(*scales.shape, group)
     wide = [array.astype(np.float32)[..., None] for array in (scales, biases)]
     values = wide[0] * codes + wide[1]
     return values.reshape(*words.shape[:-1], scales.shape[-1] * group).astype(scales.dtype)
@@ -63,14 +76,18 @@ def state_of(arrays, length, **more):
 @settings(max_examples=tries(60), deadline=None)
 @given(
     st.sampled_from(DTYPES),
-    st.sampled_from([4, 8]),
-    st.sampled_from([(8, 1), (8, 3), (64, 1), (32, 4), (24, 5), (4096, 1), (1024, 5)]),
+    st.sampled_from(
+        [
+            *((bits, sizes) for bits in (4, 8) for sizes in [(8, 1), (8, 3), (24, 5)]),
+            *((bits, sizes) for bits in BITS for sizes in [(64, 1), (32, 3), (4096, 1), (1024, 5)]),
+        ]
+    ),
     st.tuples(st.integers(0, 3), st.integers(1, 70)),
     st.sampled_from([1e-5, 1.0, 300.0]),
     st.data(),
 )
-def test_codes_match_the_definition(dtype, bits, sizes, outer, scale, data):
-    group, groups = sizes
+def test_codes_match_the_definition(dtype, parameters, outer, scale, data):
+    bits, (group, groups) = parameters
     values = normal((*outer, group * groups), dtype, 1, scale)
     values[..., :group] = np.abs(values[..., :group])  # a group without negative numbers
     values[:, ::7] = 0
@@ -90,19 +107,20 @@ def test_codes_match_the_definition(dtype, bits, sizes, outer, scale, data):
     assert_same_bits(state.arrays["k"], dequantize(*parts, bits, group))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_arrays_may_have_any_strides(name, bits):
-    values = normal((2, 3, 7, 32))
+    values = normal((2, 3, 7, 64))
+    group = 16 if bits % 4 == 0 else 32
     state = state_of({"k": layout(name, values)}, 7)
-    state.quantize(bits, 16)
-    expected = quantize(values, bits, 16)
+    state.quantize(bits, group)
+    expected = quantize(values, bits, group)
     for array, part in zip(state.arrays.values(), expected, strict=True):
         assert_same_bits(array, part)
     arrays = {key: layout(name, array) for key, array in state.arrays.items()}
     again = CacheState(state.spec, arrays, 7)
     again.dequantize()
-    assert_same_bits(again.arrays["k"], dequantize(*expected, bits, 16))
+    assert_same_bits(again.arrays["k"], dequantize(*expected, bits, group))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -115,7 +133,7 @@ def test_the_sequence_may_be_any_axis_but_the_last(axis):
         assert_same_bits(state.view(name), part)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_error_is_at_most_one_scale(dtype, bits):
     """The bound of the docstring: one scale, plus the rounding of scale and bias."""
@@ -240,10 +258,15 @@ def test_only_full_entries_are_quantized():
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"bits": 6}, ValueError, "k: bits must be 4 or 8, got 6"),
-        ({"bits": 2**32 + 4}, ValueError, "k: bits must be 4 or 8"),
+        ({"bits": 7}, ValueError, "k: bits must be 2, 3, 4, 5, 6 or 8, got 7"),
+        ({"bits": 2**32 + 4}, ValueError, "k: bits must be 2, 3, 4, 5, 6 or 8"),
         ({"bits": "8"}, TypeError, "bits must be an integer, got str"),
-        ({"group": 0}, ValueError, "k: group must be a multiple of 8 up to 4096, got 0"),
+        ({"group": 0}, ValueError, "k: group must be a multiple of 8 up to 4096 for 8 bits"),
+        (
+            {"bits": 3, "group": 16},
+            ValueError,
+            "k: group must be a multiple of 32 up to 4096 for 3",
+        ),
         ({"group": 8192}, ValueError, "k: group must be a multiple of 8"),
         ({"group": 48}, CompatibilityError, "k: the last axis has 64 elements"),
         ({"group": -8}, CapacityError, "k: group -8 is negative"),
@@ -279,6 +302,121 @@ def test_the_core_refuses_arrays_of_another_shape_or_dtype():
     values.flags.writeable = False
     with pytest.raises(ValueError, match="values is read-only"):
         _core.kv_dequantize(values, codes, parts, parts, 8, 32)
+
+
+# ---- on the way to another capacity ----
+
+
+@pytest.mark.parametrize("capacity", [5, 8, 9, 40])
+@pytest.mark.parametrize("bits", BITS)
+def test_capacity_gives_the_bits_of_resize_and_quantize(bits, capacity):
+    values = normal((2, 8, 64))
+    state, other = (state_of({"k": values}, 5) for _ in range(2))
+    state.quantize(bits, 32, capacity=capacity)
+    other.resize(capacity)
+    other.quantize(bits, 32)
+    assert state.spec == other.spec and state.capacity == capacity
+    for name, array in state.arrays.items():
+        assert_same_bits(array[:, :5], other.arrays[name][:, :5])
+        assert not array[:, 5:].any()  # `resize` and `quantize` leave the codes of zeros
+
+
+@pytest.mark.parametrize("capacity", [5, 8, 9, 40])
+def test_values_are_computed_in_arrays_of_another_capacity(capacity):
+    state = state_of({"k": normal((2, 8, 64), "float32")}, 5)
+    state.quantize(3, 32)
+    other = state.copy()
+    state.dequantize(capacity=capacity)
+    other.dequantize()
+    other.resize(capacity)
+    assert state.spec == other.spec
+    assert_same_bits(state.arrays["k"], other.arrays["k"])
+
+
+def test_capacity_moves_the_other_entries_as_resize_does():
+    def new_state():
+        spec = CacheSpec(
+            [
+                CacheEntry("0.keys", "full", (1, 16, 32), "float32"),
+                CacheEntry("0.values", "full", (1, 16, 32), "float32"),
+                CacheEntry("1.ring", "sliding", (1, 16, 2), "float32", window=24, next_slot=3),
+                CacheEntry("2.state", "recurrent", (4,), "float32"),
+            ]
+        )
+        arrays = {entry.name: normal(entry.shape, "float32", 2) for entry in spec}
+        return CacheState(spec, arrays, 14)
+
+    state, other = new_state(), new_state()
+    old = state.arrays["2.state"]
+    state.quantize(4, 32, names=["0.values"], capacity=64)
+    other.resize(64)
+    assert_same_bits(state.arrays["0.keys"], other.arrays["0.keys"])
+    assert_same_bits(state.arrays["1.ring"], other.arrays["1.ring"])
+    assert state.next_slot("1.ring") == other.next_slot("1.ring")
+    assert state.arrays["2.state"] is old
+    assert list(state.arrays) == [name for entry in state.spec for name in entry.arrays]
+    state.dequantize(capacity=14)
+    assert [entry.seq_length for entry in state.spec] == [14, 14, 14, None]
+
+
+def test_a_capacity_that_tokens_do_not_fit_is_refused():
+    state = state_of({"k": normal((2, 8, 64))}, 5)
+    assert_refused(state, CapacityError, "k: 5 tokens do not fit into 4", capacity=4)
+    assert_refused(state, CapacityError, "capacity must be at least 1, got 0", capacity=0)
+    assert_refused(state, TypeError, "capacity must be an integer", capacity="8")
+    state.quantize()
+    assert_refused(state, CapacityError, "5 tokens do not fit", "dequantize", capacity=4)
+
+
+def test_tokens_are_quantized_without_an_array_of_their_values():
+    values = np.ones((16, 2048, 64), np.float32)  # 8 MiB
+    state = state_of({"k": values}, 2048)
+    with traced() as trace:
+        state.quantize(4, capacity=4096)
+    assert trace.peak < 1.1 * state.nbytes < values.nbytes / 2
+
+
+# ---- the report ----
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_report_has_the_errors_of_the_tokens(dtype, bits):
+    values = normal((3, 40, 96), dtype, 5)
+    values[:, 33:] = np.nan  # not tokens
+    state = state_of({"k": values, "v": normal((3, 40, 96), dtype, 6)}, 33)
+    before = state.nbytes
+    losses = state.quantize(bits, 32, names=["k"], report=True)
+    assert list(losses) == ["k"]
+    loss = losses["k"]
+    assert isinstance(loss, QuantizationLoss)
+    assert loss.bytes_before - loss.bytes_after == before - state.nbytes
+    state.dequantize()
+    original = values[:, :33].astype(np.float64)
+    error = np.abs(state.view("k").astype(np.float64) - original)
+    assert loss.max_error == error.max()
+    assert loss.rms_error == pytest.approx(np.sqrt((error**2).mean()), rel=1e-12)
+    relative = np.sqrt((error**2).sum() / (original**2).sum())
+    assert loss.relative_error == pytest.approx(relative, rel=1e-12)
+
+
+def test_a_report_of_no_values_has_no_errors():
+    for values, length in ((normal((2, 5, 64)), 0), (np.zeros((2, 5, 64), np.float16), 5)):
+        (loss,) = state_of({"k": values}, length).quantize(report=True).values()
+        assert loss[:3] == (0.0, 0.0, 0.0)
+    assert state_of({"k": values}, 5).quantize() is None
+
+
+def test_the_report_of_every_instruction_set_is_the_same():
+    code = """
+import numpy as np
+from mlstate.kv import CacheEntry, CacheSpec, CacheState
+values = np.random.default_rng(0).standard_normal((3, 700, 96)).astype("f2")
+for bits in (2, 3, 8):
+    spec = CacheSpec([CacheEntry("k", "full", values.shape, "float16")])
+    print(CacheState(spec, {"k": values}, 700).quantize(bits, 32, report=True))
+"""
+    assert child.run(code) == child.run(code, MLSTATE_CPU="scalar")
 
 
 # ---- torch ----

@@ -26,6 +26,7 @@ def specs(_):
         state_specs = coreml.state_specs(path)
         plan = coreml.plan_transition(state_specs, state_specs, 5)
         plan.to_dict()
+        coreml.plan_transition([path, path], path, 5)
         str(plan)
         plan._repr_html_()
 
@@ -54,6 +55,8 @@ def carried(_):
     return each(
         lambda: coreml.transition_coreml_state(small, large, "kv", 5),
         lambda: coreml.transition_coreml_state(small, large, "kv", 5, specs=specs),
+        lambda: coreml.transition_coreml_state([small, small], [large, large], ["kv"], 5),
+        raises(ValueError, coreml.transition_coreml_state, [small], [large, large], "kv", 5),
         lambda: coreml.compact_coreml_state(large, small, "kv", 5),
         raises(ValueError, coreml.compact_coreml_state, large, small, "kv", 9),
         raises(RuntimeError, small.read_state, "none"),

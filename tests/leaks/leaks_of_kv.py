@@ -166,15 +166,17 @@ def cache_state(_):
     return run, [array, ring]
 
 
-@case("CacheState.quantize", "CacheState.dequantize")
+@case("CacheState.quantize", "CacheState.dequantize", "QuantizationLoss")
 def quantized_cache_state(_):
     array, bad = np.ones((2, 5, 16), np.float32), np.full((2, 5, 16), np.nan, np.float32)
     spec = kv.CacheSpec([kv.CacheEntry("keys", "full", array.shape, array.dtype)])
 
     def run():
         state = kv.CacheState(spec, {"keys": array}, 5)
-        state.quantize(4, 8)
-        state.dequantize()
+        state.quantize(4, 8, report=True)
+        state.dequantize(capacity=9)
+        raises(ValueError, state.quantize, 3, 8)()
+        raises(errors.CapacityError, state.quantize, 4, 8, capacity=2)()
         raises(ValueError, kv.CacheState(spec, {"keys": bad}, 5).quantize, 8, 8)()
 
     return run, [array, bad, spec]

@@ -84,6 +84,7 @@ OPTIONAL = {
     "rich",
     "shtab",
     "transformers",
+    "yaml",
 }
 ALLOWED = {"numpy"}
 

@@ -6,7 +6,7 @@ page each block has its own, because readers copy single blocks:
 - ``python`` blocks run; with ``no-run`` they are only compiled, with
   ``needs=NAME`` they are skipped if that module is missing, with ``file=NAME`` they are
   stored as that file for a later block to run.
-- ``pycon`` blocks are doctests: their output is compared.
+- ``pycon`` blocks are doctests: their output is compared. ``needs=NAME`` works here too.
 - ``console`` blocks: lines that start with ``$ mlstate``, ``$ python FILE`` or ``$ torchrun``
   run, and their output is compared; ``...`` in a script works as in doctests. Other commands
   do not run. ``needs=NAME`` works here too. Instead of ``torchrun`` one process that has
@@ -81,6 +81,8 @@ def run_doctest(block, where, namespace):
     assert test.examples, f"{where}:{block.line}: a pycon block without >>>"
     report = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    if is_missing(block):
+        return
     runner.run(test, out=report.append, clear_globs=False)
     namespace.update(test.globs)
     assert not runner.failures, "".join(report)

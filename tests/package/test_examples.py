@@ -273,6 +273,19 @@ def test_rolling_cache_notebook_outputs(tmp_path):
     assert len(images) == 3
 
 
+@runs_a_notebook
+def test_transformers_caches_notebook_outputs(tmp_path):
+    pytest.importorskip("transformers", reason="its model and caches")
+    pytest.importorskip("matplotlib", reason="its plot")
+    (ladder, state), printed, images = shown("transformers_caches", tmp_path)
+    assert "grow to 128" in ladder and "grow to 256" in ladder
+    assert "CacheState: 199 of 256 positions" in state
+    assert "64 tokens: 64 -> 128 positions\n128 tokens: 128 -> 256 positions\n" in printed
+    assert "all tokens are equal: True" in printed
+    assert "the next 20 tokens are equal: True" in printed
+    assert len(images) == 1
+
+
 @pytest.mark.slow
 def test_a_notebook_that_fails_is_noticed(tmp_path):
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}

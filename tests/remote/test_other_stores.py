@@ -79,7 +79,7 @@ def test_a_manager_keeps_and_prunes_steps(server, url):
 def test_of_two_racing_writers_one_wins(server, url):
     folders = [open_folder(url, server.options()) for _ in range(2)]
     for race in range(3):  # the first one creates the manifest
-        claims = [folder.claim("manifest.json") for folder in folders]
+        claims = [folder.claim() for folder in folders]
         for claim in claims:
             claim.acquire()
 

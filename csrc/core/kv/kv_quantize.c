@@ -1,8 +1,9 @@
-/* kv_quantize: groups of 4- or 8-bit codes with a scale and a bias for each group.
+/* kv_quantize: groups of codes of 2 to 8 bits with a scale and a bias for each group.
  *
- * Values are handled in tiles of whole groups of consecutive rows: a tile is converted to
- * floats in a buffer on the stack and quantized there, so that any strides, byte order
- * and dtype need one loop only.
+ * Values are handled in tiles of whole groups of consecutive rows. If rows are packed in
+ * all arrays, a kernel reads and writes the arrays of the caller. Otherwise a tile is
+ * converted to floats in a buffer on the stack, so that any strides, byte order and dtype
+ * need one loop only.
  */
 #include "kv/kv_quantize.h"
 
@@ -16,7 +17,8 @@
 #include <string.h>
 
 enum {
-    TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile */
+    TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile in a buffer, */
+    PACKED_TILE = 8 * TILE,         /* and of another one */
     MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT
 };
 
@@ -25,15 +27,17 @@ enum {
 mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_t *words,
                                size_t *groups, mls_status *st)
 {
-    if (bits != 4 && bits != 8) {
-        mls_fail(st, MLS_E_VALUE, "bits must be 4 or 8, got %u", bits);
-        mls_status_expected(st, "4 or 8");
+    if (bits < 2 || bits > 8 || bits == 7) {
+        mls_fail(st, MLS_E_VALUE, "bits must be 2, 3, 4, 5, 6 or 8, got %u", bits);
+        mls_status_expected(st, "2, 3, 4, 5, 6 or 8");
         return mls_status_got(st, "%u", bits);
     }
-    if (group == 0 || group % MLS_QUANTIZE_UNIT != 0 || group > MLS_QUANTIZE_MOST_GROUP) {
-        mls_fail(st, MLS_E_VALUE, "group must be a multiple of %d up to %d, got %zu",
-                 MLS_QUANTIZE_UNIT, MLS_QUANTIZE_MOST_GROUP, group);
-        mls_status_expected(st, "a multiple of %d up to %d", MLS_QUANTIZE_UNIT,
+    const size_t unit = bits % 4 == 0 ? MLS_QUANTIZE_UNIT : MLS_QUANTIZE_ODD_UNIT;
+    if (group == 0 || group % unit != 0 || group > MLS_QUANTIZE_MOST_GROUP) {
+        mls_fail(st, MLS_E_VALUE,
+                 "group must be a multiple of %zu up to %d for %u bits, got %zu", unit,
+                 MLS_QUANTIZE_MOST_GROUP, bits, group);
+        mls_status_expected(st, "a multiple of %zu up to %d", unit,
                             MLS_QUANTIZE_MOST_GROUP);
         return mls_status_got(st, "%zu", group);
     }
@@ -45,8 +49,8 @@ mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_
         mls_status_expected(st, "a multiple of %zu", group);
         return mls_status_got(st, "%zu", length);
     }
-    *words = length / (32 / bits);
     *groups = length / group;
+    *words = *groups * (group * bits / 32); /* less than the length */
     return MLS_OK;
 }
 
@@ -106,78 +110,6 @@ mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quant
     return code;
 }
 
-/* ---- one group ---- */
-
-static mls_group_range measure(const float *x, size_t count)
-{
-    mls_group_range range = {.low = x[0], .high = x[0]};
-    float not_finite = 0; /* becomes NaN once an element is infinite or NaN */
-    for (size_t i = 0; i < count; i++) {
-        range.low = x[i] < range.low ? x[i] : range.low;
-        range.high = x[i] > range.high ? x[i] : range.high;
-        not_finite += x[i] - x[i];
-    }
-    range.is_finite = !isnan(not_finite);
-    return range;
-}
-
-static void encode(const float *x, size_t count, float scale, float bias, float levels,
-                   unsigned char *codes)
-{
-    const float round = 0x1.8p23F; /* adding it rounds to an integer, ties to even */
-    for (size_t i = 0; i < count; i++) {
-        float code = (x[i] - bias) / scale;
-        code = code > 0 ? code : 0;
-        code = code < levels ? code : levels;
-        codes[i] = (unsigned char)(int32_t)((code + round) - round);
-    }
-}
-
-static void decode(const unsigned char *codes, size_t count, float scale, float bias,
-                   float *x)
-{
-    for (size_t i = 0; i < count; i++) {
-        x[i] = scale * (float)codes[i] + bias;
-    }
-}
-
-static void join(const unsigned char *from, size_t count, unsigned char *to)
-{
-    for (size_t i = 0; i < count / 2; i++) {
-        to[i] = (unsigned char)(from[2 * i] | from[2 * i + 1] << 4);
-    }
-}
-
-static void split(const unsigned char *from, size_t count, unsigned char *to)
-{
-    for (size_t i = 0; i < count / 2; i++) {
-        to[2 * i] = from[i] & 15;
-        to[2 * i + 1] = from[i] >> 4;
-    }
-}
-
-const mls_group_kernels mls_group_scalar = {measure, encode, decode, join, split};
-
-/* Choose scale and bias of a group. The bias is the extreme with the larger absolute
- * value, and 0 is a whole number of steps from it. mlx does the same operations in the
- * same order.
- * Returns false if an element or the range is not finite. */
-static bool choose_affine(mls_group_range r, float levels, float *scale, float *bias)
-{
-    const bool from_low = fabsf(r.low) > fabsf(r.high);
-    const float step = (r.high - r.low) / levels, least = 1e-7F;
-    const float size = step > least ? step : least;
-    const float edge = from_low ? r.low : r.high;
-    *scale = from_low ? size : -size;
-    *bias = 0;
-    const float steps = rintf(edge / *scale); /* from 0 to the edge */
-    if (fabsf(steps) > 0) {
-        *scale = edge / steps;
-        *bias = edge;
-    }
-    return r.is_finite && isfinite(r.high - r.low);
-}
-
 /* ---- tiles ---- */
 
 /* The work, the same for all tiles. */
@@ -186,16 +118,17 @@ typedef struct job {
     const mls_group_kernels *groups;
     const mls_tensor *values;
     const mls_quantized *quantized;
+    bool is_packed;                 /* kernels use the arrays of the caller */
     size_t rows, columns;           /* of a tile; columns are whole groups */
     size_t row_tiles, column_tiles; /* at one index of the outer axes */
-    float levels;                   /* the largest code */
+    mls_quantization_loss *loss;    /* NULL unless it is asked for */
     atomic_bool is_finite;          /* of all values so far */
 } job;
 
-/* Elements, codes, scales and biases of a tile, packed. */
+/* The arrays of a tile, packed, with floats. */
 typedef struct buffer {
     float values[TILE];
-    unsigned char codes[TILE], joined[TILE / 2]; /* one or two codes in each byte */
+    unsigned char codes[TILE]; /* a string of bits */
     float scales[MOST_GROUPS], biases[MOST_GROUPS];
 } buffer;
 
@@ -276,58 +209,140 @@ static tile tile_at(const job *j, size_t index)
     return t;
 }
 
+/* Return the run of a tile in the arrays of the caller. */
+static mls_group_run packed_run(const job *j, const tile *t)
+{
+    const mls_quantized *q = j->quantized;
+    const size_t words = q->group * q->bits / 32;
+    return (mls_group_run){.groups = t->rows * t->groups,
+                           .size = q->group,
+                           .bits = q->bits,
+                           .values = tile_view(j->values, t, q->group).data,
+                           .scales = tile_view(&q->scales, t, 1).data,
+                           .biases = tile_view(&q->biases, t, 1).data,
+                           .codes = tile_view(&q->codes, t, words).data};
+}
+
+/* Return the run of a tile in a buffer. */
+static mls_group_run buffer_run(const job *j, const tile *t, buffer *b)
+{
+    return (mls_group_run){.groups = t->rows * t->groups,
+                           .size = j->quantized->group,
+                           .bits = j->quantized->bits,
+                           .values = b->values,
+                           .scales = b->scales,
+                           .biases = b->biases,
+                           .codes = b->codes};
+}
+
+/* Copy codes, scales and biases of a tile to a buffer, or back if `store`. */
+static void copy_coded(const job *j, const tile *t, buffer *b, bool store)
+{
+    const mls_quantized *q = j->quantized;
+    copy_tile(j, &q->codes, t, q->group * q->bits / 32, b->codes, MLS_U32, store);
+    copy_tile(j, &q->scales, t, 1, b->scales, MLS_F32, store);
+    copy_tile(j, &q->biases, t, 1, b->biases, MLS_F32, store);
+}
+
+/* Quantize a tile in a buffer. Returns false if a value is not finite. */
+static bool quantize_buffer(const job *j, const tile *t)
+{
+    buffer b;
+    const mls_group_run run = buffer_run(j, t, &b);
+    copy_tile(j, j->values, t, j->quantized->group, b.values, MLS_F32, false);
+    if (!j->groups->quantize[MLS_F32](&run)) {
+        return false;
+    }
+    copy_coded(j, t, &b, true);
+    return true;
+}
+
 /* Quantize tile number `index`, as a task for the pool. */
 static void quantize_tile(void *context, size_t index)
 {
     job *j = context;
-    const mls_quantized *q = j->quantized;
-    const size_t words = q->group * q->bits / 32;
     const tile t = tile_at(j, index);
-    buffer b;
-    bool is_finite = true;
-    copy_tile(j, j->values, &t, q->group, b.values, MLS_F32, false);
-    const size_t count = t.rows * t.groups;
-    for (size_t i = 0; i < count; i++) {
-        const float *x = b.values + i * q->group;
-        if (!choose_affine(j->groups->measure(x, q->group), j->levels, &b.scales[i],
-                           &b.biases[i])) {
-            is_finite = false;
-        }
-        j->groups->encode(x, q->group, b.scales[i], b.biases[i], j->levels,
-                          b.codes + i * q->group);
-    }
-    if (!is_finite) {
+    const mls_group_run run = packed_run(j, &t);
+    if (j->is_packed ? !j->groups->quantize[j->values->dtype](&run)
+                     : !quantize_buffer(j, &t)) {
         atomic_store_explicit(&j->is_finite, false, memory_order_relaxed);
-        return;
     }
-    if (q->bits == 4) {
-        j->groups->join(b.codes, count * q->group, b.joined);
-    }
-    copy_tile(j, &q->codes, &t, words, q->bits == 4 ? b.joined : b.codes, MLS_U32, true);
-    copy_tile(j, &q->scales, &t, 1, b.scales, MLS_F32, true);
-    copy_tile(j, &q->biases, &t, 1, b.biases, MLS_F32, true);
+}
+
+/* Compute the values of a tile in a buffer, before they are rounded to the dtype. */
+static void decode_tile(const job *j, const tile *t, buffer *b)
+{
+    const mls_group_run run = buffer_run(j, t, b);
+    copy_coded(j, t, b, false);
+    j->groups->dequantize[MLS_F32](&run);
+}
+
+/* Dequantize tile number `index` in a buffer. */
+static void dequantize_buffer(const job *j, const tile *t)
+{
+    buffer b;
+    decode_tile(j, t, &b);
+    copy_tile(j, j->values, t, j->quantized->group, b.values, MLS_F32, true);
 }
 
 /* Dequantize tile number `index`, as a task for the pool. */
 static void dequantize_tile(void *context, size_t index)
 {
     const job *j = context;
-    const mls_quantized *q = j->quantized;
-    const size_t words = q->group * q->bits / 32;
+    const tile t = tile_at(j, index);
+    const mls_group_run run = packed_run(j, &t);
+    if (j->is_packed) {
+        j->groups->dequantize[j->values->dtype](&run);
+    } else {
+        dequantize_buffer(j, &t);
+    }
+}
+
+/* Add the loss of tile number `index`. */
+static void add_tile_loss(void *context, size_t index)
+{
+    const job *j = context;
+    const mls_tensor *values = j->values;
+    const size_t group = j->quantized->group;
     const tile t = tile_at(j, index);
     buffer b;
-    copy_tile(j, &q->codes, &t, words, q->bits == 4 ? b.joined : b.codes, MLS_U32, false);
-    copy_tile(j, &q->scales, &t, 1, b.scales, MLS_F32, false);
-    copy_tile(j, &q->biases, &t, 1, b.biases, MLS_F32, false);
-    const size_t count = t.rows * t.groups;
-    if (q->bits == 4) {
-        j->groups->split(b.joined, count * q->group, b.codes);
+    float original[TILE];
+    decode_tile(j, &t, &b);
+    if (values->dtype != MLS_F32) { /* round to the dtype, and read the result */
+        const mls_tensor like = tile_view(values, &t, group);
+        const mls_tensor exact = packed_view(&like, b.values, MLS_F32);
+        const mls_tensor rounded = packed_view(&like, original, values->dtype);
+        mls_copy(j->kernels, &rounded, &exact, mls_cached());
+        mls_copy(j->kernels, &exact, &rounded, mls_cached());
     }
-    for (size_t i = 0; i < count; i++) {
-        j->groups->decode(b.codes + i * q->group, q->group, b.scales[i], b.biases[i],
-                          b.values + i * q->group);
+    copy_tile(j, values, &t, group, original, MLS_F32, false);
+    for (size_t i = 0; i < t.rows * t.groups * group; i++) {
+        const double value = (double)original[i];
+        const double difference = fabs((double)b.values[i] - value);
+        j->loss->largest = fmax(j->loss->largest, difference);
+        j->loss->squares += difference * difference;
+        j->loss->value_squares += value * value;
     }
-    copy_tile(j, j->values, &t, q->group, b.values, MLS_F32, true);
+}
+
+/* Return whether the rows of a view are adjacent, in the byte order of a kernel. */
+static bool has_packed_rows(const mls_tensor *t, bool swapped)
+{
+    const int last = t->rank - 1;
+    const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(t);
+    const ptrdiff_t row = (ptrdiff_t)t->shape[last] * item; /* of memory that exists */
+    return t->swapped == swapped && (t->shape[last] == 1 || t->strides[last] == item) &&
+           (last == 0 || t->shape[last - 1] == 1 || t->strides[last - 1] == row);
+}
+
+/* Return whether kernels can use the arrays of the caller. */
+static bool is_packed(const job *j)
+{
+    const mls_quantized *q = j->quantized;
+    return j->groups->quantize[j->values->dtype] != NULL &&
+           has_packed_rows(j->values, false) && has_packed_rows(&q->scales, false) &&
+           has_packed_rows(&q->biases, false) &&
+           has_packed_rows(&q->codes, ARE_WORDS_SWAPPED);
 }
 
 /* Divide the values into tiles and run `task` on each of them. */
@@ -340,12 +355,13 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
     if (bytes == 0) {
         return;
     }
-    j->columns = length < TILE ? length : TILE / group * group;
-    j->rows = TILE / j->columns;
+    j->groups = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_group);
+    j->is_packed = j->loss == NULL && is_packed(j);
+    const size_t most = j->is_packed ? PACKED_TILE : TILE;
+    j->columns = length < most ? length : most / group * group;
+    j->rows = most / j->columns;
     j->column_tiles = length / j->columns + (length % j->columns != 0);
     j->row_tiles = all_rows / j->rows + (all_rows % j->rows != 0);
-    j->groups = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_group);
-    j->levels = j->quantized->bits == 4 ? 15 : 255;
     mls_pool_run(bytes >= MLS_POOL_COPY_BYTES ? pool : NULL, task, j,
                  mls_kv_rows(j->values, last - 1) * j->row_tiles * j->column_tiles);
 }
@@ -370,4 +386,15 @@ void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor
     job j = {.kernels = kernels, .values = values, .quantized = src};
     atomic_init(&j.is_finite, true);
     run_tiles(&j, pool, dequantize_tile);
+}
+
+mls_quantization_loss mls_quantize_loss(const mls_kernels *kernels,
+                                        const mls_tensor *values,
+                                        const mls_quantized *quantized)
+{
+    mls_quantization_loss loss = {0};
+    job j = {.kernels = kernels, .values = values, .quantized = quantized, .loss = &loss};
+    atomic_init(&j.is_finite, true);
+    run_tiles(&j, NULL, add_tile_loss);
+    return loss;
 }

@@ -1,8 +1,9 @@
-/* kv_quantize: groups of 4- or 8-bit codes with a scale and a bias for each group.
+/* kv_quantize: groups of codes of 2 to 8 bits with a scale and a bias for each group.
  *
  * A group is `group` adjacent elements of the last axis. Its elements are approximated by
  * scale * code + bias, with a code of 0 .. 2**bits - 1. The codes of the last axis are
- * packed into 32-bit words, the first code in the lowest bits.
+ * one string of bits, the first code in the lowest bits of the first 32-bit word. Codes
+ * of 3, 5 and 6 bits cross the ends of words.
  *
  * mlx.core.quantize in affine mode on a CPU gives the same layout and the same bits:
  * arithmetic in float, and codes that are computed before scale and bias are rounded to
@@ -15,7 +16,8 @@
 #include "runtime/thread_pool.h"
 
 enum {
-    MLS_QUANTIZE_UNIT = 8,         /* a group is a multiple of this */
+    MLS_QUANTIZE_UNIT = 8,      /* a group of 4- or 8-bit codes is a multiple of this, */
+    MLS_QUANTIZE_ODD_UNIT = 32, /* and of other codes, so that it fills whole words */
     MLS_QUANTIZE_MOST_GROUP = 4096 /* a tile on the stack holds at least one group */
 };
 
@@ -24,13 +26,14 @@ enum {
 typedef struct mls_quantized {
     mls_tensor codes;          /* uint32 */
     mls_tensor scales, biases; /* the dtype of the values */
-    unsigned bits;             /* 4 or 8 */
+    unsigned bits;             /* 2, 3, 4, 5, 6 or 8 */
     size_t group;
 } mls_quantized;
 
 /* Compute the lengths of the last axis of codes, and of scales and biases, for values of
  * `length` elements.
- * MLS_E_VALUE: bits are not 4 or 8, or the group is not a multiple of 8 up to 4096.
+ * MLS_E_VALUE: bits are not 2, 3, 4, 5, 6 or 8, or the group is not a multiple of 32 up
+ * to 4096 (of 8 for 4 and 8 bits).
  * MLS_E_SHAPE: the group does not divide the length. */
 mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_t *words,
                                size_t *groups, mls_status *st);
@@ -52,5 +55,19 @@ mls_code mls_quantize(const mls_kernels *kernels, mls_pool *pool,
  * not overlap `src`. Cannot fail. */
 void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *values,
                     const mls_quantized *src);
+
+/* How far the values of codes are from the original ones. */
+typedef struct mls_quantization_loss {
+    double largest;       /* absolute difference */
+    double squares;       /* sum of the squares of all differences, and */
+    double value_squares; /* of the original values */
+} mls_quantization_loss;
+
+/* Compare `values` with the values that mls_dequantize computes from `quantized`, which
+ * must have passed the check. One thread adds in a fixed order, so every instruction set
+ * returns the same bits. */
+mls_quantization_loss mls_quantize_loss(const mls_kernels *kernels,
+                                        const mls_tensor *values,
+                                        const mls_quantized *quantized);
 
 #endif

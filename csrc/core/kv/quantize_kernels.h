@@ -1,33 +1,61 @@
 /* quantize_kernels: declarations shared by kv_quantize*.c; private to them.
  *
- * Every function handles one group, of a multiple of 8 elements. Functions for an
- * instruction set compute the same bits as the plain ones.
+ * A kernel handles a run of `groups` groups of `size` elements each, which are adjacent
+ * in memory, in this machine's byte order and at any address; so are codes, scales and
+ * biases. `size` fits the bits: see mls_quantized_lengths. Kernels for an instruction set
+ * compute the same bits as the scalar ones.
  */
 #ifndef MLS_QUANTIZE_KERNELS_H
 #define MLS_QUANTIZE_KERNELS_H
 
+#include "base/exact_float.h"
 #include "kv/kv_quantize.h"
 #include "runtime/cpu_features.h"
 
-/* The extremes of a group; undefined unless all elements are finite. */
-typedef struct mls_group_range {
-    float low, high;
-    bool is_finite;
-} mls_group_range;
+#include <math.h>
 
+/* The arrays of a run. */
+typedef struct mls_group_run {
+    size_t groups, size;
+    unsigned bits;
+    void *values, *scales, *biases; /* of one dtype */
+    unsigned char *codes;           /* a string of bits */
+} mls_group_run;
+
+/* Kernels by the dtype of values, scales and biases. NULL: none, except for MLS_F32. */
 typedef struct mls_group_kernels {
-    mls_group_range (*measure)(const float *x, size_t count);
-    /* Compute clip((x - bias) / scale, 0, levels), rounded to nearest even. */
-    void (*encode)(const float *x, size_t count, float scale, float bias, float levels,
-                   unsigned char *codes);
-    /* Compute scale * code + bias. */
-    void (*decode)(const unsigned char *codes, size_t count, float scale, float bias,
-                   float *x);
-    /* Pack `count` 4-bit codes, one in each byte, two into each byte; and the reverse. */
-    void (*join)(const unsigned char *from, size_t count, unsigned char *to);
-    void (*split)(const unsigned char *from, size_t count, unsigned char *to);
+    /* Write codes, scales and biases. Returns false if a value or the range of a group is
+     * not finite; all three are undefined then. */
+    bool (*quantize[MLS_CONVERTIBLE])(const mls_group_run *run);
+    void (*dequantize[MLS_CONVERTIBLE])(const mls_group_run *run);
 } mls_group_kernels;
 
 MLS_CPU_AVX2_TABLES(mls_group_kernels, mls_group);
+
+/* Join 8 codes, one in each byte, to a string of `bits` bytes. */
+static inline void mls_join_8(const unsigned char *codes, unsigned bits,
+                              unsigned char *joined)
+{
+    uint64_t string = 0;
+    for (unsigned i = 0; i < 8; i++) {
+        string |= (uint64_t)codes[i] << (i * bits);
+    }
+    for (unsigned i = 0; i < bits; i++) {
+        joined[i] = (unsigned char)(string >> (8 * i));
+    }
+}
+
+/* Split a string of `bits` bytes to 8 codes. */
+static inline void mls_split_8(const unsigned char *joined, unsigned bits,
+                               unsigned char *codes)
+{
+    uint64_t string = 0;
+    for (unsigned i = 0; i < bits; i++) {
+        string |= (uint64_t)joined[i] << (8 * i);
+    }
+    for (unsigned i = 0; i < 8; i++) {
+        codes[i] = (unsigned char)(string >> (i * bits) & ((1U << bits) - 1));
+    }
+}
 
 #endif

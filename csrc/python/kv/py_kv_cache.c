@@ -44,21 +44,24 @@ PyObject *core_kv_quantized_lengths(mlspy_state *state, PyObject *const *args)
     return Py_BuildValue("nn", (Py_ssize_t)words, (Py_ssize_t)groups);
 }
 
-/* Quantize or dequantize without the GIL: (values, codes, scales, biases, bits, group).
- */
+/* Operations of the same six arguments. */
+typedef enum quantized_operation { QUANTIZE, DEQUANTIZE, LOSS } quantized_operation;
+
+/* Run without the GIL: (values, codes, scales, biases, bits, group). */
 static PyObject *run_quantization(mlspy_state *state, PyObject *const *args,
-                                  bool quantizes)
+                                  quantized_operation operation)
 {
     static const char *const names[] = {"values", "codes", "scales", "biases"};
     mlspy_view views[4] = {{.owner = NULL}};
     const mls_tensor *values = &views[0].tensor;
+    mls_quantization_loss loss = {0};
     mls_quantized q;
     mls_status st;
     mls_code code = MLS_OK;
     PyObject *result = NULL;
     for (int i = 0; i < 4; i++) {
-        if (mlspy_view_for(state, args[i], names[i], (i == 0) != quantizes, &views[i]) <
-            0) {
+        const bool is_written = operation == (i == 0 ? DEQUANTIZE : QUANTIZE);
+        if (mlspy_view_for(state, args[i], names[i], is_written, &views[i]) < 0) {
             goto done;
         }
     }
@@ -72,13 +75,21 @@ static PyObject *run_quantization(mlspy_state *state, PyObject *const *args,
         goto done;
     }
     PyThreadState *released = mlspy_leave_python(mlspy_bytes(values));
-    if (quantizes) {
+    switch (operation) {
+    case QUANTIZE:
         code = mls_quantize(state->kernels, state->pool, &q, values, &st);
-    } else {
+        break;
+    case DEQUANTIZE:
         mls_dequantize(state->kernels, state->pool, values, &q);
+        break;
+    case LOSS:
+        loss = mls_quantize_loss(state->kernels, values, &q);
+        break;
     }
     mlspy_resume_python(released);
-    result = mlspy_none(state, code, &st);
+    result = operation == LOSS
+                 ? Py_BuildValue("ddd", loss.largest, loss.squares, loss.value_squares)
+                 : mlspy_none(state, code, &st);
 done:
     mlspy_views_release(views, 4);
     return result;
@@ -88,13 +99,20 @@ done:
  * must not share memory with the values */
 PyObject *core_kv_quantize(mlspy_state *state, PyObject *const *args)
 {
-    return run_quantization(state, args, true);
+    return run_quantization(state, args, QUANTIZE);
 }
 
 /* kv_dequantize(values, codes, scales, biases, bits, group): writes the values */
 PyObject *core_kv_dequantize(mlspy_state *state, PyObject *const *args)
 {
-    return run_quantization(state, args, false);
+    return run_quantization(state, args, DEQUANTIZE);
+}
+
+/* kv_quantization_loss(values, codes, scales, biases, bits, group) -> largest difference,
+ * sum of squared differences, sum of squared values; writes nothing */
+PyObject *core_kv_quantization_loss(mlspy_state *state, PyObject *const *args)
+{
+    return run_quantization(state, args, LOSS);
 }
 
 /* ---- rings ---- */

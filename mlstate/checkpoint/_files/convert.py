@@ -256,15 +256,15 @@ def begin_write(
     have the suffix of a file.
     """
     target: CheckpointTarget | Target
+    files = CheckpointFiles(_folder_of(place))
     if name == "mlstate":
-        content = CheckpointFiles(_folder_of(place)).content()
-        target = CheckpointTarget(place, content, overwrite, any_suffix)
+        target = CheckpointTarget(place, files.content(), overwrite, any_suffix)
     else:
         target = Target.of(place)
     if name in ("mlstate", "dcp", "huggingface") and not any_suffix:
-        refuse_file_name(_folder_of(place))
+        refuse_file_name(files)
     # after the listing, so that nothing appears in between
-    refuse_existing(_folder_of(place), overwrite)
+    refuse_existing(files.folder, overwrite)
     return target
 
 

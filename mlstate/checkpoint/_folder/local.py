@@ -22,6 +22,7 @@ from .writer_lock import WriterLock
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from ..._sharding.layout import Cuts, Cutting
     from .protocol import Folder
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
@@ -118,9 +119,6 @@ class LocalFolder:
             raise
 
     # ---- reading ----
-
-    def open(self) -> None:
-        """Do nothing: a folder has no options."""
 
     def without_cache(self) -> LocalFolder:
         """Return the folder: it keeps nothing."""
@@ -261,7 +259,7 @@ class LocalFolder:
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cutting,
         verify: bool,
         mmap: bool,
         progress: Callable[[int], object] | None,
@@ -274,7 +272,7 @@ class LocalFolder:
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cuts,
         targets: dict[str, Any],
         verify: bool,
         progress: Callable[[int], object] | None,
@@ -300,7 +298,7 @@ class LocalFolder:
 
     # ---- writing ----
 
-    def claim(self, root: str, timeout: float | None = None) -> WriterLock:
+    def claim(self, timeout: float | None = None) -> WriterLock:
         """Return the writers' lock; `timeout` is None if the caller has no such parameter."""
         return WriterLock(self, timeout=timeout)
 
@@ -341,7 +339,7 @@ class LocalFolder:
         return mode
 
     def new_files(
-        self, root: str, progress: Callable[[int], object] | None
+        self, progress: Callable[[int], object] | None
     ) -> AbstractContextManager[NewFiles]:
         """Return a context with the folder itself."""
         return nullcontext(NewFiles(self.path, self.new_file_mode(), is_temporary=False))

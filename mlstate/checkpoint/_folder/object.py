@@ -16,19 +16,22 @@ from ... import _core
 from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
-from .._remote.resumption import INDEX_FOLDER, find_uploaded
-from .names import MANIFEST, SECTIONS, group_by_part, root_of
+from .._remote.interrupted_uploads import INDEX_FOLDER, find_uploaded
+from .._remote.parallel_tasks import run_tasks
+from .names import MANIFEST, SECTIONS, root_of
 from .protocol import FileInfo, NewFiles, NoExclusion
+from .range_load import LoadCall, load_units
 from .weight_names import weights_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from ..._sharding.layout import Cuts, Cutting
     from .._remote.object_store import ObjectInfo, ObjectStore, Tag
     from .._remote.options import StoreOptions
     from .._remote.root_claim import RootClaim
     from .protocol import Folder
-    from .range_load import Answer, LoadCall, Range, Unit
+    from .range_load import Answer, Range, Unit
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 _BATCH = 128 << 20  # bytes of a verification that are copied together
@@ -106,10 +109,6 @@ class ObjectFolder:
 
     # ---- objects ----
 
-    def open(self) -> None:
-        """Import the engine, which checks the options."""
-        _ = self.store
-
     def without_cache(self) -> ObjectFolder:
         """Return the folder, with nothing in memory."""
         self._roots.clear()
@@ -143,12 +142,12 @@ class ObjectFolder:
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
         """Return size and time of objects, without those that do not exist; by listing."""
+        listed = {part: self.store.list_folder(part) for part in {*map(os.path.dirname, paths)}}
         infos = {}
-        for part, names in group_by_part(paths).items():
-            listed = self.store.list_folder(part)
-            for name in names:
-                if name in listed:
-                    infos[os.path.join(part, name)] = _file_info(listed[name])
+        for path in paths:
+            part, name = os.path.split(path)
+            if name in listed[part]:
+                infos[path] = _file_info(listed[part][name])
         return infos
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
@@ -204,21 +203,16 @@ class ObjectFolder:
 
     def has_files(self, sizes: Mapping[str, int]) -> bool:
         """Return whether objects exist with these sizes."""
-        folders = {os.path.dirname(path) for path in sizes}
-        listed = {folder: self.store.list_folder(folder) for folder in folders}
-        for path, nbytes in sizes.items():
-            folder, name = os.path.split(path)
-            if name not in listed[folder] or listed[folder][name].nbytes != nbytes:
-                return False
-        return True
+        infos = self.find_files(sizes)
+        return sizes == {path: infos[path].nbytes for path in infos}
 
     # ---- writing objects ----
 
-    def claim(self, root: str, timeout: float | None = None) -> RootClaim:
-        """Return a writer's claim to a root; there is nothing to wait for."""
+    def claim(self, timeout: float | None = None) -> RootClaim:
+        """Return a writer's claim, which waits for nothing; the engine checks the options."""
         from .._remote.root_claim import RootClaim
 
-        return RootClaim(self.store, root)
+        return RootClaim(self.store, MANIFEST)
 
     def exclusive(self, timeout: float) -> NoExclusion:
         """Exclude no writer: stores have no locks."""
@@ -338,8 +332,6 @@ class ObjectFolder:
         progress: Callable[[int], object] | None = None,
     ) -> None:
         """Run tasks in threads; call `progress` with 0 meanwhile, which may raise to stop."""
-        from .._remote.parallel_tasks import run_tasks
-
         run_tasks(tasks, self._options.max_concurrency, progress)
 
     def _copy_ranges(
@@ -367,16 +359,14 @@ class ObjectFolder:
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cutting,
         verify: bool,
         mmap: bool,
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
         """Return new arrays; never mapped ones."""
-        from .range_load import LoadCall
-
         source = self.path, (), True
-        arrays = merged.load(source, section, keys, cuts, verify, mmap, progress)
+        arrays = merged.load(source, section, keys, cuts, verify, False, progress)
         call = LoadCall(merged, self.path, section, keys, cuts, arrays, verify, is_zeroed=True)
         self._fill(call, progress)
         return arrays
@@ -386,21 +376,17 @@ class ObjectFolder:
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cuts,
         targets: dict[str, Any],
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
         """Read into existing arrays."""
-        from .range_load import LoadCall
-
         call = LoadCall(merged, self.path, section, keys, cuts, targets, verify, is_zeroed=False)
         self._fill(call, progress)
 
     def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
         """Read into the targets of a call."""
-        from .range_load import load_units
-
         options = self._options
         parts = options.part_bytes, options.max_concurrency
         load_units(call, self._fetch, self._read_unit, *parts, progress)
@@ -435,12 +421,12 @@ class ObjectFolder:
         return total, problems
 
     @contextmanager
-    def new_files(self, root: str, progress: Callable[[int], object] | None) -> Iterator[NewFiles]:
+    def new_files(self, progress: Callable[[int], object] | None) -> Iterator[NewFiles]:
         """Yield a local folder for new files, and upload these when the block ends.
 
         Objects that the same save has uploaded before an interruption, since the last change of
-        `root`, are copied in the store.
-        `progress` is called with 0 during the uploads, and may raise to stop.
+        the manifest, are copied in the store. `progress` is called with 0 during the uploads, and
+        may raise to stop.
         """
         folders = (*SECTIONS, INDEX_FOLDER)
         with self._scratch(folders) as local:
@@ -450,19 +436,15 @@ class ObjectFolder:
                 for folder in folders
                 for name in sorted(os.listdir(os.path.join(local, folder)))
             }
-            uploaded = find_uploaded(self.store, root, local, sizes)
+            store = self.store
+            uploaded = find_uploaded(store, MANIFEST, local, sizes)
             parts = max(1, self._options.max_concurrency // max(1, len(sizes)))
-
-            def put(path: str) -> None:
-                source = uploaded.get(path)
-                if source is None or not self.store.copy(source, path, sizes[path]):
-                    self.store.put_file(path, os.path.join(local, path), parts)
-
             # the index first: it describes the objects of an interrupted save
             indexes = [path for path in sizes if os.path.dirname(path) == INDEX_FOLDER]
             shards = [path for path in sizes if os.path.dirname(path) != INDEX_FOLDER]
             for paths in (indexes, shards):
-                self._run_tasks([partial(put, path) for path in paths], progress)
+                puts = ((path, f"{local}/{path}", parts, uploaded.get(path)) for path in paths)
+                self._run_tasks([partial(store.put_file, *put) for put in puts], progress)
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
                 raise store_error(OSError(errno.EIO, text), "cannot save", self.path)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ... import _core
+    from ..._sharding.layout import Cuts, Cutting
 
 
 class FileInfo(NamedTuple):
@@ -103,9 +104,6 @@ class Folder(Protocol):
 
     # ---- reading ----
 
-    def open(self) -> None:
-        """Check the options, as far as this needs no request."""
-
     def without_cache(self) -> Folder:
         """Return the same folder, which keeps nothing that was read before."""
 
@@ -156,7 +154,7 @@ class Folder(Protocol):
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cutting,
         verify: bool,
         mmap: bool,
         progress: Callable[[int], object] | None,
@@ -168,7 +166,7 @@ class Folder(Protocol):
         merged: _core.MergedIndex,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: Cuts,
         targets: dict[str, Any],
         verify: bool,
         progress: Callable[[int], object] | None,
@@ -193,8 +191,8 @@ class Folder(Protocol):
 
     # ---- writing ----
 
-    def claim(self, root: str, timeout: float | None = None) -> Claim:
-        """Return the claim of a writer to a root, not yet acquired."""
+    def claim(self, timeout: float | None = None) -> Claim:
+        """Return a writer's claim, not yet acquired; raise if options of the folder are wrong."""
 
     def exclusive(self, timeout: float) -> Exclusion:
         """Return an exclusion of other writers, not yet acquired, for calls that only delete."""
@@ -203,12 +201,9 @@ class Folder(Protocol):
         """Create the folder and subfolders durably."""
 
     def new_files(
-        self, root: str, progress: Callable[[int], object] | None
+        self, progress: Callable[[int], object] | None
     ) -> AbstractContextManager[NewFiles]:
-        """Return the context for new files; they are complete in the folder at its end.
-
-        `root` is the file whose replacement commits a save.
-        """
+        """Return the context for new files; they are complete in the folder at its end."""
 
     def add_empty(self, path: str) -> None:
         """Create an empty file durably, unless it exists; nothing is opened or changed."""

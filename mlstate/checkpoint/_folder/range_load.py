@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from ... import _core
+    from ..._sharding.layout import Cuts
 
 _SPAN = 4 << 20  # MLS_READ_SPAN of read_plan.h: where the core divides a stored shard
 _GAP = 4096  # unneeded bytes between two ranges that one request reads
@@ -41,7 +42,7 @@ class LoadCall:
     url: str
     section: int
     keys: list[str]
-    cuts: Any
+    cuts: Cuts
     targets: dict[str, Any]
     verify: bool
     is_zeroed: bool

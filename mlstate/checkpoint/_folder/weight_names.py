@@ -56,6 +56,11 @@ def is_index(name: str) -> bool:
     return _INDEX.match(name) is not None
 
 
+def is_weights_root(root: str) -> bool:
+    """Return whether a root is a file of another program, not a manifest of mlstate."""
+    return root.endswith(SUFFIX) or is_index(root)
+
+
 def is_set(root: str) -> bool:
     """Return whether a root is the pattern of numbered files without an index."""
     return _ANY in root

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import TypeAlias
 
-    from ..._sharding.layout import Steps
+    from ..._sharding.layout import Cutting
     from ..._types import NDArray
     from ...errors import FormatError
     from .._folder.protocol import Folder
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     Shape: TypeAlias = tuple[int, ...]
     Stored: TypeAlias = tuple[str, Shape]  # dtype and shape of a stored tensor
-    Cutting: TypeAlias = tuple[Steps | None, int, int]
     Read: TypeAlias = Callable[[str, Cutting], NDArray]
 
 WHOLE: Cutting = (None, 0, 0)

@@ -226,14 +226,17 @@ class ObjectStore:
             upload_seconds(self._options, nbytes),
         )
 
-    def put_file(self, key: str, path: str, concurrency: int) -> None:
+    def put_file(self, key: str, path: str, concurrency: int, source: str | None = None) -> None:
         """The same for a local file; of a large one, `concurrency` parts at a time.
 
-        A failed part is repeated alone.
+        A failed part is repeated alone. If an object `source` has the same bytes, the store copies
+        it instead, if it can.
         """
         import pathlib
 
         nbytes = os.path.getsize(path)
+        if source is not None and self.copy(source, key, nbytes):
+            return
         if nbytes > self._options.part_bytes:
             self._put_parts(key, pathlib.Path(path), nbytes, concurrency)
         else:

@@ -23,10 +23,10 @@ from .._folder.names import (
     orphaned_marks,
     root_of,
 )
-from .._folder.weight_names import is_index
+from .._folder.weight_names import is_index, is_weights_root
 from .manifest import IndexRecord, Manifest, parse
 from .weight_checksums import require_index
-from .weight_files import is_weights_root, read_merged_index, read_weights
+from .weight_files import read_merged_index, read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -410,7 +410,7 @@ class CheckpointFiles:
     def needed_files(
         self,
         without: Collection[Root] = (),
-        merged_indexes: Mapping[str, Any] = _NONE,
+        merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
         roots: Mapping[str, Manifest] = _NONE,
     ) -> set[str]:
         """Return the paths of all shard files and indexes that any root needs; raise if unknown.
@@ -446,7 +446,7 @@ class CheckpointFiles:
         self,
         *,
         dry_run: bool = False,
-        merged_indexes: Mapping[str, Any] = _NONE,
+        merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
         roots: Mapping[str, Manifest] = _NONE,
     ) -> list[str]:
         """Delete the shard files and indexes that no root needs; the caller holds the lock.

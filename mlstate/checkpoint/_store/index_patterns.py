@@ -82,7 +82,7 @@ def check_complete(merged: _core.MergedIndex, patterns: Sequence[Pattern] | None
 
 def with_patterns(
     files: CheckpointFiles, manifest: Manifest, reports: Sequence[dict[str, Any]]
-) -> tuple[Manifest, Any]:
+) -> tuple[Manifest, _core.MergedIndex]:
     """Add the patterns that ranks reported to a manifest; also return a merged index.
 
     The merged index has one index of each pattern, so it lists all tensors. If an index has no

@@ -90,27 +90,26 @@ class _WrongError(Exception):
     """A problem with a manifest, as text."""
 
 
-def _member(members: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+def _member(
+    members: dict[str, Any],
+    name: str,
+    kind: type | tuple[type, ...],
+    least: int | None = None,
+    most: int = _INT64,
+    pattern: re.Pattern[str] | None = None,
+) -> Any:
+    """Return a member of a JSON object; raise unless it has a type, and the range or pattern."""
     if name not in members:
         raise _WrongError(f'"{name}" is missing')
     value = members[name]
-    if isinstance(value, bool) or not isinstance(value, kind):
+    is_kind = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_kind:
         raise _WrongError(f'"{name}" is of the wrong type')
-    return value
-
-
-def _number(members: dict[str, Any], name: str, least: int, most: int = _INT64) -> int:
-    value = _member(members, name, int)
-    if not least <= value <= most:
+    if least is not None and value is not None and not least <= value <= most:
         raise _WrongError(f'"{name}" is {value}, not from {least} to {most}')
-    return int(value)
-
-
-def _matching(members: dict[str, Any], name: str, pattern: re.Pattern[str]) -> str:
-    value = _member(members, name, str)
-    if not pattern.match(value):
+    if pattern is not None and not pattern.match(value):
         raise _WrongError(f'"{name}" is {value[:80]!r}')
-    return str(value)
+    return value
 
 
 def _kind(members: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str, Any] | None:
@@ -129,15 +128,11 @@ def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
         if kind is None or not name or "/" in name:
             raise _WrongError(f'"states" has an invalid entry {name[:80]!r}')
         if "ranks" in kind:
-            _number(kind, "ranks", 1, _MOST_RANKS)
+            _member(kind, "ranks", int, 1, _MOST_RANKS)
     return dict(listed)
 
 
-def _numbers(members: dict[str, Any], name: str, count: int, least: int = 0) -> list[int]:
-    return _checked(_member(members, name, list), name, count, least)
-
-
-def _checked(values: Any, name: str, count: int, least: int = 0) -> list[int]:
+def _numbers(values: Any, name: str, count: int, least: int = 0) -> list[int]:
     """Return the values if they are a list of `count` integers."""
     if not isinstance(values, list) or len(values) != count:
         raise _WrongError(f'"{name}" must be a list of {count} numbers')
@@ -150,17 +145,17 @@ def _checked(values: Any, name: str, count: int, least: int = 0) -> list[int]:
 
 def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple[IndexRecord, ...]:
     listed = _member(members, "indexes", dict)
-    crcs = _matching(listed, "crc32c", _CRCS)
+    crcs: str = _member(listed, "crc32c", str, pattern=_CRCS)
     if len(crcs) != 8 * world_size:
         raise _WrongError(f'"crc32c" has {len(crcs)} digits for {world_size} ranks')
     return tuple(
         map(
             IndexRecord,
             [f"index/{generation}.{rank}.json" for rank in range(world_size)],
-            _numbers(listed, "bytes", world_size, 1),
+            _numbers(_member(listed, "bytes", list), "bytes", world_size, 1),
             [crcs[at : at + 8] for at in range(0, len(crcs), 8)],
-            _numbers(listed, "shards", world_size),
-            _numbers(listed, "data_bytes", world_size),
+            _numbers(_member(listed, "shards", list), "shards", world_size),
+            _numbers(_member(listed, "data_bytes", list), "data_bytes", world_size),
         )
     )
 
@@ -175,8 +170,8 @@ def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] |
         ranks, parts = _member(value, "ranks", list), _member(value, "parts", list)
         if len(parts) > _MOST_GROUPS:
             raise _WrongError(f'"parts" has {len(parts)} groups, more than {_MOST_GROUPS}')
-        ranks = _checked(ranks, "ranks", len(ranks))
-        patterns.append(Pattern(ranks, [_checked(each, "parts", len(ranks)) for each in parts]))
+        ranks = _numbers(ranks, "ranks", len(ranks))
+        patterns.append(Pattern(ranks, [_numbers(each, "parts", len(ranks)) for each in parts]))
     ranks = sorted(chain.from_iterable(pattern.ranks for pattern in patterns))
     if ranks != list(range(world_size)):
         raise _WrongError(f'"patterns" must have each of {world_size} ranks once')
@@ -189,18 +184,17 @@ def _read(document: Any) -> Manifest:
         raise _WrongError("the text is not a JSON object")
     if _member(document, "format", str) != FORMAT:
         raise _WrongError(f'"format" is not "{FORMAT}"')
-    version = _number(document, "format_version", 1)
+    version = _member(document, "format_version", int, 1)
     if version != VERSION:
         raise _WrongError(f"its format version is {version}, but this mlstate reads only {VERSION}")
-    generation = _matching(document, "generation", _GENERATION)
-    world_size = _number(document, "world_size", 1, _MOST_RANKS)
-    step = _member(document, "step", (int, type(None)))
+    generation = _member(document, "generation", str, pattern=_GENERATION)
+    world_size = _member(document, "world_size", int, 1, _MOST_RANKS)
     return Manifest(
         generation=generation,
-        sequence=_number(document, "sequence", 1),
+        sequence=_member(document, "sequence", int, 1),
         created=_member(document, "created", str),
         writer=_member(document, "writer", str),
-        step=None if step is None else _number(document, "step", 0),
+        step=_member(document, "step", (int, type(None)), 0),
         world_size=world_size,
         model=_kind(document, "model", ("state", "model")),
         optimizer=_kind(document, "optimizer", ("state", "optimizer")),
@@ -211,7 +205,7 @@ def _read(document: Any) -> Manifest:
     )
 
 
-def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
+def parse(data: bytes, path: str = MANIFEST) -> Manifest:
     """Parse a manifest; raise FormatError or ChecksumError, with `path`, if it is invalid.
 
     A RecursionError means that the caller's stack is nearly full, not that the manifest is bad.

@@ -12,9 +12,9 @@ from ..._common.store_error import store_error
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
 from .._folder.object import ObjectFolder, StoreURL
+from .._folder.weight_names import is_weights_root
 from .._remote.options import take_options
 from .checkpoint_files import CheckpointFiles
-from .weight_files import is_weights_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,7 +142,7 @@ def open_target(
     *,
     any_suffix: bool = False,
 ) -> CheckpointFiles:
-    """Return the files of a checkpoint to write, after a check of its options.
+    """Return the files of a checkpoint to write.
 
     Without `any_suffix`, the name of another format's file is refused.
     """
@@ -150,8 +150,7 @@ def open_target(
     if not isinstance(files.path, str):
         raise TypeError("the path of a checkpoint must be a str")
     if not any_suffix:
-        refuse_file_name(files.folder)
-    files.folder.open()
+        refuse_file_name(files)
     return files
 
 
@@ -199,10 +198,10 @@ _FILE_SUFFIXES = frozenset(
 )
 
 
-def refuse_file_name(folder: Folder) -> None:
+def refuse_file_name(files: CheckpointFiles) -> None:
     """Raise ValueError for a new folder whose name has the suffix of another format's files."""
-    suffix = os.path.splitext(folder.path)[1].lower()
-    if suffix not in _FILE_SUFFIXES or folder.has_checkpoint():
+    suffix = os.path.splitext(files.path)[1].lower()
+    if suffix not in _FILE_SUFFIXES or files.folder.has_checkpoint():
         return
     remedy = "mlstate convert writes files of other formats"
     if suffix == ".safetensors":
@@ -210,7 +209,7 @@ def refuse_file_name(folder: Folder) -> None:
     elif suffix in (".npz", ".pt", ".pth", ".bin"):
         remedy = f"save_file writes a .safetensors file, and mlstate convert a {suffix} file of it"
     raise ValueError(
-        f"{folder.path}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
+        f"{files.path}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
         f"{remedy}; for a folder, pass a path without this suffix"
     )
 

@@ -8,7 +8,7 @@ grow with the number of ranks.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .index_patterns import owners_of
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ..._core import MergedIndex
+    from ..._sharding.layout import Cuts
     from .checkpoint_files import CheckpointFiles
     from .manifest import Manifest
 
@@ -64,7 +65,7 @@ class Indexes:
         ranks_found = {self._choose(owners[part]) for part in parts if part in owners}
         return ranks_found or {self._first[int.from_bytes(places[:4], sys.byteorder)]}
 
-    def need(self, requests: Iterable[tuple[int, list[str], Any]]) -> None:
+    def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
         """Read the indexes that list the requested parts, given as section, keys and cutting."""
         if len(self.ranks) == self._manifest.world_size:
             return

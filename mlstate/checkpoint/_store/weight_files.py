@@ -18,7 +18,7 @@ from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError, TensorNotFoundError
 from ...state._kind import KEY, kind_of_text
-from .._folder.weight_names import SUFFIX, is_index, is_set, set_files, set_of
+from .._folder.weight_names import SUFFIX, is_set, set_files, set_of
 from .name_globs import Names
 from .weight_checksums import records_of
 
@@ -50,11 +50,6 @@ class WeightFiles(NamedTuple):
         count = f"{len(self.missing)} of the {len(self.files)} files of {self.root} do not exist: "
         remedy = "; download or copy the folder again, or load the tensors of the others by names="
         return StoreNotFoundError(2, f"{text}{count}{listed(self.missing)}{remedy}", first)
-
-
-def is_weights_root(root: str) -> bool:
-    """Return whether a root is a file of another program, not a manifest of mlstate."""
-    return root.endswith(SUFFIX) or is_index(root)
 
 
 def _wrong(folder: Folder, root: str, text: str) -> FormatError:
@@ -280,7 +275,7 @@ def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
             with folder.header_files((file,)) as local:
                 indexes[file] = _core.MergedIndex.of_files(local, (file,))
         arrays = (
-            folder.load(index, 0, [key], _WHOLE, False, folder.is_local, None)[key]
+            folder.load(index, 0, [key], _WHOLE, False, True, None)[key]
             for index in (merged, indexes[file])
         )
         if bytes_of(next(arrays)) != bytes_of(next(arrays)):

@@ -743,7 +743,7 @@ def test_lock_of_dead_owner_with_live_child_is_taken_over(path):
     if owner == 0:  # takes the lock, forks a child that keeps the descriptor, and exits
         from mlstate.checkpoint._folder.local import LocalFolder
 
-        lock = LocalFolder(str(path)).claim("manifest.json")
+        lock = LocalFolder(str(path)).claim()
         lock.acquire()
         lock.note("0123456789abcdef")
         if os.fork() == 0:
@@ -764,7 +764,7 @@ def test_a_forked_child_leaves_its_parents_lock_alone(path):
     from mlstate.checkpoint._folder.local import LocalFolder
 
     mlstate.save(path, {"w": np.ones(2)})
-    with LocalFolder(str(path)).claim("manifest.json") as lock:
+    with LocalFolder(str(path)).claim() as lock:
         child = os.fork()
         if child == 0:
             lock.release()
@@ -780,7 +780,7 @@ def test_next_save_removes_files_of_a_dead_writer(path):
     from mlstate.checkpoint._folder.local import LocalFolder
 
     mlstate.save(path, {"w": np.ones(2)})
-    lock = LocalFolder(str(path)).claim("manifest.json")
+    lock = LocalFolder(str(path)).claim()
     lock.acquire()
     lock.note("0123456789abcdef")
     lock.holder.close()  # as when the process dies

@@ -46,10 +46,7 @@ def test_lock_being_acquired_is_not_taken_over(tmp_path, monkeypatch):
         write(self, generation)
 
     monkeypatch.setattr(WriterLock, "_write", slow)
-    first, second = (
-        LocalFolder(str(tmp_path)).claim("manifest.json"),
-        LocalFolder(str(tmp_path)).claim("manifest.json"),
-    )
+    first, second = (LocalFolder(str(tmp_path)).claim() for _ in range(2))
     taking = threading.Thread(target=first.acquire)
     taking.start()
     assert locked.wait(20)
@@ -67,7 +64,7 @@ def test_one_of_several_takes_over_a_dead_owners_lock(tmp_path):
     _dead_text(tmp_path)
     with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locks = [LocalFolder(str(tmp_path)).claim("manifest.json") for _ in range(8)]
+        locks = [LocalFolder(str(tmp_path)).claim() for _ in range(8)]
         outcomes = thread_outcomes(lambda number: locks[number].acquire(), len(locks))
     refused = [error.errno for error in outcomes if isinstance(error, mlstate.StoreError)]
     assert refused == [errno.EBUSY] * 7
@@ -77,7 +74,7 @@ def test_one_of_several_takes_over_a_dead_owners_lock(tmp_path):
 
 def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "_lock_folder", lambda folder: True)  # as on NFS
-    replace, first = _lock.replacing, LocalFolder(str(tmp_path)).claim("manifest.json")
+    replace, first = _lock.replacing, LocalFolder(str(tmp_path)).claim()
 
     def late(path, target):
         monkeypatch.setattr(_lock, "replacing", replace)
@@ -89,30 +86,30 @@ def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatc
     with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with pytest.raises(mlstate.StoreError, match="is writing it") as caught:
-            LocalFolder(str(tmp_path)).claim("manifest.json").acquire()
+            LocalFolder(str(tmp_path)).claim().acquire()
     assert caught.value.errno == errno.EBUSY
     first.release()
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_owner_in_another_container_counts_as_alive(tmp_path):
-    with LocalFolder(str(tmp_path)).claim("manifest.json"):
+    with LocalFolder(str(tmp_path)).claim():
         text = {**_lock._me(), "pid_space": "pid:[1]", "pid": 1 << 30, "generation": None}
         (tmp_path / "lock").write_text(json.dumps(text))
         with pytest.raises(mlstate.StoreError, match="is writing it"):
-            LocalFolder(str(tmp_path)).claim("manifest.json").acquire()
+            LocalFolder(str(tmp_path)).claim().acquire()
 
 
 def test_lock_is_released_if_its_text_cannot_be_written(tmp_path, monkeypatch):
     def full(self, generation):
         raise OSError(errno.ENOSPC, "no space left")
 
-    lock = LocalFolder(str(tmp_path)).claim("manifest.json")
+    lock = LocalFolder(str(tmp_path)).claim()
     with monkeypatch.context() as patch:
         patch.setattr(WriterLock, "_write", full)
         with pytest.raises(mlstate.StoreError, match="cannot lock"):
             lock.acquire()
-    with LocalFolder(str(tmp_path)).claim("manifest.json"):
+    with LocalFolder(str(tmp_path)).claim():
         pass
 
 
@@ -154,7 +151,7 @@ def _take_over(folder):
     _dead_text(folder)
     with (folder / "lock").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with LocalFolder(str(folder)).claim("manifest.json"):
+        with LocalFolder(str(folder)).claim():
             assert json.loads((folder / "lock").read_text())["pid"] == os.getpid()
 
 
@@ -235,7 +232,7 @@ def test_interrupts_of_the_clean_up_leave_no_lock(tmp_path, monkeypatch):
                 locks.append(error)
     assert len(locks) >= 4
     for folder in ("ckpt", "run", "cut"):
-        with LocalFolder(str(tmp_path / folder)).claim("manifest.json"):
+        with LocalFolder(str(tmp_path / folder)).claim():
             pass
 
 
@@ -275,7 +272,7 @@ HOLDER = """
 import sys
 from mlstate.checkpoint._folder.local import LocalFolder
 for line in sys.stdin:
-    locks = [LocalFolder(folder).claim("manifest.json") for folder in line.split()]
+    locks = [LocalFolder(folder).claim() for folder in line.split()]
     held = [lock.acquire() for lock in locks]
     print("held", flush=True)
     sys.stdin.readline()

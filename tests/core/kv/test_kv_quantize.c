@@ -4,6 +4,8 @@
 
 #include <math.h>
 
+static const unsigned all_bits[] = {2, 3, 4, 5, 6, 8};
+
 enum { HEADS = 3, ROWS = 37, MOST_DIM = 4160, MOST = HEADS * ROWS * MOST_DIM };
 
 /* Values with their codes, scales and biases, each with one guard element at the end. */
@@ -64,12 +66,15 @@ static void fill(store *s)
     }
 }
 
-/* Return code number `index` of a row-major array of packed codes. */
+/* Return code number `index` of a row-major array of codes, bit by bit. */
 static uint32_t code_at(const store *s, size_t index)
 {
-    const size_t per_word = 32 / s->q.bits;
-    const uint32_t word = s->codes[index / per_word];
-    return word >> (index % per_word * s->q.bits) & (s->q.bits == 4 ? 15 : 255);
+    uint32_t code = 0;
+    for (unsigned bit = 0; bit < s->q.bits; bit++) {
+        const size_t at = index * s->q.bits + bit;
+        code |= (s->codes[at / 32] >> at % 32 & 1) << bit;
+    }
+    return code;
 }
 
 /* Every value is within one step of its code: half a step if the codes cover the range of
@@ -102,9 +107,12 @@ TEST(codes_are_within_a_step)
         {8, 8}, {64, 64}, {192, 32}, {4160, 64}, {4096, 4096}};
     static store scalar, got;
     for (int dtype = MLS_F16; dtype <= MLS_F32; dtype++) {
-        for (size_t kind = 0; kind < 10; kind += EVERY(3)) {
-            const size_t *size = sizes[kind / 2];
-            const unsigned bits = kind % 2 == 0 ? 4 : 8;
+        for (size_t kind = 0; kind < 30; kind += EVERY(7)) {
+            const size_t *size = sizes[kind % 5];
+            const unsigned bits = all_bits[kind / 5];
+            if (bits % 4 != 0 && size[1] % MLS_QUANTIZE_ODD_UNIT != 0) {
+                continue;
+            }
             make(&scalar, (mls_dtype)dtype, HEADS, ROWS, size[0], bits, size[1]);
             fill(&scalar);
             REQUIRE(mls_quantize_check(&scalar.t, &scalar.q, &status) == MLS_OK);
@@ -138,16 +146,20 @@ TEST(values_are_computed_from_codes)
 {
     static store s;
     EACH_CPU (cpu) {
-        for (int dtype = MLS_F16; dtype <= MLS_F32; dtype++) {
+        for (int kind = 0; kind < 18; kind++) {
             const mls_kernels *kernels = mls_kernels_of(cpu);
-            make(&s, (mls_dtype)dtype, 2, 5, 64, dtype == MLS_F16 ? 4 : 8, 16);
+            const mls_dtype dtype = (mls_dtype)(MLS_F16 + kind % 3);
+            const unsigned bits = all_bits[kind / 3];
+            const size_t group = bits % 4 == 0 ? 8 : 32, dim = bits % 4 == 0 ? 40 : 64;
+            make(&s, dtype, 1, 5, dim, bits, group);
             fill(&s);
             REQUIRE(mls_quantize(kernels, NULL, &s.q, &s.t, &status) == MLS_OK);
             memset(s.values, 0xA5, sizeof s.values);
             mls_dequantize(kernels, NULL, &s.t, &s.q);
             for (size_t i = 0; i < count_of(&s.t); i++) {
-                const float expected = read(&s.q.scales, i / 16) * (float)code_at(&s, i) +
-                                       read(&s.q.biases, i / 16);
+                const float expected =
+                    read(&s.q.scales, i / group) * (float)code_at(&s, i) +
+                    read(&s.q.biases, i / group);
                 mls_tensor single = s.t;
                 float rounded = 0;
                 single.data = (unsigned char *)&rounded;
@@ -159,23 +171,65 @@ TEST(values_are_computed_from_codes)
     }
 }
 
+/* Scales and biases of a file may be any numbers; NaNs may differ in their payload. */
+TEST(values_of_any_scales_are_the_same_for_every_instruction_set)
+{
+    static const float special[] = {NAN,    INFINITY, -INFINITY, 3e38F, -3e38F,
+                                    1e-40F, 0,        -0.0F,     6e4F,  1};
+    enum { COUNT = sizeof special / sizeof special[0], GROUP = 32 };
+    static store scalar, got;
+    for (int kind = 0; kind < 18; kind++) {
+        const mls_dtype dtype = (mls_dtype)(MLS_F16 + kind % 3);
+        make(&scalar, dtype, 1, COUNT * COUNT, GROUP, all_bits[kind / 3], GROUP);
+        for (size_t i = 0; i < COUNT * COUNT; i++) {
+            write(&scalar.q.scales, i, special[i / COUNT]);
+            write(&scalar.q.biases, i, special[i % COUNT]);
+        }
+        for (size_t i = 0; i < count_of(&scalar.q.codes); i++) {
+            scalar.codes[i] = (uint32_t)i * 2654435761U;
+        }
+        mls_dequantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &scalar.t, &scalar.q);
+        EACH_CPU (cpu) {
+            make(&got, dtype, 1, COUNT * COUNT, GROUP, all_bits[kind / 3], GROUP);
+            mls_quantized source = scalar.q;
+            mls_dequantize(mls_kernels_of(cpu), NULL, &got.t, &source);
+            for (size_t i = 0; i < count_of(&got.t); i++) {
+                const float value = read(&got.t, i), expected = read(&scalar.t, i);
+                CHECK(isnan(expected) ? isnan(value)
+                                      : memcmp(&value, &expected, sizeof value) == 0);
+            }
+        }
+    }
+}
+
 /* The numbers that mlx 0.32.4 computes for these values. */
 TEST(codes_match_mlx)
 {
-    static const uint32_t four[] = {0xe0368adf, 0xacf2469c, 0x68be0258, 0x247ace14},
-                          eight[] = {0x84add6ff, 0xe708325b, 0x426b94be, 0xa5cef819,
-                                     0x0029527c, 0x638cb6df, 0xc6ef103a, 0x214a749d};
+    static const struct {
+        uint32_t codes[8];
+        float scale;
+    } mlx[] = {{{0xac5ac5af, 0x16b16b06}, -3.75F},
+               {{0xe6e13977, 0x7054bb94, 0x2a5dc273}, -1.5F},
+               {{0xe0368adf, 0xacf2469c, 0x68be0258, 0x247ace14}, -0.75F},
+               {{0x4cb8575f, 0x343657e0, 0x154fa67c, 0x47646db0, 0x225d3c74}, -0.375F},
+               {{0x1786bd7f, 0xb96fe423, 0xa73f8641, 0x7700a51f, 0xb10e663b, 0x212767c7},
+                -0x1.76a258p-3F},
+               {{0x84add6ff, 0xe708325b, 0x426b94be, 0xa5cef819, 0x0029527c, 0x638cb6df,
+                 0xc6ef103a, 0x214a749d},
+                -0x1.745d18p-5F}};
     static store s;
-    for (unsigned bits = 4; bits <= 8; bits += 4) {
-        make(&s, MLS_F32, 1, 1, 32, bits, 32);
-        for (size_t i = 0; i < 32; i++) {
-            s.values[i] = (float)((int)(i * 37 % 32) - 11) * 0.375F;
+    for (size_t kind = 0; kind < 6; kind++) {
+        EACH_CPU (cpu) {
+            make(&s, MLS_F32, 1, 1, 32, all_bits[kind], 32);
+            for (size_t i = 0; i < 32; i++) {
+                s.values[i] = (float)((int)(i * 37 % 32) - 11) * 0.375F;
+            }
+            REQUIRE(mls_quantize(mls_kernels_of(cpu), NULL, &s.q, &s.t, &status) ==
+                    MLS_OK);
+            CHECK(memcmp(s.codes, mlx[kind].codes, all_bits[kind] * 4) == 0);
+            CHECK(s.scales[0] == mlx[kind].scale);
+            CHECK(s.biases[0] == 7.5F);
         }
-        REQUIRE(mls_quantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &s.q, &s.t, &status) ==
-                MLS_OK);
-        CHECK(memcmp(s.codes, bits == 4 ? four : eight, bits * 4) == 0);
-        CHECK(s.scales[0] == (bits == 4 ? -0.75F : -0x1.745d18p-5F));
-        CHECK(s.biases[0] == 7.5F);
     }
 }
 
@@ -259,7 +313,7 @@ TEST(bad_arguments_are_refused)
     make(&s, MLS_F16, 2, 3, 64, 4, 32);
     const store good = {.t = s.t, .q = s.q};
     CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_OK);
-    static const unsigned bits[] = {0, 2, 5, 16};
+    static const unsigned bits[] = {0, 1, 7, 9, 16};
     for (size_t i = 0; i < sizeof bits / sizeof bits[0]; i++) {
         s.q.bits = bits[i];
         CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_VALUE);
@@ -272,6 +326,10 @@ TEST(bad_arguments_are_refused)
     }
     s.q.group = 48;
     CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_SHAPE);
+    s.q.bits = 3;
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.text,
+               "group must be a multiple of 32 up to 4096 for 3 bits, got 48");
     s.q = good.q;
     s.q.codes.shape[2] = 9;
     CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_SHAPE);

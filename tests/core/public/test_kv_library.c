@@ -292,7 +292,8 @@ TEST(quantization_is_checked)
     CHECK(quantize(source, F32, 8, DIM, NULL) == MLSTATE_KV_ERROR_NULL);
     CHECK(quantize(source, 0, 8, DIM, codes) == MLSTATE_KV_ERROR_DTYPE);
     CHECK(quantize(source, MLSTATE_KV_INT32, 8, DIM, codes) == MLSTATE_KV_ERROR_DTYPE);
-    CHECK(quantize(source, F32, 5, DIM, codes) == MLSTATE_KV_ERROR_VALUE);
+    CHECK(quantize(source, F32, 7, DIM, codes) == MLSTATE_KV_ERROR_VALUE);
+    CHECK(quantize(source, F32, 5, DIM, codes) == MLSTATE_KV_ERROR_VALUE); /* not 32 */
     CHECK(quantize(source, F32, -8, DIM, codes) == MLSTATE_KV_ERROR_VALUE);
     CHECK(quantize(source, F32, 8, 0, codes) == MLSTATE_KV_ERROR_VALUE);
     CHECK(quantize(source, F32, 8, -8, codes) == MLSTATE_KV_ERROR_VALUE);
@@ -327,6 +328,131 @@ TEST(dequantization_is_checked_and_reverses)
     for (size_t i = 0; i < sizeof source / sizeof(float); i++) {
         CHECK(result[i] - expected[i] < 0.05F && expected[i] - result[i] < 0.05F);
     }
+}
+
+/* A move with arguments to change, and its targets: longer codes, or longer values. */
+enum { ODD_DIM = 32 };
+static float odd[LAYERS][LENGTH][ODD_DIM], odd_target[LAYERS][LONGER][ODD_DIM];
+static uint32_t odd_codes[LAYERS][LONGER][3], odd_before[LAYERS][LONGER][3];
+static float odd_scales[LAYERS][LONGER], odd_biases[LAYERS][LONGER];
+
+typedef struct move_arguments {
+    const void *values;
+    void *scales;
+    const int64_t *shape;
+    int dtype, rank, axis, bits;
+    int64_t length, position, group;
+} move_arguments;
+
+static const int64_t odd_shape[] = {LAYERS, LENGTH, ODD_DIM};
+
+static move_arguments valid_move(void)
+{
+    return (move_arguments){.values = odd,
+                            .scales = odd_scales,
+                            .shape = odd_shape,
+                            .dtype = MLSTATE_KV_FLOAT32,
+                            .rank = 3,
+                            .axis = -2,
+                            .bits = 3,
+                            .length = LONGER,
+                            .position = 3,
+                            .group = ODD_DIM};
+}
+
+static int quantize_move(move_arguments a)
+{
+    return mlstate_kv_quantize_move(a.values, a.dtype, NULL, a.shape, a.rank, a.axis,
+                                    a.length, a.position, a.bits, a.group,
+                                    &odd_codes[0][0][0], a.scales, odd_biases);
+}
+
+#define CHECK_MOVE_REFUSED(change, code)                                                 \
+    do {                                                                                 \
+        move_arguments a = valid_move();                                                 \
+        a.change;                                                                        \
+        CHECK(quantize_move(a) == (code));                                               \
+        CHECK(memcmp(odd_codes, odd_before, sizeof odd_codes) == 0);                     \
+    } while (0)
+
+TEST(moves_that_quantize_are_checked)
+{
+    static const int64_t negative[] = {LAYERS, -1, ODD_DIM};
+    memset(odd_codes, 0x55, sizeof odd_codes);
+    memcpy(odd_before, odd_codes, sizeof odd_codes);
+    CHECK_MOVE_REFUSED(values = NULL, MLSTATE_KV_ERROR_NULL);
+    CHECK_MOVE_REFUSED(scales = NULL, MLSTATE_KV_ERROR_NULL);
+    CHECK_MOVE_REFUSED(shape = NULL, MLSTATE_KV_ERROR_NULL);
+    CHECK_MOVE_REFUSED(shape = negative, MLSTATE_KV_ERROR_SHAPE);
+    CHECK_MOVE_REFUSED(dtype = MLSTATE_KV_INT8, MLSTATE_KV_ERROR_DTYPE);
+    CHECK_MOVE_REFUSED(rank = 1, MLSTATE_KV_ERROR_SHAPE);
+    CHECK_MOVE_REFUSED(rank = 9, MLSTATE_KV_ERROR_SHAPE);
+    CHECK_MOVE_REFUSED(axis = -1, MLSTATE_KV_ERROR_SHAPE);
+    CHECK_MOVE_REFUSED(axis = 3, MLSTATE_KV_ERROR_SHAPE);
+    CHECK_MOVE_REFUSED(bits = 7, MLSTATE_KV_ERROR_VALUE);
+    CHECK_MOVE_REFUSED(group = 16, MLSTATE_KV_ERROR_VALUE);
+    CHECK_MOVE_REFUSED(group = 64, MLSTATE_KV_ERROR_SHAPE);
+    CHECK_MOVE_REFUSED(length = -1, MLSTATE_KV_ERROR_CAPACITY);
+    CHECK_MOVE_REFUSED(length = 2, MLSTATE_KV_ERROR_CAPACITY);
+    CHECK_MOVE_REFUSED(position = LENGTH + 1, MLSTATE_KV_ERROR_CAPACITY);
+    CHECK_MOVE_REFUSED(position = -1, MLSTATE_KV_ERROR_CAPACITY);
+    CHECK_MOVE_REFUSED(scales = odd, MLSTATE_KV_ERROR_OVERLAP);
+}
+
+/* Tokens get the codes of the same values without a move; other positions become 0. */
+TEST(a_move_quantizes_its_tokens)
+{
+    uint32_t expected[LAYERS][LENGTH][3];
+    float scale[LAYERS][LENGTH], bias[LAYERS][LENGTH];
+    for (size_t i = 0; i < sizeof odd / sizeof(float); i++) {
+        ((float *)odd)[i] = (float)(i * 37 % 101) - 40;
+    }
+    CHECK(mlstate_kv_quantize(odd, MLSTATE_KV_FLOAT32, NULL, odd_shape, 3, 3, ODD_DIM,
+                              &expected[0][0][0], scale, bias) == MLSTATE_KV_OK);
+    memset(odd_codes, 0x55, sizeof odd_codes);
+    memset(odd_scales, 0x55, sizeof odd_scales);
+    memset(odd_biases, 0x55, sizeof odd_biases);
+    CHECK(quantize_move(valid_move()) == MLSTATE_KV_OK);
+    static const uint32_t none[LONGER * 3] = {0};
+    for (size_t layer = 0; layer < LAYERS; layer++) {
+        const size_t rest = LONGER - 3;
+        CHECK(memcmp(odd_codes[layer], expected[layer], sizeof(uint32_t[3][3])) == 0);
+        CHECK(memcmp(odd_scales[layer], scale[layer], sizeof(float[3])) == 0);
+        CHECK(memcmp(odd_biases[layer], bias[layer], sizeof(float[3])) == 0);
+        CHECK(memcmp(odd_codes[layer][3], none, rest * 12) == 0);
+        CHECK(memcmp(&odd_scales[layer][3], none, rest * 4) == 0);
+        CHECK(memcmp(&odd_biases[layer][3], none, rest * 4) == 0);
+    }
+    CHECK(mlstate_kv_dequantize(odd, MLSTATE_KV_FLOAT32, NULL, odd_shape, 3, 3, ODD_DIM,
+                                &expected[0][0][0], scale, bias) == MLSTATE_KV_OK);
+    memset(odd_target, 0x55, sizeof odd_target);
+    CHECK(mlstate_kv_dequantize_move(odd_target, MLSTATE_KV_FLOAT32, NULL, odd_shape, 3,
+                                     1, LONGER, 2, 3, ODD_DIM, &expected[0][0][0], scale,
+                                     bias) == MLSTATE_KV_OK);
+    for (size_t layer = 0; layer < LAYERS; layer++) {
+        CHECK(memcmp(odd_target[layer], odd[layer], sizeof odd[0][0] * 2) == 0);
+        CHECK(memcmp(odd_target[layer][2], none, sizeof none) == 0);
+    }
+}
+
+/* mlstate_kv_dequantize_move refuses the same, and values that repeat an element. */
+TEST(moves_that_dequantize_are_checked)
+{
+    static const int64_t repeated[] = {0, ODD_DIM, 1};
+    const uint32_t *words = &odd_codes[0][0][0];
+    memset(odd_target, 0, sizeof odd_target);
+    CHECK(mlstate_kv_dequantize_move(odd_target, MLSTATE_KV_FLOAT32, repeated, odd_shape,
+                                     3, 1, LONGER, 3, 3, ODD_DIM, words, odd_scales,
+                                     odd_biases) == MLSTATE_KV_ERROR_OVERLAP);
+    CHECK(mlstate_kv_dequantize_move(odd_target, MLSTATE_KV_FLOAT32, NULL, odd_shape, 3,
+                                     1, 2, 3, 3, ODD_DIM, words, odd_scales,
+                                     odd_biases) == MLSTATE_KV_ERROR_CAPACITY);
+    CHECK(mlstate_kv_dequantize_move(odd_target, MLSTATE_KV_FLOAT32, NULL, odd_shape, 3,
+                                     1, LONGER, 3, 1, ODD_DIM, words, odd_scales,
+                                     odd_biases) == MLSTATE_KV_ERROR_VALUE);
+    CHECK(mlstate_kv_dequantize_move(odd_target, MLSTATE_KV_FLOAT32, NULL, odd_shape, 3,
+                                     1, LONGER, 3, 3, ODD_DIM, NULL, odd_scales,
+                                     odd_biases) == MLSTATE_KV_ERROR_NULL);
 }
 
 TEST(lengths_of_codes_are_checked)

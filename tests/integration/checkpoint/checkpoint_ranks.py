@@ -170,7 +170,7 @@ def a_writer_elsewhere_stops_all_ranks(group, folder):
 
     mlstate.save(folder, shards(group, "rows", 1), group=group)
     group.barrier()
-    lock = LocalFolder(folder).claim("manifest.json")
+    lock = LocalFolder(folder).claim()
     if group.rank == group.world_size - 1:
         lock.acquire()
     group.barrier()

@@ -165,6 +165,37 @@ def test_takes_the_function_that_a_model_was_loaded_for(packages):
     assert specs["kv_cache"].seq_length == 128
 
 
+def test_chunks_of_several_contexts_are_read_as_anemll_combines_them(packages, tmp_path):
+    yaml = pytest.importorskip("yaml", reason="meta.yaml is written and read with PyYAML")
+    names = [f"qwen_FFN_PF_statex_chunk_{i:02d}of02.mlpackage" for i in (1, 2)]
+    for name in names:
+        chunk = ct.utils.MultiFunctionDescriptor()
+        for size, source in ((64, "small"), (128, "large")):
+            chunk.add_function(str(packages[source]), "main", f"infer_ctx{size}")
+        chunk.default_function_name = "infer_ctx64"
+        ct.utils.save_multifunction(chunk, str(tmp_path / name))
+    parameters = {
+        "context_length": 128,
+        "num_chunks": 2,
+        "ffn": names[0].replace("mlpackage", "mlmodelc"),
+        "state_transition_infer_contexts": [64, 128],
+        "state_transition_infer_function_template": "infer_ctx{context}",
+        "state_transition_infer_default_function": "infer_ctx128",
+    }
+    info = {"name": "m", "description": "two\nlines: {a}", "parameters": parameters}
+    (tmp_path / "meta.yaml").write_text(yaml.safe_dump({"model_info": info}, sort_keys=False))
+    specs = state_specs(tmp_path)
+    assert our_functions(specs) == our_functions(agree(tmp_path / names[0], tmp_path / names[1]))
+    assert specs.function == "infer_ctx128" and specs["kv_cache"].seq_length == 128
+    plan = plan_transition(tmp_path / "*.mlpackage", tmp_path, 50)
+    assert plan.fits and plan.moves[0].direction == "expand"
+    chunks = [
+        ct.models.MLModel(str(tmp_path / name), skip_model_load=True, function_name="infer_ctx128")
+        for name in names
+    ]
+    assert state_specs(chunks) == specs
+
+
 def test_reads_the_new_name_of_a_renamed_state(packages):
     model = ct.models.MLModel(str(packages["small"]), skip_model_load=True)
     spec = model.get_spec()

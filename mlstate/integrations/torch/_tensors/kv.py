@@ -21,9 +21,12 @@ from .memory import (
     refuse_graph,
     refuse_shared,
 )
+from .quantize_kv import kv_dequantize, kv_quantization_loss, kv_quantize, kv_zeros
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["kv_dequantize", "kv_quantization_loss", "kv_quantize", "kv_zeros", "move_kv"]
 
 
 def _fits(length: int, move: KVMove, position: int) -> bool:

@@ -1,0 +1,236 @@
+"""Quantized caches compared with mlx, torch and memory speed, with one thread.
+
+``python benchmarks/bench_quantize.py [--quick] [--json] [--only PART]``; mlstate must be installed,
+and mlx or torch. `fused` compares a move to another capacity that quantizes with the two steps.
+Times are processor time of all threads of the process, because mlx computes in a second thread, and
+so that other programs disturb less.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import harness
+import numpy as np
+import peers
+from harness import Candidate, Report, Row, option_parser
+
+import mlstate
+from mlstate.kv import CacheEntry, CacheSpec, CacheState
+
+try:
+    import torch
+except ImportError:
+    torch = None
+try:
+    import mlx.core as mx
+except ImportError:
+    mx = None
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP = 64
+SHAPE = (4, 8, 1024, 128)  # 4 Mi elements
+AIM = 3.0
+
+
+def dtypes() -> list[np.dtype[Any]]:
+    """Return the dtypes that can be quantized here."""
+    brain = [] if ml_dtypes is None else [np.dtype(ml_dtypes.bfloat16)]
+    return [np.dtype(np.float16), *brain, np.dtype(np.float32)]
+
+
+def random_values(dtype: np.dtype[Any]) -> Any:
+    """Make normal values."""
+    return np.random.default_rng(1).standard_normal(SHAPE, np.float32).astype(dtype)
+
+
+def to_torch(values: Any) -> Any:
+    """Return a tensor over the array's memory, also for bfloat16."""
+    if values.dtype.name == "bfloat16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
+def to_mlx(values: Any) -> Any:
+    """Return an mlx array with the same bits."""
+    if values.dtype.name == "bfloat16":
+        return mx.array(values.view(np.uint16)).view(mx.bfloat16)
+    return mx.array(values)
+
+
+def full_state(values: Any) -> CacheState:
+    """Make a cache of one full entry; the values are not copied."""
+    entry = CacheEntry("keys", "full", SHAPE, values.dtype)
+    return CacheState(CacheSpec([entry]), {"keys": values}, SHAPE[-2])
+
+
+def quantized_state(values: Any, bits: int) -> CacheState:
+    """Make a cache of one quantized entry."""
+    state = full_state(values)
+    state.quantize(bits, GROUP)
+    return state
+
+
+def run_mlx(operation: Callable[..., Any], arrays: list[Any], bits: int) -> None:
+    """Run an operation of mlx on the CPU, and wait for it."""
+    result = operation(*arrays, group_size=GROUP, bits=bits, stream=mx.cpu)
+    mx.eval(result)
+
+
+def core_quantize(values: Any, arrays: list[Any], bits: int) -> None:
+    """Quantize into arrays that exist."""
+    mlstate._core.kv_quantize(values, *arrays, bits, GROUP)
+
+
+def core_dequantize(values: Any, arrays: list[Any], bits: int) -> None:
+    """Dequantize into an array that exists."""
+    mlstate._core.kv_dequantize(values, *arrays, bits, GROUP)
+
+
+def measure(candidates: list[Candidate], repeats: int) -> list[Row]:
+    """Measure processor time."""
+    return harness.measure(candidates, repeats, clock=time.process_time_ns)
+
+
+def with_base(candidates: list[Candidate]) -> list[Candidate]:
+    """Make the faster one of mlx and torch the baseline, by one call of each after a first."""
+    others = [c for c in candidates if c.name.startswith(("mlx", "torch"))]
+    rows = measure(others, 3) if len(others) > 1 else []
+    medians = {row.name: row.median for row in rows}
+    base = min(others, key=lambda c: medians.get(c.name, 0.0), default=candidates[0])
+    base.baseline = True
+    return candidates
+
+
+def title(name: str, values: Any, bits: int) -> str:
+    """Name a table."""
+    size = values.nbytes / (1 << 20)
+    return f"{name} {values.dtype.name}, {bits} bits, groups of {GROUP}: {size:.4g} MiB of values"
+
+
+def quantizing(report: Report, repeats: int) -> None:
+    """Time quantize for every dtype and width."""
+    for dtype in dtypes():
+        values = random_values(dtype)
+        for bits in BITS:
+            arrays = [array.copy() for array in quantized_state(values, bits).arrays.values()]
+            candidates = []
+            if mx is not None:
+                call = partial(run_mlx, mx.quantize, [to_mlx(values)], bits)
+                candidates.append(Candidate("mlx.core.quantize", call))
+            if torch is not None:
+                call = partial(peers.torch_quantize, to_torch(values), bits, GROUP)
+                candidates.append(Candidate("torch operations", call))
+            candidates += [
+                Candidate(
+                    "mlstate, new arrays",
+                    lambda bits=bits, values=values: full_state(values).quantize(bits, GROUP),
+                    at_least=AIM,
+                ),
+                Candidate(
+                    "mlstate, arrays that exist",
+                    partial(core_quantize, values, arrays, bits),
+                    at_least=AIM,
+                ),
+                Candidate("limit: memcpy of the values", copying(values), limit=True),
+            ]
+            report.table(title("quantize", values, bits), measure(with_base(candidates), repeats))
+
+
+def dequantizing(report: Report, repeats: int) -> None:
+    """Time dequantize for every dtype and width."""
+    for dtype in dtypes():
+        values = random_values(dtype)
+        for bits in BITS:
+            state = quantized_state(values, bits)
+            arrays = list(state.arrays.values())
+            candidates = []
+            if mx is not None:
+                call = partial(run_mlx, mx.dequantize, [to_mlx(a) for a in arrays], bits)
+                candidates.append(Candidate("mlx.core.dequantize", call))
+            if torch is not None:
+                tensors = [
+                    to_torch(a.view(np.int32) if i == 0 else a) for i, a in enumerate(arrays)
+                ]
+                call = partial(peers.torch_dequantize, *tensors, bits, GROUP)
+                candidates.append(Candidate("torch operations", call))
+            candidates += [
+                Candidate(
+                    "mlstate, new array",
+                    lambda s=state: CacheState(s.spec, s.arrays, s.length).dequantize(),
+                    at_least=AIM,
+                ),
+                Candidate(
+                    "mlstate, array that exists",
+                    partial(core_dequantize, np.ones_like(values), arrays, bits),
+                    at_least=AIM,
+                ),
+                Candidate("limit: memcpy of the values", copying(values), limit=True),
+            ]
+            report.table(title("dequantize", values, bits), measure(with_base(candidates), repeats))
+
+
+def two_steps(values: Any, bits: int) -> None:
+    """Move to twice the capacity, then quantize."""
+    state = full_state(values)
+    state.resize(2 * SHAPE[-2])
+    state.quantize(bits, GROUP)
+
+
+def fused(report: Report, repeats: int) -> None:
+    """Time a move to twice the capacity that quantizes on the way."""
+    for dtype in dtypes():
+        values = random_values(dtype)
+        for bits in (4, 8):
+            candidates = [
+                Candidate("resize, then quantize", partial(two_steps, values, bits), baseline=True),
+                Candidate(
+                    "quantize(capacity=)",
+                    lambda bits=bits, values=values: full_state(values).quantize(
+                        bits, GROUP, capacity=2 * SHAPE[-2]
+                    ),
+                ),
+                Candidate("limit: memcpy of the values", copying(values), limit=True),
+            ]
+            report.table(title("move and quantize", values, bits), measure(candidates, repeats))
+
+
+def copying(values: Any) -> Callable[[], None]:
+    """Return a copy of the values to memory that exists."""
+    return partial(np.copyto, np.ones_like(values), values.copy())
+
+
+PARTS: dict[str, Callable[[Report, int], None]] = {
+    "quantize": quantizing,
+    "dequantize": dequantizing,
+    "fused": fused,
+}
+
+
+def main() -> None:
+    options = option_parser(__doc__, "5 repeats instead of 15", PARTS).parse_args()
+    mlstate.set_num_threads(1)
+    if torch is not None:
+        torch.set_num_threads(1)
+    results = "quantize" if options.store else None
+    report = Report("mlstate: quantized caches, one thread", options.json, results)
+    load = ", ".join(f"{number:.1f}" for number in os.getloadavg())
+    report.log(f"load of the machine (1, 5, 15 minutes): {load}")
+    report.log("processor time; 'x base': times faster than the faster one of mlx and torch")
+    report.log("'/limit': times the duration of a memcpy of the values")
+    for name, part in PARTS.items():
+        if options.only in (None, name):
+            part(report, 5 if options.quick else 15)
+    report.close()
+
+
+if __name__ == "__main__":
+    main()

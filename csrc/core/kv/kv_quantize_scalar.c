@@ -1,0 +1,97 @@
+/* kv_quantize_scalar: the groups of kv_quantize in plain C, the reference for others.
+ *
+ * There are kernels for float only: other dtypes are converted before and after.
+ */
+#include "kv/quantize_kernels.h"
+
+#include <string.h>
+
+/* Choose scale and bias for values of low .. high. The bias is the extreme with the
+ * larger absolute value, and 0 is a whole number of steps from it. mlx does the same
+ * operations in the same order. Returns false if the range is not finite. */
+static bool choose_affine(float low, float high, float levels, float *scale, float *bias)
+{
+    const bool from_low = fabsf(low) > fabsf(high);
+    const float step = (high - low) / levels, least = 1e-7F;
+    const float size = step > least ? step : least;
+    const float edge = from_low ? low : high;
+    *scale = from_low ? size : -size;
+    *bias = 0;
+    const float steps = rintf(edge / *scale); /* from 0 to the edge */
+    if (fabsf(steps) > 0) {
+        *scale = edge / steps;
+        *bias = edge;
+    }
+    return isfinite(high - low);
+}
+
+/* Choose scale and bias of a group; returns false if it has none. */
+static bool measure(const float *x, size_t size, float levels, float *scale, float *bias)
+{
+    float low = x[0], high = x[0];
+    float not_finite = 0; /* becomes NaN once an element is infinite or NaN */
+    for (size_t i = 0; i < size; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+        not_finite += x[i] - x[i];
+    }
+    return choose_affine(low, high, levels, scale, bias) && !isnan(not_finite);
+}
+
+static unsigned char encode(float x, float scale, float bias, float levels)
+{
+    const float round = 0x1.8p23F; /* adding it rounds to an integer, ties to even */
+    float code = (x - bias) / scale;
+    code = code > 0 ? code : 0;
+    code = code < levels ? code : levels;
+    return (unsigned char)(int32_t)((code + round) - round);
+}
+
+static bool quantize(const mls_group_run *run)
+{
+    const float levels = (float)((1U << run->bits) - 1);
+    unsigned char codes[8];
+    float x[MLS_QUANTIZE_MOST_GROUP];
+    bool is_finite = true;
+    for (size_t group = 0; group < run->groups; group++) {
+        const size_t bytes = run->size * sizeof *x, item = sizeof(float);
+        float scale, bias;
+        memcpy(x, (const unsigned char *)run->values + group * bytes, bytes);
+        is_finite = measure(x, run->size, levels, &scale, &bias) && is_finite;
+        memcpy((unsigned char *)run->scales + group * item, &scale, item);
+        memcpy((unsigned char *)run->biases + group * item, &bias, item);
+        unsigned char *joined = run->codes + group * run->size * run->bits / 8;
+        for (size_t i = 0; i < run->size; i += 8, joined += run->bits) {
+            for (size_t k = 0; k < 8; k++) {
+                codes[k] = encode(x[i + k], scale, bias, levels);
+            }
+            mls_join_8(codes, run->bits, joined);
+        }
+    }
+    return is_finite;
+}
+
+static void dequantize(const mls_group_run *run)
+{
+    unsigned char codes[8];
+    float x[8];
+    unsigned char *values = run->values;
+    const unsigned char *joined = run->codes;
+    for (size_t group = 0; group < run->groups; group++) {
+        const size_t item = sizeof(float);
+        float scale, bias;
+        memcpy(&scale, (const unsigned char *)run->scales + group * item, item);
+        memcpy(&bias, (const unsigned char *)run->biases + group * item, item);
+        for (size_t i = 0; i < run->size; i += 8, joined += run->bits) {
+            mls_split_8(joined, run->bits, codes);
+            for (size_t k = 0; k < 8; k++) {
+                x[k] = scale * (float)codes[k] + bias;
+            }
+            memcpy(values, x, sizeof x);
+            values += sizeof x;
+        }
+    }
+}
+
+const mls_group_kernels mls_group_scalar = {.quantize = {[MLS_F32] = quantize},
+                                            .dequantize = {[MLS_F32] = dequantize}};

@@ -1,0 +1,81 @@
+"""The line of progress on the terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from .._common.text import bytes_text
+from ..errors import MLStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_LEAST_SECONDS = 0.1  # between two texts
+
+
+class _Line:
+    """A line on the terminal: per cent, speed and remaining time, rewritten at most 10 times/s."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done = label, total, 0
+        self._printed_text = ""
+        self._began, self._printed = time.monotonic(), -math.inf
+
+    def add(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._printed < _LEAST_SECONDS and self._done < self._total:
+            return
+        self._printed = now
+        text = f"{self._label} {min(100, 100 * self._done // self._total):3d} %"
+        seconds = now - self._began
+        if seconds >= _LEAST_SECONDS:
+            speed = self._done / seconds
+            left = max(0, self._total - self._done) / speed if speed else 0.0
+            text += f", {bytes_text(int(speed))}/s, {_clock(left)} left"
+        if text != self._printed_text:
+            width = len(self._printed_text)
+            self._printed_text = text
+            print(f"\r{text:{width}}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._printed_text:
+            print("\r" + " " * len(self._printed_text), end="\r", file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    """Return a time as minutes and seconds, or hours, minutes and seconds."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+@contextmanager
+def progress_of(label: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
+    """Yield a function that takes numbers of bytes, or None if stderr is not a terminal.
+
+    `count` returns the total; if it is 0 or unknown, None is yielded too.
+    """
+    total = 0
+    if sys.stderr is not None and sys.stderr.isatty():
+        with suppress(MLStateError):
+            total = count()
+    if not total:
+        yield None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        line = _Line(label, total)
+        try:
+            yield line.add
+        finally:
+            line.close()
+        return
+    unit = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    with tqdm(desc=label, total=total, leave=False, file=sys.stderr, **unit) as bar:
+        yield bar.update

@@ -1,0 +1,284 @@
+"""Find the chunks of a Core ML model that is distributed as several packages.
+
+A list names the chunks. A pattern such as ``model_chunk_*.mlpackage`` matches them. ANEMLL's
+``meta.yaml`` describes a folder of them, with these keys of ``model_info: parameters:``
+
+- ffn: the first chunk, such as ``qwen_FFN_PF_lut6_chunk_01of02.mlmodelc``; older files have only
+  model_prefix and lut_ffn, which make up the same name
+- num_chunks; monolithic_model: the only package, instead of chunks
+- state_transition_infer_contexts: context sizes; every chunk has a function for each of them, and
+  state_transition_infer_function_template has its name
+- state_transition_infer_default_function: the function of the largest context
+
+The file is untrusted: its size, counts and numbers are limited, names cannot leave the folder, and
+a chunk cannot be a link to another place. All values are read as text: no tag has an effect.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._common.local_path import local_path
+from .._common.text import count_text, shorten
+from ..errors import StoreNotFoundError
+from ..kv._arguments import incompatible
+from ..kv._model_states import format_error, quoted, read_file
+from ._compiled import metadata_path
+from ._package import is_inside
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_META = "meta.yaml"
+_MOST_BYTES = 64 << 10  # real files have 1 to 5 KiB
+_MOST_CHUNKS = 999
+_MOST_CONTEXTS = 256
+_EXTENSIONS = (".mlmodelc", ".mlpackage", ".mlmodel")
+_CHUNK = re.compile(r"(.+)_chunk_(\d{1,4})(?:of(\d{1,4}))?", re.ASCII | re.DOTALL)
+_NUMBER = re.compile(r"[1-9]\d{0,9}", re.ASCII)
+_CONTEXT = "{context}"
+
+
+class Chunks(NamedTuple):
+    """The chunks of a model, in order."""
+
+    sources: tuple[Any, ...]  # each a path or another form of a single model
+    contexts: dict[int, str]  # the function of each context size; empty if unknown
+    default: str | None  # the default function, if meta.yaml names it
+    origin: str | None  # the path of meta.yaml
+
+
+def find_chunks(source: Any) -> Chunks | None:
+    """Return the chunks of a model; None for a single model, in any form."""
+    if isinstance(source, list | tuple):
+        return _chunks_of_list(source)
+    if not isinstance(source, str | os.PathLike):
+        return None
+    path = os.fsdecode(local_path(source))
+    if os.path.isdir(path):
+        is_model = os.path.exists(os.path.join(path, "Manifest.json")) or metadata_path(path)
+        file = os.path.join(path, _META)
+        return _read_meta(file) if not is_model and os.path.lexists(file) else None
+    if path.endswith((".yaml", ".yml")):
+        return _read_meta(path)
+    if glob.has_magic(path) and not os.path.lexists(path):
+        return _chunks_of_pattern(path)
+    return None
+
+
+# ---- lists and patterns ----
+
+
+def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
+    if not sources:
+        raise TypeError("source is an empty sequence of chunk models")
+    for source in sources:
+        if isinstance(source, list | tuple):
+            raise TypeError("source is a sequence of sequences; pass one model for each chunk")
+    paths = [os.fsdecode(source) for source in sources if isinstance(source, str | os.PathLike)]
+    if len(paths) == len(sources):
+        _chunk_numbers(paths)
+    return Chunks(tuple(sources), {}, None, None)
+
+
+def _chunks_of_pattern(pattern: str) -> Chunks:
+    paths = sorted(glob.glob(pattern))
+    if not paths:
+        raise _missing(pattern, "no file or folder matches this pattern")
+    numbers = _chunk_numbers(paths)
+    if numbers is None and len(paths) > 1:
+        raise incompatible(
+            f"{pattern}: {quoted(map(os.path.basename, paths))} are not numbered as chunks, such "
+            "as model_chunk_01of02.mlpackage; pass a list",
+            None,
+            "numbered chunks",
+            len(paths),
+        )
+    if numbers is not None:
+        paths = [path for _, path in sorted(zip(numbers, paths, strict=True))]
+    return Chunks(tuple(paths), {}, None, None)
+
+
+def _stem(path: str) -> str:
+    """Return the name of a package without the extension."""
+    name = os.path.basename(path.rstrip("/"))
+    stem, extension = os.path.splitext(name)
+    return stem if extension in _EXTENSIONS else name
+
+
+def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
+    """Return the numbers in the names of chunks, or None if no name has one.
+
+    CompatibilityError: the names do not belong to all chunks of one model.
+    """
+    matches = [_CHUNK.fullmatch(_stem(path)) for path in paths]
+    named = [match for match in matches if match is not None]
+    if not named:
+        return None
+    labels = [os.path.basename(path.rstrip("/")) for path in paths]
+    kinds = sorted({(match[1], match[3] or "") for match in named})
+    if len(named) < len(paths) or len(kinds) > 1 or len(paths) > _MOST_CHUNKS:
+        raise incompatible(
+            f"{quoted(labels)} are not the chunks of one model; narrow the pattern or the list",
+            None,
+            f"at most {_MOST_CHUNKS} names that differ in the number only",
+            count_text(len(paths), "name"),
+        )
+    numbers = [int(match[2]) for match in named]
+    total = int(kinds[0][1] or len(numbers))
+    repeated = sorted({number for number in numbers if numbers.count(number) > 1})
+    if repeated:
+        again = [labels[i] for i, number in enumerate(numbers) if number == repeated[0]]
+        raise incompatible(
+            f"chunk {repeated[0]} appears more than once: {quoted(again)}; name one of each",
+            None,
+            "one package for each chunk",
+            quoted(again),
+        )
+    absent = [number for number in range(1, min(total, _MOST_CHUNKS) + 1) if number not in numbers]
+    if absent or max(numbers) > total:
+        raise incompatible(
+            f"{quoted(labels)}: {_listed(absent)} of {total} missing"
+            if absent
+            else f"{quoted(labels)}: chunk {max(numbers)} of {total}",
+            None,
+            f"chunks 1 to {total}",
+            _listed(numbers),
+        )
+    return numbers
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    listed = list(numbers)
+    text = ", ".join(map(str, listed[:8]))
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return f"chunk{'s' if len(listed) > 1 else ''} {text}{more}"
+
+
+def _missing(path: str, text: str) -> StoreNotFoundError:
+    error = StoreNotFoundError(2, text, path)
+    error.path = path
+    return error
+
+
+# ---- meta.yaml ----
+
+
+def _load_yaml(file: str) -> Any:
+    """Return the document in a YAML file; its scalars are text."""
+    data = read_file(file, _MOST_BYTES)
+    try:
+        import yaml
+    except ImportError:
+        raise ImportError(
+            f"{file}: meta.yaml is read with PyYAML: pip install 'mlstate[anemll]', or pass a list "
+            "of the chunks",
+            name="yaml",
+        ) from None
+    try:
+        return yaml.load(data, Loader=yaml.BaseLoader)  # makes text, lists and dicts only
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        problem = shorten(" ".join(str(error).split()), 200)
+        raise format_error(file, f"not YAML: {problem}") from None
+
+
+def _read_parameters(file: str) -> dict[str, Any]:
+    document = _load_yaml(file)
+    for key in ("model_info", "parameters"):
+        document = document.get(key) if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        raise format_error(file, "no mapping model_info: parameters: as in ANEMLL's meta.yaml")
+    return document
+
+
+def _text(file: str, parameters: dict[str, Any], key: str) -> str | None:
+    """Return a value; None if it is absent or empty."""
+    value = parameters.get(key, "")
+    if not isinstance(value, str):
+        raise format_error(file, f"{key}: expected text, got a {type(value).__name__}")
+    return value.strip() or None
+
+
+def _number(file: str, key: str, value: Any, most: int) -> int:
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value) or int(value) > most:
+        got = shorten(repr(value), 60) if isinstance(value, str) else type(value).__name__
+        raise format_error(file, f"{key}: expected an integer from 1 to {most}, got {got}")
+    return int(value)
+
+
+def _read_contexts(file: str, parameters: dict[str, Any]) -> dict[int, str]:
+    key = "state_transition_infer_contexts"
+    values = parameters.get(key, [])
+    if not isinstance(values, list) or len(values) > _MOST_CONTEXTS:
+        raise format_error(file, f"{key}: expected a list of at most {_MOST_CONTEXTS} integers")
+    contexts = [_number(file, key, value, (1 << 31) - 1) for value in values]
+    if len(set(contexts)) < len(contexts):
+        raise format_error(file, f"{key}: a context appears twice: {contexts}")
+    key = "state_transition_infer_function_template"
+    template = _text(file, parameters, key) or f"infer_ctx{_CONTEXT}"
+    if _CONTEXT not in template or "{" in template.replace(_CONTEXT, ""):
+        got = shorten(repr(template), 60)
+        raise format_error(file, f"{key}: expected a name with {_CONTEXT}, got {got}")
+    return {context: template.replace(_CONTEXT, str(context)) for context in contexts}
+
+
+def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
+    """Return the names of all chunks; they may lack the extension, or have another one."""
+    monolithic = _text(file, parameters, "monolithic_model")
+    if monolithic is not None:
+        return [monolithic]
+    count = _number(file, "num_chunks", parameters.get("num_chunks", "1"), _MOST_CHUNKS)
+    first = _text(file, parameters, "ffn")
+    if first is None:
+        prefix = _text(file, parameters, "model_prefix")
+        if prefix is None:
+            raise format_error(file, "neither ffn nor model_prefix, which name the chunks")
+        bits = _text(file, parameters, "lut_ffn")
+        first = f"{prefix}_FFN_PF" + (f"_lut{bits}" if bits not in (None, "none", "-1") else "")
+    stem, extension = os.path.splitext(first)
+    if extension not in _EXTENSIONS:
+        stem, extension = first, ""
+    match = _CHUNK.fullmatch(stem)
+    if match is not None:
+        stem = match[1]
+        if int(match[3] or count) != count:
+            name = shorten(first, 80)
+            raise format_error(file, f"num_chunks is {count}, but ffn is {name!r}")
+    elif count == 1 and os.path.lexists(os.path.join(os.path.dirname(file), first)):
+        return [first]
+    return [f"{stem}_chunk_{i:02d}of{count:02d}{extension}" for i in range(1, count + 1)]
+
+
+def _chunk_path(file: str, name: str) -> str | None:
+    """Return the path of a chunk, compiled or not, or None if it is missing."""
+    if not is_inside(name):
+        got = shorten(repr(name), 80)
+        raise format_error(file, f"the name of a chunk leads outside of the folder: {got}")
+    folder = os.path.dirname(file) or "."
+    stem, extension = os.path.splitext(name)
+    stem = stem if extension in _EXTENSIONS else name
+    for candidate in dict.fromkeys([name, *(stem + other for other in _EXTENSIONS)]):
+        path = os.path.join(folder, candidate)
+        if os.path.exists(path):
+            root, real = os.path.realpath(folder), os.path.realpath(path)
+            if os.path.commonpath([root, real]) != root:
+                raise format_error(file, f"{candidate} is a link to a place outside of the folder")
+            return path
+    return None
+
+
+def _read_meta(file: str) -> Chunks:
+    parameters = _read_parameters(file)
+    contexts = _read_contexts(file, parameters)
+    names = _chunk_names(file, parameters)
+    paths = [_chunk_path(file, name) for name in names]
+    absent = [i for i, path in enumerate(paths) if path is None]
+    if absent:
+        numbers = _listed(i + 1 for i in absent)
+        name = shorten(names[absent[0]], 80)
+        raise _missing(file, f"{numbers} of {len(names)} missing in the folder, such as {name}")
+    default = _text(file, parameters, "state_transition_infer_default_function")
+    return Chunks(tuple(paths), contexts, default, file)
