@@ -7,6 +7,8 @@
 #include "array/strided_iter.h"
 #include "base/size.h"
 
+#include <string.h>
+
 unsigned char *mls_element_at(const mls_tensor *array, size_t number)
 {
     unsigned char *at = array->data;
@@ -29,8 +31,12 @@ const unsigned char *mls_block(const mls_tensor *array, bool in_order, size_t fi
     for (size_t done = 0; done < count;) {
         const size_t rest = row - (first + done) % row;
         const size_t items = mls_size_least(rest, count - done);
-        mls_gather(room + done * item, mls_element_at(array, first + done), stride, item,
-                   items);
+        const unsigned char *from = mls_element_at(array, first + done);
+        if (stride == (ptrdiff_t)item) {
+            memcpy(room + done * item, from, items * item);
+        } else {
+            mls_gather(room + done * item, from, stride, item, items);
+        }
         done += items;
     }
     return room;
