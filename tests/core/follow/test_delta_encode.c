@@ -1,5 +1,6 @@
 /* Encoded deltas compared with the definition of delta.h: every element size, instruction
  * set and density. */
+#include "follow/delta_kernels.h"
 #include "support/deltas.h"
 
 #include <math.h>
@@ -116,4 +117,28 @@ TEST(arrays_that_do_not_belong_together_are_refused)
     const mls_tensor wide = vector_of(base, MLS_F32, 8);
     CHECK(mls_delta_check_target(&delta, &wide, &status) == MLS_E_DTYPE);
     mls_delta_fini(&delta);
+}
+
+/* No dtype has 16 bytes yet: the kernels are called directly. */
+TEST(every_set_compares_elements_of_16_bytes)
+{
+    enum { COUNT = MLS_DELTA_BLOCK_BYTES / 16 };
+    static uint16_t numbers[COUNT + MLS_DELTA_SURE];
+    for (size_t d = 0; d < sizeof densities / sizeof densities[0]; d++) {
+        for (size_t count = COUNT - 40; count <= COUNT; count++) {
+            fill_arrays(count, 16, densities[d]);
+            EACH_CPU (cpu) {
+                const size_t changes =
+                    mls_delta_kernels_of(cpu)->compare[4](base, changed, count, numbers);
+                size_t next = 0;
+                for (size_t i = 0; i < count; i++) {
+                    if (memcmp(base + i * 16, changed + i * 16, 16) != 0) {
+                        CHECK(next < changes && numbers[next] == i);
+                        next++;
+                    }
+                }
+                CHECK(next == changes);
+            }
+        }
+    }
 }

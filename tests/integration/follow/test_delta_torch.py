@@ -130,3 +130,13 @@ def test_parameters_with_gradients_are_changed_without_autograd():
     apply_delta(weight, delta, [])
     assert torch.equal(weight.detach(), new)
     assert weight.grad_fn is None
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="needs packed floats")
+def test_packed_floats_are_compared_by_their_bytes():
+    base, new = (array.view(torch.float4_e2m1fn_x2) for array in random_pair(torch.uint8))
+    delta, log, before = compare_arrays(base, new), [], base.clone()
+    apply_delta(base, delta, log)
+    assert torch.equal(bits(base), bits(new))
+    roll_back(log)
+    assert torch.equal(bits(base), bits(before))
