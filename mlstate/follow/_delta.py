@@ -136,6 +136,19 @@ def roll_back(log: UndoLog) -> None:
     log.clear()
 
 
+def write_delta(target: Array, delta: Delta) -> None:
+    """Write the changed elements into `target`; after an interrupt, some may be written."""
+    _write_values(target, delta, None, checksum=False)
+
+
+def checksum_of(array: Array) -> int:
+    """Return the CRC32C of the elements in C order."""
+    array = _detached(array)
+    if _is_on_device(array):
+        return backend_of(array, DeltaBackend).tensor_crc32c(array)
+    return _core.array_crc32c(array, 0)
+
+
 def compose_deltas(first: Delta, second: Delta) -> Delta:
     """Return the delta that has the effect of `first`, then `second`, without their arrays.
 

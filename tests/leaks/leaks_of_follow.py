@@ -1,11 +1,11 @@
-"""Leak cases of deltas."""
+"""Leak cases of deltas, publishers and followers."""
 
 import numpy as np
-from leak_cases import case, each, raises
+from leak_cases import case, each, methods, raises
 
 from mlstate import errors
 from mlstate.checkpoint import Layout
-from mlstate.follow import _delta
+from mlstate.follow import Follower, Publisher, _delta
 
 
 @case()
@@ -33,3 +33,39 @@ def deltas(_):
         raises(errors.CompatibilityError, _delta.compare_arrays, base, new.T),
         raises(errors.CompatibilityError, _delta.filter_delta, delta, (5, 10), rows, columns),
     ), [base, new, target, delta, log]
+
+
+@case(*methods(Publisher), *methods(Follower), "Publisher", "Follower", calls=12)
+def versions(folder):
+    model, step = {"w": np.zeros((40, 50), np.float32)}, [0]
+    publisher = Publisher(folder / "weights", anchor_every=2)
+    other = Publisher(folder / "weights")
+    into, rows = {"w": np.zeros((40, 50), np.float32)}, {"w": np.zeros((20, 50), np.float32)}
+    followers = (
+        Follower(publisher.path, into=into),
+        Follower(publisher.path, into=rows, layout="rows", rank=1, world_size=2),
+        Follower(publisher.path, into=into, double_buffer=True),
+    )
+    publisher.publish(0, model)
+
+    def publish():
+        for _ in range(4):
+            step[0] += 1
+            model["w"][step[0] % 40, 7] += 1
+            publisher.publish(step[0], model)
+            for follower in followers:
+                assert follower.poll() == follower.advance() == follower.version
+                follower.verify()
+                assert follower.state.keys() == model.keys()
+
+    def new_objects():
+        Publisher(folder / "other", base="disk", keep=1).publish(1, model)
+        assert Follower(folder / "other", into=into).path.endswith("other")
+
+    return each(
+        publish,
+        new_objects,
+        raises(errors.CompatibilityError, Follower(publisher.path, into={}).advance),
+        raises(FileNotFoundError, followers[0].advance, 1 << 40),
+        raises(TypeError, other.publish, 1, {"w": 3}),
+    ), [publisher, other, followers, model, into, rows]
