@@ -254,6 +254,17 @@ def read_changes(loader: Loader) -> dict[str, list[Change]]:
     return changes
 
 
+def empty_model(files: CheckpointFiles) -> dict[str, Any]:
+    """Return zeros with the shapes and dtypes of the newest version."""
+
+    def read(manifest: Manifest) -> dict[str, Any]:
+        changes = read_changes(open_version(files, MANIFEST, manifest))
+        parts = {name: each[0].part for name, each in changes.items()}
+        return {name: np.zeros(part.shape, numpy_dtype(part.dtype)) for name, part in parts.items()}
+
+    return files.read_root(MANIFEST, read)
+
+
 def refuse_other_names(names: Iterable[str], published: Iterable[str], path: str) -> None:
     """Raise CompatibilityError unless a follower has the published tensors."""
     followed, stored = set(names), set(published)

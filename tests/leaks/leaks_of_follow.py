@@ -65,7 +65,6 @@ def versions(folder):
     return each(
         publish,
         new_objects,
-        raises(errors.CompatibilityError, Follower(publisher.path, into={}).advance),
         raises(FileNotFoundError, followers[0].advance, 1 << 40),
         raises(TypeError, other.publish, 1, {"w": 3}),
     ), [publisher, other, followers, model, into, rows]

@@ -75,7 +75,7 @@ def fsdp2_is_followed_by_fsdp2(group):
 
 
 @scenario
-def ddp_writes_each_tensor_once(group):
+def ddp_is_followed_by_a_module(group):
     module = DistributedDataParallel(model())
     follow_steps(group, module, model(seed=9))
 
