@@ -56,8 +56,8 @@ def run_list(arguments: argparse.Namespace) -> int:
     for version in lineage.versions:
         manifest = files.read_manifest(version.root)
         nbytes = sum(record.data_bytes for record in manifest.indexes)
-        row = {"step": version.step, "kind": version.kind, "bytes": nbytes}
-        rows.append({**row, "ranks": manifest.world_size, "created": manifest.created})
+        facts = {"step": version.step, "kind": version.kind, "bytes": nbytes}
+        rows.append({**facts, "ranks": manifest.world_size, "created": manifest.created})
     if arguments.json:
         data = {"path": files.path, "lineage": lineage.name, "versions": rows}
         print(json.dumps(data, indent=2))
@@ -83,8 +83,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
             nbytes = report.bytes
         except MLStateError as error:
             problems = [str(error)]
-        row = {"step": version.step, "kind": version.kind, "good": not problems, "bytes": nbytes}
-        rows.append({**row, "problems": problems})
+        facts = {"step": version.step, "kind": version.kind, "good": not problems, "bytes": nbytes}
+        rows.append({**facts, "problems": problems})
     is_good = all(row["good"] for row in rows)
     if arguments.json:
         print(json.dumps({"path": files.path, "good": is_good, "versions": rows}, indent=2))

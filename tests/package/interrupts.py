@@ -29,7 +29,7 @@ from types import MappingProxyType
 import numpy as np
 
 import mlstate
-from mlstate import coreai
+from mlstate import coreai, follow
 from mlstate.checkpoint import (
     CheckpointManager,
     export_huggingface,
@@ -45,6 +45,7 @@ PACKAGE = str(Path(mlstate.__file__).parent) + os.sep
 SECONDS = 20  # limit for threads to end
 OLD = {"a": np.arange(8, dtype=np.float32), "b": np.zeros(3000), "c": np.ones((4, 4))}
 NEW = {"a": np.arange(8, dtype=np.float32) + 1, "b": np.ones(3000), "c": np.ones((4, 4))}
+NEAR = {**OLD, "b": np.where(np.arange(3000) % 40, 0.0, 1.0), "c": OLD["c"] + np.eye(4)}
 LITTER = "0123456789abcdef"
 
 # Lines at which Python itself allows no cleanup, by reason. The first set is found from the source.
@@ -350,6 +351,57 @@ class Store(Save):
         self.call(folder)
 
 
+class Publish(Save):
+    """A publisher writes an anchor and deltas."""
+
+    def prepare(self, folder):
+        self.publisher, self.step = follow.Publisher(folder / "ckpt", anchor_every=2), 0
+        self.publisher.publish(0, OLD)
+
+    def call(self, folder):
+        for state in (NEAR, OLD, NEAR):
+            self.step += 1
+            self.publisher.publish(self.step, state)
+
+    def check(self, folder):
+        into = {name: np.zeros_like(array) for name, array in OLD.items()}
+        follow.Follower(folder / "ckpt", into=into).advance()
+        assert same(into, OLD) or same(into, NEAR), "neither the old state nor the new"
+        self.publisher.publish(self.step + 1, NEW)
+        clean(folder / "ckpt")
+        follow.Follower(folder / "ckpt", into=into).advance()
+        assert same(into, NEW)
+
+
+class Follow(Save):
+    """A follower advances by deltas, and then from an anchor; a second one has two buffers."""
+
+    def prepare(self, folder):
+        publisher = follow.Publisher(folder / "ckpt")
+        for step, state in enumerate((OLD, NEAR, OLD, NEAR)):
+            publisher.publish(step, state)
+        self.followers = []
+        for double_buffer in (False, True):
+            into = {name: np.zeros_like(array) for name, array in OLD.items()}
+            follower = follow.Follower(folder / "ckpt", into=into, double_buffer=double_buffer)
+            follower.advance(0)
+            self.followers.append(follower)
+
+    def call(self, folder):
+        for follower in self.followers:
+            follower.advance(1)
+            follower.advance(3)
+            follower.advance(0)
+
+    def check(self, folder):
+        for follower in self.followers:
+            state = follower.state
+            assert same(state, OLD if follower.version in (0, 2) else NEAR), follower.version
+            follower.verify()
+            assert follower.advance() == 3
+            assert same(follower.state, NEAR)
+
+
 CASES = {
     "save": Save,
     "new": New,
@@ -368,6 +420,8 @@ CASES = {
     "export_async": ExportAsync,
     "files": Files,
     "store": Store,
+    "publish": Publish,
+    "follow": Follow,
 }
 
 
