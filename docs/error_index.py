@@ -8,6 +8,7 @@ from pathlib import Path
 # The page that explains the errors of a folder, the most specific folder first.
 PAGES = {
     "mlstate/integrations/lightning": "run_state",
+    "mlstate/integrations/mlx": "mlx_caches",
     "mlstate/integrations/transformers/_caches": "transformers_caches",
     "mlstate/integrations/transformers": "run_state",
     "mlstate/integrations/torch/_activation": "activation",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         fsdp,
         kv,
         plot,
+        prompts,
         state,
         threads,
     )
@@ -110,6 +111,7 @@ __all__ = [
     "load_file",
     "load_into",
     "plot",
+    "prompts",
     "rename",
     "reshard",
     "save",
@@ -135,6 +137,7 @@ _MODULES = (
     "fsdp",
     "kv",
     "plot",
+    "prompts",
     "state",
     "threads",
 )

@@ -26,6 +26,20 @@ def is_torch(candidate: object) -> bool:
     return torch is not None and isinstance(candidate, torch.Tensor)
 
 
+_CACHES = {
+    ("mlstate.kv", "KVState"),
+    ("mlstate.kv", "RollingKVState"),
+    ("mlstate.kv", "CacheState"),
+    ("mlstate.integrations._caches", "LaidOutState"),  # stored as a CacheState
+}
+
+
+def is_cache(candidate: object) -> bool:
+    """Return whether this is a cache of mlstate, without importing it; not of a user's subclass."""
+    cls = type(candidate)
+    return (cls.__module__, cls.__name__) in _CACHES
+
+
 def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     """Return address, item bytes, shape and strides in bytes."""
     if is_torch(array):

@@ -68,9 +68,20 @@ def name_of(dtype: object) -> str:
     return label_of(dtype) or _bare_name(dtype)  # equal dtypes may differ in metadata
 
 
+# names of papers and of safetensors, in lower case
+_SHORT_NAMES = {
+    "bf16": "bfloat16",
+    **{f"{prefix}{bits}": f"float{bits}" for prefix in ("f", "fp") for bits in (16, 32, 64)},
+}
+
+
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype argument, of NumPy, ml_dtypes or torch; "" if it is none."""
+    """Return the name of a dtype argument, of NumPy, ml_dtypes or torch; "" if it is none.
+
+    A str may also be a short name of a float, such as ``"bf16"`` or ``"F32"``.
+    """
     name = label_of(dtype) or str(dtype).removeprefix("torch.")
+    name = _SHORT_NAMES.get(name.lower(), name)
     if name in _NAMES:
         return name
     if dtype is None:  # NumPy's default is float64

@@ -67,8 +67,11 @@ def ranks_text(ranks: Sequence[int], most: int = _LISTED) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {listed}{more}"
 
 
+_CONTAINED = 3  # characters of a name that others may contain by more than chance
+
+
 def names_hint(name: str, candidates: Iterable[str], *, listed: bool = True) -> str:
-    """Return a hint with the most similar known name, or else with the first known names.
+    """Return a hint with a similar name, or one that contains this one, or the first known names.
 
     Only the first 10,000 known names are compared. If `listed` is false, names are not listed
     when none is similar, because the message lists them already.
@@ -77,6 +80,8 @@ def names_hint(name: str, candidates: Iterable[str], *, listed: bool = True) -> 
 
     names = list(dict.fromkeys(candidates))
     near = get_close_matches(name, names[:_COMPARED], 1)
+    if not near and len(name) >= _CONTAINED:
+        near = [each for each in names[:_COMPARED] if name in each]
     if near:
         return f"; did you mean {near[0]!r}?"
     if not listed:

@@ -13,7 +13,7 @@ from ._folder.names import SECTIONS
 from ._folder.weight_names import weights_root
 from ._load import LoadedState, find_whole, load
 from ._options import LOAD_DEFAULTS, show_options
-from ._step_roots import find_root
+from ._step_choice import choose_root
 from ._store.manifest import build, parse
 from ._store.open_path import RootPath, open_files, open_root_path
 from ._verify import VerifyReport, verify
@@ -478,6 +478,8 @@ def inspect(
     path: str | os.PathLike[str],
     *,
     step: int | str | None = None,
+    monitor: str | None = None,
+    mode: str = "min",
     storage_options: Mapping[str, object] | None = None,
 ) -> Checkpoint:
     """
@@ -488,8 +490,10 @@ def inspect(
     path : str or os.PathLike
         Anything that `load` reads. Of a Hugging Face folder and of a ``.safetensors`` file the
         headers are read; of formats without an index, such as ``.npz``, everything.
-    step : int or "latest", optional
+    step : int, "latest" or "best", optional
         The step of a run. Default: the newest.
+    monitor, mode
+        As for `load`: which step is the best.
     storage_options : mapping, optional
         As for `save`.
 
@@ -515,8 +519,7 @@ def inspect(
     """
     files, root, _ = open_root_path(path, storage_options)
     read_manifest = None
-    if step is not None:
-        root = find_root(files, step)
+    root = choose_root(files, root, step, monitor, mode)
     foreign = find_whole(path, files)
     if foreign is None:
         try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from .._common.arrays import is_cache
 from ..state._diff import StateDiff
 from ..state._diff import diff as diff_states
 
@@ -30,7 +31,11 @@ def _loaded(value: object) -> LoadedState | None:
 
 def _add_entries(entries: dict[str, Any], name: str, value: Any) -> None:
     """Add the arrays and numbers of a value, however nested; any other value is part of a name."""
-    if hasattr(value, "keys"):
+    if is_cache(value):
+        from ..kv._stored import cache_values
+
+        _add_entries(entries, name, cache_values(value)[1])
+    elif hasattr(value, "keys"):
         for key in value:
             _add_entries(entries, f"{name}.{key}" if name else str(key), value[key])
     elif isinstance(value, list | tuple):

@@ -16,7 +16,7 @@ from ._options import PACK_BELOW
 from ._replica_assignment import by_section, whole_names
 from ._save import refuse_empty_save, states_of
 from ._sections import STATES
-from ._step_roots import find_root
+from ._step_choice import choose_root
 from ._store.checkpoint_files import patterns_of
 from ._store.name_globs import listed_names
 from ._store.open_path import open_files
@@ -243,6 +243,8 @@ def plan_load(
     path: str | os.PathLike[str],
     *,
     step: int | str | None = None,
+    monitor: str | None = None,
+    mode: str = "min",
     names: str | Iterable[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -261,7 +263,7 @@ def plan_load(
     ----------
     path : str or os.PathLike
         Folder of the checkpoint, or its URL in an object store.
-    step, names, rank, world_size, layout
+    step, monitor, mode, names, rank, world_size, layout
         As for `load`.
     verify : bool, default True
         Whether the load verifies checksums: then whole blocks of 1 MiB are read.
@@ -301,10 +303,9 @@ def plan_load(
     files = open_files(path, storage_options, reads=True)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
-    if step is not None:
-        if root != MANIFEST:
-            raise ValueError("step= and root= both choose the checkpoint: pass only one of them")
-        root = find_root(files, step)
+    if step is not None and root != MANIFEST:
+        raise ValueError("step= and root= both choose the checkpoint: pass only one of them")
+    root = choose_root(files, root, step, monitor, mode)
     root, read_manifest = files.open_root(root)
 
     def plan(manifest: Manifest) -> LoadPlan:

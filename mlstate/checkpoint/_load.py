@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_flags, check_int, is_flag
 from .._common.backend import TensorBackend, is_module, torch_backend
+from .._common.caller import find_caller
 from .._common.converted import converted, is_converted
 from .._common.dtypes import FLOATS, dtype_name, numpy_dtype
 from .._common.text import names_hint
@@ -30,6 +31,7 @@ from ._quantized.pairs import find_pairs
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
+from ._step_choice import choose_root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import Names, listed_names
 from ._store.open_path import RootPath, open_root_path
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from ._store.weight_files import WeightFiles
 
 MISSING = ("skip", "zeros", "error")
+_LAYOUT = 6  # place of the layout's steps in a record of a tensor
 _CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
 
 
@@ -256,6 +259,24 @@ class Loader:
         folder = self.request.files.folder
         return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
 
+    def facts(self, section: Section, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of the tensors that `load_state` returns, by name."""
+        label, dtype = SECTIONS[section.number], self.request.dtype
+        stored = {
+            row[1]: (row[4], row[5]) for row in self.merged_index.tensors() if row[0] == label
+        }
+        by_codes = self.pairs.by_codes if self.pairs is not None and section.number == 0 else {}
+        facts = {}
+        for name, key in zip(names, section.keys(names), strict=True):
+            kind, shape = stored[key]
+            if key in by_codes:
+                by_codes[key].check()
+                kind, shape = dtype, by_codes[key].shape
+            elif dtype and not section.is_optimizer and is_converted(kind, dtype):
+                kind = dtype
+            facts[name] = kind, shape
+        return facts
+
     def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
         keys = section.keys(names)
@@ -384,10 +405,30 @@ def _result(loader: Loader, prepared: Prepared) -> LoadedState:
     )
 
 
+def warn_of_whole_tensors(request: LoadRequest, path: str) -> None:
+    """Warn a caller that asked for one rank's part of tensors that were all saved whole."""
+    options = request.options
+    rank, world_size = options["rank"], options["world_size"]
+    if rank is None or world_size == 1 or options["layout"] is not None:
+        return
+    if options["into"] is None and options["group"] is None:
+        find_caller().warn(
+            f"{path}: no tensor was saved in parts, so rank {rank} of {world_size} gets all of "
+            "each tensor: pass layout='rows' or another layout for a part of each, or "
+            "layout='whole' for all without this warning"
+        )
+
+
 def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
     """Load new arrays or, with mmap, views of the files."""
     loader = Loader(request, manifest)
     manifest = loader.manifest
+    if not any("ranks" in kind for kind in loader.states.values()):
+        layouts = [
+            each[_LAYOUT] for each in loader.merged_index.tensors() if each[0] in SECTIONS[:STATES]
+        ]
+        if layouts and not any(layouts):
+            warn_of_whole_tensors(request, loader.folder)
     _, chosen = loader.chosen()
     loader.refuse_lacking(chosen)
     named = {} if request.names is not None else loader.named
@@ -561,11 +602,67 @@ def find_whole(
     return None
 
 
+def _check_request(
+    path: str | os.PathLike[str],
+    step: int | str | None,
+    monitor: str | None,
+    mode: str,
+    options: LoadOptions,
+) -> tuple[LoadRequest, Manifest | None]:
+    """Check the arguments of a load; return them, and the manifest if `path` came with it."""
+    if is_module(options["into"]):
+        options["into"] = {"model": options["into"]}
+    into, mmap = options["into"], options["mmap"]
+    verify, missing = options["verify"], options["missing"]
+    rank, world_size, layout = options["rank"], options["world_size"], options["layout"]
+    check_flags(mmap=mmap, strict=options["strict"])
+    group = optional_group(options["group"])
+    cast, dtype = _checked_cast(options["cast"], into, mmap=mmap)
+    files, root, manifest = open_root_path(path, options["storage_options"])
+    if mmap:
+        files.folder.require_local("mmap=True", "load without it")
+    cutting = ranks_of(rank, world_size, layout, group)
+    names = None if options["names"] is None else listed_names(options["names"])
+    if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
+        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
+    files = files if verify else CheckpointFiles(files.folder, checked=False)
+    if not isinstance(missing, str) or missing not in MISSING:
+        raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
+    options["device"] = _checked_device(options["device"], mmap=mmap)
+    if into is not None:
+        check_into(into)
+        if mmap:
+            raise ValueError(
+                "mmap=True returns views of the files and cannot fill into=: pass only one of them"
+            )
+    if step is not None or monitor is not None:
+        root, manifest = choose_root(files, root, step, monitor, mode), None
+    by_target = layout is None and rank is None and world_size is None
+    if group is not None:
+        rank, world_size = group.rank, group.world_size
+    request = LoadRequest(
+        files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
+    )
+    return request, manifest
+
+
+def open_loader(where: RootPath, options: LoadOptions) -> Loader:
+    """Return a loader that reads the tensors of a root one after the other."""
+    request, manifest = _check_request(
+        where, None, None, "min", complete_options(load, options, LOAD_DEFAULTS)
+    )
+    if manifest is None:
+        manifest = request.files.read_manifest(request.root)
+    return Loader(request, manifest)
+
+
 @show_options(LOAD_DEFAULTS)
 def load(
     path: str | os.PathLike[str],
     *,
     step: int | str | None = None,
+    monitor: str | None = None,
+    mode: str = "min",
     **options: Unpack[LoadOptions],
 ) -> LoadedState:
     """
@@ -582,15 +679,20 @@ def load(
         or ``.ckpt``, or of a folder of torch.distributed.checkpoint. All but the first are read
         whole; ``mmap``, ``missing``, ``verify="first"`` and torch optimizers in ``into`` are
         refused for these.
-    step : int or "latest", optional
+    step : int, "latest" or "best", optional
         The step of a run, the folder of a `CheckpointManager`. Default: the newest.
+    monitor : str, optional
+        With ``step="best"``: the key of the metric in the metadata of the steps.
+    mode : {"min", "max"}, default "min"
+        Whether the smallest or the largest value of `monitor` is best.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
         other string is a glob such as ``"layers.*.weight"``.
     rank, world_size : int, optional
         Load only the part of one rank. Without `layout`, tensors are cut as they were saved,
-        for `world_size` ranks; tensors that were saved whole are loaded whole.
+        for `world_size` ranks; tensors that were saved whole are loaded whole, with a
+        `CheckpointWarning` if none was saved in parts.
     layout : Layout or str, optional
         Layout to load, independent of the saved layout. Optimizer states are cut along the same
         axes as their parameter, as far as they have these axes.
@@ -701,41 +803,8 @@ def load(
            [6., 7.]])
     """
     options = complete_options(load, options, LOAD_DEFAULTS)
-    if is_module(options["into"]):
-        options["into"] = {"model": options["into"]}
-    into, mmap = options["into"], options["mmap"]
-    verify, missing = options["verify"], options["missing"]
-    rank, world_size, layout = options["rank"], options["world_size"], options["layout"]
-    check_flags(mmap=mmap, strict=options["strict"])
-    group = optional_group(options["group"])
-    cast, dtype = _checked_cast(options["cast"], into, mmap=mmap)
-    files, root, manifest = open_root_path(path, options["storage_options"])
-    if mmap:
-        files.folder.require_local("mmap=True", "load without it")
-    cutting = ranks_of(rank, world_size, layout, group)
-    names = None if options["names"] is None else listed_names(options["names"])
-    if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
-        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
-    files = files if verify else CheckpointFiles(files.folder, checked=False)
-    if not isinstance(missing, str) or missing not in MISSING:
-        raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
-    options["device"] = _checked_device(options["device"], mmap=mmap)
-    if into is not None:
-        check_into(into)
-        if mmap:
-            raise ValueError(
-                "mmap=True returns views of the files and cannot fill into=: pass only one of them"
-            )
-    if step is not None:
-        from ._step_roots import find_root
-
-        root, manifest = find_root(files, step), None
-    by_target = layout is None and rank is None and world_size is None
-    if group is not None:
-        rank, world_size = group.rank, group.world_size
-    request = LoadRequest(
-        files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
-    )
+    request, manifest = _check_request(path, step, monitor, mode, options)
+    files, root, into = request.files, request.root, options["into"]
     if manifest is None:
         foreign = find_whole(path, files)
         if foreign is None:
@@ -748,6 +817,7 @@ def load(
 
             return load_whole(foreign, request)
         request = request._replace(root=root)
+    group = optional_group(options["group"])
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import is_cache, is_torch
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._sharding.layout import Cuts, Layout, Steps
@@ -76,9 +76,12 @@ def check_into(into: Any) -> None:
     if hasattr(into, "get"):
         unknown = [key for key in into if key not in ("model", "optimizer", "states")]
         if unknown:
+            name = unknown[0]
+            is_array = hasattr(into[name], "dtype") and not is_cache(into[name])
+            where = "model" if is_array else "states"
             raise TypeError(
                 "into= takes {'model': ..., 'optimizer': ..., 'states': ...}, got the key "
-                f"{unknown[0]!r}"
+                f"{name!r}; did you mean into={{{where!r}: {{{name!r}: ...}}}}?"
             )
     elif not (hasattr(into, "model") and hasattr(into, "optimizer")):
         raise TypeError(

@@ -289,10 +289,11 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
 def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     """Read a file or folder whole, and return the selected tensors, or this rank's parts."""
     from .._common.converted import converted_value
-    from ._load import LoadedState, chosen_names
+    from ._load import LoadedState, chosen_names, warn_of_whole_tensors
     from ._quantized.pairs import refuse_quantized_state
 
     _refuse_options(where, request)
+    warn_of_whole_tensors(request, where.path)
     parts = where.read(checked=bool(request.options["verify"]))
     if request.dtype and where.format == "huggingface" and parts.model is not None:
         refuse_quantized_state(where.path, parts.model)

@@ -30,7 +30,8 @@ from ._rank_messages import gather_bytes
 from ._retention import NO_RULES, Retention, check_retention, count_old
 from ._save import SaveFolder, save
 from ._save_timing import SaveTimer, SignalWatch
-from ._step_roots import OTHER, agreed_roots, holds_other_checkpoint, if_alone, try_root
+from ._step_choice import OTHER, best_of, holds_other_checkpoint, read_roots, read_step
+from ._step_roots import agreed_roots, if_alone, try_root
 from ._store.open_path import RootPath, open_files
 
 if TYPE_CHECKING:
@@ -248,27 +249,7 @@ class CheckpointManager:
     def _roots(
         self, unread: type[MLStateError] = MLStateError, newest: Manifest | None = None
     ) -> Roots:
-        """Return the readable roots, oldest first; if a step has several, only the newest.
-
-        Errors of class `unread` skip a root; other errors are raised. The root of `newest` is
-        not read again.
-        """
-        roots_by_step: dict[int | None, tuple[Root, Manifest]] = {}
-        roots = self._checkpoints.list_roots()
-        self._checkpoints.folder.prefetch(root.path for root in roots)
-        for root in roots:
-            try:
-                if newest is not None and root.generation == newest.generation:
-                    manifest = newest
-                else:
-                    manifest = self._checkpoints.read_manifest(root.path)
-            except unread as error:
-                if isinstance(error, FormatError):
-                    log("WARNING", "%s: a step is damaged: %s", self.directory, error)
-                continue
-            roots_by_step.pop(manifest.step, None)
-            roots_by_step[manifest.step] = (root, manifest)
-        return list(roots_by_step.values())
+        return read_roots(self._checkpoints, unread, newest)
 
     def steps(self) -> list[int]:
         """Return the existing steps, in the order of their saves.
@@ -306,10 +287,7 @@ class CheckpointManager:
         >>> manager.best_step(), manager.steps()
         (1, [1, 3])
         """
-        ranking = self._rules.ranked(
-            [entry for entry in self._roots() if entry[1].step is not None]
-        )
-        return ranking[0][1].step if ranking else None
+        return best_of(self._roots(), self._rules)
 
     def checkpoint(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step.
@@ -336,16 +314,8 @@ class CheckpointManager:
         if not hasattr(step, "__index__") or is_flag(step):
             hint = "; see latest_step() and best_step()" if isinstance(step, str) else ""
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}{hint}")
-        for root, manifest in self._roots():
-            if manifest.step == step:
-                return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
-        have = steps_text(self.steps())
-        have += f"; {OTHER}" if holds_other_checkpoint(self._checkpoints) else ""
-        raise store_error(
-            FileNotFoundError(2, f"step {step} does not exist (steps: {have})"),
-            "cannot find the step",
-            self.directory,
-        )
+        root, manifest = read_step(self._checkpoints, step)
+        return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
 
     # -- saving
 
@@ -834,7 +804,7 @@ class CheckpointManager:
                 first = first or error
         if first is not None:
             raise first
-        reason = "no checkpoint there"
+        reason = "no checkpoint there; before the first save, latest_step() is None"
         if holds_other_checkpoint(self._checkpoints):
             reason = f"{OTHER}: mlstate.load loads it"
         raise store_error(FileNotFoundError(2, reason), "cannot restore", self.directory)

@@ -10,11 +10,11 @@ from .._common.arguments import check_flags, check_int
 from .._sharding.layout import Cutting, Layout, Shard, Steps, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
-from ._folder.names import SECTIONS
+from ._folder.names import MANIFEST, SECTIONS
 from ._options import PACK_BELOW, complete_save_options
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
-from ._step_roots import find_root
+from ._step_choice import choose_root
 from ._store.open_path import is_url, open_files, refuse_existing, refuse_file_name
 from ._verify import verify_files
 
@@ -115,7 +115,9 @@ def reshard(
     *,
     layout: Layout | str,
     world_size: int | None = None,
-    step: int | None = None,
+    step: int | str | None = None,
+    monitor: str | None = None,
+    mode: str = "min",
     pack_below_bytes: int = PACK_BELOW,
     overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
@@ -139,8 +141,10 @@ def reshard(
         How to cut tensors. A tensor that lacks an axis of the layout is not cut along it.
     world_size : int, optional
         Number of ranks. Default: the number of parts of `layout`.
-    step : int, optional
-        Step to read from a `CheckpointManager`'s folder. Default: the newest.
+    step : int, "latest" or "best", optional
+        The step of a run, in `source`. Default: the newest.
+    monitor, mode
+        As for `load`: which step is the best.
     pack_below_bytes : int, default 262144
         As for `save`.
     overwrite : bool, default False
@@ -198,15 +202,20 @@ def reshard(
     if steps and isinstance(layout, Layout) and layout.parts != world_size:
         raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
     assert steps is not None
+    if not steps and world_size != 1:
+        raise ValueError(
+            f"layout={layout!r} has 1 part for world_size={world_size}: pass world_size=1, or a "
+            "layout that cuts, such as 'rows'"
+        )
     old, new = _folders(source, target, storage_options)
     content = new.content()
     refuse_existing(new.folder, overwrite)
     refuse_file_name(new)
     read_manifest: Manifest | None = None
-    if step is None:
+    if step is None and monitor is None:
         root, read_manifest = old.open_root()
     else:
-        root = find_root(old, step)
+        root = choose_root(old, MANIFEST, step, monitor, mode)
 
     def write(manifest: Manifest) -> Checkpoint:
         merged = old.load_merged_index(manifest)

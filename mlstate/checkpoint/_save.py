@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
 from .._common.arguments import check_int
-from .._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
+from .._common.arrays import is_cache, named_refusals, refuse_given_away, refuse_unstorable
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.budget import parse_size
 from .._common.caller import Caller, find_caller
@@ -111,7 +111,11 @@ def check_target(
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check where to save; `options` has all keywords, as `complete_save_options` returns them."""
+    """Check the arguments and return where to save; the claim is not acquired yet.
+
+    `path` may be a `SaveFolder`, of a manager. `options` has all keywords, as
+    `complete_save_options` returns them.
+    """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "the path of a checkpoint must be a str or os.PathLike, got "
@@ -192,6 +196,10 @@ def _mapping_of(name: str, state: Any) -> Any:
         state = state.get_state_dict()
     if state is not None and not hasattr(state, "keys"):
         hint = f"; pass its .{name}" if hasattr(state, "model") else ""
+        if isinstance(state, str | os.PathLike):
+            hint = f"; mlstate.load(path).{name} is the {name} that a path holds"
+        elif is_cache(state):
+            hint = '; pass a cache as states={"kv": cache}, which stores its positions too'
         raise TypeError(
             f"{name} must be a mapping of str to arrays, a torch "
             f"{'module' if name == 'model' else 'optimizer'} or something with "
@@ -221,7 +229,12 @@ def refuse_empty_save(*states: Any) -> None:
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
     """Return the error for a value that is not an array, with a hint where it belongs."""
     value = state[name]
-    if isinstance(value, dict) and "param_groups" in state:
+    if is_cache(value):
+        hint = (
+            f"pass the cache as states={{{name!r}: cache}}, which stores its positions too, or "
+            "only its array"
+        )
+    elif isinstance(value, dict) and "param_groups" in state:
         hint = "this is a torch optimizer's state_dict(): pass the optimizer itself"
     elif isinstance(value, dict):
         hint = "states are flat: pass the dict in it as model= or optimizer=, or join the names"
@@ -244,7 +257,8 @@ def _as_dict(state: Any, section: str, source: Any) -> dict[str, Any] | None:
     if not is_module(source) and not is_optimizer(source):
         refuse_unstorable(arrays)
     for name, value in arrays.items():  # NumPy scalars have a dtype and count as arrays
-        if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
+        is_array = hasattr(value, "dtype") if isinstance(value, _NO_ARRAYS) else not is_cache(value)
+        if value is None or not is_array:
             raise _refuse_value(section, arrays, name)
     return arrays
 
@@ -495,10 +509,10 @@ def save(
         Further states by name: models, optimizers and mappings of arrays, stored like `model` and
         `optimizer`; random generators (``random.Random``, NumPy's and torch's, or the modules
         ``random``, ``numpy.random``, ``torch.random``, ``torch.cuda`` for their shared ones);
-        objects with ``state_dict()``; and None, numbers, str, bytes, arrays, and lists, tuples,
-        sets and dicts of all these. Nothing is pickled. With a group, each rank stores its own
-        values of a state that differs between ranks; models, optimizers and mappings of arrays
-        are shared, as for `model`.
+        caches of `mlstate.kv`; objects with ``state_dict()``; and None, numbers, str, bytes,
+        arrays, and lists, tuples, sets and dicts of all these. Nothing is pickled. With a group,
+        each rank stores its own values of a state that differs between ranks; models, optimizers
+        and mappings of arrays are shared, as for `model`.
     metadata : mapping, optional
         JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
     step : int, optional

@@ -1,14 +1,11 @@
-"""The roots of a manager's steps: which root a step has, and what several ranks see."""
+"""The roots of a manager's steps, as several ranks see them."""
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from .._common.arguments import check_int
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
-from ._folder.names import MANIFEST
 from ._load import LoadedState, load
 from ._rank_messages import gather_bytes
 from ._store.open_path import RootPath
@@ -20,42 +17,11 @@ if TYPE_CHECKING:
     from ._options import LoadOptions
     from ._store.checkpoint_files import CheckpointFiles
 
-OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
-
-
-def find_root(files: CheckpointFiles, step: int | str) -> str:
-    """Return the root of a step; in a folder without steps, its only root."""
-    if step == "best":
-        raise ValueError(
-            "step='best' needs the metric: pass step=CheckpointManager(path, monitor='loss')"
-            ".best_step(), with mode='max' if the largest is best"
-        )
-    if isinstance(step, str) and step != "latest":
-        raise ValueError(f"step must be an int or 'latest', got {step!r}")
-    if files.folder.is_local and os.path.isfile(files.path):
-        raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")
-    root = files.current_root()
-    if root != MANIFEST:
-        raise ValueError(f"{files.path} holds weights of another program: it has no steps")
-    if step == "latest":
-        return root
-    step = check_int("step", step, -1 << 63)
-    if not files.list_roots() and files.read_manifest().step == step:
-        return MANIFEST
-    from ._manager import CheckpointManager
-
-    return CheckpointManager(files.path).checkpoint(step)._root
-
 
 def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
     """Suppress the folder's errors if there are several ranks: these must first communicate."""
     alone = group is None or group.world_size == 1
     return nullcontext() if alone else suppress(StoreError)
-
-
-def holds_other_checkpoint(files: CheckpointFiles) -> bool:
-    """Return whether a folder has a checkpoint, but no steps of a manager."""
-    return files.folder.exists(MANIFEST) and not files.list_roots()
 
 
 def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str]:

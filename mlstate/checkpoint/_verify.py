@@ -15,7 +15,7 @@ from ..errors import ChecksumError, FormatError, MLStateError, StoreError, Store
 from ._folder.names import MANIFEST, Root
 from ._folder.weight_names import is_index, is_weights_root
 from ._sections import STATES
-from ._step_roots import find_root
+from ._step_choice import choose_root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import listed_names
 from ._store.open_path import RootPath, open_root_path
@@ -513,6 +513,8 @@ def verify(
     repair: bool = False,
     progress: Callable[[int], object] | None = None,
     step: int | str | None = None,
+    monitor: str | None = None,
+    mode: str = "min",
     names: str | Iterable[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
@@ -533,8 +535,10 @@ def verify(
         before with ``verify=False``.
     progress : callable, optional
         Called with the number of bytes read since the last call.
-    step : int or "latest", optional
+    step : int, "latest" or "best", optional
         The step of a run. Default: the newest.
+    monitor, mode
+        As for `load`: which step is the best.
     names : str or iterable of str, optional
         Tensors, layers or globs, as for `load`. Only these tensors are read, one after the other
         into memory. Headers and other files are not looked at, and no step is marked as damaged.
@@ -580,7 +584,7 @@ def verify(
     if repair and listed is not None:
         raise ValueError("a repair verifies all tensors: leave out names")
     files, root, _ = open_root_path(path, storage_options)
-    is_plain = root == MANIFEST and step is None and not repair
+    is_plain = root == MANIFEST and step is None and monitor is None and not repair
     if is_plain and files.folder.is_local and not is_index(files.folder.file):
         from ._files.checksum import verify_foreign
 
@@ -594,8 +598,7 @@ def verify(
     # the checksums of files of another program are compared below, for all files of the folder
     files = CheckpointFiles(files.folder.without_cache(), checked=False)
     report = VerifyReport(files.path)
-    if step is not None:
-        root = find_root(files, step)
+    root = choose_root(files, root, step, monitor, mode)
     foreign = None if isinstance(path, RootPath) else _find_whole(files)
     if foreign is not None:
         if repair:

@@ -17,8 +17,7 @@ from ..checkpoint._folder.names import FOLDERS, MANIFEST
 from ..checkpoint._folder.weight_names import is_weights_root, weights_root
 from ..checkpoint._load import chosen_names
 from ..checkpoint._load_whole import WholePath, has_safetensors_header, whole_path
-from ..checkpoint._manager import CheckpointManager
-from ..checkpoint._step_roots import find_root
+from ..checkpoint._step_choice import best_step, find_root
 from ..checkpoint._store.open_path import RootPath, is_url, open_files, open_folder
 from ..errors import MLStateError
 
@@ -110,10 +109,7 @@ def number_of_step(path: str, step: int | str | None, arguments: argparse.Namesp
         return step  # type: ignore[return-value]
     if arguments.monitor is None:
         raise ValueError("--step best needs --monitor KEY, the metadata with the metric")
-    best = CheckpointManager(path, monitor=arguments.monitor, mode=arguments.mode).best_step()
-    if best is None:
-        raise ValueError(f"{path}: no step has a number {arguments.monitor!r} in its metadata")
-    return best
+    return best_step(open_files(path, reads=True), arguments.monitor, arguments.mode)
 
 
 # ---- finding the checkpoint ----

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
+from .._common.local_path import local_path
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint import checksum
 from ._common import Commands, add_command, stat_path
+from ._progress import progress_of
 
 __all__ = ["add"]
 
@@ -20,11 +23,19 @@ def add(commands: Commands) -> None:
     parser.add_argument("--force", action="store_true", help="replace existing checksums")
 
 
+def _size(path: str) -> int:
+    """Return the bytes of a file, or of the files in a folder."""
+    place = Path(local_path(path))
+    files = place.iterdir() if place.is_dir() else [place]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def run_checksum(arguments: argparse.Namespace) -> int:
     """Write the checksums, and print the number of files."""
     if "://" not in arguments.path:
         stat_path(arguments.path)
-    files = checksum(arguments.path, overwrite=arguments.force)
+    with progress_of("checksum", lambda: _size(arguments.path)) as progress:
+        files = checksum(arguments.path, overwrite=arguments.force, progress=progress)
     if arguments.json:
         print(json.dumps({"path": arguments.path, "files": files}, indent=2))
     else:

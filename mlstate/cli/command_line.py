@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from .._common.text import names_hint, printable
 from .._version import __version__
 from ..errors import MLStateError
+from . import cache, coreai, coreml, demo, info, prompts
 from . import checksum as checkpoint_checksum
 from . import convert as checkpoint_convert
-from . import coreai, coreml, demo, info
 from . import diff as checkpoint_diff
 from . import follow as weights_follow
 from . import inspect as checkpoint_inspect
@@ -44,8 +44,10 @@ _COMMANDS = (
     checkpoint_prune,
     weights_publish,
     weights_follow,
+    cache,
     coreml,
     coreai,
+    prompts,
     demo,
     info,
 )

@@ -6,7 +6,7 @@ import argparse
 import json
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .._common.atomic_file import Target
 from .._common.converted import float_name, is_converted
@@ -28,7 +28,8 @@ from ..checkpoint._files.convert import (
 from ..checkpoint._files.parts import Selection
 from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
-from ..checkpoint._load import load
+from ..checkpoint._huggingface.export_loaded import export_loaded
+from ..checkpoint._load import load, open_loader
 from ..checkpoint._quantized.config import read_quantization
 from ..checkpoint._quantized.pairs import refuse_quantized_state
 from ..checkpoint._store.open_path import open_folder
@@ -43,10 +44,12 @@ from ._common import (
     number_of_step,
     stat_path,
 )
+from ._progress import progress_of
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
     from ..checkpoint._files.parts import Parts
+    from ..checkpoint._options import LoadOptions
     from ..state import StateDict
 
 __all__ = ["add"]
@@ -116,14 +119,19 @@ def _export_options(arguments: argparse.Namespace, write: str) -> dict[str, Any]
 
 def _export(
     arguments: argparse.Namespace, read: str, options: dict[str, Any], start: Target
-) -> StateDict:
-    """Export the model of the source; local checkpoints are verified, then mapped."""
+) -> dict[str, int]:
+    """Export the model of the source; return the number of its tensors, and their bytes.
+
+    Local checkpoints whose tensors are not quantized are verified, then mapped.
+    """
     source = open_folder(arguments.source, reads=True)
     is_torch = read == "huggingface" and _is_torch(arguments.source)
     where = None
     if read in ("mlstate", "huggingface") and not is_torch:
         where = find(arguments.source, arguments.step)
     changes = _changes(arguments)
+    if is_torch or (where is not None and kind_of(where.root) == "huggingface"):
+        options.setdefault("files_from", source.path)
     if where is None:
         model = _read(arguments, read).model
     elif (chosen := _selection(arguments)) is not None:
@@ -133,15 +141,22 @@ def _export(
         stored = changes._replace(dtype=None)
         model = load(where, mmap=True, verify="first", **stored.load_options()).model
     else:
-        model = load(where, **changes.load_options()).model
+        loader = open_loader(where, cast("LoadOptions", changes.load_options()))
+        if loader.manifest.model is not None:
+            with progress_of("convert", lambda: loader.merged_index.heads()[0][4]) as progress:
+                return export_loaded(
+                    arguments.target, loader, start=start, progress=progress, **options
+                )
+        model = None
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
-    is_folder = is_torch or (where is not None and kind_of(where.root) == "huggingface")
-    default = source.path if is_folder else None
-    files_from = options.pop("files_from", default)
+    files_from = options.pop("files_from", None)
     request = take_export(arguments.target, model, dtype=changes.dtype, **options)
-    export(request, files_from, start)
-    return model
+    size = _part_data(model, changes.dtype)
+    assert size is not None
+    with progress_of("convert", lambda: size["bytes"]) as progress:
+        export(request, files_from, start, progress)
+    return size
 
 
 def _is_torch(path: str) -> bool:
@@ -247,8 +262,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
         parts["model"] = convert_lightning(origin, start)
     elif write == "huggingface":
         assert isinstance(start, Target)
-        model = _export(arguments, read, options, start)
-        parts["model"] = _part_data(model, changes.dtype)
+        parts["model"] = _export(arguments, read, options, start)
     else:
         model, optimizer, metadata, states = _read(arguments, read)
         write_any(target, model, optimizer, metadata, states, format=write, target=start)

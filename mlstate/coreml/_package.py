@@ -311,7 +311,11 @@ def _name_file(error: FormatError, path: str, file: str, source: Any) -> FormatE
 
 def is_inside(path: str) -> bool:
     """Return whether a manifest's path stays inside its package, on every system."""
-    is_plain = "\\" not in path and "\0" not in path and len(path.encode()) <= _MOST_NAME_BYTES
+    is_plain = (
+        "\\" not in path
+        and "\0" not in path
+        and len(path.encode(errors="replace")) <= _MOST_NAME_BYTES
+    )
     return is_plain and all(part not in ("", ".", "..") for part in path.split("/"))
 
 

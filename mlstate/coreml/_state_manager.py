@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
-from ._specs import StateSpec, StateSpecs, choose, choose_states, states_of_contexts
+from ._specs import StateSpec, StateSpecs, choose, choose_states, read_functions, states_of_contexts
 from ._transfer import move_state
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class StateManager(StateManagerBase):
             return super()._as_specs(specs)
         states = states_of_contexts(specs, self._ladder.sizes, shared_state=self._shared_state)
         if states is None:
+            read_functions(specs)  # raises unless it is a model
             raise incompatible(
                 f"specs: {os.fsdecode(specs)} does not list contexts as ANEMLL's meta.yaml does; "
                 "pass a mapping of context sizes",
@@ -133,7 +134,12 @@ class StateManager(StateManagerBase):
     def _read_context(self, size: int, model: Any) -> Context:
         if size in self._given_specs:
             source = self._given_specs[size]
-            parts = choose_states(source, None, shared_state=self._shared_state)
+            listed = states_of_contexts(source, (size,), shared_state=self._shared_state)
+            parts = (
+                choose_states(source, None, shared_state=self._shared_state)
+                if listed is None
+                else listed[size]
+            )
             count = len(model) if isinstance(model, list | tuple) else 1
             if len(parts) not in (1, count):
                 raise incompatible(

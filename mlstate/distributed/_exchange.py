@@ -492,7 +492,11 @@ class Broadcasting(_Transfer):
     def _to_each(
         self, state: Mapping[str, object], source: Mapping[str, object] | None, jobs: list[Job]
     ) -> None:
-        """Send every rank its parts of the root's whole tensors."""
+        """Send every rank its parts of the root's whole tensors, which it stores in `state`.
+
+        `source` has the whole tensors, and is None except on the root. A message holds for each
+        rank with parts in it the pieces and their bytes.
+        """
         me, world = self.group.rank, self.group.world_size
         room, receive_buffer = MessageBuffer(), MessageBuffer()
         for message in split_messages(jobs, self.max_bytes):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch, overwrite
 from .._common.dtypes import name_of
 from .._common.set_module import set_module
@@ -445,6 +446,12 @@ class CacheState(CopiedByValue):
         self._history.note_length(length)
         self._cache = self._cache._replace(length=length)
 
+    def _take_tokens(self, other: CacheState) -> None:
+        """Take length and next slots of a state with equal entries, whose arrays were copied."""
+        self._history.note_length(0)  # no position holds the token that it held before
+        spec, _, length, shifts, _ = other._cache
+        self._cache = self._cache._replace(spec=spec, length=length, shifts=shifts)
+
     def snapshot(self) -> Snapshot:
         """Record the cache, so that `restore` can go back to this moment.
 
@@ -654,6 +661,7 @@ class CacheState(CopiedByValue):
         >>> list(state.arrays), before / state.nbytes
         (['keys', 'keys.scales', 'keys.biases'], 3.5555555555555554)
         """
+        check_flags(report=report)
         parameters = {"bits": bits, "group": group}
         before = self._cache
         chosen, converted = self._convert(names, "full", parameters, capacity)

@@ -85,6 +85,11 @@ class KVState(CopiedByValue):
         *,
         seq_axis: int = -2,
     ) -> None:
+        if hasattr(shape, "__array__") and np.ndim(shape) > 1:
+            raise TypeError(
+                "shape must be a sequence of integers, got an array: KVState.from_array(array, "
+                "capacity) starts with the content of an array"
+            )
         self._buffer = _core.KVBuffer(shape, capacity, dtype, seq_axis)
 
     @classmethod

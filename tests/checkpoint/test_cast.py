@@ -123,3 +123,14 @@ def test_a_dtype_is_refused_if_it_cannot_be_applied(tmp_path):
 def test_shards_are_cast(tmp_path):
     mlstate.save(tmp_path / "c", {"w": Shard(np.ones((2, 2), np.float32))}, compress="zlib")
     assert mlstate.load(tmp_path / "c", cast="float16").model["w"].dtype == np.float16
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [("bf16", "bfloat16"), ("BF16", "bfloat16"), ("fp16", "float16"), ("F32", "float32")],
+)
+def test_short_names_of_floats_are_dtypes(tmp_path, short, name):
+    mlstate.save(tmp_path / "c", {"w": np.ones(3)})
+    loaded = mlstate.load(tmp_path / "c", cast=short).model
+    assert str(loaded["w"].dtype) == name
+    assert mlstate.load(tmp_path / "c").model.astype(short).nbytes == loaded.nbytes

@@ -87,10 +87,38 @@ def test_a_step_saved_again_is_replaced(manager):
     assert same(state(7), manager.restore(2).model)
 
 
-def test_the_error_of_the_best_step_shows_the_call(manager):
+def test_reads_take_the_best_step_by_its_metric(tmp_path):
+    run = tmp_path / "run"
+    with CheckpointManager(run, keep=None) as manager:
+        for step, loss in enumerate([0.5, 0.2, 0.4]):
+            manager.save(step, state(step), metadata={"loss": loss})
+    for mode, step in (("min", 1), ("max", 0)):
+        best = {"step": "best", "monitor": "loss", "mode": mode}
+        assert mlstate.load(run, **best).step == step
+        assert mlstate.verify(run, **best).step == step
+        assert mlstate.inspect(run, **best).step == step
+        planned = plan_load(run, **best)
+        assert [read.path for read in planned.reads] == [
+            read.path for read in plan_load(run, step=step).reads
+        ]
+        copy = mlstate.reshard(run, tmp_path / mode, layout="rows", world_size=2, **best)
+        assert copy.step == step
+
+
+def test_a_wrong_choice_of_the_best_step_shows_the_call(manager):
+    save_all(manager, 1)
     for call in (mlstate.load, mlstate.verify, mlstate.inspect, plan_load):
-        with pytest.raises(ValueError, match=r"step=CheckpointManager\(path, monitor='loss'\)"):
+        with pytest.raises(ValueError, match=r"pass monitor='loss'.*mode='max'"):
             call(manager.directory, step="best")
+        for step in (None, 1):
+            with pytest.raises(ValueError, match="pass step='best' too"):
+                call(manager.directory, step=step, monitor="loss")
+        with pytest.raises(ValueError, match="no step has a number 'loss'"):
+            call(manager.directory, step="best", monitor="loss")
+        with pytest.raises(ValueError, match="mode must be 'min' or 'max'"):
+            call(manager.directory, step="best", monitor="loss", mode="low")
+        with pytest.raises(ValueError, match="'latest' or 'best'"):
+            call(manager.directory, step="newest")
     with pytest.raises(TypeError, match=r"latest_step\(\) and best_step\(\)"):
         manager.restore("best")
 

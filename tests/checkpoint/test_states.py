@@ -527,6 +527,24 @@ def test_without_strict_the_shared_names_are_filled(tmp_path):
         mlstate.load(tmp_path / "c", into={"model": {"a": np.zeros(3)}}, strict=False)
 
 
+def test_without_strict_keys_of_a_state_that_the_checkpoint_lacks_stay(tmp_path):
+    generator = np.random.default_rng(1)
+    saved = {"x": 1, "inner": {"y": 2, "generator": generator}, "gone": 4}
+    mlstate.save(tmp_path / "c", states={"a": saved, "rate": {"lr": 0.1}})
+    inner = {"y": 0, "generator": np.random.default_rng(2), "z": [9]}
+    target = {"x": 0, "inner": inner, "kept": "k"}
+    rate = {"lr": 1.0, "decay": 0.5}
+    into = {"states": {"a": target, "rate": rate}}
+    with pytest.raises(CompatibilityError, match=r"has this key, the .* does not"):
+        mlstate.load(tmp_path / "c", into=into)
+    assert target["x"] == 0 and rate == {"lr": 1.0, "decay": 0.5}
+    mlstate.load(tmp_path / "c", into=into, strict=False)
+    assert target["x"] == 1 and target["kept"] == "k" and "gone" not in target
+    assert target["inner"] is inner and inner["y"] == 2 and inner["z"] == [9]
+    assert inner["generator"].bit_generator.state == generator.bit_generator.state
+    assert rate == {"lr": 0.1, "decay": 0.5}
+
+
 def test_cast_converts_floats_only(tmp_path):
     values = np.array([1.1, -2.7, 1e30], np.float64)
     mlstate.save(tmp_path / "c", {"w": values, "n": np.arange(3)}, states={"ema": {"w": values}})

@@ -121,6 +121,8 @@ def test_an_unknown_name_is_answered_with_known_ones():
     assert names_hint("fc.weihgt", ["fc.weight", "fc.bias"]) == "; did you mean 'fc.weight'?"
     assert names_hint("x", ["fc.weight", "fc.bias"]) == "; there are 'fc.weight', 'fc.bias'"
     assert names_hint("x", []) == "; there are none"
+    assert names_hint("l.1", ["module.l.0.w", "module.l.1.w"]) == "; did you mean 'module.l.1.w'?"
+    assert names_hint("l", ["module.l.1.w"]) == "; there are 'module.l.1.w'"
     assert names_hint("x", [f"fc.{i}" for i in range(12)]).endswith("'fc.7' and 4 more")
     assert names_hint("x", ["w", "b", "w"]) == "; there are 'w', 'b'"
 

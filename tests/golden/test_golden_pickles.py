@@ -23,6 +23,8 @@ NEVER_PICKLED = {
         "Snapshot",
         "Work",
         "LocalGroup",
+        "Match",
+        "PromptStore",
         "SaveHandle",
         "Staging",
         "StateManager",

@@ -278,3 +278,47 @@ def caches_of_transformers(_):
         raises(errors.CompatibilityError, lambda: from_cache(Cache(layers=[DynamicLayer()]))),
         raises(TypeError, from_cache, "no cache"),
     ), [cache, target, other]
+
+
+@case("from_cache", "to_cache", "load_prompt_cache", "save_prompt_cache")
+def caches_of_mlx(folder):
+    pytest.importorskip("mlx_lm", reason="its caches are moved")
+    import mlx.core as mx
+    from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+    from mlstate.integrations.mlx import (
+        from_cache,
+        load_prompt_cache,
+        save_prompt_cache,
+        to_cache,
+    )
+
+    def filled(full):
+        layers = [full, RotatingKVCache(4), ArraysCache(1)]
+        for layer in layers[:2]:
+            layer.update_and_fetch(mx.ones((1, 2, 5, 4)), mx.ones((1, 2, 5, 4)))
+        layers[2][0] = mx.ones((1, 6, 4), mx.bfloat16)
+        return layers
+
+    cache, target, path = filled(KVCache()), filled(KVCache()), folder / "prompt.safetensors"
+    save_prompt_cache(path, cache)
+
+    def rollback():
+        state = from_cache(cache)
+        before = state.snapshot()
+        state.restore(before)
+        to_cache(state, into=target)
+
+    return each(
+        lambda: to_cache(from_cache(cache)),
+        lambda: to_cache(from_cache(cache).copy()),
+        lambda: pickle.loads(pickle.dumps(from_cache(cache))),
+        lambda: save_prompt_cache(path, cache, {"model": "tiny"}),
+        lambda: load_prompt_cache(path, return_metadata=True),
+        rollback,
+        raises(errors.CompatibilityError, lambda: to_cache(from_cache(cache), into=target[:1])),
+        raises(errors.CompatibilityError, lambda: from_cache([KVCache()])),
+        raises(errors.CompatibilityError, lambda: save_prompt_cache(path, [object()])),
+        raises(errors.StoreError, lambda: load_prompt_cache(folder / "absent")),
+        raises(TypeError, from_cache, "no cache"),
+    ), [cache, target]

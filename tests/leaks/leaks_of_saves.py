@@ -1,13 +1,15 @@
-"""Leak cases of asynchronous and planned saves, and of exports."""
+"""Leak cases of asynchronous and planned saves, of exports, and of loads of several kinds."""
 
 import itertools
 import shutil
+import warnings
 
 import numpy as np
+import pytest
 from leak_cases import case, each, raises, with_members
 
 import mlstate
-from mlstate import checkpoint, errors
+from mlstate import checkpoint, errors, kv
 
 FEW = 60
 
@@ -140,6 +142,53 @@ def paths_of_files(tmp_path):
         run,
         raises(errors.TensorNotFoundError, mlstate.load, paths[2], names="missing"),
         raises(TypeError, mlstate.rename, mlstate.load(paths[1]), {"a": "b"}),
+    ), []
+
+
+@case("load", calls=150)
+def files_of_torch(tmp_path):
+    torch = pytest.importorskip("torch", reason="reads files of torch")
+    path, wrong = tmp_path / "a.pt", tmp_path / "wrong.pt"
+    torch.save({f"layers.{i}.w": torch.ones(9, 5 + i) for i in range(4)}, path)
+    wrong.write_bytes(path.read_bytes()[:-200])
+
+    def run():
+        mlstate.load(path, rank=1, world_size=3, layout="rows")
+
+    return each(run, raises(errors.FormatError, mlstate.load, wrong)), []
+
+
+@case("load", calls=200)
+def folders_of_dcp(tmp_path):
+    torch = pytest.importorskip("torch", reason="reads files of torch")
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.distributed is not initialized
+        dcp.save({"model": {"w": torch.ones(9, 5)}}, checkpoint_id=tmp_path / "dcp")
+
+    def run():
+        mlstate.load(tmp_path / "dcp", rank=1, world_size=3, layout="rows")
+
+    return run, []
+
+
+@case("save", "load", "KVState", "RollingKVState", "CacheState", calls=FEW)
+def caches_among_the_states(tmp_path):
+    grown, rolling = kv.KVState((2, 1, 8, 4), capacity=16), kv.RollingKVState((2, 1, 8, 4))
+    entry = kv.CacheEntry("0.keys", "full", (1, 2, 8, 4), "float16")
+    hybrid = kv.CacheState(kv.CacheSpec([entry]), {"0.keys": np.ones((1, 2, 8, 4), "f2")}, 3)
+    states = {"grown": grown, "rolling": rolling, "hybrid": hybrid}
+    path, small = tmp_path / "ckpt", kv.KVState((2, 1, 4, 4))
+
+    def run():
+        mlstate.save(path, states=states)
+        mlstate.load(path), mlstate.load(path, into={"states": states})
+
+    return each(
+        run,
+        raises(errors.CompatibilityError, mlstate.load, path, into={"states": {"grown": small}}),
+        raises(TypeError, mlstate.save, path, states),
     ), []
 
 

@@ -28,6 +28,7 @@ import leaks_of_gradients  # noqa: F401 - its cases
 import leaks_of_operators  # noqa: F401 - its cases
 import leaks_of_planned_models  # noqa: F401 - its cases
 import leaks_of_plans  # noqa: F401 - its cases
+import leaks_of_prompts  # noqa: F401 - its cases
 import leaks_of_saves  # noqa: F401 - its cases
 import leaks_of_strategies  # noqa: F401 - its cases
 import leaks_of_tiers  # noqa: F401 - its cases

@@ -32,14 +32,14 @@ CORE_ORDER = (
     ("collectives", "checkpoint/storage"),
     ("checkpoint/index",),
     ("checkpoint/read",),
-    ("checkpoint/write", "checkpoint/ranks"),
+    ("checkpoint/write", "checkpoint/ranks", "prompts"),
 )
 BINDING_ORDER = (
     ("common",),
     ("arguments",),
     ("array",),
     ("dictionaries",),
-    ("activation", "checkpoint", "gradients", "io", "kv", "runtime", "state"),
+    ("activation", "checkpoint", "gradients", "io", "kv", "prompts", "runtime", "state"),
     ("follow",),
     (".",),
 )
@@ -54,13 +54,13 @@ PACKAGE_ORDER = (
     ("checkpoint/_folder",),
     ("checkpoint/_store",),
     ("distributed",),
-    ("checkpoint",),
+    ("checkpoint", "prompts"),
     ("plot", "follow"),
     ("integrations/torch/_tensors",),
     ("integrations/torch/_activation", "integrations/torch/_checkpoint"),
     ("integrations/torch/_collectives", "integrations/torch/_gradients"),
     ("integrations/torch", "integrations/mpi", "integrations"),
-    ("integrations/lightning", "integrations/transformers"),
+    ("integrations/lightning", "integrations/transformers", "integrations/mlx"),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -84,6 +84,8 @@ OPTIONAL = {
     "rich",
     "shtab",
     "transformers",
+    "mlx",
+    "mlx_lm",
     "yaml",
 }
 ALLOWED = {"numpy"}

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+from toy_caches import HYBRID, TOKENS, check_every_match, prefilled, store_at
 
 import mlstate
 from mlstate import coreai, follow
@@ -46,6 +47,7 @@ SECONDS = 20  # limit for threads to end
 OLD = {"a": np.arange(8, dtype=np.float32), "b": np.zeros(3000), "c": np.ones((4, 4))}
 NEW = {"a": np.arange(8, dtype=np.float32) + 1, "b": np.ones(3000), "c": np.ones((4, 4))}
 NEAR = {**OLD, "b": np.where(np.arange(3000) % 40, 0.0, 1.0), "c": OLD["c"] + np.eye(4)}
+EMPTY = {name: np.zeros_like(array) for name, array in OLD.items()}
 LITTER = "0123456789abcdef"
 
 # Lines at which Python itself allows no cleanup, by reason. The first set is found from the source.
@@ -312,6 +314,31 @@ with GcsServer() as server:
 """
 
 
+class Prompts(Save):
+    """A restore and puts of a store of prompts, one of them asynchronous."""
+
+    def __init__(self):
+        self.states = {count: prefilled(HYBRID, TOKENS[:count]) for count in (40, 64, 100)}
+
+    def prepare(self, folder):
+        with store_at(folder) as store:
+            store.put(TOKENS[:40], self.states[40])
+
+    def call(self, folder):
+        with store_at(folder) as store:
+            with store.match(TOKENS) as match:
+                store.restore(match, into=self.states[64])
+            store.put(TOKENS, self.states[100])
+            store.put(TOKENS[:40], self.states[40], asynchronous=True)
+
+    def check(self, folder):
+        assert self.states[64].length in (0, 40, 64), "a partly restored cache has tokens"
+        with store_at(folder) as store:
+            (length,) = check_every_match(store, [TOKENS], HYBRID)
+            assert length in (40, 100) and not store.verify()
+            assert store.put(TOKENS, self.states[100]) == 100
+
+
 class Store(Save):
     """A save to an object store, and loads with and without a cache; in a server's process."""
 
@@ -352,51 +379,52 @@ class Store(Save):
 
 
 class Publish(Save):
-    """A publisher writes an anchor and deltas."""
+    """A publisher writes an anchor and deltas into a folder with versions."""
+
+    publisher = None
 
     def prepare(self, folder):
-        self.publisher, self.step = follow.Publisher(folder / "ckpt", anchor_every=2), 0
-        self.publisher.publish(0, OLD)
+        follow.Publisher(folder / "ckpt").publish(0, OLD)
 
     def call(self, folder):
-        for state in (NEAR, OLD, NEAR):
-            self.step += 1
-            self.publisher.publish(self.step, state)
+        self.publisher = follow.Publisher(folder / "ckpt", anchor_every=2)
+        for step, state in enumerate((NEAR, OLD, NEAR)):
+            self.publisher.publish(step, state)
 
     def check(self, folder):
         into = {name: np.zeros_like(array) for name, array in OLD.items()}
         follow.Follower(folder / "ckpt", into=into).advance()
         assert same(into, OLD) or same(into, NEAR), "neither the old state nor the new"
-        self.publisher.publish(self.step + 1, NEW)
+        publisher = self.publisher or follow.Publisher(folder / "ckpt")
+        publisher.publish(9, NEW)
         clean(folder / "ckpt")
         follow.Follower(folder / "ckpt", into=into).advance()
         assert same(into, NEW)
 
 
 class Follow(Save):
-    """A follower advances by deltas, and then from an anchor; a second one has two buffers."""
+    """Followers with one buffer and with two advance by deltas, and go back to an anchor."""
+
+    def __init__(self):
+        self.followers = []
 
     def prepare(self, folder):
         publisher = follow.Publisher(folder / "ckpt")
         for step, state in enumerate((OLD, NEAR, OLD, NEAR)):
             publisher.publish(step, state)
-        self.followers = []
+
+    def call(self, folder):
         for double_buffer in (False, True):
             into = {name: np.zeros_like(array) for name, array in OLD.items()}
             follower = follow.Follower(folder / "ckpt", into=into, double_buffer=double_buffer)
-            follower.advance(0)
             self.followers.append(follower)
-
-    def call(self, folder):
-        for follower in self.followers:
-            follower.advance(1)
-            follower.advance(3)
-            follower.advance(0)
+            for step in (0, 1, 3, 0):
+                follower.advance(step)
 
     def check(self, folder):
         for follower in self.followers:
-            state = follower.state
-            assert same(state, OLD if follower.version in (0, 2) else NEAR), follower.version
+            states = {None: EMPTY, 0: OLD, 1: NEAR, 3: NEAR}
+            assert same(follower.state, states[follower.version]), follower.version
             follower.verify()
             assert follower.advance() == 3
             assert same(follower.state, NEAR)
@@ -408,6 +436,7 @@ CASES = {
     "incremental": Incremental,
     "async": Asynchronous,
     "load": Load,
+    "prompts": Prompts,
     "verify": Verify,
     "repair": Repair,
     "mend": Mend,

@@ -274,6 +274,21 @@ def test_rolling_cache_notebook_outputs(tmp_path):
 
 
 @runs_a_notebook
+def test_mlx_prompt_cache_notebook_outputs(tmp_path):
+    pytest.importorskip("mlx_lm", reason="its model is one of mlx-lm")
+    (state, moved, quantized), printed, _ = shown("mlx_prompt_cache", tmp_path)
+    assert "60 of 256 positions" in state and "window 32" in state
+    assert "100 of 1,024 positions" in moved
+    assert "8 bits, groups of 64" in quantized
+    assert printed.count("the same 40 tokens: True") == 3
+    assert "prompt cache of mlx-lm 0.32 or later, 4 layers, 60 tokens" in printed
+    assert "its bytes have changed since they were written" in printed
+    assert "moved: 256 positions, 60 tokens" in printed
+    assert "older ones were evicted" in printed
+    assert "mlx-lm can trim it: False" in printed
+
+
+@runs_a_notebook
 def test_transformers_caches_notebook_outputs(tmp_path):
     pytest.importorskip("transformers", reason="its model and caches")
     pytest.importorskip("matplotlib", reason="its plot")

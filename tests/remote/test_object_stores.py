@@ -69,6 +69,15 @@ def test_a_state_survives_the_store_bit_for_bit(url, options, how):
     assert report.bytes == sum(saved.files().values()) + saved._manifest.indexes[0].bytes
 
 
+def test_a_step_is_chosen_with_the_options_of_the_store(url, options):
+    with CheckpointManager(url, keep=None, storage_options=options) as manager:
+        for step, loss in ((1, 0.2), (2, 0.5)):
+            manager.save(step, {"w": np.full(3, step)}, metadata={"loss": loss})
+    for chosen in ({"step": 1}, {"step": "best", "monitor": "loss"}):
+        assert mlstate.load(url, storage_options=options, **chosen).step == 1
+        assert mlstate.verify(url, storage_options=options, **chosen).step == 1
+
+
 def test_parts_of_a_state_read_only_their_bytes(url, store, options):
     state = {"w": np.random.default_rng(0).normal(size=(6000, 128)), "v": np.ones((4, 4))}
     mlstate.save(url, state, storage_options=options)

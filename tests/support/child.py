@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+PATHS = {"PYTHONPATH": os.pathsep.join(sys.path)}  # for code that imports helpers of tests
+
 # For code that measures memory: status("VmRSS") are its resident bytes, status("VmHWM") its peak.
 STATUS = """
 def status(field):

@@ -24,10 +24,12 @@ COMMANDS = {
     "prune": Command("{source}", ("a --keep",)),
     "publish": Command("ls {target}", ("", "ls", "prune a", "verify a b"), False),
     "follow": Command("{target} --into out --once", ("", "a", "a --into b --every no"), False),
+    "cache": Command("show {target}", ("", "show", "convert a", "convert a b --to 0.30"), False),
     "coreml": Command(
         "states {source}", ("", "plan", "plan a b", "plan a b --at many", "states"), False
     ),
     "coreai": Command("verify {source}", ("", "plan a b", "states"), False),
+    "prompts": Command("ls {source}", ("", "ls", "show a", "prune a --max-bytes"), False),
     "demo": Command("", ("a",), False),
     "info": Command("", ("a",), False),
 }

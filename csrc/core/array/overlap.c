@@ -25,7 +25,8 @@ typedef struct sum {
     int64_t common[MAX_TERMS + 1]; /* their greatest common divisor; 0 without terms */
 } sum;
 
-/* Add a term in order of the steps, or to the term with the same step. */
+/* Add the term step * (0 .. most). Steps stay in descending order; a term with the same
+ * step is joined. */
 static void add_term(sum *s, int64_t step, int64_t most)
 {
     int at = s->count;

@@ -19,7 +19,8 @@
 enum {
     TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile in a buffer, */
     PACKED_TILE = 8 * TILE,         /* and of another one */
-    MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT
+    MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT,
+    LANES = 8 /* sums of a loss */
 };
 
 /* ---- checks ---- */
@@ -137,7 +138,7 @@ typedef struct tile {
     size_t outer, row, rows, group, groups;
 } tile;
 
-/* Return a view of a tile whose groups have `width` elements each in `whole`. */
+/* Return a view of a tile whose groups have `width` elements each in `full`. */
 static mls_tensor tile_view(const mls_tensor *full, const tile *t, size_t width)
 {
     const int last = full->rank - 1;
@@ -179,7 +180,7 @@ static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtyp
                         .strides = {(ptrdiff_t)(like->shape[1] * item), (ptrdiff_t)item}};
 }
 
-/* Copy a tile of `whole` to packed memory, or back if `store`. */
+/* Copy a tile of `full` to packed memory, or back if `store`. */
 static void copy_tile(const job *j, const mls_tensor *full, const tile *t, size_t width,
                       void *packed, mls_dtype dtype, bool store)
 {
@@ -316,12 +317,19 @@ static void add_tile_loss(void *context, size_t index)
         mls_copy(j->kernels, &exact, &rounded, mls_cached());
     }
     copy_tile(j, values, &t, group, original, MLS_F32, false);
+    mls_quantization_loss sums[LANES] = {{0}}; /* several, so that additions overlap */
     for (size_t i = 0; i < t.rows * t.groups * group; i++) {
+        mls_quantization_loss *sum = &sums[i % LANES];
         const double value = (double)original[i];
         const double difference = fabs((double)b.values[i] - value);
-        j->loss->largest = fmax(j->loss->largest, difference);
-        j->loss->squares += difference * difference;
-        j->loss->value_squares += value * value;
+        sum->largest = difference > sum->largest ? difference : sum->largest;
+        sum->squares += difference * difference;
+        sum->value_squares += value * value;
+    }
+    for (int i = 0; i < LANES; i++) {
+        j->loss->largest = fmax(j->loss->largest, sums[i].largest);
+        j->loss->squares += sums[i].squares;
+        j->loss->value_squares += sums[i].value_squares;
     }
 }
 

@@ -10,8 +10,8 @@
  *
  * Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2024.
  */
-#ifndef MLS_KV_ROLLING_H
-#define MLS_KV_ROLLING_H
+#ifndef MLS_KV_RING_H
+#define MLS_KV_RING_H
 
 #include "array/copy/copy.h"
 #include "base/memory.h"

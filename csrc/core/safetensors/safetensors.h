@@ -39,12 +39,29 @@ size_t mls_safetensors_blocks(size_t bytes);
 /* Combine the checksums of a tensor's blocks into the checksum of its `bytes` bytes. */
 uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes);
 
+typedef struct mls_str_pair {
+    mls_str key, value;
+} mls_str_pair;
+
 /* Prefix of the keys in "__metadata__" that are reserved for mlstate. */
 #define MLS_SAFETENSORS_PREFIX "mlstate."
 
 /* The only reserved key that the caller reads and writes as metadata: the kind of state
  * in the file. */
 #define MLS_SAFETENSORS_STATE MLS_SAFETENSORS_PREFIX "state"
+
+/* mlx-lm parses the whole "__metadata__" of a prompt cache as one tree of three branches,
+ * "0.<key>", "1.<key>" and "2.<key>", and refuses every other key. The branch of the
+ * user's texts may have any keys: it is "0." if "2.0" is "" (mlx-lm 0.32 and later),
+ * otherwise "1.". A file with such metadata has the keys of mlstate in that branch, such
+ * as "0.mlstate.header.crc32c". */
+
+/* Return the branch of the user's texts, "0." or "1."; "" unless `metadata` is a tree.
+ * Reserved keys are ignored. */
+mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count);
+
+/* Return a key of mlstate without its branch, and any other key as it is. */
+mls_str mls_safetensors_own_key(mls_str key);
 
 /* ---- reading ---- */
 
@@ -64,10 +81,6 @@ typedef struct mls_stored {
     uint64_t opaque_offset; /* of that dtype in the file */
     const char *blocks;     /* 8 digits for each block; valid only with `has_crc` */
 } mls_stored;
-
-typedef struct mls_str_pair {
-    mls_str key, value;
-} mls_str_pair;
 
 /* Fail with MLS_E_FORMAT, name and offset if a tensor is opaque. */
 mls_code mls_stored_check(const mls_stored *tensor, mls_status *st);
@@ -142,8 +155,8 @@ typedef struct mls_safetensors_content {
  * copied through a buffer in steps of 256 KiB; other tensors are packed into a buffer of
  * 1 MiB. On failure an existing file is unchanged.
  * MLS_E_VALUE: a name or key is not UTF-8, is a duplicate, or is reserved ("__metadata__"
- * for a tensor; for metadata, any key that starts with "mlstate." except
- * MLS_SAFETENSORS_STATE).
+ * for a tensor; for metadata, any key that starts with "mlstate." or with a branch and
+ * "mlstate.", except MLS_SAFETENSORS_STATE).
  * MLS_E_SHAPE: see mls_header_check.
  * MLS_E_SIZE: a header over 100 MB. MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,

@@ -19,8 +19,27 @@ enum {
     SHOWN_NAME = 100 /* bytes of a name in a message */
 };
 
-static const char header_key[] = MLS_SAFETENSORS_PREFIX "header.crc32c";
-static const char blocks_key[] = MLS_SAFETENSORS_PREFIX "blocks.crc32c";
+/* The keys of mlstate in metadata without a tree, and in the two branches for texts. */
+enum own_key { HEADER_KEY, BLOCKS_KEY, STATE_KEY, OWN_KEYS };
+static const char *const own_keys[3][OWN_KEYS] = {
+    {MLS_SAFETENSORS_PREFIX "header.crc32c", MLS_SAFETENSORS_PREFIX "blocks.crc32c",
+     MLS_SAFETENSORS_STATE},
+    {"0." MLS_SAFETENSORS_PREFIX "header.crc32c",
+     "0." MLS_SAFETENSORS_PREFIX "blocks.crc32c", "0." MLS_SAFETENSORS_STATE},
+    {"1." MLS_SAFETENSORS_PREFIX "header.crc32c",
+     "1." MLS_SAFETENSORS_PREFIX "blocks.crc32c", "1." MLS_SAFETENSORS_STATE},
+};
+
+static mls_str text_of(const char *text)
+{
+    return (mls_str){.data = text, .length = strlen(text)};
+}
+
+static const char *const *choose_keys(const mls_str_pair *metadata, size_t count)
+{
+    const mls_str branch = mls_safetensors_branch(metadata, count);
+    return own_keys[branch.length == 0 ? 0 : branch.data[0] - '0' + 1];
+}
 
 /* ---- order ---- */
 
@@ -106,9 +125,10 @@ static mls_code place_checksums(mls_header *h, mls_status *st)
 }
 
 /* Copy the metadata with the two checksum entries added, sorted by key. The caller frees
- * `*out`. Other reserved keys are allowed here; these two are duplicates. */
+ * `*out`. Other reserved keys are allowed here; these two are duplicates. `keys` has
+ * the keys of the metadata's branch. */
 static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
-                              mls_str_pair **out, mls_status *st)
+                              const char *const *keys, mls_str_pair **out, mls_status *st)
 {
     size_t room;
     mls_str_pair *sorted = NULL;
@@ -118,11 +138,14 @@ static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
     }
     for (size_t i = 0; i < count; i++) {
         sorted[i] = metadata[i];
+        if (mls_str_is(sorted[i].key, MLS_SAFETENSORS_STATE)) {
+            sorted[i].key = text_of(keys[STATE_KEY]);
+        }
     }
     /* they have no value yet, but are sorted with the others, so that equal content
      * always has the same order */
-    sorted[count].key = (mls_str){header_key, sizeof header_key - 1};
-    sorted[count + 1].key = (mls_str){blocks_key, sizeof blocks_key - 1};
+    sorted[count].key = text_of(keys[HEADER_KEY]);
+    sorted[count + 1].key = text_of(keys[BLOCKS_KEY]);
     qsort(sorted, room, sizeof *sorted, compare_pairs);
     for (size_t i = 0; i < room; i++) {
         const mls_str_pair pair = sorted[i];
@@ -158,7 +181,8 @@ static void put_digits(mls_json_writer *b, size_t count, size_t *at)
 
 /* Append the metadata, the first member of the header. The two checksum keys are
  * recognised by their address. */
-static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t count)
+static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t count,
+                         const char *const *keys)
 {
     mls_json_writer *b = &h->text;
     mls_json_writer_text(b, "{\"__metadata__\":{");
@@ -166,9 +190,9 @@ static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t cou
         mls_json_writer_text(b, i == 0 ? "" : ",");
         mls_json_writer_json(b, metadata[i].key);
         mls_json_writer_text(b, ":");
-        if (metadata[i].key.data == header_key) {
+        if (metadata[i].key.data == keys[HEADER_KEY]) {
             put_digits(b, 1, &h->header_crc);
-        } else if (metadata[i].key.data == blocks_key) {
+        } else if (metadata[i].key.data == keys[BLOCKS_KEY]) {
             put_digits(b, h->block_count, &h->block_crcs);
         } else {
             mls_json_writer_json(b, metadata[i].value);
@@ -249,11 +273,11 @@ static mls_code fail_text(const mls_json_writer *b, mls_status *st)
 /* Build the text. Its offsets count from the first tensor. They are converted to
  * file offsets at the end, when the length of the text is known. */
 static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t count,
-                           size_t alignment, mls_status *st)
+                           const char *const *keys, size_t alignment, mls_status *st)
 {
     uint64_t place = 0;
     mls_json_writer_put(&h->text, "\0\0\0\0\0\0\0\0", LENGTH_BYTES);
-    put_metadata(h, metadata, count);
+    put_metadata(h, metadata, count, keys);
     for (size_t i = 0; i < h->count; i++) {
         h->tensors[i].offset = place;
         if (!mls_u64_add(place, h->tensors[i].bytes, &place) || place > INT64_MAX / 2) {
@@ -283,10 +307,11 @@ mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t cou
     mls_header h = {
         .tensors = tensors, .count = count, .text = {.most = MLS_SAFETENSORS_MAX_HEADER}};
     mls_str_pair *sorted = NULL;
+    const char *const *keys = choose_keys(metadata, metadata_count);
     const bool is_built =
         sort_tensors(&h, st) == MLS_OK && place_checksums(&h, st) == MLS_OK &&
-        sort_metadata(metadata, metadata_count, &sorted, st) == MLS_OK &&
-        build_text(&h, sorted, metadata_count + 2, alignment, st) == MLS_OK;
+        sort_metadata(metadata, metadata_count, keys, &sorted, st) == MLS_OK &&
+        build_text(&h, sorted, metadata_count + 2, keys, alignment, st) == MLS_OK;
     mls_free(sorted);
     if (!is_built) {
         mls_header_fini(&h);

@@ -268,8 +268,42 @@ static mls_code read_tensor(header_reader *r, mls_json_node entry)
  * The header's checksum covers the whole header, including the tensors' checksums, and
  * those cover the tensors. So the file is intact if all checksums match. */
 
+static const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
+                               .length = sizeof MLS_SAFETENSORS_PREFIX - 1};
+
+static bool is_in_branch(mls_str key, char last)
+{
+    return key.length >= 2 && key.data[0] >= '0' && key.data[0] <= last &&
+           key.data[1] == '.';
+}
+
+mls_str mls_safetensors_own_key(mls_str key)
+{
+    if (is_in_branch(key, '1')) {
+        const mls_str rest = {.data = key.data + 2, .length = key.length - 2};
+        if (mls_str_starts(rest, prefix)) {
+            return rest;
+        }
+    }
+    return key;
+}
+
+mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count)
+{
+    mls_str branch = {.data = "", .length = 0};
+    for (size_t i = 0; i < count; i++) {
+        const mls_str key = metadata[i].key;
+        if (mls_str_is(key, "2.0")) {
+            branch = (mls_str){metadata[i].value.length == 0 ? "0." : "1.", 2};
+        } else if (!is_in_branch(key, '2') && !mls_str_starts(key, prefix)) {
+            return (mls_str){.data = "", .length = 0};
+        }
+    }
+    return branch;
+}
+
 /* Read a map from strings to strings. The two checksum entries are kept apart from the
- * user's metadata. */
+ * user's metadata, and keys of mlstate get the same name in every branch. */
 static mls_code read_metadata(header_reader *r, mls_json_node node)
 {
     const mls_json *json = r->file.json;
@@ -282,15 +316,20 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
     }
     for (mls_json_node pair = mls_json_first(json, node); pair != MLS_JSON_NONE;
          pair = mls_json_next(json, pair)) {
-        const mls_str key = mls_json_key(json, pair);
+        const mls_str key = mls_safetensors_own_key(mls_json_key(json, pair));
         if (mls_json_type_of(json, pair) != MLS_JSON_STRING) {
             return fail_node(r, pair,
                              "\"__metadata__\" has a value that is not a string");
         }
-        if (mls_str_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")) {
-            r->header_crc = pair;
-        } else if (mls_str_is(key, MLS_SAFETENSORS_PREFIX "blocks.crc32c")) {
-            r->block_crcs = pair;
+        mls_json_node *entry =
+            mls_str_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")   ? &r->header_crc
+            : mls_str_is(key, MLS_SAFETENSORS_PREFIX "blocks.crc32c") ? &r->block_crcs
+                                                                      : NULL;
+        if (entry != NULL) {
+            if (*entry != MLS_JSON_NONE) { /* in two branches */
+                return fail_node(r, pair, "\"__metadata__\" has a checksum entry twice");
+            }
+            *entry = pair;
         } else {
             r->file.metadata[r->file.metadata_count++] =
                 (mls_str_pair){.key = key, .value = mls_json_text(json, pair)};

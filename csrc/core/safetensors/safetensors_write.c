@@ -52,7 +52,8 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
                             .length = sizeof MLS_SAFETENSORS_PREFIX - 1};
     for (size_t i = 0; i < content->metadata_count; i++) {
         const mls_str key = content->metadata[i].key;
-        if (mls_str_starts(key, prefix) && !mls_str_is(key, MLS_SAFETENSORS_STATE)) {
+        if (mls_str_starts(mls_safetensors_own_key(key), prefix) &&
+            !mls_str_is(key, MLS_SAFETENSORS_STATE)) {
             const int width = (int)(key.length < SHOWN_NAME ? key.length : SHOWN_NAME);
             mls_fail(st, MLS_E_VALUE,
                      "metadata key '%.*s' is reserved: choose one that does not start "

@@ -18,6 +18,8 @@ int mlspy_descriptor_add(PyObject *module);
 int mlspy_kv_memory_add(PyObject *module);
 int mlspy_local_add(PyObject *module);
 int mlspy_merged_index_add(PyObject *module);
+int mlspy_prompt_log_add(PyObject *module);
+int mlspy_prompt_match_add(PyObject *module);
 int mlspy_statedict_add(PyObject *module);
 int mlspy_strategy_add(PyObject *module);
 

@@ -136,6 +136,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->kv_lease_type);
     Py_VISIT(state->merged_index_type);
     Py_VISIT(state->local_link_type);
+    Py_VISIT(state->prompt_match_type);
     return 0;
 }
 
@@ -156,6 +157,7 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->kv_lease_type);
     Py_CLEAR(state->merged_index_type);
     Py_CLEAR(state->local_link_type);
+    Py_CLEAR(state->prompt_match_type);
     return 0;
 }
 

@@ -48,6 +48,7 @@ struct mlspy_state {
     PyTypeObject *kv_lease_type;
     PyTypeObject *merged_index_type;
     PyTypeObject *local_link_type;
+    PyTypeObject *prompt_match_type;
     PyObject *names[MLSPY_NAME_COUNT]; /* interned, for the type attribute cache */
     mlspy_bytes_getter bytes_getters[MLSPY_TENSOR_CLASSES];
     const mls_kernels *kernels; /* points to `own_kernels` */

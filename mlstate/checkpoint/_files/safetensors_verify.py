@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BLOCK = 1 << 20  # bytes that one checksum of `save_file` covers
-CHECKSUMS = "mlstate.blocks.crc32c"
+# By the branch of the metadata that it is in: see csrc/core/safetensors/safetensors.h.
+CHECKSUMS = tuple(f"{branch}mlstate.blocks.crc32c" for branch in ("", "0.", "1."))
 _DIGITS = 8
 
 
@@ -32,16 +33,16 @@ class FileTensor(NamedTuple):
 
 
 class FileHeader(NamedTuple):
-    """A file's header: its tensors in file order, its metadata texts, and the file's size."""
+    """A file's header: its tensors in file order, their checksums, and the file's size."""
 
     tensors: list[FileTensor]
-    texts: dict[str, str]
+    digits: str | None
     nbytes: int
 
     @property
     def has_checksums(self) -> bool:
         """Whether the file has checksums, that is, `save_file` wrote it."""
-        return CHECKSUMS in self.texts
+        return self.digits is not None
 
 
 def _as_array(dtype: str, shape: list[int]) -> tuple[str, tuple[int, ...]]:
@@ -83,7 +84,8 @@ def read_header(path: str) -> FileHeader:
         )
         for key, entry in entries.items()
     ]
-    return FileHeader(tensors, texts, size)
+    digits = next((texts[key] for key in CHECKSUMS if key in texts), None)
+    return FileHeader(tensors, digits, size)
 
 
 def _find_altered(
@@ -130,9 +132,9 @@ def verify_file(
             Problem("header", name, error.name, None, 0, error.offset or 0, 0, str(error))
         )
         return report, False
-    if not header.has_checksums:
+    if header.digits is None:
         return report, False
-    digits = header.texts[CHECKSUMS]
+    digits = header.digits
     try:
         with open_regular(place) as file:
             for tensor in header.tensors:

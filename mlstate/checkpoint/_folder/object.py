@@ -381,7 +381,7 @@ class ObjectFolder:
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read into existing arrays."""
+        """Read into existing arrays, as `Folder.load_into`."""
         call = LoadCall(merged, self.path, section, keys, cuts, targets, verify, is_zeroed=False)
         self._fill(call, progress)
 

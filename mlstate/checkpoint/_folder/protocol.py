@@ -171,7 +171,12 @@ class Folder(Protocol):
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read parts of tensors into existing arrays, or torch tensors."""
+        """Read parts of tensors into existing arrays, or torch tensors.
+
+        `merged` is the index of all ranks, `section` the number of its section (model, optimizer
+        or states). `keys` are the names in it, `cuts` the part of each that is read, and `targets`
+        the array for each. `progress` is called with numbers of bytes as they arrive.
+        """
 
     def verify(
         self, merged: _core.MergedIndex, progress: Callable[[int], object] | None

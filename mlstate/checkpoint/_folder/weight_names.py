@@ -39,6 +39,7 @@ _INDEX = re.compile(r"(.+?)(\.safetensors|\.bin)\.index(\.[^.]+)?\.json\Z")
 _NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})(\.[^.]+)?(\.safetensors|\.bin)\Z", re.ASCII)
 _COUNTED = re.compile(r"(.+)\.(\d+)(\.safetensors|\.bin)\Z", re.ASCII)
 _ANY = "*"
+ONE_FILE = ("adapter_model", "pytorch_lora_weights")  # PEFT and diffusers read no parts of these
 _MOST_FILES = 100_000  # of a set
 
 
@@ -54,6 +55,25 @@ class _Place(NamedTuple):
 def is_index(name: str) -> bool:
     """Return whether a name is an index, such as ``model.safetensors.index.json``."""
     return _INDEX.match(name) is not None
+
+
+def index_of(stem: str) -> str:
+    """Return the name of the index of files with a stem."""
+    return f"{stem}{SUFFIX}.index.json"
+
+
+def stem_of(names: Collection[str]) -> str:
+    """Return the stem of the files of weights that belong to the other files of a folder.
+
+    It is the stem of its weights, which its program looks for: ``adapter_model`` for PEFT,
+    ``diffusion_pytorch_model`` for diffusers; without weights ``model``.
+    """
+    for suffix, stems in _STEMS.items():
+        present = {place.stem for name in names if (place := _place_of(name, suffix)) is not None}
+        for stem in stems:
+            if stem in present:
+                return "model" if stem == "pytorch_model" else stem
+    return "model"
 
 
 def is_weights_root(root: str) -> bool:
@@ -126,7 +146,7 @@ _REMEDY = "pass the path of one file or index, or move the others away"
 def set_files(names: Collection[str], root: str) -> tuple[list[str], list[str]]:
     """Return the files of a set, and the names of those that are missing.
 
-    Raises FormatError if the numbers are not those of a set.
+    Raises FormatError if the files do not have the numbers of a set.
     """
     before, _, after = root.partition(_ANY)
     pattern = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}\Z", re.ASCII)

@@ -36,7 +36,7 @@ from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
-from .._folder.weight_names import INDEX, is_index
+from .._folder.weight_names import index_of, is_index, stem_of
 from .._options import SAVE_DEFAULTS
 from .._quantized.pairs import refuse_quantized
 from .._save import SaveContent, check_target, gather_shards, take_content
@@ -46,7 +46,7 @@ from .config import config_of_dtype, weights_dtype
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import TypeAlias
 
     from ...collectives import ProcessGroup
@@ -202,6 +202,15 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
     return {os.path.basename(path): partial(open_regular, path) for path in paths}
 
 
+def _stem_of_folder(source: str | os.PathLike[str] | None) -> str:
+    """Return the stem of the weights that belong to the files of `files_from`."""
+    if source is None:
+        return stem_of([])
+    if is_url(source):
+        return stem_of(list(open_folder(source, reads=True).names("")))
+    return stem_of(os.listdir(local_path(source)))
+
+
 def _open_object(folder: Folder, name: str) -> BytesIO:
     return BytesIO(folder.read(name))
 
@@ -248,7 +257,7 @@ def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Open
         LocalFolder(folder).overwrite_start(file, plan.header(number, crcs))
     if len(plan.files) > 1:
         text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
-        _core.file_replace(os.path.join(folder, INDEX), text.encode(), 0o666)
+        _core.file_replace(os.path.join(folder, index_of(plan.stem)), text.encode(), 0o666)
     try:
         for name, opened in copied.items():
             _copy_file(name, opened, folder, plan)
@@ -286,7 +295,7 @@ def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
 def _write_parts(
     folder: str,
     plan: ExportPlan,
-    shards: _core.ShardItems,
+    batches: Iterable[_core.ShardItems],
     sync: bool,
     progress: Callable[[int], object] | None,
 ) -> bytes:
@@ -298,7 +307,8 @@ def _write_parts(
 
     crcs = np.zeros(plan.starts[-1], np.uint32)
     written = np.zeros(len(plan.places), np.uint64)
-    _core.parts_write(shards, folder, plan.files, plan.places, crcs, written, sync, progress)
+    for shards in batches:
+        _core.parts_write(shards, folder, plan.files, plan.places, crcs, written, sync, progress)
     return _pack(crcs, "<u4") + _pack(written, "<u8")
 
 
@@ -329,7 +339,7 @@ def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
 def write_folder(
     target: SaveTarget,
     plan: ExportPlan,
-    shards: _core.ShardItems,
+    batches: Iterable[_core.ShardItems],
     files_from: str | os.PathLike[str] | None,
     start: Target | None = None,
     progress: Callable[[int], object] | None = None,
@@ -337,17 +347,20 @@ def write_folder(
 ) -> None:
     """Write the parts of all ranks; rank 0 commits. After a failure no folder remains.
 
+    `batches` are the shards of this rank, which are taken while they are written.
     `start` is as for `export`. `written` is called when this rank's shards are no longer needed;
     if it raises, the export fails.
     """
     group, folder = target.group, os.path.realpath(target.path)
-    temporary, copied, end = "", dict[str, Any](), Target(folder, ())
+    temporary, stem, copied, end = "", "", dict[str, Any](), Target(folder, ())
     error: BaseException | None = None
     is_first = target.rank == 0
     try:
         try:
             if is_first:
                 copied = _files_to_copy(files_from)
+                stem = _stem_of_folder(files_from)
+                plan = plan.named(stem)
                 if plan.is_converted and files_from is not None:
                     tensors = {name: (kind, shape) for name, kind, shape in chain(*plan.tensors)}
                     refuse_quantized(open_folder(files_from, reads=True), tensors)
@@ -357,11 +370,13 @@ def write_folder(
         except BaseException as caught:
             error = caught
         if group is not None:
-            temporary = os.fsdecode(next(iter(group.gather_bytes(os.fsencode(temporary)))))
+            names = next(iter(group.gather_bytes(os.fsencode(f"{stem}\0{temporary}"))))
+            stem, _, temporary = os.fsdecode(names).partition("\0")
         together(group, error)
+        plan = plan.named(stem)
         shares = b""
         try:
-            shares = _write_parts(temporary, plan, shards, not is_first, progress)
+            shares = _write_parts(temporary, plan, batches, not is_first, progress)
             if written is not None:
                 written()
         except BaseException as caught:
@@ -420,13 +435,14 @@ def export(
     request: Export,
     files_from: str | os.PathLike[str] | None = None,
     start: Target | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> None:
     """Export a model; see `export_huggingface`.
 
     `start` is the target when the caller began: a Hugging Face folder there is replaced.
     """
     gathered, plan = gather_parts(request)
-    write_folder(request.target, plan, gathered.shards, files_from, start)
+    write_folder(request.target, plan, [gathered.shards], files_from, start, progress)
 
 
 def export_huggingface(
@@ -438,12 +454,15 @@ def export_huggingface(
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
     dtype: object = None,
+    progress: Callable[[int], object] | None = None,
 ) -> None:
     """
     Write the weights of a model as a Hugging Face folder.
 
     The folder has ``model.safetensors``, or several files
-    ``model-0000x-of-0000y.safetensors`` and ``model.safetensors.index.json``. Every rank writes
+    ``model-0000x-of-0000y.safetensors`` and ``model.safetensors.index.json``. If `files_from` has
+    the weights of PEFT or diffusers, such as ``adapter_model.safetensors`` or
+    ``diffusion_pytorch_model.safetensors``, the files have this name instead. Every rank writes
     its own part of each tensor directly to its final place: no rank gathers tensors, and no pass
     over the data follows. ``from_pretrained`` of transformers loads the folder.
 
@@ -470,6 +489,8 @@ def export_huggingface(
         float16, bfloat16, float32 or float64: its name, or the dtype of NumPy, ml_dtypes or
         torch. All floats are written in this dtype, rounded to nearest; 8-bit floats by their
         values. Integers, bool and complex numbers keep their dtypes.
+    progress : callable, optional
+        Called with the number of bytes that this rank has written since the last call.
 
     Raises
     ------
@@ -481,7 +502,8 @@ def export_huggingface(
         tensor.
     FormatError, CompatibilityError
         With `dtype`, some weights are quantized according to the ``config.json`` of `files_from`:
-        `mlstate.load` with ``cast=`` returns their values.
+        `mlstate.load` with ``cast=`` returns their values. Or `max_shard_bytes` divides the weights
+        of an adapter, which PEFT reads from one file.
     TypeError, CompatibilityError
         As for `save`. Every rank raises if any rank does.
 
@@ -506,4 +528,5 @@ def export_huggingface(
     >>> sorted(mlstate.checkpoint.inspect(path).files())
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    export(take_export(path, model, group, max_shard_bytes, rename, dtype), files_from)
+    request = take_export(path, model, group, max_shard_bytes, rename, dtype)
+    export(request, files_from, progress=progress)

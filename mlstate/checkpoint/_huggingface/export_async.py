@@ -38,14 +38,14 @@ class _ExportJob(SaveJob):
         began: float,
     ) -> None:
         super().__init__(request.target, request.content, staging, None, None, began)
-        self.taken = request
+        self.request = request
         self.files_from = files_from
         self.plan: ExportPlan | None = None
 
     def collect(self, copy: Callable[[object], object] | None) -> GatheredShards:
         """Return this rank's parts, and keep the plan of the files."""
         try:
-            gathered, self.plan = gather_parts(self.taken, copy)
+            gathered, self.plan = gather_parts(self.request, copy)
         finally:
             self.content.dicts = (None, None, None)  # after a failure it still has the arrays
         return gathered
@@ -63,7 +63,7 @@ class _ExportJob(SaveJob):
         write_folder(
             self.target,
             self.plan,
-            gathered.shards,
+            [gathered.shards],
             self.files_from,
             progress=self.advance,
             written=written,

@@ -12,7 +12,8 @@ from ... import _core
 from ..._common.converted import is_converted
 from ..._common.dtypes import DTYPES, name_of
 from ..._sharding.layout import Shard
-from .._folder.weight_names import SINGLE
+from ...errors import CompatibilityError
+from .._folder.weight_names import ONE_FILE, SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     Facts: TypeAlias = tuple[str, tuple[int, ...], Any]
 
 _ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
+_STEM = "model"
 FORMAT = "pt"  # the "format" in the metadata, which transformers requires
 
 
@@ -45,6 +47,17 @@ class ExportPlan(NamedTuple):
     starts: list[int]  # first block of each file, and the number of all blocks
     nbytes: list[int]  # of each tensor, by number
     is_converted: bool = False  # whether all floats are written in one dtype
+    stem: str = _STEM  # of the names of the files
+
+    def named(self, stem: str) -> ExportPlan:
+        """Return the plan with files of another stem than ``model``."""
+        if len(self.files) > 1 and stem in ONE_FILE:
+            raise CompatibilityError(
+                f"the weights are {stem}{SUFFIX}, which programs read as one file, and "
+                f"max_shard_bytes divides them over {len(self.files)} files: pass a larger one"
+            )
+        files = tuple(stem + name.removeprefix(self.stem) for name in self.files)
+        return self._replace(files=files, stem=stem)
 
     def header(self, file: int, crcs: Any) -> bytes:
         """Return the header of a file, with the checksums of all blocks of all files."""
@@ -254,8 +267,10 @@ def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
     sizes = {n: prod(shape) * _ITEM_BYTES.get(dtype, 0) for n, (dtype, shape, _) in tensors.items()}
     divided = [tuple(file) for file in _divide(tensors, sizes, max_shard_bytes)]
     count = len(divided)
-    files = tuple(f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1))
-    plan = ExportPlan(files if count > 1 else (SINGLE,), divided, {}, [], [0], [*sizes.values()])
+    files: tuple[str, ...] = (_STEM + SUFFIX,)
+    if count > 1:
+        files = tuple(f"{_STEM}-{n:05d}-of-{count:05d}{SUFFIX}" for n in range(1, count + 1))
+    plan = ExportPlan(files, divided, {}, [], [0], [*sizes.values()])
     for number, file in enumerate(divided):
         _, size, blocks, places = _core.safetensors_layout(file, FORMAT, None)
         for (name, dtype, _), (offset, block) in zip(file, places, strict=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import is_torch, refuse_given_away, refuse_unstorable
+from ..._common.arrays import is_cache, is_torch, refuse_given_away, refuse_unstorable
 from ..._common.backend import backend_of, is_module, is_optimizer
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
@@ -79,7 +79,10 @@ class NamedStates(NamedTuple):
 
 
 def _digest(tree: Tree) -> bytes:
-    """Return a digest of a tree without its shards, and the length of the packed tree."""
+    """Return a digest of a tree without its shards, and the length of the packed tree.
+
+    Ranks compare it to find the trees that are equal on all of them.
+    """
     import hashlib
 
     arrays = whole_arrays(tree)
@@ -131,6 +134,7 @@ def _is_array(value: Any) -> bool:
             hasattr(value, "dtype")
             and hasattr(value, "shape")
             and not isinstance(value, np.generic)
+            and not is_cache(value)
         )
     )
 

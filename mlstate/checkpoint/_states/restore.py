@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.arrays import is_torch
+from ..._common.arrays import is_cache, is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
@@ -186,6 +186,8 @@ class _Restorer:
         library = library_of(target)
         if library is not None:
             self.add_generator(target, library, node, where)
+        elif is_cache(target):
+            self.add_cache(target, node, where)
         elif callable(getattr(target, "load_state_dict", None)):
             self.add_object(target, node, where)
         elif type(target) is dict:
@@ -199,9 +201,9 @@ class _Restorer:
         else:
             raise TypeError(
                 f"into={{'states': ...}}: {where} is a {type(target).__name__}, which cannot be "
-                "restored in place: pass a generator, an object with load_state_dict(), a dict or "
-                "a list; or leave it out, and take the value from LoadedState.states of load("
-                "path) without into="
+                "restored in place: pass a generator, a cache of mlstate.kv, an object with "
+                "load_state_dict(), a dict or a list; or leave it out, and take the value from "
+                "LoadedState.states of load(path) without into="
             )
 
     def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
@@ -222,6 +224,22 @@ class _Restorer:
             )
         )
 
+    def add_cache(self, target: Any, node: object, where: str) -> None:
+        from ...kv._stored import check_cache, overwrite_cache
+
+        if not (isinstance(node, dict) and node.get("$") == "cache"):
+            raise _mismatch(where, f"a {type(target).__name__}", "another value")
+        cache = self.decode(node, tensors=_has_torch(node))
+        check_cache(target, cache, where)
+        before = target.copy()
+        self.actions.append(
+            Action(
+                where,
+                lambda: overwrite_cache(target, cache),
+                lambda: overwrite_cache(target, before),
+            )
+        )
+
     def add_object(self, target: Any, node: object, where: str) -> None:
         if isinstance(node, dict) and node.get("$") == "generator":
             raise _mismatch(where, "the state of an object", "that of a generator")
@@ -230,20 +248,25 @@ class _Restorer:
         self.actions.append(_load_action(where, target, value, before))
 
     def add_dict(self, target: dict[Any, Any], node: object, where: str) -> None:
-        """Add the actions for a dict, whose generators and objects are restored themselves."""
+        """Add the actions for a dict.
+
+        `node` is the stored form: a dict of the values, or ``{"$": "dict", "items": pairs}``.
+        Generators and objects in the dict are restored in place; other values are replaced.
+        Without ``strict``, keys that the checkpoint lacks stay as they are.
+        """
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
         pairs = dict(node["items"]) if "$" in node else node
         strict = self.loader.options["strict"]
         if strict and target.keys() != pairs.keys():
             key = min(target.keys() ^ pairs.keys(), key=str)
-            missing = key in target
-            raise _mismatch(
+            holders = ("target", "checkpoint") if key in target else ("checkpoint", "target")
+            raise _error(
                 f"{where}[{key!r}]",
-                "no such key" if not missing else "this key",
-                "nothing" if missing else "it",
+                f"the {holders[0]} has this key, the {holders[1]} does not",
+                *(("this key", "nothing") if key in target else ("nothing", "this key")),
             )
-        new = {}
+        new = dict(target)
         for key, inner in pairs.items():
             if key not in target:
                 continue
@@ -260,6 +283,7 @@ def _is_restorable(value: object) -> bool:
     """Return whether a value inside of a target is restored itself, and not replaced."""
     return (
         library_of(value) is not None
+        or is_cache(value)
         or callable(getattr(value, "load_state_dict", None))
         or (type(value) is dict and any(map(_is_restorable, value.values())))
     )
@@ -280,7 +304,12 @@ def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -
 
 
 def _mismatch(where: str, expected: str, got: str) -> CompatibilityError:
-    error = CompatibilityError(f"{where}: the target is {expected}, the checkpoint has {got}")
+    text = f"the target is {expected}, the checkpoint has {got}"
+    return _error(where, text, expected, got)
+
+
+def _error(where: str, text: str, expected: str, got: str) -> CompatibilityError:
+    error = CompatibilityError(f"{where}: {text}")
     error.name, error.expected, error.got = where, expected, got
     return error
 

@@ -14,6 +14,7 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     enum                    a member of an enum: module, class, and name or value (of flags)
     dtype                   a dtype of torch: name
     generator               library, state
+    cache                   class, values: a KVState, RollingKVState or CacheState
     object                  state: the result of ``state_dict()``
 """
 
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import is_torch
+from ..._common.arrays import is_cache, is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
@@ -114,6 +115,9 @@ class _Encoder:
         node = _named_node(value, where)
         if node is not None:
             return node
+        node = self.cache(value, where, path, levels - 1)
+        if node is not None:
+            return node
         if self.exact:
             _check_exact(value, where)
         node = self.array(value, where, path)
@@ -122,6 +126,15 @@ class _Encoder:
         if node is None:
             node = self.object(value, where, path, levels - 1)
         return node
+
+    def cache(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+        """Return the JSON form of a KV cache; None for other values."""
+        if not is_cache(value):
+            return None
+        from ...kv._stored import cache_values
+
+        name, values = cache_values(value)
+        return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
 
     def array(self, value: Any, where: str, path: tuple[str, ...]) -> Any:
         """Return the JSON form of an array, a NumPy scalar or bytes; None for other values."""
@@ -398,6 +411,10 @@ class Decoder:
             return enum_of(node)
         if kind == "dtype":
             return torch_backend("a dtype of torch", TensorBackend).dtype_of(node["name"])
+        if kind == "cache":
+            from ...kv._stored import cache_from_values
+
+            return cache_from_values(node["class"], self.value(node["values"]))
         if kind == "object":
             return self.value(node["state"])
         if kind == "generator":

@@ -358,3 +358,19 @@ def test_the_core_refuses_places_outside_the_files(tmp_path):
     with pytest.raises(mlstate.CompatibilityError, match="complex128"):
         _core.safetensors_layout((("w", "complex128", (3,)),), "pt", None)
     assert sys.getrefcount(items) == 2
+
+
+def test_progress_counts_the_written_bytes(tmp_path):
+    model = {f"w{number}": np.ones((300, 1000), np.float32) for number in range(4)}
+    reports = []
+    export_huggingface(tmp_path / "m", model, max_shard_bytes="2MB", progress=reports.append)
+    assert sum(reports) == sum(array.nbytes for array in model.values())
+
+    def stop(_):
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        export_huggingface(tmp_path / "n", model, progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    with pytest.raises(TypeError, match="progress must be callable"):
+        export_huggingface(tmp_path / "n", model, progress=True)

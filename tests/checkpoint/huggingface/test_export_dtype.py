@@ -10,6 +10,8 @@ import rank_threads
 import mlstate
 from mlstate import StateDict
 from mlstate.checkpoint import Layout, export_huggingface, export_huggingface_async
+from mlstate.checkpoint._huggingface import export_loaded
+from mlstate.cli import main
 from mlstate.collectives import LocalGroup
 from mlstate.errors import CompatibilityError
 
@@ -89,6 +91,67 @@ def test_memory_does_not_grow_with_the_model(tmp_path, peak_memory):
     before = peak_memory()
     export_huggingface(tmp_path / "m", state, dtype="bfloat16")
     assert peak_memory() - before < 8 << 20
+
+
+def quantized_folder(folder, layers, shape):
+    """Write a folder of block FP8, whose values are its codes times their scales."""
+    folder.mkdir()
+    random = np.random.default_rng(3)
+    grid = tuple(-(-length // 128) for length in shape)
+    tensors = {"norm": random.random(7, np.float32)}
+    for layer in range(layers):
+        codes = random.integers(0, 120, shape, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+        tensors |= {f"l.{layer}.w": codes, f"l.{layer}.w_scale_inv": random.random(grid, "f4")}
+    mlstate.save_file(tensors, folder / "model.safetensors")
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    text = json.dumps({"dtype": "float32", "quantization_config": config})
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def test_values_of_a_quantized_folder_are_converted_in_bounded_memory(
+    tmp_path, monkeypatch, peak_memory
+):
+    source = quantized_folder(tmp_path / "fp8", 24, (1024, 2048))  # 96 MiB as bfloat16
+    monkeypatch.setattr(export_loaded, "_BATCH_BYTES", 4 << 20)
+    words = ["convert", str(source), str(tmp_path / "m"), "--to", "huggingface"]
+    before = peak_memory()
+    assert main([*words, "--dtype", "bfloat16", "--max-shard-bytes", "10MB"]) == 0
+    assert peak_memory() - before < 24 << 20
+    assert mlstate.verify(tmp_path / "m")
+    assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 8
+
+
+@pytest.mark.parametrize("most", ["5GB", "200KB"])
+def test_the_conversion_of_a_quantized_folder_equals_the_export_of_its_load(
+    tmp_path, monkeypatch, most
+):
+    source = quantized_folder(tmp_path / "fp8", 5, (200, 300))
+    monkeypatch.setattr(export_loaded, "_BATCH_BYTES", 250_000)
+    words = ["convert", str(source), str(tmp_path / "a"), "--to", "huggingface"]
+    options = ["--dtype", "bf16", "--names", "x.[0-3].*", "--names", "norm", "--rename", "l.=x."]
+    assert main([*words, *options, "--max-shard-bytes", most]) == 0
+    names = ["x.[0-3].*", "norm"]
+    model = mlstate.load(source, cast="bfloat16", names=names, rename={"l.": "x."}).model
+    export_huggingface(
+        tmp_path / "b", model, files_from=source, max_shard_bytes=most, dtype="bfloat16"
+    )
+    assert len(model) == 5
+    contents = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"
+    ]
+    assert contents[0] == contents[1]
+
+
+def test_damage_in_a_quantized_folder_leaves_no_converted_one(tmp_path, capsys):
+    source = quantized_folder(tmp_path / "fp8", 2, (200, 300))
+    data = bytearray((source / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (source / "model.safetensors").write_bytes(data)
+    words = ["convert", str(source), str(tmp_path / "m"), "--to", "huggingface"]
+    assert main([*words, "--dtype", "bfloat16"]) == 2
+    assert "checksum" in capsys.readouterr().err.lower()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8"]
 
 
 @pytest.fixture()

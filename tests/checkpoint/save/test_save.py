@@ -21,6 +21,7 @@ import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict
 from mlstate._common.caller import find_caller
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, inspect, reshard
+from mlstate.errors import CheckpointWarning
 
 DTYPES = [
     np.float32, np.float64, np.float16, np.int8, np.uint16, np.int64, np.bool_, np.complex64,
@@ -399,6 +400,14 @@ def test_states_are_cut_along_the_axes_of_their_parameter(path):
     assert layouts["w.cols"] == Layout.whole() and layouts["w.rows"] == Layout.rows(2)
 
 
+def test_whole_tensors_are_not_resharded_for_several_ranks(path):
+    mlstate.save(path, {"w": random((4, 2))})
+    for layout in ("whole", Layout.whole()):
+        with pytest.raises(ValueError, match="has 1 part for world_size=3: pass world_size=1"):
+            reshard(path, path / "new", layout=layout, world_size=3)
+    assert reshard(path, path.parent / "new", layout="whole", world_size=1).world_size == 1
+
+
 def test_without_a_layout_parts_are_cut_as_they_were_saved(path):
     flat, rows = random((5, 4)), random((5, 4))
     state = {
@@ -409,7 +418,9 @@ def test_without_a_layout_parts_are_cut_as_they_were_saved(path):
     got = mlstate.load(path, rank=1, world_size=3).model["flat"]
     assert same({"x": got}, {"x": part(flat, [("flat", 3)], 1)})
     mlstate.save(path, {"w": rows})
-    assert same({"w": rows}, mlstate.load(path, rank=2, world_size=3).model)
+    with pytest.warns(CheckpointWarning, match="rank 2 of 3 gets all of each tensor.* layout="):
+        assert same({"w": rows}, mlstate.load(path, rank=2, world_size=3).model)
+    assert same({"w": rows}, mlstate.load(path, rank=2, world_size=3, layout="whole").model)
     mlstate.save(path, {"w": rows}, layout=Layout.axis(1, 2) * Layout.rows(2))
     with pytest.raises(ValueError, match="'w': its layout has 2 steps: give a layout of"):
         mlstate.load(path, rank=0, world_size=2)

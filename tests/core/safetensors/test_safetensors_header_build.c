@@ -213,6 +213,47 @@ TEST(header_checksum_covers_zeroed_digits)
     CHECK(crc->update(0, h.text.data, h.text.length) == checksum);
 }
 
+/* The metadata of mlx-lm is one tree: other keys than these would break its parser. */
+TEST(own_keys_are_in_the_branch_of_the_metadata)
+{
+    static const char *const names[] = {"\"mlstate.", "\"0.mlstate.", "\"1.mlstate."};
+    const struct {
+        mls_str_pair pairs[3];
+        size_t count, branch;
+    } cases[] = {
+        {{{text("2.0"), text("")}, {text("1.0"), text("KVCache")}}, 2, 1},
+        {{{text("2.0"), text("KVCache")}, {text("0.0"), text("")}}, 2, 2},
+        {{{text("2.0"), text("")}, {text("format"), text("pt")}}, 2, 0},
+        {{{text("1.0"), text("a")}, {text("0.0"), text("")}}, 2, 0},
+        {{{text("3.0"), text("")}, {text("2.0"), text("")}}, 2, 0},
+        {{{text("2.0"), text("")}, {text(MLS_SAFETENSORS_STATE), text("{}")}}, 2, 1},
+        {{{text("2"), text("")}}, 1, 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mls_header_tensor unused;
+        REQUIRE(mls_header_init(&h, &unused, 0, cases[i].pairs, cases[i].count, 8,
+                                &status) == MLS_OK);
+        (void)mls_header_finish(&h, crc);
+        mls_json_writer_put(&h.text, "", 1); /* terminated for strstr */
+        h.text.length--;
+        for (size_t branch = 0; branch < 3; branch++) {
+            const bool has_keys = strstr(h.text.data + 8, names[branch]) != NULL;
+            CHECK(has_keys == (branch == cases[i].branch));
+        }
+        REQUIRE(parses());
+        CHECK(file.has_crc && file.metadata_count == cases[i].count);
+        for (size_t k = 0; k < file.metadata_count; k++) {
+            CHECK(!mls_str_starts(file.metadata[k].key, text("0.mlstate.")));
+        }
+        mls_safetensors_fini(&file);
+        mls_header_fini(&h);
+    }
+    CHECK(mls_str_is(mls_safetensors_own_key(text("1.mlstate.x")), "mlstate.x"));
+    CHECK(mls_str_is(mls_safetensors_own_key(text("2.mlstate.x")), "2.mlstate.x"));
+    CHECK(mls_str_is(mls_safetensors_own_key(text("0.mlstat")), "0.mlstat"));
+    CHECK(mls_str_is(mls_safetensors_own_key(text("0.")), "0."));
+    CHECK(mls_str_is(mls_safetensors_own_key(text("")), ""));
+}
+
 TEST(metadata_is_sorted_by_key)
 {
     const mls_str_pair pairs[] = {{text("z"), text("\"\\")},

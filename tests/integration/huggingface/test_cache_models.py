@@ -9,72 +9,11 @@ pytestmark = [pytest.mark.torch, needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
 transformers = pytest.importorskip("transformers", reason="its models run")
 
+from cache_models import ARGUMENT, COMMON, HAS_CACHE, MODELS, new_model, prompt, run  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
+import mlstate  # noqa: E402
 from mlstate.integrations.transformers import from_cache, to_cache  # noqa: E402
-
-
-def _llama():
-    return transformers.LlamaForCausalLM, transformers.LlamaConfig(**COMMON)
-
-
-def _gemma3(window=16):
-    config = transformers.Gemma3TextConfig(
-        **COMMON, sliding_window=window, layer_types=["sliding_attention", "full_attention"]
-    )
-    return transformers.Gemma3ForCausalLM, config
-
-
-def _gemma3_wide():
-    return _gemma3(100)  # the first static cache is shorter than the window
-
-
-def _qwen3_next():
-    config = transformers.Qwen3NextConfig(
-        **COMMON,
-        layer_types=["linear_attention", "full_attention"],
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-    )
-    return transformers.Qwen3NextForCausalLM, config
-
-
-def _lfm2():
-    config = transformers.Lfm2Config(
-        **COMMON, layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8
-    )
-    return transformers.Lfm2ForCausalLM, config
-
-
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-MODELS = {
-    "llama": _llama,
-    "gemma3": _gemma3,
-    "gemma3 wide": _gemma3_wide,
-    "qwen3_next": _qwen3_next,
-    "lfm2": _lfm2,
-}
-# `cache=` since 5.24; before, and deprecated since, `past_key_values=`.
-HAS_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
-ARGUMENT = "cache" if HAS_CACHE else "past_key_values"
 
 
 @pytest.fixture(autouse=True)
@@ -91,22 +30,10 @@ def models():
 
     def model(name):
         if name not in created:
-            torch.manual_seed(0)
-            create, config = MODELS[name]()
-            config._attn_implementation = "eager"
-            created[name] = create(config).eval()
+            created[name] = new_model(name)
         return created[name]
 
     return model
-
-
-def prompt(count=20, seed=1):
-    return torch.randint(2, 97, (1, count), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def run(model, tokens, cache):
-    return model(tokens, use_cache=True, **{ARGUMENT: cache}).logits[:, -1]
 
 
 def steps(model, logits, cache, count):
@@ -168,6 +95,17 @@ def test_a_used_static_cache_takes_other_tokens(models, name):
     expected = run(model, prompt(), fixed)
     assert_same_bytes(used, fixed)
     assert torch.equal(steps(model, logits, used, 20), steps(model, expected, fixed, 20))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_keeps_a_cache_for_the_next_process(models, tmp_path, name):
+    model = copy.deepcopy(models(name)).to(torch.bfloat16)
+    cache, loaded = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    logits = run(model, prompt(), cache)
+    mlstate.save(tmp_path / "c", states={"prompt": from_cache(cache)})
+    to_cache(mlstate.load(tmp_path / "c").states["prompt"], into=loaded)
+    assert_same_bytes(loaded, cache)
+    assert torch.equal(steps(model, logits, loaded, 20), steps(model, logits, cache, 20))
 
 
 @pytest.mark.filterwarnings("ignore")

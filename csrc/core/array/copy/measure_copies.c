@@ -49,6 +49,8 @@ static void run_small_trials(const mls_kernels *kernels, unsigned char *to,
     }
 }
 
+/* Each copy below is measured by the copy itself, which adds its time to the choices of
+ * `kernels`. */
 mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *crc,
                             mls_status *st)
 {
@@ -60,7 +62,7 @@ mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *c
     memset(pages.data, 1, (size_t)2 * BYTES);
     const size_t least = kernels->choices->least[MLS_STORING_WITHIN];
     const mls_destination large = {.bytes = BYTES > least ? BYTES : least};
-    for (int result = 0; result < RESULTS; result++) {
+    for (int trial = 0; trial < RESULTS; trial++) {
         run_trials(kernels, crc, pages.data, pages.data + BYTES, large);
     }
     run_small_trials(kernels, pages.data, pages.data + BYTES);

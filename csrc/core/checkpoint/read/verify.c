@@ -415,6 +415,8 @@ static void verify_place(verifier *v, int fd, size_t number, size_t start,
     }
 }
 
+/* Verify the places of a task: adjacent small ones with one read, or one by one if that
+ * read finds damage or fails. */
 static void verify_places(verifier *v, const task *t)
 {
     int fd;
@@ -494,6 +496,8 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
     return MLS_OK;
 }
 
+/* Divide the work; `tasks` has room for the number that count_tasks returns. Return their
+ * number. */
 static size_t make_tasks(const verifier *v, task *tasks)
 {
     size_t count = 0, bytes = 0, file = SIZE_MAX;
@@ -501,7 +505,7 @@ static size_t make_tasks(const verifier *v, task *tasks)
     for (size_t i = 0; i < v->spots; i++) {
         const mls_layer place = place_of(v, i);
         if (i == 0 || file != place.file) {
-            tasks[count++] = (task){.first = i};
+            tasks[count++] = (task){.first = i, .count = 0}; /* the file itself */
             file = place.file;
             open = false;
         }

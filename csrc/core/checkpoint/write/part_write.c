@@ -135,12 +135,10 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
     }
 }
 
-/* Report bytes when there are enough of them: runs may be short. */
-static mls_code report(writing *w, size_t count, mls_status *st)
+/* Report the bytes if there are at least `least` of them: runs may be short. */
+static mls_code report(writing *w, size_t least, mls_status *st)
 {
-    w->job->written[w->placed->number] += count;
-    w->unreported += count;
-    if (w->unreported < MLS_PART_STEP) {
+    if (w->unreported < least) {
         return MLS_OK;
     }
     const size_t bytes = w->unreported;
@@ -160,8 +158,12 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
         const size_t step = count < room ? count : room;
         const unsigned char *data = item_bytes_at(w, at, step);
         add_share(w, data, to, step);
-        if (mls_file_write_at(w->file->fd, data, step, w->offset + to, st) != MLS_OK ||
-            report(w, step, st) != MLS_OK) {
+        if (mls_file_write_at(w->file->fd, data, step, w->offset + to, st) != MLS_OK) {
+            return st->code;
+        }
+        w->job->written[w->placed->number] += step;
+        w->unreported += step;
+        if (report(w, MLS_PART_STEP, st) != MLS_OK) {
             return st->code;
         }
         mls_file_start_writeback(w->file->fd, &w->file->started, w->offset + to + step);
@@ -200,7 +202,7 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
         code = write_run(&w, run.a * size, run.b * size, run.count * size, st);
     }
     finish_block(&w);
-    return code;
+    return code == MLS_OK ? report(&w, 1, st) : code;
 }
 
 /* Write `count` items of one file, which is complete on this rank afterwards. */

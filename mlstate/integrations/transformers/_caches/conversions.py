@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.set_module import set_module
-from ....kv import CacheSpec, CacheState
-from ....kv._arguments import as_count, incompatible
+from ....kv import CacheSpec
+from ....kv._arguments import incompatible
+from ..._caches import LaidOutState
 from .fill_cache import Filler
 from .layer_classes import Layout, check_cache, new_cache, new_layer
 from .read_cache import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ...._types import Array
+    from ....kv import CacheState
 
 _CROSS = "cross."
 
@@ -27,18 +26,6 @@ class _Layouts(NamedTuple):
     cross_class_name: str | None  # of an encoder-decoder cache
     cross_layers: list[Layout]
     capacity: int | None
-
-
-class _LaidOutState(CacheState):
-    """A state that knows the classes of the cache that it was made from."""
-
-    __slots__ = ("_layouts",)
-
-    def __init__(
-        self, spec: CacheSpec, arrays: Mapping[str, Array], length: int, layouts: _Layouts
-    ) -> None:
-        super().__init__(spec, arrays, length)
-        self._layouts = layouts
 
 
 @set_module("mlstate.integrations.transformers")
@@ -111,9 +98,7 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
         reader.read(layer)
     for layer in () if cross is None else cross.layers:
         cross_reader.read_cross(layer)
-    if not reader.entries:
-        text = "no layer of the cache has a token: there is nothing to move"
-        raise incompatible(text, None, "a cache after a prefill", "an empty cache")
+    reader.require_entries()
     spec = CacheSpec([*reader.entries, *cross_reader.entries])
     layouts = _Layouts(
         type(decoder).__name__,
@@ -123,20 +108,7 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
         spec.capacity,
     )
     arrays = reader.arrays | cross_reader.arrays
-    return _LaidOutState(spec, arrays, _checked_length(reader.length, length), layouts)
-
-
-def _checked_length(counted: int | None, passed: int | None) -> int:
-    """Return the number of tokens that the layers count, or else the one that was passed."""
-    if passed is not None:
-        passed = as_count("length", passed)
-    if counted is None and passed is None:
-        text = "no layer counts the tokens: pass length="
-        raise incompatible(text, None, "length=", None)
-    if counted is not None and passed not in (None, counted):
-        text = f"the layers have {counted} tokens, and length is {passed}"
-        raise incompatible(text, None, counted, passed)
-    return counted if passed is None else passed  # type: ignore[return-value]
+    return LaidOutState(spec, arrays, reader.checked_length(length), layouts)
 
 
 def _parts_of(cache: Any, label: str) -> tuple[Any, Any]:
@@ -201,8 +173,6 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
     >>> to_cache(state, into=cache) is cache, cache.get_seq_length()
     (True, 10)
     """
-    if not isinstance(state, CacheState):
-        raise TypeError(f"state must be a CacheState, got {type(state).__name__}")
     filler = Filler(state, is_shared=into is None)
     cache = _new_cache(state) if into is None else into
     check_cache(cache, "into")
@@ -212,9 +182,7 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
         filler.plan(layer, index)
     for index, layer in enumerate([] if cross is None else [*cross.layers, *added[1]]):
         filler.plan(layer, index, _CROSS)
-    filler.check_used()
-    for write in filler.writes:
-        write()
+    filler.write_all()
     decoder.layers.extend(added[0])
     if cross is not None:
         cross.layers.extend(added[1])
@@ -236,7 +204,7 @@ def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
 
 def _new_cache(state: CacheState) -> Any:
     """Create an empty cache like the one that the state was made from."""
-    if not isinstance(state, _LaidOutState):
+    if not isinstance(state, LaidOutState):
         text = "from_cache did not make the state, so the classes of its layers are unknown"
         raise incompatible(f"{text}: pass into=", None, "into=", None)
     from transformers import EncoderDecoderCache

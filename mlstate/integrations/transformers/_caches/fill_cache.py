@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...._common.arrays import is_torch, overlaps_itself, overwrite, shares_elements
 from ....kv._arguments import incompatible, tokens_error
 from ....kv._cache_spec import CacheEntry, entry_error
+from ..._caches import EntryPlan
 from ...torch._tensors.state import tensors_of
 from .layer_classes import (
     LayerClass,
@@ -24,15 +25,12 @@ if TYPE_CHECKING:
     from ....kv import CacheState
 
 
-class Filler:
+class Filler(EntryPlan):
     """Collects the writes that bring the tokens of a state into layers."""
 
     def __init__(self, state: CacheState, *, is_shared: bool) -> None:
-        self.spec, self.arrays, self.length = state.spec, state.arrays, state.length
-        self.ring_of = state._cache.ring
+        super().__init__(state)
         self.is_shared = is_shared  # the layers are new: they use the arrays themselves
-        self.writes: list[Callable[[], object]] = []
-        self.used: set[str] = set()
 
     def plan(self, layer: Any, index: int, prefix: str = "") -> None:
         """Check a layer, and add the writes for it."""
@@ -46,14 +44,6 @@ class Filler:
         if cls.is_linear:
             _plan_states(at)
 
-    def check_used(self) -> None:
-        """Raise if the cache has no place for an array."""
-        left = [name for name in self.arrays if name not in self.used]
-        if left:
-            text = f"the cache has no place for {left[0]!r}"
-            more = f" and {len(left) - 1} more arrays" if len(left) > 1 else ""
-            raise incompatible(f"{text}{more}: the layers differ", left[0], "its layer", "none")
-
 
 class _Place(NamedTuple):
     """A layer that is being planned."""
@@ -66,29 +56,11 @@ class _Place(NamedTuple):
 
     def entry(self, part: str, *kinds: str) -> CacheEntry | None:
         """Return the entry of an array of the layer, or None if the state does not have it."""
-        name = f"{self.where}.{part}"
-        if name not in self.filler.arrays:
-            return None
-        entry = self.filler.spec.entry_of(name)
-        if entry.kind not in kinds:
-            layer = f"layer {self.where}, a {self.cls.name}"
-            text = f"an entry of kind {entry.kind} does not fit {layer}"
-            raise entry_error(name, text, " or ".join(kinds), entry.kind)
-        self.filler.used.add(name)
-        return entry
+        return self.filler.entry(self.where, self.cls.name, part, *kinds)
 
     def both(self, *kinds: str, prefix: str = "") -> list[CacheEntry]:
         """Return the entries of keys and values, or no entry."""
-        parts = f"{prefix}keys", f"{prefix}values"
-        entries_or_none = [self.entry(part, *kinds) for part in parts]
-        entries = [each for each in entries_or_none if each is not None]
-        if len(entries) == 1:
-            text = f"the state has {entries[0].name!r} only"
-            raise incompatible(text, self.where, " and ".join(parts), entries[0].name)
-        if entries and entries[0].shape[:3] != entries[1].shape[:3]:
-            text = f"the array has shape {entries[1].shape}, and the keys {entries[0].shape}"
-            raise entry_error(entries[1].name, text, entries[0].shape[:3], entries[1].shape[:3])
-        return entries
+        return self.filler.both(self.where, self.cls.name, *kinds, prefix=prefix)
 
     def tensor(self, entry: CacheEntry) -> Any:
         """Return an array of the state as a tensor over the same memory."""
@@ -105,9 +77,7 @@ class _Place(NamedTuple):
 
     def require_empty(self, has_tokens: object) -> None:
         """Raise if the layer has tokens, although the state has none for it."""
-        if has_tokens:
-            text = f"layer {self.where} has tokens, but the state has none for it"
-            raise incompatible(text, self.where, "an array of the layer", "none")
+        self.filler.require_empty(self.where, has_tokens)
 
     def check_target(self, target: Any, shape: tuple[int, ...], entry: CacheEntry) -> None:
         """Raise unless the tokens of an entry can be copied into a tensor."""

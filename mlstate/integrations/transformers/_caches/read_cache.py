@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....kv._arguments import as_count, incompatible
-from ....kv._cache_spec import CacheEntry
+from ..._caches import EntryReader
 from .layer_classes import (
     LayerClass,
     Layout,
@@ -18,16 +18,12 @@ from .layer_classes import (
 )
 
 
-class Reader:
+class Reader(EntryReader):
     """Collects the entries of layers, and the number of tokens that all of them have."""
 
     def __init__(self, prefix: str = "") -> None:
-        self.prefix = prefix
-        self.entries: list[CacheEntry] = []
-        self.arrays: dict[str, Any] = {}
+        super().__init__(prefix)
         self.layouts: list[Layout] = []
-        self.length: int | None = None
-        self._counted_by = ""
 
     def read(self, layer: Any) -> None:
         """Add the entries of the next layer."""
@@ -78,16 +74,6 @@ class Reader:
             at.add("keys", keys[:, :, :count], "opaque")
             at.add("values", values[:, :, :count], "opaque")
 
-    def count(self, tokens: int, where: str) -> None:
-        """Note the number of tokens of a layer, or raise if another layer has another number."""
-        if self.length is None:
-            self.length, self._counted_by = tokens, where
-        elif self.length != tokens:
-            text = f"layer {where} has {tokens} tokens, but layer {self._counted_by} {self.length}"
-            raise incompatible(
-                f"{text}: the layers of one cache have the same number", where, self.length, tokens
-            )
-
 
 class _Place(NamedTuple):
     """A layer that is being read."""
@@ -100,14 +86,8 @@ class _Place(NamedTuple):
 
     def add(self, part: str, tensor: Any, kind: Any, seq_axis: int = 2, **options: Any) -> None:
         """Add an array of the layer."""
-        name = f"{self.where}.{part}"
-        shape = tuple(tensor.shape)
-        role = part.partition(".")[0]
-        entry = CacheEntry(
-            name, kind, shape, tensor.dtype, seq_axis, layer=self.layer_index, role=role, **options
-        )
-        self.reader.entries.append(entry)
-        self.reader.arrays[name] = tensor
+        of = self.where, self.layer_index
+        self.reader.add(*of, part, tensor, kind, seq_axis, **options)
 
     def unknown(self, attribute: str, text: str) -> Exception:
         """Return the exception for an attribute that no cls version has like this."""

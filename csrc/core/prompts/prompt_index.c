@@ -1,0 +1,214 @@
+/* prompt_index: an array of entries, and a hash table of their numbers. */
+#include "prompts/prompt_index.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+
+#include <string.h>
+
+void mls_prompt_index_fini(mls_prompt_index *index)
+{
+    mls_free(index->entries);
+    mls_free(index->table);
+    *index = (mls_prompt_index){0};
+}
+
+/* Keys are hashes, so eight of their bytes are a number of the table. */
+static size_t first_slot(const mls_prompt_index *index, const mls_prompt_key *key)
+{
+    return (size_t)mls_load_le64(key->bytes) & (index->slots - 1);
+}
+
+/* Removed entries stay in the table, so that chains of slots have no gaps. A key has one
+ * entry, removed or not. */
+static uint32_t find_any(const mls_prompt_index *index, const mls_prompt_key *key)
+{
+    if (index->slots == 0) {
+        return MLS_PROMPT_NONE;
+    }
+    size_t slot = first_slot(index, key);
+    for (uint32_t number; (number = index->table[slot]) != MLS_PROMPT_NONE;) {
+        if (mls_prompt_key_equal(&index->entries[number].key, key)) {
+            return number;
+        }
+        slot = (slot + 1) & (index->slots - 1);
+    }
+    return MLS_PROMPT_NONE;
+}
+
+static bool is_removed(const mls_prompt_index *index, uint32_t number)
+{
+    return (index->entries[number].flags & MLS_PROMPT_REMOVED) != 0;
+}
+
+uint32_t mls_prompt_index_find(const mls_prompt_index *index, const mls_prompt_key *key)
+{
+    const uint32_t number = find_any(index, key);
+    return number != MLS_PROMPT_NONE && is_removed(index, number) ? MLS_PROMPT_NONE
+                                                                  : number;
+}
+
+static void enter_number(mls_prompt_index *index, uint32_t number)
+{
+    size_t slot = first_slot(index, &index->entries[number].key);
+    while (index->table[slot] != MLS_PROMPT_NONE) {
+        slot = (slot + 1) & (index->slots - 1);
+    }
+    index->table[slot] = number;
+}
+
+/* Return the slots of a table for `count` entries: at most three quarters are used. */
+static size_t slots_for(size_t count)
+{
+    size_t slots = 64;
+    while (slots / 4 * 3 < count) {
+        slots *= 2;
+    }
+    return slots;
+}
+
+static void fill_table(mls_prompt_index *index)
+{
+    memset(index->table, 0xff, index->slots * sizeof *index->table);
+    for (size_t i = 0; i < index->count; i++) {
+        enter_number(index, (uint32_t)i);
+    }
+}
+
+/* Room grows by a quarter: memory per record is limited, and appends stay cheap. */
+mls_code mls_prompt_index_reserve(mls_prompt_index *index, size_t count, mls_status *st)
+{
+    size_t needed;
+    if (!mls_size_add(index->count, count, &needed) || needed >= MLS_PROMPT_NONE / 2) {
+        return mls_fail(st, MLS_E_SIZE, "a prompt store has too many records");
+    }
+    if (needed > index->room) {
+        const size_t room = mls_size_most(needed, index->count + index->count / 4 + 16);
+        mls_prompt_entry *entries =
+            mls_realloc(index->entries, room, sizeof *index->entries);
+        if (entries == NULL) {
+            return mls_fail(st, MLS_E_MEMORY, "no memory for %zu records", room);
+        }
+        index->entries = entries;
+        index->room = room;
+    }
+    const size_t slots = slots_for(needed);
+    if (slots > index->slots) {
+        uint32_t *table = mls_alloc(slots, sizeof *table);
+        if (table == NULL) {
+            return mls_fail(st, MLS_E_MEMORY, "no memory for %zu records", needed);
+        }
+        mls_free(index->table);
+        index->table = table;
+        index->slots = slots;
+        fill_table(index);
+    }
+    return MLS_OK;
+}
+
+static void note_kind(mls_prompt_index *index, const mls_prompt_entry *entry)
+{
+    if (entry->kind != 0) {
+        index->kinds[entry->kind / 64] |= (uint64_t)1 << entry->kind % 64;
+        index->root_branches = index->root_branches || entry->parent == MLS_PROMPT_NONE;
+    }
+}
+
+/* A removed entry of the key is used again: records that have it as parent are found. */
+uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry)
+{
+    uint32_t number = find_any(index, &entry->key);
+    uint8_t branches = 0;
+    if (number == MLS_PROMPT_NONE) {
+        number = (uint32_t)index->count++;
+        index->entries[number] = *entry;
+        enter_number(index, number);
+    } else {
+        branches = index->entries[number].flags & MLS_PROMPT_BRANCHES;
+        index->removed -= is_removed(index, number);
+        index->entries[number] = *entry;
+    }
+    index->entries[number].flags |= branches;
+    index->entries[number].parent = MLS_PROMPT_NONE;
+    mls_prompt_index_link(index, number, entry->parent);
+    note_kind(index, &index->entries[number]);
+    return number;
+}
+
+void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t parent)
+{
+    mls_prompt_entry *entry = &index->entries[child];
+    if (parent >= index->count) {
+        return;
+    }
+    mls_prompt_entry *above = &index->entries[parent];
+    const bool is_block = entry->kind == 0;
+    if (above->kind == 0 &&
+        (is_block ? above->end < entry->end : above->end <= entry->end)) {
+        entry->parent = parent;
+        above->flags |= is_block ? 0 : MLS_PROMPT_BRANCHES;
+    }
+}
+
+void mls_prompt_index_remove(mls_prompt_index *index, uint32_t number)
+{
+    mls_prompt_entry *entry = &index->entries[number];
+    entry->flags = MLS_PROMPT_REMOVED | (entry->flags & MLS_PROMPT_BRANCHES);
+    index->removed++;
+}
+
+/* An ancestor is at least as recent as its descendants, so the walk may stop early. */
+void mls_prompt_index_touch(mls_prompt_index *index, uint32_t number, uint32_t clock)
+{
+    while (number != MLS_PROMPT_NONE && index->entries[number].used != clock) {
+        index->entries[number].used = clock;
+        number = index->entries[number].parent;
+    }
+}
+
+/* Mark the entries that stay: records, and the parents of records. */
+static void mark_needed(const mls_prompt_index *index, uint32_t *marks)
+{
+    for (uint32_t i = 0; i < index->count; i++) {
+        if (!is_removed(index, i)) {
+            marks[i] = 1;
+            if (index->entries[i].parent != MLS_PROMPT_NONE) {
+                marks[index->entries[i].parent] = 1;
+            }
+        }
+    }
+}
+
+/* The new number of each entry is its old one less the number of dropped ones before. */
+mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
+{
+    uint32_t *numbers = mls_alloc(index->count, sizeof *numbers);
+    if (numbers == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to pack the index");
+    }
+    uint32_t left = 0;
+    mark_needed(index, numbers);
+    for (uint32_t i = 0; i < index->count; i++) {
+        index->removed -= numbers[i] == 0;
+        numbers[i] = numbers[i] == 0 ? MLS_PROMPT_NONE : left++;
+    }
+    for (uint32_t i = 0; i < index->count; i++) {
+        if (numbers[i] != MLS_PROMPT_NONE) {
+            mls_prompt_entry entry = index->entries[i];
+            entry.parent =
+                entry.parent == MLS_PROMPT_NONE ? entry.parent : numbers[entry.parent];
+            index->entries[numbers[i]] = entry;
+        }
+    }
+    mls_free(numbers);
+    index->count = left;
+    if (index->slots > 0) {
+        fill_table(index);
+    }
+    return MLS_OK;
+}
+
+size_t mls_prompt_index_bytes(const mls_prompt_index *index)
+{
+    return index->room * sizeof *index->entries + index->slots * sizeof *index->table;
+}

@@ -1,0 +1,180 @@
+/* prompt_log: a durable, checked store of records, each under a prefix of a prompt.
+ *
+ * A log is a folder:
+ *   store             head of the store; its lock (flock) is the writer's lock
+ *   segment-NNNNNNNN  records, appended: first the payload, then its header, then one
+ * sync index             entries of all records at some time; only saves work when
+ * opening used              keys of records that readers used; best effort
+ *
+ * A record belongs to the first `end` tokens of a prompt. One of kind 0, a block, covers
+ * the last `block_tokens` of them; the others may end anywhere and have as parent the
+ * last block that ends at or before theirs. A record is found if all blocks before it
+ * are.
+ *
+ * Readers take no lock between processes: they follow the end of the newest segment, and
+ * believe no entry before they have compared the record's header with the record that
+ * they look for. One writer at a time appends. A log may be used by any number of
+ * threads, and by the child of a fork.
+ */
+#ifndef MLS_PROMPT_LOG_H
+#define MLS_PROMPT_LOG_H
+
+#include "array/copy/copy.h"
+#include "array/tensor.h"
+#include "base/status.h"
+#include "checkpoint/read/shard_read.h"
+#include "crc32c/crc32c.h"
+#include "prompts/prompt_record.h"
+#include "runtime/thread_pool.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct mls_prompt_log mls_prompt_log;
+typedef struct mls_prompt_match mls_prompt_match;
+
+/* A prompt, borrowed. `block_tokens` is at least 1. */
+typedef struct mls_prompt_prefix {
+    const unsigned char *fingerprint;
+    size_t fingerprint_bytes; /* 1 .. MLS_PROMPT_FINGERPRINT */
+    const uint32_t *tokens;
+    size_t count;
+    size_t block_tokens; /* 1 .. MLS_PROMPT_MAX_TOKENS */
+} mls_prompt_prefix;
+
+/* Copy token ids from a view of integers to memory that the caller frees with mls_free.
+ * MLS_E_DTYPE: not integers of 32 or 64 bits; MLS_E_SHAPE: not one axis; MLS_E_VALUE: an
+ * id below 0 or above 2**32 - 1; MLS_E_MEMORY. */
+mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *st);
+
+/* Open the log in the folder `path`. With `create`, a missing folder is created, and a
+ * log in it if it is empty. Without write permission, the log can only be read. The
+ * caller frees `*out` with mls_prompt_log_free; the kernels must outlive it.
+ * MLS_E_IO; MLS_E_FORMAT: another folder, a newer version, a link; MLS_E_MEMORY. */
+mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *kernels,
+                             mls_prompt_log **out, mls_status *st);
+
+/* Write the index file if much was stored since the last one, and no other process
+ * writes. Failures are ignored: the next opening reads more of the segments. */
+void mls_prompt_log_save_index(mls_prompt_log *log);
+
+/* Accepts NULL. Matches stay valid. No call may be in progress. */
+void mls_prompt_log_free(mls_prompt_log *log);
+
+/* ---- matches ---- */
+
+/* A record of a match. */
+typedef struct mls_prompt_hit {
+    unsigned kind;
+    size_t start, end; /* tokens of the prompt */
+    uint64_t payload_bytes;
+    mls_prompt_header header; /* borrows the bytes below */
+    unsigned char *bytes;
+    struct mls_prompt_file *file; /* the open segment */
+    uint64_t offset;              /* of the record in its segment */
+    uint32_t segment;
+} mls_prompt_hit;
+
+/* Texts about damaged records. */
+typedef struct mls_prompt_damage {
+    uint32_t segment;
+    uint64_t offset;
+    char text[MLS_TEXT_BYTES];
+} mls_prompt_damage;
+
+struct mls_prompt_match {
+    mls_prompt_hit *hits; /* sorted by end, then kind */
+    size_t count;
+    size_t length;             /* tokens of the chain of blocks */
+    mls_prompt_damage *damage; /* records that could not be read */
+    size_t damage_count;
+};
+
+/* Find the records under the longest stored prefix of a prompt, and keep their segments
+ * open. The token ids, the parent's key and the fingerprint of each are compared. The
+ * caller frees `*out`. MLS_E_MEMORY; MLS_E_IO: the folder cannot be read. */
+mls_code mls_prompt_match_new(mls_prompt_log *log, const mls_prompt_prefix *prefix,
+                              mls_prompt_match **out, mls_status *st);
+void mls_prompt_match_free(mls_prompt_match *match); /* accepts NULL */
+
+/* A part to read, and where to: a view with its bytes, of any strides. */
+typedef struct mls_prompt_request {
+    size_t hit, part;
+    mls_tensor into;
+    bool is_damaged;           /* result */
+    char text[MLS_TEXT_BYTES]; /* result: why */
+} mls_prompt_request;
+
+/* Read and verify parts; threads of the pool share the requests. A part that is damaged
+ * or cannot be read is flagged, and its destination is undefined. Returns false if
+ * `progress` stopped the work. */
+bool mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
+                     size_t count, const mls_kernels *kernels, const mls_crc_kernels *crc,
+                     mls_pool *pool, const mls_progress *progress);
+
+/* ---- writing: between mls_prompt_lock and mls_prompt_unlock ---- */
+
+/* Try to become the writer; never waits. `*busy` tells whether another writer is active,
+ * and then nothing is locked. Cuts what a killed writer left behind.
+ * MLS_E_IO (EACCES, EROFS: the log was opened for reading); MLS_E_MEMORY. */
+mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st);
+void mls_prompt_unlock(mls_prompt_log *log);
+
+/* A record to store. `parts` are borrowed views. */
+typedef struct mls_prompt_item {
+    unsigned kind;
+    size_t end;
+    const unsigned char *meta;
+    size_t meta_bytes;
+    const mls_tensor *parts;
+    size_t part_count;
+    int result; /* 1: written; 0: it was stored; -1: no parent, or no room */
+} mls_prompt_item;
+
+/* Store records of one prompt, parents first. Evicts others first if the log would exceed
+ * `max_bytes`; UINT64_MAX: unlimited. One sync for each segment that is written to. On
+ * failure, segments that were complete before stay; the rest is as before.
+ * MLS_E_VALUE: an item's end is wrong; MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED. */
+mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
+                        mls_prompt_item *items, size_t count, uint64_t max_bytes,
+                        const mls_progress *progress, mls_status *st);
+
+/* Change the state of records of a match, durably. MLS_PROMPT_DELETE removes those that
+ * are the parent of no other record; MLS_PROMPT_DROP all. `*changed` counts them. */
+mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
+                         const size_t *hits, size_t count, mls_prompt_operation operation,
+                         size_t *changed, mls_status *st);
+
+/* Evict down to `max_bytes` and compact. `*freed` receives the bytes. */
+mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
+                          mls_status *st);
+
+/* ---- the whole log ---- */
+
+/* Read all records and compare checksums. With `repair`, for which the log must be
+ * locked, damaged ones are removed. The caller frees `*out` with mls_free. MLS_E_STOPPED;
+ * MLS_E_MEMORY; MLS_E_IO: the removal failed. */
+mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,
+                           mls_prompt_damage **out, size_t *count, mls_status *st);
+
+/* One stored record. */
+typedef struct mls_prompt_listed {
+    mls_prompt_hit hit;
+    bool is_pinned;
+    uint32_t used;
+} mls_prompt_listed;
+
+/* Call `visit` with each record whose header can be read, oldest first, until it returns
+ * false. Without a lock. MLS_E_MEMORY, MLS_E_IO. */
+mls_code mls_prompt_list(mls_prompt_log *log,
+                         bool (*visit)(void *context, const mls_prompt_listed *listed),
+                         void *context, mls_status *st);
+
+typedef struct mls_prompt_stats {
+    uint64_t records, blocks, pinned, live_bytes, disk_bytes, segments, memory_bytes;
+} mls_prompt_stats;
+
+mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_status *st);
+
+#endif

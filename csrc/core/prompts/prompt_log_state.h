@@ -1,0 +1,236 @@
+/* prompt_log_state: an open log, and the functions that its files share.
+ *
+ * `state` is held for short times: while the index and the list of segments are used. The
+ * writer holds `writer` and the lock of the file `store` in addition; `is_writing` is
+ * then set, and other threads of the process do not follow the end of the newest segment.
+ * Unless its comment differs, a function here needs `state`.
+ */
+#ifndef MLS_PROMPT_LOG_STATE_H
+#define MLS_PROMPT_LOG_STATE_H
+
+#include "prompts/prompt_index.h"
+#include "prompts/prompt_log.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#define MLS_PROMPT_STORE   "store"
+#define MLS_PROMPT_INDEX   "index"
+#define MLS_PROMPT_USED    "used"
+#define MLS_PROMPT_SEGMENT "segment-%08u"
+
+enum {
+    MLS_PROMPT_NAME = 32, /* room for the name of a segment */
+    MLS_PROMPT_USED_ROW = 20,
+    MLS_PROMPT_USED_MOST = 1 << 18, /* readers append no more than so many bytes */
+    MLS_PROMPT_HINT = 40,           /* place in `store` of the newest segment's number */
+    MLS_PROMPT_HEAD_READ = 4096     /* bytes read for a header, unless it is longer */
+};
+
+/* An open segment, shared by the log and by matches. */
+typedef struct mls_prompt_file {
+    atomic_size_t holders;
+    int fd;
+} mls_prompt_file;
+
+typedef struct mls_prompt_segment {
+    uint32_t number;
+    uint32_t last_crc;     /* of the header of the last record */
+    uint64_t bytes;        /* end of the last record */
+    uint64_t last;         /* offset of the last record; 0: none */
+    uint64_t live;         /* bytes of records that entries refer to */
+    mls_prompt_file *file; /* NULL: not open */
+} mls_prompt_segment;
+
+struct mls_prompt_log {
+    char *path;
+    int folder, store; /* descriptors; `store` may be open for reading only */
+    int used;          /* -1: not open */
+    int refused;       /* errno of opening `store` for writing; 0: it is open so */
+    pid_t pid;
+    unsigned char id[MLS_PROMPT_KEY];
+    const mls_kernels *kernels;
+    const mls_crc_kernels *crc;
+    pthread_mutex_t state, writer;
+    bool is_writing, is_locked, is_stale, is_checked;
+    mls_prompt_index index;
+    mls_prompt_segment *segments; /* sorted by number */
+    size_t segment_count, segment_room, open_files;
+    uint32_t highest; /* number of the newest segment in the folder, valid or not */
+    uint64_t put;     /* number of the last put */
+    uint32_t clock;
+    size_t unindexed;      /* records that the index file lacks */
+    uint32_t tail_segment; /* the first record of the last put that the scan found */
+    uint64_t tail_offset;
+    uint64_t index_bytes; /* length of the index file */
+};
+
+/* ---- prompt_segments.c ---- */
+
+/* Write the name of a segment to `name`. */
+const char *mls_prompt_segment_name(char *name, uint32_t number);
+
+/* Return the segment of a number, or NULL. Valid until segments are added or removed. */
+mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t number);
+
+/* List the numbers of the segments in the folder, sorted. The caller frees `*out`. Needs
+ * no lock. */
+mls_code mls_prompt_segments_list(const mls_prompt_log *log, uint32_t **out,
+                                  size_t *count, mls_status *st);
+
+/* Open a segment unless it is open, and hold it. MLS_E_IO (ENOENT: it was removed);
+ * MLS_E_FORMAT: it is not a segment of this log. */
+mls_code mls_prompt_segment_hold(mls_prompt_log *log, mls_prompt_segment *segment,
+                                 mls_prompt_file **out, mls_status *st);
+void mls_prompt_file_hold(mls_prompt_file *file);
+void mls_prompt_file_release(mls_prompt_file *file); /* needs no lock; accepts NULL */
+
+/* Delete a segment that is not in the list, if it belongs to this log: the deletion after
+ * a compaction was lost by a power failure. Failures are ignored. */
+void mls_prompt_segment_remove_stray(const mls_prompt_log *log, uint32_t number);
+
+/* Add a segment to the list. MLS_E_MEMORY. */
+mls_code mls_prompt_segment_add(mls_prompt_log *log, const mls_prompt_segment *segment,
+                                mls_status *st);
+
+/* Remove a segment from the list; its entries must be gone. */
+void mls_prompt_segment_forget(mls_prompt_log *log, uint32_t number);
+
+/* Forget all segments and entries. */
+void mls_prompt_log_clear(mls_prompt_log *log);
+
+/* Create the next segment, durably, as the last of the list. The caller is the writer. */
+mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st);
+
+/* ---- prompt_stored.c: without a lock ---- */
+
+/* Read the header of a record: into `room`, or into memory that the caller frees if
+ * `*bytes` differs from it. `left`: bytes of the file from the record on.
+ * MLS_E_IO, MLS_E_MEMORY, and the errors of mls_prompt_header_parse. */
+mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
+                                const mls_crc_kernels *crc, unsigned char *room,
+                                unsigned char **bytes, mls_prompt_header *out,
+                                mls_status *st);
+
+/* Return the offset of the first valid header from `from` on, which is a multiple of the
+ * unit; 0 if there is none before `end`. */
+uint64_t mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
+                                  const mls_crc_kernels *crc);
+
+/* Return whether the last known record of a segment is unchanged: a writer may have
+ * cut the file and appended others. */
+bool mls_prompt_last_is_same(const mls_prompt_segment *segment, int fd);
+
+/* Compare the payload of a record with its checksums, through `buffer` of `room` bytes.
+ * MLS_E_CHECKSUM, MLS_E_IO, MLS_E_FORMAT, MLS_E_STOPPED. */
+mls_code mls_prompt_payload_check(int fd, uint64_t offset,
+                                  const mls_prompt_header *header,
+                                  const mls_crc_kernels *crc, unsigned char *buffer,
+                                  size_t room, const mls_progress *progress,
+                                  mls_status *st);
+
+/* ---- prompt_scan.c ---- */
+
+/* Read the whole log: index file, then the ends of the segments. A damaged header is
+ * skipped together with its record. */
+mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st);
+
+/* Read what other processes appended since. */
+mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st);
+
+/* Enter what follows a damaged header at the end of the newest segment. */
+mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st);
+
+/* Enter a record that is stored now. There is room in the index. */
+void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
+                      const mls_prompt_header *header);
+
+/* Remove an entry. */
+void mls_prompt_forget(mls_prompt_log *log, uint32_t number);
+
+/* Apply one note to the entries. */
+void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note);
+
+/* ---- prompt_index_file.c ---- */
+
+/* Read the index file into an empty log. Returns false, and leaves the log empty, if
+ * there is none or it cannot be used. */
+bool mls_prompt_index_load(mls_prompt_log *log);
+
+/* Replace the index file. The caller is the writer. */
+mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st);
+
+/* ---- prompt_open.c ---- */
+
+/* Lock `state`; in the child of a fork, first make the log usable again. */
+void mls_prompt_enter_state(mls_prompt_log *log);
+void mls_prompt_leave_state(mls_prompt_log *log);
+
+/* ---- prompt_append.c: for the writer, without `state` ---- */
+
+/* Records that are being appended to one segment. */
+typedef struct mls_prompt_append {
+    mls_prompt_log *log;
+    int fd;
+    uint32_t segment;
+    uint64_t start, end;        /* of the new records */
+    uint64_t started;           /* end of the bytes whose writeback has started */
+    mls_prompt_header *headers; /* without borrowed pointers */
+    uint64_t *offsets;
+    size_t count, room;
+    unsigned char *bytes; /* of all headers */
+    size_t byte_count, byte_room;
+    const mls_progress *progress;
+} mls_prompt_append;
+
+/* Begin to append about `bytes` bytes, to a new segment if the newest one has `limit`. */
+mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t limit,
+                                 const mls_progress *progress, mls_prompt_append *out,
+                                 mls_status *st);
+
+/* Write the payload of a record and remember its header. */
+mls_code mls_prompt_append_record(mls_prompt_append *append, mls_prompt_header *header,
+                                  const uint32_t *tokens, const mls_tensor *parts,
+                                  mls_status *st);
+
+/* The same for a record that is stored elsewhere, with the bytes of its header. A damaged
+ * payload is skipped: `*is_good` is then false. */
+mls_code mls_prompt_append_copy(mls_prompt_append *append, int fd, uint64_t offset,
+                                const mls_prompt_header *header,
+                                const unsigned char *bytes, bool *is_good,
+                                mls_status *st);
+
+mls_code mls_prompt_append_notes(mls_prompt_append *append, const mls_prompt_note *notes,
+                                 size_t count, mls_status *st);
+
+/* Write the headers, make all durable, enter the records, and release `append`. On
+ * failure the segment is as before. */
+mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st);
+void mls_prompt_append_abort(mls_prompt_append *append);
+
+/* Return the length at which the writer begins another segment. */
+uint64_t mls_prompt_segment_limit(uint64_t max_bytes);
+
+/* ---- prompt_reclaim.c: for the writer ---- */
+
+/* Evict and compact until `bytes` more bytes fit. `*fits` tells the result. Entries that
+ * are flagged MLS_PROMPT_KEPT stay. */
+mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
+                              bool *fits, mls_status *st);
+
+/* Compact the segments whose larger part is dead, and write the index file if it
+ * lacks many records. */
+mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st);
+
+/* Append notes, durably. */
+mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *notes,
+                                size_t count, mls_status *st);
+
+/* Return the bytes of all files but `used`, which is short. */
+uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log);
+
+/* Append the key of a used record to the file `used`; failures are ignored. */
+void mls_prompt_note_use(mls_prompt_log *log, const mls_prompt_key *key);
+
+#endif

@@ -1,0 +1,410 @@
+/* prompt_match: find the records under a prefix.
+ *
+ * The index is asked with `state` held; it only proposes records. Then, without it, the
+ * header of each is read and compared. If one differs from its entry, the log is
+ * read anew and the search repeated: another process may have compacted. A second failure
+ * is damage: the entry is forgotten, so that the record is stored again.
+ */
+#include "prompts/prompt_log_state.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* A search. */
+typedef struct search {
+    mls_prompt_log *log;
+    const mls_prompt_prefix *prefix;
+    unsigned char fingerprint[MLS_PROMPT_FINGERPRINT];
+    mls_prompt_match *match;
+    size_t room;
+    mls_prompt_key *keys; /* of the hits */
+    mls_prompt_key *parents;
+    size_t key_room, parent_room;
+} search;
+
+static void release_hit(mls_prompt_hit *hit)
+{
+    mls_prompt_file_release(hit->file);
+    mls_free(hit->bytes);
+}
+
+static void drop_hits(mls_prompt_match *match)
+{
+    for (size_t i = 0; i < match->count; i++) {
+        release_hit(&match->hits[i]);
+    }
+    match->count = 0;
+}
+
+void mls_prompt_match_free(mls_prompt_match *match)
+{
+    if (match != NULL) {
+        drop_hits(match);
+        mls_free(match->hits);
+        mls_free(match->damage);
+        mls_free(match);
+    }
+}
+
+static mls_code add_damage(mls_prompt_match *match, const mls_prompt_hit *hit,
+                           const char *text, mls_status *st)
+{
+    mls_prompt_damage *damage =
+        mls_realloc(match->damage, match->damage_count + 1, sizeof *match->damage);
+    if (damage == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to report damage");
+    }
+    match->damage = damage;
+    mls_prompt_damage *last = &damage[match->damage_count++];
+    *last = (mls_prompt_damage){.segment = hit->segment, .offset = hit->offset};
+    snprintf(last->text, sizeof last->text, "%s", text);
+    return MLS_OK;
+}
+
+/* ---- proposals of the index ---- */
+
+/* Add a record that the index proposes. If its segment is gone, the hit has no file.
+ */
+static mls_code propose(search *s, uint32_t number, const mls_prompt_key *parent,
+                        size_t start, mls_status *st)
+{
+    mls_prompt_log *log = s->log;
+    const mls_prompt_entry *entry = &log->index.entries[number];
+    mls_prompt_match *match = s->match;
+    mls_prompt_hit *hits = mls_grow(match->hits, match->count, &s->room, sizeof *hits);
+    match->hits = hits != NULL ? hits : match->hits;
+    mls_prompt_key *keys = mls_grow(s->keys, match->count, &s->key_room, sizeof *keys);
+    s->keys = keys != NULL ? keys : s->keys;
+    mls_prompt_key *parents =
+        mls_grow(s->parents, match->count, &s->parent_room, sizeof *parents);
+    s->parents = parents != NULL ? parents : s->parents;
+    if (hits == NULL || keys == NULL || parents == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a match");
+    }
+    mls_prompt_hit hit = {.kind = entry->kind,
+                          .start = start,
+                          .end = entry->end,
+                          .segment = entry->segment,
+                          .offset = mls_prompt_entry_offset(entry)};
+    mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
+    mls_code code = segment == NULL
+                        ? mls_fail_os(st, ENOENT, "a segment is missing")
+                        : mls_prompt_segment_hold(log, segment, &hit.file, st);
+    if (code == MLS_E_MEMORY || (code == MLS_E_IO && st->os_error != ENOENT)) {
+        return code;
+    }
+    keys[match->count] = entry->key;
+    parents[match->count] = *parent;
+    hits[match->count++] = hit;
+    return MLS_OK;
+}
+
+/* Propose the records of one kind that end after the block `parent`, at most `count`
+ * tokens behind it. */
+static mls_code propose_branches(search *s, unsigned kind, const mls_prompt_key *parent,
+                                 size_t start, size_t count, mls_status *st)
+{
+    mls_prompt_hash hash = mls_prompt_hash_begin(s->log->id, parent, kind);
+    mls_code code = MLS_OK;
+    for (size_t i = 0; code == MLS_OK && i <= count; i++) {
+        const mls_prompt_key key = mls_prompt_hash_key(&hash);
+        const uint32_t number = mls_prompt_index_find(&s->log->index, &key);
+        if (number != MLS_PROMPT_NONE) {
+            code = propose(s, number, parent, start, st);
+        }
+        if (i < count) {
+            mls_prompt_hash_tokens(&hash, s->prefix->tokens + start + i, 1);
+        }
+    }
+    return code;
+}
+
+static mls_code propose_kinds(search *s, const mls_prompt_key *parent, size_t start,
+                              mls_status *st)
+{
+    const size_t left = s->prefix->count - start;
+    const size_t most = mls_size_least(left, s->prefix->block_tokens - 1);
+    mls_code code = MLS_OK;
+    for (unsigned kind = 1; code == MLS_OK && kind < 256; kind++) {
+        if ((s->log->index.kinds[kind / 64] >> kind % 64 & 1) != 0) {
+            code = propose_branches(s, kind, parent, start, most, st);
+        }
+    }
+    return code;
+}
+
+/* Follow the chain of blocks, and what branches off from it. The links between entries
+ * are renewed on the way: a parent may have been stored after its child. */
+static mls_code propose_chain(search *s, mls_status *st)
+{
+    const mls_prompt_prefix *prefix = s->prefix;
+    mls_prompt_index *index = &s->log->index;
+    mls_prompt_hash hash =
+        mls_prompt_hash_root(s->log->id, s->fingerprint, prefix->fingerprint_bytes);
+    mls_prompt_key parent = mls_prompt_hash_key(&hash);
+    uint32_t last = MLS_PROMPT_NONE;
+    size_t start = 0;
+    for (;;) {
+        const bool branches =
+            last == MLS_PROMPT_NONE
+                ? index->root_branches
+                : (index->entries[last].flags & MLS_PROMPT_BRANCHES) != 0;
+        mls_code code = branches ? propose_kinds(s, &parent, start, st) : MLS_OK;
+        if (code != MLS_OK || prefix->count - start < prefix->block_tokens) {
+            return code;
+        }
+        hash = mls_prompt_hash_begin(s->log->id, &parent, 0);
+        mls_prompt_hash_tokens(&hash, prefix->tokens + start, prefix->block_tokens);
+        const mls_prompt_key key = mls_prompt_hash_key(&hash);
+        const uint32_t number = mls_prompt_index_find(index, &key);
+        if (number == MLS_PROMPT_NONE) {
+            return MLS_OK;
+        }
+        code = propose(s, number, &parent, start, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        if (last != MLS_PROMPT_NONE && index->entries[number].parent != last) {
+            mls_prompt_index_link(index, number, last);
+        }
+        last = number;
+        parent = key;
+        start += prefix->block_tokens;
+    }
+}
+
+/* ---- comparison with the stored headers ---- */
+
+static bool tokens_equal(const mls_prompt_header *header, const uint32_t *tokens,
+                         size_t count)
+{
+    bool equal = header->token_count == count;
+    for (size_t i = 0; equal && i < count; i++) {
+        equal = mls_prompt_header_token(header, i) == tokens[i];
+    }
+    return equal;
+}
+
+/* Whether the header is of the record that the search is for. */
+static bool header_is(const search *s, size_t number, const mls_prompt_header *header)
+{
+    const mls_prompt_hit *hit = &s->match->hits[number];
+    return header->type == MLS_PROMPT_RECORD && header->kind == hit->kind &&
+           header->end == hit->end && header->end >= hit->start &&
+           header->end <= s->prefix->count &&
+           mls_prompt_key_equal(&header->key, &s->keys[number]) &&
+           mls_prompt_key_equal(&header->parent, &s->parents[number]) &&
+           header->fingerprint_bytes == s->prefix->fingerprint_bytes &&
+           memcmp(header->fingerprint, s->fingerprint, MLS_PROMPT_FINGERPRINT) == 0 &&
+           tokens_equal(header, s->prefix->tokens + hit->start, hit->end - hit->start);
+}
+
+static uint64_t sum_parts(const mls_prompt_header *header)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < header->part_count; i++) {
+        bytes += mls_prompt_header_part(header, i).bytes;
+    }
+    return bytes;
+}
+
+/* Keep the header of a hit: a copy that has its exact length. */
+static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header,
+                            unsigned char *bytes, bool is_owned, mls_status *st)
+{
+    unsigned char *copy = is_owned ? bytes : mls_alloc(header->header_bytes, 1);
+    if (copy == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a header");
+    }
+    if (!is_owned) {
+        memcpy(copy, bytes, header->header_bytes);
+    }
+    hit->bytes = copy;
+    hit->header = *header;
+    hit->header.tokens = copy + (header->tokens - bytes);
+    hit->header.parts = copy + (header->parts - bytes);
+    hit->header.meta = copy + (header->meta - bytes);
+    hit->payload_bytes = sum_parts(header);
+    return MLS_OK;
+}
+
+/* Read and compare the header of a hit. MLS_E_FORMAT, MLS_E_CHECKSUM, MLS_E_IO: damaged,
+ * or not the record of the entry. */
+static mls_code check_hit(const search *s, size_t number, mls_status *st)
+{
+    mls_prompt_hit *hit = &s->match->hits[number];
+    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
+    mls_prompt_header header;
+    struct stat info;
+    if (hit->file == NULL) {
+        return mls_fail(st, MLS_E_FORMAT, "the segment is missing or damaged");
+    }
+    if (fstat(hit->file->fd, &info) != 0) {
+        return mls_fail_os(st, errno, "cannot examine the segment");
+    }
+    if ((uint64_t)info.st_size < hit->offset) {
+        return mls_fail(st, MLS_E_FORMAT, "the segment is cut off");
+    }
+    mls_code code = mls_prompt_header_read(hit->file->fd, hit->offset,
+                                           (uint64_t)info.st_size - hit->offset,
+                                           s->log->crc, room, &bytes, &header, st);
+    if (code == MLS_OK && !header_is(s, number, &header)) {
+        code = mls_fail(st, MLS_E_FORMAT, "another record is stored there");
+    }
+    if (code == MLS_OK) {
+        code = keep_header(hit, &header, bytes, bytes != room, st);
+    }
+    if (code != MLS_OK && bytes != room) {
+        mls_free(bytes);
+    }
+    return code;
+}
+
+/* Forget the entry of a damaged record, unless the record was replaced meanwhile. */
+static void forget_entry(search *s, size_t number)
+{
+    mls_prompt_log *log = s->log;
+    mls_prompt_enter_state(log);
+    const uint32_t entry = mls_prompt_index_find(&log->index, &s->keys[number]);
+    if (entry != MLS_PROMPT_NONE &&
+        log->index.entries[entry].segment == s->match->hits[number].segment &&
+        mls_prompt_entry_offset(&log->index.entries[entry]) ==
+            s->match->hits[number].offset) {
+        mls_prompt_forget(log, entry);
+    }
+    mls_prompt_leave_state(log);
+}
+
+static int compare_hits(const void *a, const void *b)
+{
+    const mls_prompt_hit *x = a, *y = b;
+    return x->end != y->end ? (x->end < y->end ? -1 : 1)
+                            : (x->kind < y->kind ? -1 : x->kind > y->kind);
+}
+
+static bool is_damage(mls_code code)
+{
+    return code == MLS_E_FORMAT || code == MLS_E_CHECKSUM || code == MLS_E_IO;
+}
+
+/* Check all proposals, in the order of the chain. Those behind a damaged block are
+ * dropped: nothing after it can be restored. */
+static mls_code check_hits(search *s, bool *damaged, mls_status *st)
+{
+    mls_prompt_match *match = s->match;
+    size_t good_count = 0;
+    bool is_cut = false;
+    mls_code code = MLS_OK;
+    match->length = 0;
+    for (size_t i = 0; i < match->count; i++) {
+        mls_prompt_hit *hit = &match->hits[i];
+        const bool is_behind = is_cut && hit->start > match->length;
+        const mls_code result =
+            code != MLS_OK || is_behind ? MLS_E_STOPPED : check_hit(s, i, st);
+        if (result == MLS_OK) {
+            match->length = hit->kind == 0 ? hit->end : match->length;
+            match->hits[good_count] = *hit;
+            good_count++;
+            continue;
+        }
+        if (is_damage(result)) {
+            *damaged = true;
+            is_cut = is_cut || hit->kind == 0;
+            code = add_damage(match, hit, st->text, st);
+            forget_entry(s, i);
+        } else if (result != MLS_E_STOPPED) {
+            code = result;
+        }
+        release_hit(hit);
+    }
+    match->count = good_count;
+    return code;
+}
+
+/* ---- use ---- */
+
+/* Remember the use of the whole chain; the file for other processes gets its tip. */
+static void note_use(search *s)
+{
+    mls_prompt_log *log = s->log;
+    const mls_prompt_match *match = s->match;
+    log->clock += match->count > 0 && log->clock < UINT32_MAX;
+    for (size_t i = match->count; i > 0; i--) {
+        const uint32_t number =
+            mls_prompt_index_find(&log->index, &match->hits[i - 1].header.key);
+        if (number != MLS_PROMPT_NONE) {
+            mls_prompt_index_touch(&log->index, number, log->clock);
+        }
+    }
+    if (match->count > 0) {
+        mls_prompt_note_use(log, &match->hits[match->count - 1].header.key);
+    }
+}
+
+/* One attempt. */
+static mls_code find_records(search *s, bool *damaged, mls_status *st)
+{
+    mls_prompt_log *log = s->log;
+    mls_prompt_enter_state(log);
+    mls_code code = mls_prompt_follow(log, st);
+    if (code == MLS_OK) {
+        code = propose_chain(s, st);
+    }
+    mls_prompt_leave_state(log);
+    if (code != MLS_OK || s->match->count == 0) {
+        return code;
+    }
+    code = check_hits(s, damaged, st);
+    if (code == MLS_OK && !*damaged) {
+        mls_prompt_enter_state(log);
+        note_use(s);
+        mls_prompt_leave_state(log);
+    }
+    return code;
+}
+
+/* Read the log anew and repeat the search, unless this thread's process is writing. */
+static mls_code repeat_search(search *s, mls_status *st)
+{
+    bool damaged = false;
+    mls_prompt_enter_state(s->log);
+    s->log->is_stale = s->log->is_stale || !s->log->is_writing;
+    mls_prompt_leave_state(s->log);
+    drop_hits(s->match);
+    s->match->damage_count = 0;
+    return find_records(s, &damaged, st);
+}
+
+mls_code mls_prompt_match_new(mls_prompt_log *log, const mls_prompt_prefix *prefix,
+                              mls_prompt_match **out, mls_status *st)
+{
+    search s = {.log = log, .prefix = prefix};
+    bool damaged = false;
+    memcpy(s.fingerprint, prefix->fingerprint, prefix->fingerprint_bytes);
+    s.match = mls_alloc(1, sizeof *s.match);
+    if (s.match == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a match");
+    }
+    mls_code code = find_records(&s, &damaged, st);
+    if (code == MLS_OK && damaged) {
+        code = repeat_search(&s, st);
+    }
+    mls_free(s.keys);
+    mls_free(s.parents);
+    if (code != MLS_OK) {
+        mls_prompt_match_free(s.match);
+        return code;
+    }
+    if (s.match->count > 1) {
+        qsort(s.match->hits, s.match->count, sizeof *s.match->hits, compare_hits);
+    }
+    *out = s.match;
+    return MLS_OK;
+}

@@ -1,0 +1,257 @@
+/* prompt_open: open and close a log. */
+#include "prompts/prompt_log_state.h"
+
+#include "base/memory.h"
+#include "io/file.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#if defined(__APPLE__)
+#    include <sys/random.h>
+#endif
+
+enum { FOLDER_MODE = 0777, MODE = 0666 };
+
+static const char letters[] = "mlsprmpt";
+
+/* ---- state ---- */
+
+/* In a child, another thread of the parent may have held the mutexes and changed the
+ * index, so both are abandoned. The child opens `store` again: a shared open file would
+ * share the lock with the parent. */
+static void renew_after_fork(mls_prompt_log *log)
+{
+    log->pid = getpid();
+    pthread_mutex_init(&log->state, NULL);
+    pthread_mutex_init(&log->writer, NULL);
+    log->index = (mls_prompt_index){0};
+    log->segments = NULL;
+    log->segment_count = log->segment_room = log->open_files = 0;
+    log->is_writing = log->is_locked = false;
+    log->is_stale = true;
+    const int store = openat(log->folder, MLS_PROMPT_STORE,
+                             (log->refused == 0 ? O_RDWR : O_RDONLY) | O_CLOEXEC |
+                                 O_NOFOLLOW | O_NONBLOCK);
+    (void)close(log->store);
+    log->store = store;
+}
+
+void mls_prompt_enter_state(mls_prompt_log *log)
+{
+    if (log->pid != getpid()) {
+        renew_after_fork(log);
+    }
+    pthread_mutex_lock(&log->state);
+}
+
+void mls_prompt_leave_state(mls_prompt_log *log)
+{
+    pthread_mutex_unlock(&log->state);
+}
+
+/* ---- a new store ---- */
+
+/* Only hidden files may be in a folder that becomes a store. */
+static mls_code check_empty(const mls_prompt_log *log, mls_status *st)
+{
+    const int fd = openat(log->folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *open_folder = fd < 0 ? NULL : fdopendir(fd);
+    bool is_empty = true;
+    if (open_folder == NULL) {
+        const int reason = errno;
+        if (fd >= 0) {
+            (void)close(fd);
+        }
+        return mls_fail_os(st, reason, "cannot list the folder");
+    }
+    for (struct dirent *entry; is_empty && (entry = readdir(open_folder)) != NULL;) {
+        is_empty = entry->d_name[0] == '.';
+    }
+    (void)closedir(open_folder);
+    return is_empty ? MLS_OK
+                    : mls_fail(st, MLS_E_FORMAT,
+                               "not a prompt store, and not empty: pass another folder");
+}
+
+static mls_code write_store(const mls_prompt_log *log, mls_status *st)
+{
+    unsigned char bytes[MLS_PROMPT_FILE_HEAD];
+    mls_prompt_head head = {0};
+    const size_t path_bytes = strlen(log->path) + sizeof MLS_PROMPT_STORE + 1;
+    char *path = mls_alloc(path_bytes, 1);
+    if (path == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
+    }
+    mls_code code = MLS_OK;
+    if (getentropy(head.id, sizeof head.id) != 0) {
+        code = mls_fail_os(st, errno, "cannot get random bytes");
+    } else {
+        mls_prompt_head_write(bytes, letters, &head, log->crc);
+        snprintf(path, path_bytes, "%s/%s", log->path, MLS_PROMPT_STORE);
+        code = mls_file_replace(path, MODE, bytes, sizeof bytes, st);
+    }
+    mls_free(path);
+    return code;
+}
+
+/* The folder is locked meanwhile, so that two processes do not create two stores. A file
+ * system without such locks gets none. */
+static mls_code create_store(const mls_prompt_log *log, mls_status *st)
+{
+    const bool is_locked = flock(log->folder, LOCK_EX) == 0;
+    struct stat info;
+    mls_code code = MLS_OK;
+    if (fstatat(log->folder, MLS_PROMPT_STORE, &info, AT_SYMLINK_NOFOLLOW) != 0) {
+        code = check_empty(log, st);
+        code = code == MLS_OK ? write_store(log, st) : code;
+    }
+    if (is_locked) {
+        (void)flock(log->folder, LOCK_UN);
+    }
+    return code;
+}
+
+/* ---- open ---- */
+
+/* Make the name of a new folder durable. */
+static int sync_parent(int folder)
+{
+    const int parent = openat(folder, "..", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (parent < 0) {
+        return errno;
+    }
+    const int reason = mls_folder_sync(parent);
+    (void)close(parent);
+    return reason;
+}
+
+static mls_code open_folder(mls_prompt_log *log, bool create, mls_status *st)
+{
+    const bool is_new = create && mkdir(log->path, FOLDER_MODE) == 0;
+    if (create && !is_new && errno != EEXIST) {
+        return mls_fail_os(st, errno, "cannot create the folder");
+    }
+    log->folder = open(log->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (log->folder < 0) {
+        return mls_fail_os(st, errno, "cannot open the folder");
+    }
+    const int reason = is_new ? sync_parent(log->folder) : 0;
+    return reason == 0 ? MLS_OK : mls_fail_os(st, reason, "cannot sync the new folder");
+}
+
+/* Open `store`, for writing if that is permitted. */
+static mls_code open_store(mls_prompt_log *log, mls_status *st)
+{
+    const int flags = O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+    struct stat info;
+    log->refused = 0;
+    log->store = openat(log->folder, MLS_PROMPT_STORE, flags | O_RDWR);
+    if (log->store < 0 && (errno == EACCES || errno == EPERM || errno == EROFS)) {
+        log->refused = errno;
+        log->store = openat(log->folder, MLS_PROMPT_STORE, flags | O_RDONLY);
+    }
+    if (log->store < 0) {
+        return errno == ELOOP || errno == ENXIO || errno == EISDIR
+                   ? mls_fail(st, MLS_E_FORMAT, "`store` is not a regular file")
+                   : mls_fail_os(st, errno, "cannot open `store`");
+    }
+    if (fstat(log->store, &info) != 0) {
+        return mls_fail_os(st, errno, "cannot examine `store`");
+    }
+    return S_ISREG(info.st_mode)
+               ? MLS_OK
+               : mls_fail(st, MLS_E_FORMAT, "`store` is not a regular file");
+}
+
+static mls_code read_store(mls_prompt_log *log, mls_status *st)
+{
+    unsigned char bytes[MLS_PROMPT_FILE_HEAD];
+    mls_prompt_head head;
+    mls_code code = mls_file_read_at(log->store, bytes, sizeof bytes, 0, st);
+    if (code == MLS_OK) {
+        code = mls_prompt_head_parse(bytes, letters, log->crc, &head, st);
+    }
+    if (code == MLS_OK) {
+        memcpy(log->id, head.id, sizeof head.id);
+    }
+    return code;
+}
+
+/* A folder without `store` is not a prompt store, unless it may become one. */
+static mls_code open_files(mls_prompt_log *log, bool create, mls_status *st)
+{
+    mls_code code = open_folder(log, create, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = open_store(log, st);
+    if (code == MLS_E_IO && st->os_error == ENOENT) {
+        if (!create) {
+            return mls_fail(st, MLS_E_FORMAT,
+                            "not a prompt store: it has no file `store`");
+        }
+        code = create_store(log, st);
+        code = code == MLS_OK ? open_store(log, st) : code;
+    }
+    return code == MLS_OK ? read_store(log, st) : code;
+}
+
+mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *kernels,
+                             mls_prompt_log **out, mls_status *st)
+{
+    mls_prompt_log *log = mls_alloc(1, sizeof *log);
+    const size_t path_bytes = strlen(path) + 1;
+    char *copy = mls_alloc(path_bytes, 1);
+    if (log == NULL || copy == NULL) {
+        mls_free(log);
+        mls_free(copy);
+        return mls_fail(st, MLS_E_MEMORY, "no memory to open a prompt store");
+    }
+    *log = (mls_prompt_log){.path = memcpy(copy, path, path_bytes),
+                            .folder = -1,
+                            .store = -1,
+                            .used = -1,
+                            .pid = getpid(),
+                            .kernels = kernels,
+                            .crc = mls_crc_of(kernels->cpu)};
+    pthread_mutex_init(&log->state, NULL);
+    pthread_mutex_init(&log->writer, NULL);
+    mls_code code = open_files(log, create, st);
+    if (code == MLS_OK) {
+        code = mls_prompt_load(log, st);
+    }
+    if (code != MLS_OK) {
+        mls_prompt_log_free(log);
+        return code;
+    }
+    *out = log;
+    return MLS_OK;
+}
+
+void mls_prompt_log_free(mls_prompt_log *log)
+{
+    if (log == NULL) {
+        return;
+    }
+    mls_prompt_enter_state(log);
+    mls_prompt_log_clear(log);
+    mls_prompt_leave_state(log);
+    mls_free(log->segments);
+    const int descriptors[] = {log->folder, log->store, log->used};
+    for (size_t i = 0; i < sizeof descriptors / sizeof descriptors[0]; i++) {
+        if (descriptors[i] >= 0) {
+            (void)close(descriptors[i]);
+        }
+    }
+    pthread_mutex_destroy(&log->state);
+    pthread_mutex_destroy(&log->writer);
+    mls_free(log->path);
+    mls_free(log);
+}

@@ -1,0 +1,307 @@
+/* prompt_put: store the records of one prompt that are not stored yet. */
+#include "prompts/prompt_log_state.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+
+#include <string.h>
+
+enum { HEADER_BYTES = 4 << 20 }; /* headers kept in memory for one sync */
+
+typedef struct put_work {
+    mls_prompt_log *log;
+    const mls_prompt_prefix *prefix;
+    mls_prompt_item *items;
+    size_t count;
+    uint64_t max_bytes;
+    const mls_progress *progress;
+    unsigned char fingerprint[MLS_PROMPT_FINGERPRINT];
+    mls_prompt_key *chain; /* key of the prefix with i blocks; `blocks` + 1 of them */
+    size_t blocks;
+    mls_prompt_header *headers; /* of the items */
+} put_work;
+
+/* ---- token ids ---- */
+
+/* Returns false if an id is out of range. */
+static bool copy_id(const mls_tensor *view, const unsigned char *from, uint32_t *to)
+{
+    uint32_t narrow;
+    uint64_t wide;
+    if (mls_tensor_item_bytes(view) == 4) {
+        memcpy(&narrow, from, sizeof narrow);
+        *to = narrow;
+        return view->dtype == MLS_U32 || narrow <= INT32_MAX;
+    }
+    memcpy(&wide, from, sizeof wide);
+    *to = (uint32_t)wide;
+    return wide <= UINT32_MAX; /* a negative number is large */
+}
+
+mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *st)
+{
+    const bool is_integer = view->dtype == MLS_I32 || view->dtype == MLS_U32 ||
+                            view->dtype == MLS_I64 || view->dtype == MLS_U64;
+    if (!is_integer || view->swapped) {
+        return mls_fail(st, MLS_E_DTYPE,
+                        "token ids must be integers of 32 or 64 bits, got %s",
+                        mls_dtype_of(view->dtype)->name);
+    }
+    if (view->rank != 1) {
+        return mls_fail(st, MLS_E_SHAPE, "token ids must have one axis, got %d",
+                        view->rank);
+    }
+    uint32_t *tokens = mls_alloc(view->shape[0], sizeof *tokens);
+    if (tokens == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for %zu token ids", view->shape[0]);
+    }
+    for (size_t i = 0; i < view->shape[0]; i++) {
+        if (!copy_id(view, view->data + view->strides[0] * (ptrdiff_t)i, &tokens[i])) {
+            mls_free(tokens);
+            return mls_fail(st, MLS_E_VALUE, "token %zu is not in 0 .. 2**32 - 1", i);
+        }
+    }
+    *out = tokens;
+    return MLS_OK;
+}
+
+/* ---- what to write ---- */
+
+/* Tokens before the item: the start of its block. */
+static size_t item_start(const put_work *w, const mls_prompt_item *item)
+{
+    const size_t block = w->prefix->block_tokens;
+    return item->kind == 0 ? item->end - block : item->end / block * block;
+}
+
+static mls_code check_item(const put_work *w, const mls_prompt_item *item, mls_status *st)
+{
+    const size_t block = w->prefix->block_tokens;
+    if (item->end > w->prefix->count || item->end > UINT32_MAX) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "a record ends at token %zu of a prompt of %zu tokens", item->end,
+                        w->prefix->count);
+    }
+    if (item->kind == 0 && (item->end == 0 || item->end % block != 0)) {
+        return mls_fail(st, MLS_E_VALUE, "a block of %zu tokens cannot end at token %zu",
+                        block, item->end);
+    }
+    return MLS_OK;
+}
+
+static void compute_chain(put_work *w)
+{
+    mls_prompt_hash hash =
+        mls_prompt_hash_root(w->log->id, w->fingerprint, w->prefix->fingerprint_bytes);
+    w->chain[0] = mls_prompt_hash_key(&hash);
+    for (size_t i = 0; i < w->blocks; i++) {
+        hash = mls_prompt_hash_begin(w->log->id, &w->chain[i], 0);
+        mls_prompt_hash_tokens(&hash, w->prefix->tokens + i * w->prefix->block_tokens,
+                               w->prefix->block_tokens);
+        w->chain[i + 1] = mls_prompt_hash_key(&hash);
+    }
+}
+
+/* Describe the record of an item. */
+static mls_code describe(const put_work *w, const mls_prompt_item *item,
+                         mls_prompt_header *out, mls_status *st)
+{
+    const size_t start = item_start(w, item);
+    *out = (mls_prompt_header){.kind = item->kind,
+                               .parent = w->chain[start / w->prefix->block_tokens],
+                               .fingerprint_bytes = w->prefix->fingerprint_bytes,
+                               .end = item->end,
+                               .token_count = item->end - start,
+                               .part_count = item->part_count,
+                               .meta = item->meta,
+                               .meta_bytes = item->meta_bytes};
+    memcpy(out->fingerprint, w->fingerprint, MLS_PROMPT_FINGERPRINT);
+    mls_prompt_hash hash = mls_prompt_hash_begin(w->log->id, &out->parent, item->kind);
+    mls_prompt_hash_tokens(&hash, w->prefix->tokens + start, out->token_count);
+    out->key = mls_prompt_hash_key(&hash);
+    uint64_t payload = 0;
+    for (size_t i = 0; i < item->part_count; i++) {
+        size_t bytes = 0;
+        if (!mls_tensor_bytes(&item->parts[i], &bytes) ||
+            !mls_u64_add(payload, bytes, &payload)) {
+            return mls_fail(st, MLS_E_SIZE,
+                            "the parts have more bytes than can be stored");
+        }
+    }
+    return mls_prompt_header_sizes(out, payload, st);
+}
+
+/* Whether the parent of an item is stored, or the root. */
+static bool has_parent(const put_work *w, const mls_prompt_item *item)
+{
+    return item_start(w, item) == 0 ||
+           mls_prompt_index_find(&w->log->index, &w->headers[item - w->items].parent) !=
+               MLS_PROMPT_NONE;
+}
+
+/* Protect the stored part of the chain from the eviction for its continuation. */
+static void keep_chain(const put_work *w, bool keep)
+{
+    mls_prompt_index *index = &w->log->index;
+    for (size_t i = 1; i <= w->blocks; i++) {
+        const uint32_t number = mls_prompt_index_find(index, &w->chain[i]);
+        if (number != MLS_PROMPT_NONE) {
+            uint8_t *flags = &index->entries[number].flags;
+            *flags &= (uint8_t)~MLS_PROMPT_KEPT;
+            *flags |= keep ? MLS_PROMPT_KEPT : 0;
+        }
+    }
+}
+
+/* ---- batches: the records that one sync makes durable ---- */
+
+/* Choose items from `first` on: at least one, and as many as a segment should have. An
+ * item that is stored is skipped; for one without a parent the result is -1. Returns the
+ * index after the last one, and the bytes of those with result 1. */
+static size_t choose_batch(put_work *w, size_t first, uint64_t limit, uint64_t *bytes)
+{
+    size_t next = first, header_bytes = 0;
+    uint64_t sum = 0;
+    for (; next < w->count; next++) {
+        mls_prompt_item *item = &w->items[next];
+        const mls_prompt_header *header = &w->headers[next];
+        bool is_new =
+            mls_prompt_index_find(&w->log->index, &header->key) == MLS_PROMPT_NONE;
+        bool is_rooted = has_parent(w, item);
+        for (size_t i = first; i < next && is_new; i++) {
+            const bool is_written = w->items[i].result == 1;
+            is_new =
+                !is_written || !mls_prompt_key_equal(&w->headers[i].key, &header->key);
+            is_rooted =
+                is_rooted ||
+                (is_written && mls_prompt_key_equal(&w->headers[i].key, &header->parent));
+        }
+        item->result = !is_new ? 0 : is_rooted ? 1 : -1;
+        if (item->result != 1) {
+            continue;
+        }
+        if (sum > 0 && (sum + header->record_bytes > limit ||
+                        header_bytes + header->header_bytes > HEADER_BYTES)) {
+            break;
+        }
+        sum += header->record_bytes;
+        header_bytes += header->header_bytes;
+    }
+    *bytes = sum;
+    return next;
+}
+
+static mls_code write_batch(put_work *w, size_t first, size_t end, uint64_t bytes,
+                            uint64_t limit, mls_status *st)
+{
+    mls_prompt_append append;
+    mls_code code =
+        mls_prompt_append_begin(w->log, bytes, limit, w->progress, &append, st);
+    for (size_t i = first; code == MLS_OK && i < end; i++) {
+        const mls_prompt_item *item = &w->items[i];
+        if (item->result == 1) {
+            code = mls_prompt_append_record(&append, &w->headers[i],
+                                            w->prefix->tokens + item_start(w, item),
+                                            item->parts, st);
+        }
+    }
+    if (code == MLS_OK) {
+        return mls_prompt_append_commit(&append, st);
+    }
+    mls_prompt_append_abort(&append);
+    return code;
+}
+
+/* Without room for a batch, nothing after it is stored either. */
+static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
+{
+    const uint64_t limit = mls_prompt_segment_limit(w->max_bytes);
+    const size_t first = *next;
+    uint64_t bytes;
+    bool fits = true;
+    mls_prompt_enter_state(w->log);
+    *next = choose_batch(w, first, limit, &bytes);
+    keep_chain(w, true);
+    mls_prompt_leave_state(w->log);
+    /* with a new segment, and the entries in the index file */
+    const uint64_t more = 2 * MLS_PROMPT_FILE_HEAD + MLS_PROMPT_UNIT * (*next - first);
+    mls_code code =
+        bytes == 0 ? MLS_OK
+                   : mls_prompt_make_room(w->log, bytes + more, w->max_bytes, &fits, st);
+    mls_prompt_enter_state(w->log);
+    keep_chain(w, false);
+    mls_prompt_leave_state(w->log);
+    for (size_t i = first; !fits && i < w->count; i++) {
+        w->items[i].result = w->items[i].result == 0 && i < *next ? 0 : -1;
+    }
+    if (!fits) {
+        *next = w->count;
+    } else if (code == MLS_OK && bytes > 0) {
+        code = write_batch(w, first, *next, bytes, limit, st);
+    }
+    return code;
+}
+
+/* ---- the put ---- */
+
+static mls_code prepare(put_work *w, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    memcpy(w->fingerprint, w->prefix->fingerprint, w->prefix->fingerprint_bytes);
+    w->blocks = w->prefix->count / w->prefix->block_tokens;
+    w->chain = mls_alloc(w->blocks + 1, sizeof *w->chain);
+    w->headers = mls_alloc(w->count, sizeof *w->headers);
+    if (w->chain == NULL || w->headers == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for %zu records", w->count);
+    }
+    compute_chain(w);
+    for (size_t i = 0; code == MLS_OK && i < w->count; i++) {
+        code = check_item(w, &w->items[i], st);
+        if (code == MLS_OK) {
+            code = describe(w, &w->items[i], &w->headers[i], st);
+        }
+    }
+    return code;
+}
+
+/* Link the items that were stored already to their parents: a parent that was dropped and
+ * stored again does not know the records that branch off from it. */
+static void link_stored(const put_work *w)
+{
+    mls_prompt_index *index = &w->log->index;
+    mls_prompt_enter_state(w->log);
+    for (size_t i = 0; i < w->count; i++) {
+        const uint32_t child = mls_prompt_index_find(index, &w->headers[i].key);
+        const uint32_t parent = mls_prompt_index_find(index, &w->headers[i].parent);
+        if (w->items[i].result == 0 && child != MLS_PROMPT_NONE) {
+            mls_prompt_index_link(index, child, parent);
+        }
+    }
+    mls_prompt_leave_state(w->log);
+}
+
+mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
+                        mls_prompt_item *items, size_t count, uint64_t max_bytes,
+                        const mls_progress *progress, mls_status *st)
+{
+    put_work w = {.log = log,
+                  .prefix = prefix,
+                  .items = items,
+                  .count = count,
+                  .max_bytes = max_bytes,
+                  .progress = progress};
+    mls_code code = prepare(&w, st);
+    for (size_t next = 0; code == MLS_OK && next < count;) {
+        code = put_batch(&w, &next, st);
+    }
+    if (code == MLS_OK) {
+        link_stored(&w);
+    }
+    if (code == MLS_OK) { /* the records are stored, whether or not this succeeds */
+        mls_status ignored;
+        (void)mls_prompt_compact(log, max_bytes, &ignored);
+    }
+    mls_free(w.chain);
+    mls_free(w.headers);
+    return code;
+}

@@ -1,0 +1,183 @@
+/* prompt_read: read and verify the parts of a match.
+ *
+ * Bytes are read to their destination in steps that stay in the cache, and checksummed
+ * there. Destinations with short runs get a copy of the whole part.
+ */
+#include "prompts/prompt_log_state.h"
+
+#include "array/copy/copy.h"
+#include "base/memory.h"
+#include "base/size.h"
+#include "io/file.h"
+#include "prompts/payload_runs.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/uio.h>
+
+enum {
+    STEP = 256 << 10, /* bytes of one system call */
+    VECTORS = 64
+};
+
+typedef struct read_work {
+    const mls_prompt_match *match;
+    mls_prompt_request *requests;
+    const mls_kernels *kernels;
+    const mls_crc_kernels *crc;
+    const mls_progress *progress;
+    atomic_bool is_stopped;
+} read_work;
+
+/* Where a part comes from. */
+typedef struct part_reader {
+    int fd;
+    uint64_t offset;
+    uint32_t crc;
+    const mls_crc_kernels *kernels;
+} part_reader;
+
+/* Fill the vectors, which have `bytes` bytes; a call may transfer fewer. */
+static mls_code read_vectors(part_reader *r, struct iovec *vectors, int count,
+                             size_t bytes, mls_status *st)
+{
+    ssize_t got;
+    do {
+        got = preadv(r->fd, vectors, count, (off_t)r->offset);
+    } while (got < 0 && errno == EINTR);
+    if (got < 0) {
+        return mls_fail_os(st, errno, "cannot read the segment");
+    }
+    size_t done = (size_t)got;
+    r->offset += bytes;
+    for (int i = 0; i < count; i++) {
+        unsigned char *to = vectors[i].iov_base;
+        const size_t length = vectors[i].iov_len;
+        if (done < length) {
+            bytes = length - done;
+            const uint64_t at = r->offset;
+            size_t later = bytes;
+            for (int j = i + 1; j < count; j++) {
+                later += vectors[j].iov_len;
+            }
+            const mls_code code =
+                mls_file_read_at(r->fd, to + done, bytes, at - later, st);
+            if (code != MLS_OK) {
+                return code;
+            }
+            done = length;
+        }
+        done -= length;
+        r->crc = r->kernels->update(r->crc, to, length);
+    }
+    return MLS_OK;
+}
+
+/* Read the runs of a view, several in one call. */
+static mls_code read_runs(part_reader *r, mls_payload_runs *runs, mls_status *st)
+{
+    struct iovec vectors[VECTORS];
+    int count = 0;
+    size_t bytes = 0;
+    mls_code code = MLS_OK;
+    for (unsigned char *run;
+         code == MLS_OK && (run = mls_payload_runs_next(runs)) != NULL;) {
+        for (size_t at = 0; code == MLS_OK && at < runs->bytes;) {
+            const size_t step = mls_size_least(runs->bytes - at, STEP - bytes);
+            vectors[count++] = (struct iovec){.iov_base = run + at, .iov_len = step};
+            at += step;
+            bytes += step;
+            if (bytes == STEP || count == VECTORS) {
+                code = read_vectors(r, vectors, count, bytes, st);
+                count = 0;
+                bytes = 0;
+            }
+        }
+    }
+    return code == MLS_OK && count > 0 ? read_vectors(r, vectors, count, bytes, st)
+                                       : code;
+}
+
+/* Read a part to a temporary block and copy it. */
+static mls_code read_packed(part_reader *r, const mls_tensor *into,
+                            const mls_kernels *kernels, size_t bytes, mls_status *st)
+{
+    unsigned char *packed = mls_alloc(bytes, 1);
+    mls_tensor view;
+    mls_payload_runs runs;
+    if (packed == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu bytes", bytes);
+    }
+    mls_code code =
+        mls_tensor_init(&view, packed, into->dtype, into->rank, into->shape, st);
+    if (code == MLS_OK) {
+        mls_payload_runs_init(&runs, &view);
+        code = read_runs(r, &runs, st);
+    }
+    if (code == MLS_OK) {
+        mls_copy(kernels, into, &view, mls_cached());
+    }
+    mls_free(packed);
+    return code;
+}
+
+static mls_code read_part(const read_work *work, const mls_prompt_request *request,
+                          mls_status *st)
+{
+    const mls_prompt_hit *hit = &work->match->hits[request->hit];
+    const mls_prompt_part part = mls_prompt_header_part(&hit->header, request->part);
+    part_reader r = {.fd = hit->file->fd, .kernels = work->crc};
+    mls_payload_runs runs;
+    r.offset = hit->offset + hit->header.header_bytes;
+    for (size_t i = 0; i < request->part; i++) {
+        r.offset += mls_prompt_header_part(&hit->header, i).bytes;
+    }
+    const uint64_t start = r.offset;
+    mls_payload_runs_init(&runs, &request->into);
+    const mls_code code =
+        part.bytes == 0 || mls_payload_runs_are_long(&runs)
+            ? read_runs(&r, &runs, st)
+            : read_packed(&r, &request->into, work->kernels, (size_t)part.bytes, st);
+    if (code == MLS_OK && r.crc != part.crc) {
+        return mls_fail(st, MLS_E_CHECKSUM,
+                        "the %llu bytes at offset %llu are damaged: checksum %08x "
+                        "instead of %08x",
+                        (unsigned long long)part.bytes, (unsigned long long)start,
+                        (unsigned)r.crc, (unsigned)part.crc);
+    }
+    return code;
+}
+
+static void read_task(void *context, size_t index)
+{
+    read_work *work = context;
+    mls_prompt_request *request = &work->requests[index];
+    mls_status st;
+    if (atomic_load_explicit(&work->is_stopped, memory_order_relaxed)) {
+        return;
+    }
+    request->is_damaged = read_part(work, request, &st) != MLS_OK;
+    if (request->is_damaged) {
+        snprintf(request->text, sizeof request->text, "%s", st.text);
+    }
+    const mls_prompt_hit *hit = &work->match->hits[request->hit];
+    const uint64_t bytes = mls_prompt_header_part(&hit->header, request->part).bytes;
+    if (!mls_progress_report(work->progress, bytes)) {
+        atomic_store_explicit(&work->is_stopped, true, memory_order_relaxed);
+    }
+}
+
+bool mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
+                     size_t count, const mls_kernels *kernels, const mls_crc_kernels *crc,
+                     mls_pool *pool, const mls_progress *progress)
+{
+    read_work work = {.match = match,
+                      .requests = requests,
+                      .kernels = kernels,
+                      .crc = crc,
+                      .progress = progress};
+    atomic_init(&work.is_stopped, false);
+    mls_pool_run(pool, read_task, &work, count);
+    return !atomic_load(&work.is_stopped);
+}

@@ -1,0 +1,554 @@
+/* prompt_reclaim: free the space of old records.
+ *
+ * An eviction only removes entries; the bytes are free when the segment is deleted. A
+ * segment that is more than half dead is compacted: its live records are appended to
+ * the newest segment, and it is deleted. An evicted record may come back when the log is
+ * opened after a crash, which is harmless: its bytes are still there.
+ *
+ * How recent a use is: the log has a clock that counts puts and matches. The index file
+ * stores the last use of each record. Matches append the key of the last record of their
+ * chain to the file `used`, without a lock and without a sync, and an eviction reads it.
+ * So uses can be lost: after a crash, without permission to write, or when the file is
+ * long.
+ */
+#include "prompts/prompt_log_state.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+#include "io/file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { MODE = 0666, UNINDEXED = 1024, CLOSED = -2 };
+
+/* ---- recency ---- */
+
+static int open_used(const mls_prompt_log *log, int flags)
+{
+    struct stat info;
+    const int fd = openat(log->folder, MLS_PROMPT_USED,
+                          flags | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, MODE);
+    if (fd >= 0 && (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode))) {
+        (void)close(fd);
+        return -1;
+    }
+    return fd;
+}
+
+/* A row is short, so that the system appends it as a whole. */
+void mls_prompt_note_use(mls_prompt_log *log, const mls_prompt_key *key)
+{
+    unsigned char row[MLS_PROMPT_USED_ROW];
+    struct stat info;
+    if (log->used == -1) {
+        const int fd = open_used(log, O_WRONLY | O_APPEND);
+        log->used = fd < 0 ? CLOSED : fd;
+    }
+    if (log->used < 0 || fstat(log->used, &info) != 0 ||
+        info.st_size >= MLS_PROMPT_USED_MOST) {
+        return;
+    }
+    memcpy(row, key->bytes, MLS_PROMPT_KEY);
+    mls_store_le32(row + MLS_PROMPT_KEY, log->crc->update(0, row, MLS_PROMPT_KEY));
+    (void)!write(log->used, row, sizeof row);
+}
+
+static uint64_t used_bytes(const mls_prompt_log *log)
+{
+    struct stat info;
+    return fstatat(log->folder, MLS_PROMPT_USED, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
+                   S_ISREG(info.st_mode)
+               ? (uint64_t)info.st_size
+               : 0;
+}
+
+static void apply_row(mls_prompt_log *log, const unsigned char *row)
+{
+    mls_prompt_key key;
+    memcpy(key.bytes, row, MLS_PROMPT_KEY);
+    const uint32_t number = mls_prompt_index_find(&log->index, &key);
+    if (number != MLS_PROMPT_NONE &&
+        log->crc->update(0, row, MLS_PROMPT_KEY) == mls_load_le32(row + MLS_PROMPT_KEY)) {
+        log->clock += log->clock < UINT32_MAX;
+        mls_prompt_index_touch(&log->index, number, log->clock);
+    }
+}
+
+/* Apply the uses that all processes noted, and empty the file. */
+static void merge_uses(mls_prompt_log *log)
+{
+    const int fd = open_used(log, O_RDWR);
+    unsigned char *rows = fd < 0 ? NULL : mls_alloc(MLS_PROMPT_USED_MOST, 1);
+    ssize_t bytes = rows == NULL ? 0 : pread(fd, rows, MLS_PROMPT_USED_MOST, 0);
+    for (ssize_t at = 0; at + MLS_PROMPT_USED_ROW <= bytes; at += MLS_PROMPT_USED_ROW) {
+        apply_row(log, rows + at);
+    }
+    if (bytes > 0) {
+        (void)!ftruncate(fd, 0);
+    }
+    if (fd >= 0) {
+        (void)close(fd);
+    }
+    mls_free(rows);
+}
+
+/* ---- sizes ---- */
+
+uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
+{
+    const uint64_t entries = log->index.count - log->index.removed;
+    const uint64_t index = 88 + 24 * (uint64_t)log->segment_count + 44 * entries;
+    uint64_t bytes =
+        MLS_PROMPT_FILE_HEAD + (index > log->index_bytes ? index : log->index_bytes);
+    for (size_t i = 0; i < log->segment_count; i++) {
+        bytes += log->segments[i].bytes;
+    }
+    return bytes;
+}
+
+static bool is_mostly_dead(const mls_prompt_segment *segment)
+{
+    return segment->live < (segment->bytes - MLS_PROMPT_FILE_HEAD + 1) / 2;
+}
+
+/* ---- compaction ---- */
+
+/* Entries of one segment. */
+static uint32_t *list_entries(const mls_prompt_log *log, uint32_t number, size_t *count)
+{
+    const mls_prompt_index *index = &log->index;
+    uint32_t *numbers = NULL;
+    size_t listed = 0, room = 0;
+    for (uint32_t i = 0; i < index->count; i++) {
+        if (index->entries[i].segment == number &&
+            (index->entries[i].flags & MLS_PROMPT_REMOVED) == 0) {
+            uint32_t *grown = mls_grow(numbers, listed, &room, sizeof *numbers);
+            if (grown == NULL) {
+                mls_free(numbers);
+                return NULL;
+            }
+            numbers = grown;
+            numbers[listed++] = i;
+        }
+    }
+    *count = listed;
+    return numbers != NULL ? numbers : mls_alloc(1, sizeof *numbers);
+}
+
+/* Copy the record of an entry; forget the entry if the record is damaged. */
+static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
+                            uint64_t length, uint32_t number, mls_status *st)
+{
+    mls_prompt_log *log = append->log;
+    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
+    mls_prompt_header header;
+    mls_prompt_enter_state(log);
+    const mls_prompt_entry entry = log->index.entries[number];
+    mls_prompt_leave_state(log);
+    const uint64_t offset = mls_prompt_entry_offset(&entry);
+    bool is_good = false;
+    mls_code code = mls_prompt_header_read(file->fd, offset, length - offset, log->crc,
+                                           room, &bytes, &header, st);
+    if (code == MLS_OK && mls_prompt_key_equal(&header.key, &entry.key)) {
+        const bool is_pinned = (entry.flags & MLS_PROMPT_PINNED) != 0;
+        header.flags = MLS_PROMPT_MOVED | (is_pinned ? MLS_PROMPT_MOVED_PINNED : 0);
+        code = mls_prompt_append_copy(append, file->fd, offset, &header, bytes, &is_good,
+                                      st);
+    } else if (code == MLS_E_FORMAT || code == MLS_E_CHECKSUM) {
+        code = MLS_OK;
+    }
+    if (bytes != room) {
+        mls_free(bytes);
+    }
+    if (code == MLS_OK && !is_good) {
+        mls_prompt_enter_state(log);
+        mls_prompt_forget(log, number);
+        mls_prompt_leave_state(log);
+    }
+    return code;
+}
+
+/* Copy the notes that still matter: to records elsewhere, in their current state. */
+static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
+                          uint32_t segment, mls_status *st)
+{
+    const mls_prompt_log *log = append->log;
+    const uint32_t number = mls_prompt_index_find(&log->index, &note.key);
+    bool matters;
+    if (note.operation == MLS_PROMPT_DELETE) {
+        matters = number == MLS_PROMPT_NONE && note.segment != segment &&
+                  mls_prompt_segment_find(log, note.segment) != NULL;
+    } else {
+        matters =
+            number != MLS_PROMPT_NONE && log->index.entries[number].segment != segment;
+        if (matters) {
+            const bool is_pinned =
+                (log->index.entries[number].flags & MLS_PROMPT_PINNED) != 0;
+            note.operation = is_pinned ? MLS_PROMPT_PIN : MLS_PROMPT_UNPIN;
+        }
+    }
+    return matters ? mls_prompt_append_notes(append, &note, 1, st) : MLS_OK;
+}
+
+static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
+                           uint64_t length, uint32_t segment, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes;
+    mls_prompt_header header;
+    mls_status end;
+    for (uint64_t at = MLS_PROMPT_FILE_HEAD; code == MLS_OK && at < length;) {
+        const mls_code result = mls_prompt_header_read(
+            file->fd, at, length - at, append->log->crc, room, &bytes, &header, &end);
+        const bool has_notes = result == MLS_OK && header.type == MLS_PROMPT_NOTES;
+        for (size_t i = 0;
+             has_notes && code == MLS_OK && i + MLS_PROMPT_NOTE <= header.meta_bytes;
+             i += MLS_PROMPT_NOTE) {
+            code = move_note(append, mls_prompt_note_read(header.meta + i), segment, st);
+        }
+        if (bytes != room) {
+            mls_free(bytes);
+        }
+        at = result == MLS_OK ? at + header.record_bytes
+                              : mls_prompt_header_search(file->fd, at + MLS_PROMPT_UNIT,
+                                                         length, append->log->crc);
+        at = at == 0 ? length : at;
+    }
+    return code;
+}
+
+static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t length,
+                          uint64_t live, uint32_t segment, uint64_t limit, mls_status *st)
+{
+    mls_prompt_append append;
+    size_t count = 0;
+    mls_prompt_enter_state(log);
+    uint32_t *numbers = list_entries(log, segment, &count);
+    mls_prompt_leave_state(log);
+    if (numbers == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to compact a segment");
+    }
+    mls_code code = mls_prompt_append_begin(log, live, limit, NULL, &append, st);
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        code = move_record(&append, file, length, numbers[i], st);
+    }
+    if (code == MLS_OK) {
+        code = move_notes(&append, file, length, segment, st);
+    }
+    mls_free(numbers);
+    if (code == MLS_OK) {
+        return mls_prompt_append_commit(&append, st);
+    }
+    mls_prompt_append_abort(&append);
+    return code;
+}
+
+/* Delete a segment that no entry refers to. */
+static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status *st)
+{
+    char name[MLS_PROMPT_NAME];
+    mls_code code = MLS_OK;
+    mls_prompt_segment_name(name, number);
+    if (unlinkat(log->folder, name, 0) != 0 && errno != ENOENT) {
+        code = mls_fail_os(st, errno, "cannot delete %s", name);
+    } else {
+        mls_prompt_enter_state(log);
+        mls_prompt_segment_forget(log, number);
+        mls_prompt_leave_state(log);
+    }
+    return code;
+}
+
+/* The newest segment gets a successor first, because it must stay as it is. */
+static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t limit,
+                                mls_status *st)
+{
+    mls_prompt_file *file = NULL;
+    mls_code code = MLS_OK;
+    mls_prompt_enter_state(log);
+    if (number == log->highest) {
+        code = mls_prompt_segment_create(log, st);
+    }
+    const mls_prompt_segment *segment = mls_prompt_segment_find(log, number);
+    const uint64_t length = segment->bytes, live = segment->live;
+    if (code == MLS_OK) {
+        code =
+            mls_prompt_segment_hold(log, mls_prompt_segment_find(log, number), &file, st);
+    }
+    mls_prompt_leave_state(log);
+    if (code == MLS_OK) {
+        code = copy_live(log, file, length, live, number, limit, st);
+    }
+    mls_prompt_file_release(file);
+    return code == MLS_OK ? remove_segment(log, number, st) : code;
+}
+
+/* Return a segment up to number `last` that is worth a compaction, or MLS_PROMPT_NONE. */
+static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
+{
+    uint32_t number = MLS_PROMPT_NONE;
+    mls_prompt_enter_state(log);
+    for (size_t i = 0; i < log->segment_count && number == MLS_PROMPT_NONE; i++) {
+        const mls_prompt_segment *segment = &log->segments[i];
+        if (segment->number <= last && is_mostly_dead(segment)) {
+            number = segment->number;
+        }
+    }
+    mls_prompt_leave_state(log);
+    return number;
+}
+
+/* The segments that this creates are left alone: one that has only notes is mostly dead.
+ */
+static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too,
+                            mls_status *st)
+{
+    const uint32_t last = log->highest - !newest_too; /* only the writer changes it */
+    mls_code code = MLS_OK;
+    for (uint32_t number; code == MLS_OK && log->highest > 0 &&
+                          (number = find_mostly_dead(log, last)) != MLS_PROMPT_NONE;) {
+        code = compact_segment(log, number, limit, st);
+    }
+    return code;
+}
+
+mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st)
+{
+    mls_code code = compact_all(log, mls_prompt_segment_limit(max_bytes), false, st);
+    mls_prompt_enter_state(log);
+    if (used_bytes(log) > MLS_PROMPT_USED_MOST / 2) {
+        merge_uses(log);
+    }
+    if (code == MLS_OK && log->unindexed > UNINDEXED + log->index.count / 8) {
+        code = mls_prompt_index_save(log, st);
+    } else if (code == MLS_OK && log->index.removed > UNINDEXED + log->index.count / 2) {
+        code = mls_prompt_index_pack(&log->index, st);
+    }
+    mls_prompt_leave_state(log);
+    return code;
+}
+
+/* ---- eviction ---- */
+
+typedef struct candidate {
+    uint32_t used, end, number;
+} candidate;
+
+/* Least recently used first; of one chain, the last block first. */
+static int compare_candidates(const void *a, const void *b)
+{
+    const candidate *x = a, *y = b;
+    if (x->used != y->used) {
+        return x->used < y->used ? -1 : 1;
+    }
+    return x->end != y->end ? (x->end > y->end ? -1 : 1)
+                            : (x->number < y->number ? -1 : x->number > y->number);
+}
+
+/* Flag the ancestors of pinned records. */
+static void keep_pinned(mls_prompt_index *index)
+{
+    for (size_t i = 0; i < index->count; i++) {
+        const uint8_t flags = index->entries[i].flags;
+        uint32_t number = index->entries[i].parent;
+        if ((flags & MLS_PROMPT_PINNED) == 0 || (flags & MLS_PROMPT_REMOVED) != 0) {
+            continue;
+        }
+        while (number != MLS_PROMPT_NONE &&
+               (index->entries[number].flags & MLS_PROMPT_KEPT) == 0) {
+            index->entries[number].flags |= MLS_PROMPT_KEPT;
+            number = index->entries[number].parent;
+        }
+    }
+}
+
+/* The records that may be evicted, in the order of their eviction. */
+static candidate *list_candidates(mls_prompt_index *index, size_t *count)
+{
+    const uint8_t stays = MLS_PROMPT_REMOVED | MLS_PROMPT_PINNED | MLS_PROMPT_KEPT;
+    candidate *list = mls_alloc(index->count, sizeof *list);
+    size_t listed = 0;
+    if (list == NULL) {
+        return NULL;
+    }
+    keep_pinned(index);
+    for (size_t i = 0; i < index->count; i++) {
+        mls_prompt_entry *entry = &index->entries[i];
+        if ((entry->flags & stays) == 0) {
+            list[listed++] = (candidate){entry->used, entry->end, (uint32_t)i};
+        }
+        entry->flags &= (uint8_t)~MLS_PROMPT_KEPT;
+    }
+    qsort(list, listed, sizeof *list, compare_candidates);
+    *count = listed;
+    return list;
+}
+
+static bool has_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes)
+{
+    mls_prompt_enter_state(log);
+    const uint64_t used = mls_prompt_disk_bytes(log);
+    mls_prompt_leave_state(log);
+    return used <= max_bytes && bytes <= max_bytes - used;
+}
+
+/* Forget the entry of a candidate; return whether its segment is mostly dead now. The
+ * entries keep their numbers meanwhile: only the writer packs the index. */
+static bool evict(mls_prompt_log *log, uint32_t number)
+{
+    mls_prompt_enter_state(log);
+    const mls_prompt_entry *entry = &log->index.entries[number];
+    bool is_dead = false;
+    if ((entry->flags & MLS_PROMPT_REMOVED) == 0) {
+        const mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
+        mls_prompt_forget(log, number);
+        is_dead = segment != NULL && is_mostly_dead(segment);
+    }
+    mls_prompt_leave_state(log);
+    return is_dead;
+}
+
+mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
+                              bool *fits, mls_status *st)
+{
+    const uint64_t limit = mls_prompt_segment_limit(max_bytes);
+    size_t count = 0;
+    *fits = max_bytes == UINT64_MAX || has_room(log, bytes, max_bytes);
+    if (*fits || bytes > max_bytes) {
+        return MLS_OK;
+    }
+    mls_prompt_enter_state(log);
+    merge_uses(log);
+    candidate *list = list_candidates(&log->index, &count);
+    mls_prompt_leave_state(log);
+    if (list == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to choose records to evict");
+    }
+    mls_code code = compact_all(log, limit, true, st);
+    *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
+    for (size_t i = 0; code == MLS_OK && !*fits && i < count; i++) {
+        if (evict(log, list[i].number)) {
+            code = compact_all(log, limit, true, st);
+            *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
+        }
+    }
+    mls_free(list);
+    return code;
+}
+
+mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
+                          mls_status *st)
+{
+    bool fits = false;
+    const uint64_t before = mls_prompt_disk_bytes(log);
+    mls_code code = mls_prompt_make_room(log, 0, max_bytes, &fits, st);
+    if (code == MLS_OK) {
+        code = compact_all(log, mls_prompt_segment_limit(max_bytes), true, st);
+    }
+    mls_prompt_enter_state(log);
+    if (code == MLS_OK) {
+        code = mls_prompt_index_save(log, st);
+    }
+    const uint64_t after = mls_prompt_disk_bytes(log);
+    mls_prompt_leave_state(log);
+    *freed = before > after ? before - after : 0;
+    return code;
+}
+
+/* ---- marks ---- */
+
+mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *notes,
+                                size_t count, mls_status *st)
+{
+    mls_prompt_append append;
+    mls_code code =
+        mls_prompt_append_begin(log, count * MLS_PROMPT_NOTE,
+                                mls_prompt_segment_limit(UINT64_MAX), NULL, &append, st);
+    if (code == MLS_OK) {
+        code = mls_prompt_append_notes(&append, notes, count, st);
+    }
+    if (code == MLS_OK) {
+        return mls_prompt_append_commit(&append, st);
+    }
+    mls_prompt_append_abort(&append);
+    return code;
+}
+
+/* Count the records below each entry. */
+static uint32_t *count_children(const mls_prompt_index *index)
+{
+    uint32_t *children = mls_alloc(index->count, sizeof *children);
+    for (size_t i = 0; children != NULL && i < index->count; i++) {
+        const mls_prompt_entry *entry = &index->entries[i];
+        if ((entry->flags & MLS_PROMPT_REMOVED) == 0 &&
+            entry->parent != MLS_PROMPT_NONE) {
+            children[entry->parent]++;
+        }
+    }
+    return children;
+}
+
+/* Choose the notes to write: from the last record to the first, so that a parent loses
+ * its children before it is asked for them. */
+static size_t choose_notes(mls_prompt_log *log, const mls_prompt_match *match,
+                           const size_t *hits, size_t count,
+                           mls_prompt_operation operation, uint32_t *children,
+                           mls_prompt_note *out)
+{
+    size_t chosen = 0;
+    for (size_t i = count; i > 0; i--) {
+        const mls_prompt_key *key = &match->hits[hits[i - 1]].header.key;
+        const uint32_t number = mls_prompt_index_find(&log->index, key);
+        if (number == MLS_PROMPT_NONE) {
+            continue;
+        }
+        const mls_prompt_entry *entry = &log->index.entries[number];
+        const bool is_pinned = (entry->flags & MLS_PROMPT_PINNED) != 0;
+        if ((operation == MLS_PROMPT_PIN && is_pinned) ||
+            (operation == MLS_PROMPT_UNPIN && !is_pinned) ||
+            (operation == MLS_PROMPT_DELETE && children[number] > 0)) {
+            continue;
+        }
+        if (operation == MLS_PROMPT_DELETE && entry->parent != MLS_PROMPT_NONE) {
+            children[entry->parent]--;
+        }
+        out[chosen++] = (mls_prompt_note){
+            .key = *key,
+            .operation = operation == MLS_PROMPT_DROP ? MLS_PROMPT_DELETE : operation,
+            .segment = entry->segment};
+    }
+    return chosen;
+}
+
+mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
+                         const size_t *hits, size_t count, mls_prompt_operation operation,
+                         size_t *changed, mls_status *st)
+{
+    mls_prompt_note *notes = mls_alloc(count, sizeof *notes);
+    size_t chosen = 0;
+    mls_code code = MLS_OK;
+    mls_prompt_enter_state(log);
+    uint32_t *children = count_children(&log->index);
+    if (notes == NULL || children == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory to mark %zu records", count);
+    } else {
+        chosen = choose_notes(log, match, hits, count, operation, children, notes);
+    }
+    mls_prompt_leave_state(log);
+    if (chosen > 0) {
+        code = mls_prompt_write_notes(log, notes, chosen, st);
+    }
+    if (code == MLS_OK && chosen > 0) {
+        mls_status ignored;
+        (void)mls_prompt_compact(log, UINT64_MAX, &ignored);
+    }
+    mls_free(children);
+    mls_free(notes);
+    *changed = code == MLS_OK ? chosen : 0;
+    return code;
+}

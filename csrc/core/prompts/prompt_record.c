@@ -1,0 +1,364 @@
+/* prompt_record: keys, and the layout of headers.
+ *
+ * Layout of a record's header, in bytes:
+ *   0 magic, 4 checksum of the rest, 8 header_bytes, 12 type, 13 kind,
+ *   14 fingerprint_bytes, 15 flags, 16 record_bytes, 24 put, 32 key, 48 parent, 64
+ * fingerprint, 96 end, 104 token_count, 108 part_count, 112 meta_bytes, 128 tokens,
+ * parts, meta
+ */
+#include "prompts/prompt_record.h"
+
+#include "base/size.h"
+
+#include <string.h>
+
+enum { MAGIC = 0x5270736d }; /* "mspR" */
+
+bool mls_prompt_key_equal(const mls_prompt_key *a, const mls_prompt_key *b)
+{
+    return memcmp(a->bytes, b->bytes, MLS_PROMPT_KEY) == 0;
+}
+
+/* ---- SipHash-2-4, 128 bits (Aumasson and Bernstein) ---- */
+
+static inline uint64_t rotate(uint64_t x, int bits)
+{
+    return x << bits | x >> (64 - bits);
+}
+
+static inline void mix_round(uint64_t *v)
+{
+    v[0] += v[1];
+    v[1] = rotate(v[1], 13) ^ v[0];
+    v[0] = rotate(v[0], 32);
+    v[2] += v[3];
+    v[3] = rotate(v[3], 16) ^ v[2];
+    v[0] += v[3];
+    v[3] = rotate(v[3], 21) ^ v[0];
+    v[2] += v[1];
+    v[1] = rotate(v[1], 17) ^ v[2];
+    v[2] = rotate(v[2], 32);
+}
+
+static inline void mix_word(uint64_t *v, uint64_t word)
+{
+    v[3] ^= word;
+    mix_round(v);
+    mix_round(v);
+    v[0] ^= word;
+}
+
+static void mix_bytes(mls_prompt_hash *hash, const unsigned char *data, size_t words)
+{
+    for (size_t i = 0; i < words; i++) {
+        mix_word(hash->v, mls_load_le64(data + 8 * i));
+        hash->bytes += 8;
+    }
+}
+
+static mls_prompt_hash begin_hash(const unsigned char *id)
+{
+    const uint64_t k0 = mls_load_le64(id), k1 = mls_load_le64(id + 8);
+    return (mls_prompt_hash){.v = {k0 ^ 0x736f6d6570736575U,
+                                   k1 ^ 0x646f72616e646f6dU ^ 0xee,
+                                   k0 ^ 0x6c7967656e657261U, k1 ^ 0x7465646279746573U}};
+}
+
+mls_prompt_hash mls_prompt_hash_begin(const unsigned char *id,
+                                      const mls_prompt_key *parent, unsigned kind)
+{
+    mls_prompt_hash hash = begin_hash(id);
+    mix_bytes(&hash, parent->bytes, MLS_PROMPT_KEY / 8);
+    mix_word(hash.v, kind);
+    hash.bytes += 8;
+    return hash;
+}
+
+/* A root has a first word that no kind has. */
+mls_prompt_hash mls_prompt_hash_root(const unsigned char *id, const unsigned char *padded,
+                                     size_t bytes)
+{
+    mls_prompt_hash hash = begin_hash(id);
+    mix_word(hash.v, ~(uint64_t)bytes);
+    hash.bytes += 8;
+    mix_bytes(&hash, padded, MLS_PROMPT_FINGERPRINT / 8);
+    return hash;
+}
+
+void mls_prompt_hash_tokens(mls_prompt_hash *hash, const uint32_t *tokens, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (hash->bytes % 8 == 0) {
+            hash->word = tokens[i];
+        } else {
+            mix_word(hash->v, hash->word | (uint64_t)tokens[i] << 32);
+            hash->word = 0;
+        }
+        hash->bytes += 4;
+    }
+}
+
+mls_prompt_key mls_prompt_hash_key(const mls_prompt_hash *hash)
+{
+    mls_prompt_key key;
+    uint64_t v[4];
+    memcpy(v, hash->v, sizeof v);
+    mix_word(v, (hash->bytes % 8 != 0 ? hash->word : 0) | (uint64_t)hash->bytes << 56);
+    v[2] ^= 0xee;
+    for (int half = 0; half < 2; half++) {
+        for (int i = 0; i < 4; i++) {
+            mix_round(v);
+        }
+        mls_store_le64(key.bytes + 8 * half, v[0] ^ v[1] ^ v[2] ^ v[3]);
+        v[1] ^= 0xdd;
+    }
+    return key;
+}
+
+/* ---- headers ---- */
+
+mls_prompt_part mls_prompt_header_part(const mls_prompt_header *header, size_t i)
+{
+    const unsigned char *at = header->parts + MLS_PROMPT_PART * i;
+    return (mls_prompt_part){.bytes = mls_load_le64(at), .crc = mls_load_le32(at + 8)};
+}
+
+uint32_t mls_prompt_header_token(const mls_prompt_header *header, size_t i)
+{
+    return mls_load_le32(header->tokens + 4 * i);
+}
+
+/* The counts are limited, so their sum fits. */
+static size_t compute_header_bytes(size_t tokens, size_t parts, size_t meta)
+{
+    const size_t bytes = MLS_PROMPT_FIXED + 4 * tokens + MLS_PROMPT_PART * parts + meta;
+    return (bytes + MLS_PROMPT_UNIT - 1) / MLS_PROMPT_UNIT * MLS_PROMPT_UNIT;
+}
+
+static bool counts_fit(size_t tokens, size_t parts, size_t meta)
+{
+    return tokens <= MLS_PROMPT_MAX_TOKENS && parts <= MLS_PROMPT_MAX_PARTS &&
+           meta <= MLS_PROMPT_MAX_META &&
+           compute_header_bytes(tokens, parts, meta) <= MLS_PROMPT_MAX_HEADER;
+}
+
+/* Round up to whole units. Returns false on overflow. */
+static bool round_record(uint64_t bytes, uint64_t *out)
+{
+    if (!mls_u64_add(bytes, MLS_PROMPT_UNIT - 1, &bytes)) {
+        return false;
+    }
+    *out = bytes / MLS_PROMPT_UNIT * MLS_PROMPT_UNIT;
+    return *out / MLS_PROMPT_UNIT < UINT32_MAX;
+}
+
+mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
+                                 mls_status *st)
+{
+    if (!counts_fit(header->token_count, header->part_count, header->meta_bytes)) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "a record has %zu tokens, %zu parts and %zu bytes of meta: more "
+                        "than a header can hold",
+                        header->token_count, header->part_count, header->meta_bytes);
+    }
+    header->header_bytes =
+        compute_header_bytes(header->token_count, header->part_count, header->meta_bytes);
+    uint64_t bytes;
+    if (!mls_u64_add(header->header_bytes, payload, &bytes) ||
+        !round_record(bytes, &header->record_bytes)) {
+        return mls_fail(st, MLS_E_SIZE, "a record of %llu bytes is too large",
+                        (unsigned long long)payload);
+    }
+    return MLS_OK;
+}
+
+static void write_variable_parts(const mls_prompt_header *header, const uint32_t *tokens,
+                                 const mls_prompt_part *parts, unsigned char *out)
+{
+    for (size_t i = 0; i < header->token_count; i++, out += 4) {
+        mls_store_le32(out, tokens[i]);
+    }
+    for (size_t i = 0; i < header->part_count; i++, out += MLS_PROMPT_PART) {
+        mls_store_le64(out, parts[i].bytes);
+        mls_store_le32(out + 8, parts[i].crc);
+        mls_store_le32(out + 12, 0);
+    }
+    if (header->meta_bytes > 0) {
+        memcpy(out, header->meta, header->meta_bytes);
+    }
+}
+
+static uint32_t checksum_header(const unsigned char *data, size_t bytes,
+                                const mls_crc_kernels *crc)
+{
+    return crc->update(0, data + 8, bytes - 8);
+}
+
+void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
+                             const mls_prompt_part *parts, const mls_crc_kernels *crc,
+                             unsigned char *out)
+{
+    memset(out, 0, header->header_bytes);
+    mls_store_le32(out, MAGIC);
+    mls_store_le32(out + 8, (uint32_t)header->header_bytes);
+    out[12] = (unsigned char)header->type;
+    out[13] = (unsigned char)header->kind;
+    out[14] = (unsigned char)header->fingerprint_bytes;
+    out[15] = (unsigned char)header->flags;
+    mls_store_le64(out + 16, header->record_bytes);
+    mls_store_le64(out + 24, header->put);
+    memcpy(out + 32, header->key.bytes, MLS_PROMPT_KEY);
+    memcpy(out + 48, header->parent.bytes, MLS_PROMPT_KEY);
+    memcpy(out + 64, header->fingerprint, MLS_PROMPT_FINGERPRINT);
+    mls_store_le64(out + 96, header->end);
+    mls_store_le32(out + 104, (uint32_t)header->token_count);
+    mls_store_le32(out + 108, (uint32_t)header->part_count);
+    mls_store_le32(out + 112, (uint32_t)header->meta_bytes);
+    write_variable_parts(header, tokens, parts, out + MLS_PROMPT_FIXED);
+    header->crc = checksum_header(out, header->header_bytes, crc);
+    mls_store_le32(out + 4, header->crc);
+}
+
+void mls_prompt_header_copy(mls_prompt_header *header, const unsigned char *bytes,
+                            const mls_crc_kernels *crc, unsigned char *out)
+{
+    memcpy(out, bytes, header->header_bytes);
+    out[15] = (unsigned char)header->flags;
+    mls_store_le64(out + 24, header->put);
+    header->crc = checksum_header(out, header->header_bytes, crc);
+    mls_store_le32(out + 4, header->crc);
+}
+
+bool mls_prompt_header_begins(const unsigned char *data)
+{
+    return mls_load_le32(data) == MAGIC;
+}
+
+/* Read the fields at fixed places, and the places of the others. */
+static void read_fields(const unsigned char *data, mls_prompt_header *out)
+{
+    *out = (mls_prompt_header){
+        .type = data[12] == MLS_PROMPT_NOTES ? MLS_PROMPT_NOTES : MLS_PROMPT_RECORD,
+        .kind = data[13],
+        .fingerprint_bytes = data[14],
+        .flags = data[15],
+        .put = mls_load_le64(data + 24),
+        .end = mls_load_le64(data + 96),
+        .token_count = mls_load_le32(data + 104),
+        .part_count = mls_load_le32(data + 108),
+        .meta_bytes = mls_load_le32(data + 112),
+        .header_bytes = mls_load_le32(data + 8),
+        .record_bytes = mls_load_le64(data + 16),
+        .crc = mls_load_le32(data + 4),
+    };
+    memcpy(out->key.bytes, data + 32, MLS_PROMPT_KEY);
+    memcpy(out->parent.bytes, data + 48, MLS_PROMPT_KEY);
+    memcpy(out->fingerprint, data + 64, MLS_PROMPT_FINGERPRINT);
+    out->tokens = data + MLS_PROMPT_FIXED;
+    out->parts = out->tokens + 4 * out->token_count;
+    out->meta = out->parts + MLS_PROMPT_PART * out->part_count;
+}
+
+/* The parts have exactly the bytes of the record without its header. */
+static bool parts_fit(const mls_prompt_header *header)
+{
+    uint64_t bytes = header->header_bytes, rounded = 0;
+    for (size_t i = 0; i < header->part_count; i++) {
+        if (!mls_u64_add(bytes, mls_prompt_header_part(header, i).bytes, &bytes)) {
+            return false;
+        }
+    }
+    return round_record(bytes, &rounded) && rounded == header->record_bytes;
+}
+
+/* The lengths are checked first, then the checksum, then the parts. */
+mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64_t left,
+                                 const mls_crc_kernels *crc, mls_prompt_header *out,
+                                 mls_status *st)
+{
+    if (bytes < MLS_PROMPT_FIXED || mls_load_le32(data) != MAGIC) {
+        return mls_fail(st, MLS_E_CHECKSUM, "there is no record");
+    }
+    const size_t header_bytes = mls_load_le32(data + 8);
+    const size_t tokens = mls_load_le32(data + 104), parts = mls_load_le32(data + 108);
+    const size_t meta = mls_load_le32(data + 112);
+    if (!counts_fit(tokens, parts, meta) || data[14] > MLS_PROMPT_FINGERPRINT ||
+        header_bytes != compute_header_bytes(tokens, parts, meta)) {
+        return mls_fail(st, MLS_E_FORMAT, "the lengths in a record's header are invalid");
+    }
+    out->header_bytes = header_bytes;
+    if (header_bytes > bytes) {
+        return mls_fail(st, MLS_E_CAPACITY, "the header is longer");
+    }
+    if (checksum_header(data, header_bytes, crc) != mls_load_le32(data + 4)) {
+        return mls_fail(st, MLS_E_CHECKSUM, "the header of a record is damaged");
+    }
+    mls_prompt_header header;
+    read_fields(data, &header);
+    if (header.record_bytes > left || !parts_fit(&header) || header.end < tokens ||
+        header.end > UINT32_MAX) {
+        return mls_fail(st, MLS_E_FORMAT, "the lengths of a record are invalid");
+    }
+    *out = header;
+    return MLS_OK;
+}
+
+/* ---- notes, heads of files ---- */
+
+void mls_prompt_note_write(unsigned char *out, const mls_prompt_note *note)
+{
+    memcpy(out, note->key.bytes, MLS_PROMPT_KEY);
+    mls_store_le32(out + 16, note->operation);
+    mls_store_le32(out + 20, note->segment);
+}
+
+mls_prompt_note mls_prompt_note_read(const unsigned char *data)
+{
+    mls_prompt_note note = {.operation = mls_load_le32(data + 16),
+                            .segment = mls_load_le32(data + 20)};
+    memcpy(note.key.bytes, data, MLS_PROMPT_KEY);
+    return note;
+}
+
+/* The last 28 bytes are zeros, or a hint that the checksum does not cover. */
+enum { HEAD_CHECKED = 36 };
+
+static uint32_t checksum_head(const unsigned char *data, const mls_crc_kernels *crc)
+{
+    return crc->update(crc->update(0, data, 12), data + 16, HEAD_CHECKED - 16);
+}
+
+void mls_prompt_head_write(unsigned char *out, const char *letters,
+                           const mls_prompt_head *head, const mls_crc_kernels *crc)
+{
+    memset(out, 0, MLS_PROMPT_FILE_HEAD);
+    memcpy(out, letters, 8);
+    mls_store_le32(out + 8, MLS_PROMPT_VERSION);
+    memcpy(out + 16, head->id, MLS_PROMPT_KEY);
+    mls_store_le32(out + 32, head->number);
+    mls_store_le32(out + 12, checksum_head(out, crc));
+}
+
+mls_code mls_prompt_head_parse(const unsigned char *data, const char *letters,
+                               const mls_crc_kernels *crc, mls_prompt_head *out,
+                               mls_status *st)
+{
+    if (memcmp(data, letters, 8) != 0) {
+        return mls_fail(st, MLS_E_FORMAT, "not a file of a prompt store");
+    }
+    const uint32_t version = mls_load_le32(data + 8);
+    if (version > MLS_PROMPT_VERSION) {
+        mls_fail(st, MLS_E_FORMAT,
+                 "version %u of the format of prompt stores is newer than this program, "
+                 "which reads version %d: update mlstate",
+                 (unsigned)version, MLS_PROMPT_VERSION);
+        mls_status_expected(st, "%d", MLS_PROMPT_VERSION);
+        return mls_status_got(st, "%u", (unsigned)version);
+    }
+    if (version == 0 || checksum_head(data, crc) != mls_load_le32(data + 12)) {
+        return mls_fail(st, MLS_E_FORMAT, "the head of the file is damaged");
+    }
+    memcpy(out->id, data + 16, MLS_PROMPT_KEY);
+    out->number = mls_load_le32(data + 32);
+    return MLS_OK;
+}

@@ -1,0 +1,306 @@
+/* prompt_scan: find the records of the segments. */
+#include "prompts/prompt_log_state.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+#include "io/file.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { WINDOW = 16384 }; /* bytes that a scan reads at once: many small records */
+
+/* ---- entries ---- */
+
+static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool more)
+{
+    mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
+    if (segment != NULL) {
+        const uint64_t bytes = mls_prompt_entry_bytes(entry);
+        segment->live += more ? bytes : (uint64_t)0 - bytes;
+    }
+}
+
+void mls_prompt_forget(mls_prompt_log *log, uint32_t number)
+{
+    change_live(log, &log->index.entries[number], false);
+    mls_prompt_index_remove(&log->index, number);
+}
+
+/* A later record replaces an earlier one with its key. A copy made by a compaction keeps
+ * the time of the last use, and whether it is pinned. */
+static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
+                         uint64_t offset, const mls_prompt_header *header)
+{
+    mls_prompt_entry entry = {
+        .key = header->key,
+        .segment = segment->number,
+        .place = (uint32_t)(offset / MLS_PROMPT_UNIT),
+        .units = (uint32_t)(header->record_bytes / MLS_PROMPT_UNIT),
+        .parent = mls_prompt_index_find(&log->index, &header->parent),
+        .end = (uint32_t)header->end,
+        .kind = (uint8_t)header->kind,
+    };
+    uint32_t number = mls_prompt_index_find(&log->index, &header->key);
+    if (number == MLS_PROMPT_NONE) {
+        number = mls_prompt_index_add(&log->index, &entry);
+    } else {
+        mls_prompt_entry *old = &log->index.entries[number];
+        change_live(log, old, false);
+        old->segment = entry.segment;
+        old->place = entry.place;
+        old->units = entry.units;
+    }
+    change_live(log, &entry, true);
+    if ((header->flags & MLS_PROMPT_MOVED) == 0) {
+        mls_prompt_index_touch(&log->index, number, log->clock);
+    } else if ((header->flags & MLS_PROMPT_MOVED_PINNED) != 0) {
+        log->index.entries[number].flags |= MLS_PROMPT_PINNED;
+    }
+}
+
+void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
+{
+    const uint32_t number = mls_prompt_index_find(&log->index, &note->key);
+    if (number == MLS_PROMPT_NONE) {
+        return;
+    }
+    mls_prompt_entry *entry = &log->index.entries[number];
+    if (note->operation == MLS_PROMPT_PIN) {
+        entry->flags |= MLS_PROMPT_PINNED;
+    } else if (note->operation == MLS_PROMPT_UNPIN) {
+        entry->flags &= (uint8_t)~MLS_PROMPT_PINNED;
+    } else if (note->operation == MLS_PROMPT_DELETE && entry->segment == note->segment) {
+        mls_prompt_forget(log, number);
+    }
+}
+
+static void apply_notes(mls_prompt_log *log, const mls_prompt_header *header)
+{
+    for (size_t at = 0; at + MLS_PROMPT_NOTE <= header->meta_bytes;
+         at += MLS_PROMPT_NOTE) {
+        const mls_prompt_note note = mls_prompt_note_read(header->meta + at);
+        mls_prompt_note_apply(log, &note);
+    }
+}
+
+/* All records of one put get one time, so that no parent is older than its children. */
+void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
+                      const mls_prompt_header *header)
+{
+    if (header->put != log->put) {
+        log->put = header->put > log->put ? header->put : log->put;
+        log->clock += log->clock < UINT32_MAX;
+        log->tail_segment = segment->number;
+        log->tail_offset = offset;
+    }
+    if (header->type == MLS_PROMPT_NOTES) {
+        apply_notes(log, header);
+    } else {
+        enter_record(log, segment, offset, header);
+    }
+    segment->bytes = offset + header->record_bytes;
+    segment->last = offset;
+    segment->last_crc = header->crc;
+    log->unindexed++;
+}
+
+/* ---- the end of a segment ---- */
+
+/* Enter the records that `window`, `bytes` bytes of the segment from its end on, has
+ * headers of; `*done` unless there may be more. */
+static mls_code scan_window(mls_prompt_log *log, mls_prompt_segment *segment, int fd,
+                            uint64_t length, const unsigned char *window, size_t bytes,
+                            bool *done, mls_status *st)
+{
+    const uint64_t start = segment->bytes;
+    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes_of_header = room;
+    mls_prompt_header header;
+    while (segment->bytes - start < bytes) {
+        const size_t at = (size_t)(segment->bytes - start);
+        const uint64_t left = length - segment->bytes;
+        bytes_of_header = room;
+        mls_code code =
+            mls_prompt_header_parse(window + at, bytes - at, left, log->crc, &header, st);
+        if (code == MLS_E_CAPACITY || bytes - at < MLS_PROMPT_FIXED) {
+            if (at > 0) {
+                return MLS_OK; /* the next window has more of it */
+            }
+            code = mls_prompt_header_read(fd, segment->bytes, left, log->crc, room,
+                                          &bytes_of_header, &header, st);
+        }
+        if (code == MLS_E_CHECKSUM || code == MLS_E_FORMAT) {
+            *done = true;
+            return MLS_OK; /* the end, or a record that is being written */
+        }
+        if (code == MLS_OK) {
+            code = mls_prompt_index_reserve(&log->index, 1, st);
+        }
+        if (code == MLS_OK) {
+            mls_prompt_enter(log, segment, segment->bytes, &header);
+        }
+        if (bytes_of_header != room) {
+            mls_free(bytes_of_header);
+        }
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    return MLS_OK;
+}
+
+/* With `skips`, the scan continues behind damaged headers. Without, it ends there: at the
+ * end of the newest segment that is usually a record that is being written. */
+static mls_code scan_records(mls_prompt_log *log, mls_prompt_segment *segment, int fd,
+                             uint64_t length, bool skips, mls_status *st)
+{
+    unsigned char window[WINDOW];
+    bool done = false;
+    mls_code code = MLS_OK;
+    while (!done && code == MLS_OK && length > segment->bytes &&
+           length - segment->bytes >= MLS_PROMPT_FIXED) {
+        const uint64_t left = length - segment->bytes;
+        const size_t bytes = left < WINDOW ? (size_t)left : WINDOW;
+        code = mls_file_read_at(fd, window, bytes, segment->bytes, st);
+        if (code == MLS_E_FORMAT) {
+            return MLS_OK; /* the writer cut the file meanwhile */
+        }
+        if (code == MLS_OK) {
+            code = scan_window(log, segment, fd, length, window, bytes, &done, st);
+        }
+        const uint64_t next =
+            code == MLS_OK && done && skips
+                ? mls_prompt_header_search(fd, segment->bytes + MLS_PROMPT_UNIT, length,
+                                           log->crc)
+                : 0;
+        if (next > 0) {
+            segment->bytes = next;
+            done = false;
+        }
+    }
+    return code;
+}
+
+/* Enter the records that were appended to the newest segment. `*changed`: the log must be
+ * read anew.
+ */
+static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
+                            mls_status *st)
+{
+    mls_prompt_segment *segment = &log->segments[log->segment_count - 1];
+    mls_prompt_file *file = NULL;
+    struct stat info;
+    mls_code code = mls_prompt_segment_hold(log, segment, &file, st);
+    if (code != MLS_OK) {
+        *changed = code == MLS_E_FORMAT || st->os_error == ENOENT;
+        return *changed ? MLS_OK : code;
+    }
+    if (fstat(file->fd, &info) != 0) {
+        code = mls_fail_os(st, errno, "cannot examine a segment");
+    } else if (info.st_nlink == 0 || (uint64_t)info.st_size < segment->bytes) {
+        *changed = true;
+    } else if ((uint64_t)info.st_size > segment->bytes) {
+        *changed = !mls_prompt_last_is_same(segment, file->fd);
+        if (!*changed) {
+            code =
+                scan_records(log, segment, file->fd, (uint64_t)info.st_size, skips, st);
+        }
+    }
+    mls_prompt_file_release(file);
+    return code;
+}
+
+/* ---- the folder ---- */
+
+/* Add a segment, unless it is damaged or gone, and enter its records. */
+static mls_code scan_new_segment(mls_prompt_log *log, uint32_t number, mls_status *st)
+{
+    const mls_prompt_segment segment = {.number = number, .bytes = MLS_PROMPT_FILE_HEAD};
+    mls_prompt_file *file = NULL;
+    bool changed = false;
+    mls_code code = mls_prompt_segment_add(log, &segment, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code =
+        mls_prompt_segment_hold(log, &log->segments[log->segment_count - 1], &file, st);
+    mls_prompt_file_release(file);
+    if (code == MLS_OK) {
+        log->highest = number;
+        return scan_newest(log, true, &changed, st);
+    }
+    mls_prompt_segment_forget(log, number);
+    const bool is_known =
+        code == MLS_E_FORMAT || (code == MLS_E_IO && st->os_error == ENOENT);
+    return is_known ? MLS_OK : code;
+}
+
+/* Scan the newest listed segment to its end before the next one: a segment is complete
+ * when its successor exists. */
+static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
+{
+    uint32_t *numbers = NULL;
+    size_t count = 0;
+    bool changed = false;
+    mls_code code = mls_prompt_segments_list(log, &numbers, &count, st);
+    if (code == MLS_OK && log->segment_count > 0) {
+        code = scan_newest(log, true, &changed, st);
+    }
+    const uint32_t newest =
+        log->segment_count > 0 ? log->segments[log->segment_count - 1].number : 0;
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        if (numbers[i] > newest) {
+            code = scan_new_segment(log, numbers[i], st);
+        }
+    }
+    mls_free(numbers);
+    log->is_stale = log->is_stale || changed;
+    return code;
+}
+
+mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st)
+{
+    bool changed = false;
+    return log->segment_count > 0 ? scan_newest(log, true, &changed, st) : MLS_OK;
+}
+
+mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st)
+{
+    mls_prompt_log_clear(log);
+    log->is_stale = false;
+    (void)mls_prompt_index_load(log);
+    const mls_code code = scan_folder(log, st);
+    if (code != MLS_OK) {
+        mls_prompt_log_clear(log);
+        log->is_stale = true;
+    }
+    return code;
+}
+
+/* Read the number of the newest segment, which the writer stores as a hint. */
+static uint32_t read_hint(const mls_prompt_log *log)
+{
+    unsigned char bytes[4];
+    mls_status ignored;
+    const mls_code code =
+        mls_file_read_at(log->store, bytes, sizeof bytes, MLS_PROMPT_HINT, &ignored);
+    return code == MLS_OK ? mls_load_le32(bytes) : 0;
+}
+
+mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st)
+{
+    bool changed = log->is_stale;
+    mls_code code = MLS_OK;
+    if (log->is_writing) {
+        return MLS_OK;
+    }
+    if (!changed && read_hint(log) > log->highest) {
+        code = scan_folder(log, st);
+        changed = log->is_stale;
+    } else if (!changed && log->segment_count > 0) {
+        code = scan_newest(log, false, &changed, st);
+    }
+    return changed ? mls_prompt_load(log, st) : code;
+}

@@ -1,0 +1,123 @@
+/* prompt_stored: read one record of a segment. */
+#include "prompts/prompt_log_state.h"
+
+#include "base/memory.h"
+#include "io/file.h"
+
+enum { WINDOW = 64 << 10 }; /* bytes that a search reads at once */
+
+/* ---- headers ---- */
+
+/* Most headers fit into the first read. */
+mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
+                                const mls_crc_kernels *crc, unsigned char *room,
+                                unsigned char **bytes, mls_prompt_header *out,
+                                mls_status *st)
+{
+    const size_t first =
+        left < MLS_PROMPT_HEAD_READ ? (size_t)left : MLS_PROMPT_HEAD_READ;
+    *bytes = room;
+    mls_code code = mls_file_read_at(fd, room, first, offset, st);
+    if (code == MLS_OK) {
+        code = mls_prompt_header_parse(room, first, left, crc, out, st);
+    }
+    if (code != MLS_E_CAPACITY) {
+        return code;
+    }
+    const size_t length = out->header_bytes;
+    if (length > left) {
+        return mls_fail(st, MLS_E_FORMAT, "the header of a record is cut off");
+    }
+    unsigned char *longer = mls_alloc(length, 1);
+    if (longer == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a header of %zu bytes", length);
+    }
+    code = mls_file_read_at(fd, longer, length, offset, st);
+    if (code == MLS_OK) {
+        code = mls_prompt_header_parse(longer, length, left, crc, out, st);
+    }
+    if (code != MLS_OK) {
+        mls_free(longer);
+        return code == MLS_E_CAPACITY ? mls_fail(st, MLS_E_FORMAT, "a header changed")
+                                      : code;
+    }
+    *bytes = longer;
+    return MLS_OK;
+}
+
+/* ---- after damage ---- */
+
+/* Records start at multiples of the unit. Most places fail the comparison of the magic
+ * number, which the parser makes first. */
+uint64_t mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
+                                  const mls_crc_kernels *crc)
+{
+    unsigned char room[MLS_PROMPT_HEAD_READ], window[WINDOW], *bytes;
+    mls_prompt_header header;
+    mls_status ignored;
+    for (uint64_t at = from; at < end && end - at >= MLS_PROMPT_FIXED; at += WINDOW) {
+        const size_t step = end - at < WINDOW ? (size_t)(end - at) : WINDOW;
+        if (mls_file_read_at(fd, window, step, at, &ignored) != MLS_OK) {
+            return 0;
+        }
+        for (size_t i = 0; i + MLS_PROMPT_UNIT <= step; i += MLS_PROMPT_UNIT) {
+            if (!mls_prompt_header_begins(window + i)) {
+                continue;
+            }
+            const mls_code code = mls_prompt_header_read(fd, at + i, end - at - i, crc,
+                                                         room, &bytes, &header, &ignored);
+            if (bytes != room) {
+                mls_free(bytes);
+            }
+            if (code == MLS_OK) {
+                return at + i;
+            }
+        }
+    }
+    return 0;
+}
+
+/* ---- one payload ---- */
+
+mls_code mls_prompt_payload_check(int fd, uint64_t offset,
+                                  const mls_prompt_header *header,
+                                  const mls_crc_kernels *crc, unsigned char *buffer,
+                                  size_t room, const mls_progress *progress,
+                                  mls_status *st)
+{
+    offset += header->header_bytes;
+    for (size_t i = 0; i < header->part_count; i++) {
+        const mls_prompt_part part = mls_prompt_header_part(header, i);
+        uint32_t sum = 0;
+        for (uint64_t at = 0; at < part.bytes;) {
+            const uint64_t left = part.bytes - at;
+            const size_t step = left < room ? (size_t)left : room;
+            const mls_code code = mls_file_read_at(fd, buffer, step, offset + at, st);
+            if (code != MLS_OK) {
+                return code;
+            }
+            sum = crc->update(sum, buffer, step);
+            at += step;
+            if (!mls_progress_report(progress, step)) {
+                return mls_fail(st, MLS_E_STOPPED, "stopped");
+            }
+        }
+        if (sum != part.crc) {
+            return mls_fail(st, MLS_E_CHECKSUM, "part %zu of a record is damaged", i);
+        }
+        offset += part.bytes;
+    }
+    return MLS_OK;
+}
+
+/* ---- the last record ---- */
+
+bool mls_prompt_last_is_same(const mls_prompt_segment *segment, int fd)
+{
+    unsigned char bytes[4];
+    mls_status ignored;
+    return segment->last == 0 ||
+           (mls_file_read_at(fd, bytes, sizeof bytes, segment->last + 4, &ignored) ==
+                MLS_OK &&
+            mls_load_le32(bytes) == segment->last_crc);
+}

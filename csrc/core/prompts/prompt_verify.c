@@ -1,0 +1,236 @@
+/* prompt_verify: walk over all records, to list them or to verify them. */
+#include "prompts/prompt_log_state.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+#include "io/file.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { STEP = 256 << 10 };
+
+/* ---- all entries ---- */
+
+/* A copy of the entries and the file of each, sorted by place; entries change meanwhile.
+ */
+static int compare_entries(const void *a, const void *b)
+{
+    const mls_prompt_entry *x = a, *y = b;
+    if (x->segment != y->segment) {
+        return x->segment < y->segment ? -1 : 1;
+    }
+    return x->place < y->place ? -1 : x->place > y->place;
+}
+
+static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t *count,
+                             mls_status *st)
+{
+    mls_prompt_enter_state(log);
+    mls_code code = mls_prompt_follow(log, st);
+    mls_prompt_entry *entries = NULL;
+    size_t listed = 0;
+    if (code == MLS_OK) {
+        entries = mls_alloc(log->index.count, sizeof *entries);
+        code = entries != NULL
+                   ? MLS_OK
+                   : mls_fail(st, MLS_E_MEMORY, "no memory for a list of records");
+    }
+    for (size_t i = 0; code == MLS_OK && i < log->index.count; i++) {
+        if ((log->index.entries[i].flags & MLS_PROMPT_REMOVED) == 0) {
+            entries[listed++] = log->index.entries[i];
+        }
+    }
+    mls_prompt_leave_state(log);
+    if (code == MLS_OK) {
+        qsort(entries, listed, sizeof *entries, compare_entries);
+        *out = entries;
+        *count = listed;
+    }
+    return code;
+}
+
+/* Hold the file of an entry, and get the end of its segment. */
+static mls_code hold_file(mls_prompt_log *log, const mls_prompt_entry *entry,
+                          mls_prompt_file **file, uint64_t *end, mls_status *st)
+{
+    mls_prompt_enter_state(log);
+    mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
+    const mls_code code = segment == NULL
+                              ? mls_fail_os(st, ENOENT, "a segment is missing")
+                              : mls_prompt_segment_hold(log, segment, file, st);
+    *end = segment == NULL ? 0 : segment->bytes;
+    mls_prompt_leave_state(log);
+    return code;
+}
+
+/* Read the header of the record of an entry. The caller frees `hit->bytes` and releases
+ * `hit->file`, also on failure. */
+static mls_code read_entry(mls_prompt_log *log, const mls_prompt_entry *entry,
+                           unsigned char *room, mls_prompt_hit *hit, mls_status *st)
+{
+    const uint64_t offset = mls_prompt_entry_offset(entry);
+    uint64_t end = 0;
+    *hit = (mls_prompt_hit){.kind = entry->kind,
+                            .end = entry->end,
+                            .offset = offset,
+                            .segment = entry->segment};
+    mls_code code = hold_file(log, entry, &hit->file, &end, st);
+    if (code == MLS_OK && end < offset) {
+        code = mls_fail(st, MLS_E_FORMAT, "the segment is cut off");
+    }
+    unsigned char *bytes = room;
+    if (code == MLS_OK) {
+        code = mls_prompt_header_read(hit->file->fd, offset, end - offset, log->crc, room,
+                                      &bytes, &hit->header, st);
+    }
+    hit->bytes = bytes == room ? NULL : bytes;
+    if (code == MLS_OK && !mls_prompt_key_equal(&hit->header.key, &entry->key)) {
+        code = mls_fail(st, MLS_E_FORMAT, "another record is stored there");
+    }
+    if (code == MLS_OK) {
+        hit->start = hit->end - hit->header.token_count;
+        for (size_t i = 0; i < hit->header.part_count; i++) {
+            hit->payload_bytes += mls_prompt_header_part(&hit->header, i).bytes;
+        }
+    }
+    return code;
+}
+
+static void release_entry(mls_prompt_hit *hit)
+{
+    mls_prompt_file_release(hit->file);
+    mls_free(hit->bytes);
+}
+
+mls_code mls_prompt_list(mls_prompt_log *log,
+                         bool (*visit)(void *context, const mls_prompt_listed *listed),
+                         void *context, mls_status *st)
+{
+    mls_prompt_entry *entries = NULL;
+    size_t count = 0;
+    mls_code code = copy_entries(log, &entries, &count, st);
+    bool is_done = false;
+    for (size_t i = 0; code == MLS_OK && !is_done && i < count; i++) {
+        unsigned char room[MLS_PROMPT_HEAD_READ];
+        mls_prompt_listed listed = {.is_pinned =
+                                        (entries[i].flags & MLS_PROMPT_PINNED) != 0,
+                                    .used = entries[i].used};
+        const mls_code result = read_entry(log, &entries[i], room, &listed.hit, st);
+        if (result == MLS_OK) {
+            is_done = !visit(context, &listed);
+        } else if (result == MLS_E_MEMORY) {
+            code = result;
+        }
+        release_entry(&listed.hit);
+    }
+    mls_free(entries);
+    return code;
+}
+
+/* ---- verification ---- */
+
+typedef struct verification {
+    mls_prompt_log *log;
+    mls_prompt_damage *damage;
+    mls_prompt_note *notes; /* to remove the damaged records */
+    size_t count, damage_room, note_room;
+    unsigned char *buffer;
+    const mls_progress *progress;
+} verification;
+
+static mls_code report_damage(verification *v, const mls_prompt_entry *entry,
+                              const char *text, mls_status *st)
+{
+    mls_prompt_damage *damage =
+        mls_grow(v->damage, v->count, &v->damage_room, sizeof *damage);
+    v->damage = damage != NULL ? damage : v->damage;
+    mls_prompt_note *notes = mls_grow(v->notes, v->count, &v->note_room, sizeof *notes);
+    v->notes = notes != NULL ? notes : v->notes;
+    if (damage == NULL || notes == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to report damage");
+    }
+    v->notes[v->count] = (mls_prompt_note){
+        .key = entry->key, .operation = MLS_PROMPT_DELETE, .segment = entry->segment};
+    mls_prompt_damage *last = &v->damage[v->count++];
+    *last = (mls_prompt_damage){.segment = entry->segment,
+                                .offset = mls_prompt_entry_offset(entry)};
+    snprintf(last->text, sizeof last->text, "%s", text);
+    return MLS_OK;
+}
+
+/* A segment that is gone was compacted by another process: not damage. */
+static mls_code verify_entry(verification *v, const mls_prompt_entry *entry,
+                             mls_status *st)
+{
+    unsigned char room[MLS_PROMPT_HEAD_READ];
+    mls_prompt_hit hit;
+    mls_code code = read_entry(v->log, entry, room, &hit, st);
+    const bool is_gone = code == MLS_E_IO && st->os_error == ENOENT;
+    if (code == MLS_OK) {
+        code = mls_prompt_payload_check(hit.file->fd, hit.offset, &hit.header,
+                                        v->log->crc, v->buffer, STEP, v->progress, st);
+    }
+    release_entry(&hit);
+    if (code == MLS_OK || is_gone) {
+        return MLS_OK;
+    }
+    return code == MLS_E_STOPPED || code == MLS_E_MEMORY
+               ? code
+               : report_damage(v, entry, st->text, st);
+}
+
+mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,
+                           mls_prompt_damage **out, size_t *count, mls_status *st)
+{
+    mls_prompt_entry *entries = NULL;
+    size_t entry_count = 0;
+    verification v = {.log = log, .progress = progress, .buffer = mls_alloc(STEP, 1)};
+    mls_code code = v.buffer == NULL
+                        ? mls_fail(st, MLS_E_MEMORY, "no memory to verify a store")
+                        : copy_entries(log, &entries, &entry_count, st);
+    for (size_t i = 0; code == MLS_OK && i < entry_count; i++) {
+        code = verify_entry(&v, &entries[i], st);
+    }
+    if (code == MLS_OK && repair && v.count > 0) {
+        code = mls_prompt_write_notes(log, v.notes, v.count, st);
+    }
+    mls_free(entries);
+    mls_free(v.buffer);
+    mls_free(v.notes);
+    if (code == MLS_OK) {
+        *out = v.damage;
+        *count = v.count;
+    } else {
+        mls_free(v.damage);
+    }
+    return code;
+}
+
+/* ---- statistics ---- */
+
+mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_status *st)
+{
+    mls_prompt_enter_state(log);
+    const mls_code code = mls_prompt_follow(log, st);
+    mls_prompt_stats stats = {0};
+    for (size_t i = 0; code == MLS_OK && i < log->index.count; i++) {
+        const mls_prompt_entry *entry = &log->index.entries[i];
+        if ((entry->flags & MLS_PROMPT_REMOVED) == 0) {
+            stats.records++;
+            stats.blocks += entry->kind == 0;
+            stats.pinned += (entry->flags & MLS_PROMPT_PINNED) != 0;
+            stats.live_bytes += mls_prompt_entry_bytes(entry);
+        }
+    }
+    stats.segments = log->segment_count;
+    stats.disk_bytes = mls_prompt_disk_bytes(log);
+    stats.memory_bytes = mls_prompt_index_bytes(&log->index);
+    mls_prompt_leave_state(log);
+    if (code == MLS_OK) {
+        *out = stats;
+    }
+    return code;
+}

@@ -1,0 +1,208 @@
+/* prompt_writer: one writer at a time.
+ *
+ * Who gets the lock first repairs what a killed writer or a power failure left. */
+#include "prompts/prompt_log_state.h"
+
+#include "base/memory.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { UNINDEXED = 256, BUFFER = 256 << 10 };
+
+/* Cut what a killed writer left after the last complete record. */
+static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
+{
+    char name[MLS_PROMPT_NAME];
+    struct stat info;
+    if (log->segment_count == 0) {
+        return MLS_OK;
+    }
+    const mls_prompt_segment *newest = &log->segments[log->segment_count - 1];
+    mls_prompt_segment_name(name, newest->number);
+    const int fd =
+        openat(log->folder, name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    int reason = fd < 0 || fstat(fd, &info) != 0 ? errno : 0;
+    if (reason == 0 && S_ISREG(info.st_mode) && (uint64_t)info.st_size > newest->bytes &&
+        ftruncate(fd, (off_t)newest->bytes) != 0) {
+        reason = errno;
+    }
+    if (fd >= 0) {
+        (void)close(fd);
+    }
+    return reason == 0 ? MLS_OK : mls_fail_os(st, reason, "cannot repair %s", name);
+}
+
+/* Whether the record of an entry is damaged. An error of the system does not prove it. */
+static bool is_damaged(const mls_prompt_log *log, const mls_prompt_entry *entry, int fd,
+                       uint64_t end, unsigned char *buffer)
+{
+    const uint64_t offset = mls_prompt_entry_offset(entry);
+    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
+    mls_prompt_header header;
+    mls_status ignored;
+    mls_code code = mls_prompt_header_read(fd, offset, end - offset, log->crc, room,
+                                           &bytes, &header, &ignored);
+    if (code == MLS_OK) {
+        code = mls_prompt_payload_check(fd, offset, &header, log->crc, buffer, BUFFER,
+                                        NULL, &ignored);
+    }
+    if (bytes != room) {
+        mls_free(bytes);
+    }
+    return code == MLS_E_CHECKSUM || code == MLS_E_FORMAT;
+}
+
+/* List a note for each damaged record of the last put. */
+static mls_code list_damage(mls_prompt_log *log, mls_prompt_note **out, size_t *count,
+                            mls_status *st)
+{
+    mls_prompt_segment *segment = mls_prompt_segment_find(log, log->tail_segment);
+    mls_prompt_file *file = NULL;
+    size_t room = 0;
+    if (segment == NULL) {
+        return MLS_OK;
+    }
+    unsigned char *buffer = mls_alloc(BUFFER, 1);
+    mls_code code = buffer == NULL ? mls_fail(st, MLS_E_MEMORY, "no memory for a buffer")
+                                   : mls_prompt_segment_hold(log, segment, &file, st);
+    for (uint32_t i = 0; code == MLS_OK && i < log->index.count; i++) {
+        const mls_prompt_entry *entry = &log->index.entries[i];
+        if ((entry->flags & MLS_PROMPT_REMOVED) != 0 ||
+            entry->segment != segment->number ||
+            mls_prompt_entry_offset(entry) < log->tail_offset ||
+            !is_damaged(log, entry, file->fd, segment->bytes, buffer)) {
+            continue;
+        }
+        mls_prompt_note *notes = mls_grow(*out, *count, &room, sizeof *notes);
+        if (notes == NULL) {
+            code = mls_fail(st, MLS_E_MEMORY, "no memory to note damage");
+        } else {
+            *out = notes;
+            notes[(*count)++] = (mls_prompt_note){.key = entry->key,
+                                                  .operation = MLS_PROMPT_DELETE,
+                                                  .segment = entry->segment};
+        }
+    }
+    mls_prompt_file_release(file);
+    mls_free(buffer);
+    return code;
+}
+
+/* After a power failure the last put may have headers without their payload. All earlier
+ * puts were synced. Such records are removed, so that a later put writes them again. */
+static mls_code check_last_put(mls_prompt_log *log, mls_status *st)
+{
+    mls_prompt_note *notes = NULL;
+    size_t count = 0;
+    if (log->is_checked) {
+        return MLS_OK;
+    }
+    mls_prompt_enter_state(log);
+    mls_code code = list_damage(log, &notes, &count, st);
+    mls_prompt_leave_state(log);
+    if (code == MLS_OK && count > 0) {
+        code = mls_prompt_write_notes(log, notes, count, st);
+    }
+    mls_free(notes);
+    log->is_checked = code == MLS_OK;
+    return code;
+}
+
+/* Another process may have created a segment, and been killed before it stored the hint
+ * for readers: so the folder is listed. */
+static mls_code prepare_writing(mls_prompt_log *log, mls_status *st)
+{
+    uint32_t *numbers = NULL;
+    size_t count = 0;
+    mls_code code = mls_prompt_follow(log, st);
+    if (code == MLS_OK) {
+        code = mls_prompt_segments_list(log, &numbers, &count, st);
+    }
+    if (code == MLS_OK && count > 0 && numbers[count - 1] > log->highest) {
+        code = mls_prompt_load(log, st);
+    }
+    for (size_t i = 0; code == MLS_OK && i < count && numbers[i] < log->highest; i++) {
+        if (mls_prompt_segment_find(log, numbers[i]) == NULL) {
+            mls_prompt_segment_remove_stray(log, numbers[i]);
+        }
+    }
+    mls_free(numbers);
+    if (code == MLS_OK) {
+        code = mls_prompt_scan_behind_damage(log, st);
+    }
+    return code == MLS_OK ? cut_newest(log, st) : code;
+}
+
+/* File systems without locks have one writer only if the user takes care of it. */
+static int lock_store(mls_prompt_log *log)
+{
+    if (flock(log->store, LOCK_EX | LOCK_NB) == 0) {
+        log->is_locked = true;
+        return 0;
+    }
+    return errno == ENOLCK || errno == ENOTSUP || errno == EINVAL || errno == ENOSYS
+               ? 0
+               : errno;
+}
+
+mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
+{
+    mls_prompt_enter_state(log); /* also in the child of a fork */
+    mls_prompt_leave_state(log);
+    *busy = false;
+    if (log->refused != 0) {
+        return mls_fail_os(st, log->refused, "the prompt store can only be read");
+    }
+    if (pthread_mutex_trylock(&log->writer) != 0) {
+        *busy = true;
+        return MLS_OK;
+    }
+    const int reason = lock_store(log);
+    if (reason != 0) {
+        pthread_mutex_unlock(&log->writer);
+        *busy = reason == EWOULDBLOCK || reason == EINTR;
+        return *busy ? MLS_OK : mls_fail_os(st, reason, "cannot lock the prompt store");
+    }
+    mls_prompt_enter_state(log);
+    mls_code code = prepare_writing(log, st);
+    log->is_writing = true;
+    mls_prompt_leave_state(log);
+    if (code == MLS_OK) {
+        code = check_last_put(log, st);
+    }
+    if (code != MLS_OK) {
+        mls_prompt_unlock(log);
+    }
+    return code;
+}
+
+void mls_prompt_unlock(mls_prompt_log *log)
+{
+    mls_prompt_enter_state(log);
+    log->is_writing = false;
+    mls_prompt_leave_state(log);
+    if (log->is_locked) {
+        log->is_locked = false;
+        (void)flock(log->store, LOCK_UN);
+    }
+    pthread_mutex_unlock(&log->writer);
+}
+
+void mls_prompt_log_save_index(mls_prompt_log *log)
+{
+    bool busy = false;
+    mls_status ignored;
+    mls_prompt_enter_state(log);
+    const bool is_worth_it = log->unindexed >= UNINDEXED;
+    mls_prompt_leave_state(log);
+    if (is_worth_it && mls_prompt_lock(log, &busy, &ignored) == MLS_OK && !busy) {
+        mls_prompt_enter_state(log);
+        (void)mls_prompt_index_save(log, &ignored);
+        mls_prompt_leave_state(log);
+        mls_prompt_unlock(log);
+    }
+}

@@ -1,0 +1,41 @@
+/* prompt_objects: the objects PromptLog and PromptMatch. */
+#ifndef MLSPY_PROMPT_OBJECTS_H
+#define MLSPY_PROMPT_OBJECTS_H
+
+#include "common/python_api.h"
+
+#include "common/module_state.h"
+
+#include "prompts/prompt_log.h"
+
+/* `calls` counts the calls in progress: closing waits for the last of them to end, which
+ * then frees `log`. */
+typedef struct mlspy_prompt_log {
+    PyObject_HEAD mls_prompt_log *log; /* NULL: closed */
+    PyObject *path;
+    Py_ssize_t calls;
+    bool is_closed;
+} mlspy_prompt_log;
+
+typedef struct mlspy_prompt_match {
+    PyObject_HEAD mls_prompt_match *match; /* NULL: closed */
+    PyObject *records, *damage;            /* tuples */
+    size_t length;
+    Py_ssize_t calls;
+    bool is_closed;
+} mlspy_prompt_match;
+
+/* Return a new PromptMatch, which takes the match. */
+PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match);
+
+/* Return a match for a call, or NULL with TypeError or ValueError (closed) set. The
+ * caller calls mlspy_prompt_match_leave at the end. */
+const mls_prompt_match *mlspy_prompt_match_enter(const mlspy_state *state,
+                                                 PyObject *object);
+void mlspy_prompt_match_leave(PyObject *object);
+
+/* Return the name of a segment, its offset and a text about damage, as
+ * "segment-00000001, offset 64: text". */
+PyObject *mlspy_prompt_damage_text(const mls_prompt_damage *damage);
+
+#endif

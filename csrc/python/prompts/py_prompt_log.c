@@ -1,0 +1,709 @@
+/* py_prompt_log: the PromptLog type: a durable store of records under prefixes of
+ * prompts.
+ */
+#include "arguments/args.h"
+#include "arguments/progress.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
+#include "common/errors.h"
+#include "common/functions.h"
+#include "common/gil.h"
+#include "prompts/prompt_objects.h"
+
+#include "base/memory.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <time.h>
+
+enum { PAUSE = 2 * 1000 * 1000 }; /* nanoseconds between two attempts to lock */
+
+/* ---- opening and closing ---- */
+
+static void close_log(mlspy_prompt_log *self)
+{
+    mls_prompt_log *log = NULL;
+    MLSPY_BEGIN_LOCKED((PyObject *)self)
+        self->is_closed = true;
+        if (self->calls == 0) {
+            log = self->log;
+            self->log = NULL;
+        }
+    MLSPY_END_LOCKED();
+    mls_prompt_log_free(log);
+}
+
+/* Return the log for a call, or NULL with ValueError set. */
+static mls_prompt_log *enter(mlspy_prompt_log *self)
+{
+    mls_prompt_log *log = NULL;
+    MLSPY_BEGIN_LOCKED((PyObject *)self)
+        if (!self->is_closed) {
+            log = self->log;
+            self->calls++;
+        }
+    MLSPY_END_LOCKED();
+    if (log == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the prompt store is closed");
+    }
+    return log;
+}
+
+static void leave(mlspy_prompt_log *self)
+{
+    bool is_closed;
+    MLSPY_BEGIN_LOCKED((PyObject *)self)
+        self->calls--;
+        is_closed = self->is_closed;
+    MLSPY_END_LOCKED();
+    if (is_closed) {
+        close_log(self);
+    }
+}
+
+static void log_dealloc(mlspy_prompt_log *self)
+{
+    mls_prompt_log_free(self->log);
+    Py_XDECREF(self->path);
+    mlspy_free(self);
+}
+
+/* PromptLog(path, create) */
+static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    const mlspy_state *state = mlspy_state_of_type(type);
+    PyObject *path, *encoded = NULL;
+    int create;
+    mls_status st;
+    mls_code code;
+    if (mlspy_take_positional(type, args, kwargs, "Op", &path, &create) < 0 ||
+        !PyUnicode_FSConverter(path, &encoded)) {
+        return NULL;
+    }
+    mlspy_prompt_log *self = (mlspy_prompt_log *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->path = PyUnicode_DecodeFSDefault(PyBytes_AS_STRING(encoded));
+        const char *name = PyBytes_AS_STRING(encoded);
+        MLSPY_WITHOUT_GIL(
+            code = mls_prompt_log_open(name, create, state->kernels, &self->log, &st));
+        if (code != MLS_OK) {
+            mlspy_raise(state, &st, path);
+        }
+        if (code != MLS_OK || self->path == NULL) {
+            Py_CLEAR(self);
+        }
+    }
+    Py_DECREF(encoded);
+    return (PyObject *)self;
+}
+
+/* close(): write the index if that saves much work later */
+static PyObject *log_close(mlspy_prompt_log *self, PyObject *unused)
+{
+    (void)unused;
+    if (!self->is_closed) {
+        mls_prompt_log *log = enter(self);
+        if (log == NULL) {
+            return NULL;
+        }
+        MLSPY_WITHOUT_GIL(mls_prompt_log_save_index(log));
+        leave(self);
+        close_log(self);
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- prompts ---- */
+
+static void release_prefix(mls_prompt_prefix *prefix)
+{
+    mls_free((void *)(uintptr_t)prefix->tokens);
+    prefix->tokens = NULL;
+}
+
+/* Convert (fingerprint, tokens, block_tokens); the token ids are copied. */
+static int take_prefix(const mlspy_state *state, PyObject *const *args,
+                       mls_prompt_prefix *out)
+{
+    char *fingerprint;
+    Py_ssize_t bytes;
+    int64_t block;
+    mlspy_view view = {.owner = NULL};
+    uint32_t *tokens = NULL;
+    mls_status st;
+    if (PyBytes_AsStringAndSize(args[0], &fingerprint, &bytes) < 0 ||
+        mlspy_take_int64(state, args[2], "block_tokens", &block) < 0) {
+        return -1;
+    }
+    if (bytes < 1 || bytes > MLS_PROMPT_FINGERPRINT) {
+        return MLSPY_REFUSE(PyExc_ValueError, "a fingerprint has 1 to %d bytes, got %zd",
+                            MLS_PROMPT_FINGERPRINT, bytes);
+    }
+    if (block < 1 || block > MLS_PROMPT_MAX_TOKENS) {
+        return MLSPY_REFUSE(PyExc_ValueError, "block_tokens must be 1 to %d, got %lld",
+                            MLS_PROMPT_MAX_TOKENS, (long long)block);
+    }
+    if (mlspy_view_for(state, args[1], "tokens", false, &view) < 0) {
+        return -1;
+    }
+    const size_t count = view.tensor.rank == 1 ? view.tensor.shape[0] : 0;
+    const mls_code code = mls_prompt_tokens(&view.tensor, &tokens, &st);
+    mlspy_view_release(&view);
+    *out = (mls_prompt_prefix){.fingerprint = (const unsigned char *)fingerprint,
+                               .fingerprint_bytes = (size_t)bytes,
+                               .tokens = tokens,
+                               .count = count,
+                               .block_tokens = (size_t)block};
+    return mlspy_check(state, code, &st);
+}
+
+/* match(fingerprint, tokens, block_tokens) -> PromptMatch */
+static PyObject *log_match(mlspy_prompt_log *self, PyObject *const *args,
+                           Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    mls_prompt_prefix prefix = {0};
+    mls_prompt_match *match = NULL;
+    mls_status st;
+    mls_code code;
+    if (mlspy_take_count("match", 3, count) < 0 ||
+        take_prefix(state, args, &prefix) < 0) {
+        return NULL;
+    }
+    mls_prompt_log *log = enter(self);
+    PyObject *result = NULL;
+    if (log != NULL) {
+        MLSPY_WITHOUT_GIL(code = mls_prompt_match_new(log, &prefix, &match, &st));
+        result = code == MLS_OK ? mlspy_prompt_match_of(state, match)
+                                : mlspy_raise(state, &st, self->path);
+        leave(self);
+    }
+    release_prefix(&prefix);
+    return result;
+}
+
+/* ---- the lock ---- */
+
+/* Sleep without the GIL. */
+static void pause_briefly(void)
+{
+    const struct timespec time = {.tv_nsec = PAUSE};
+    MLSPY_WITHOUT_GIL(nanosleep(&time, NULL));
+}
+
+static double read_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Become the writer, within `timeout` seconds. Returns -1 with StoreError (EBUSY) or
+ * another exception set. */
+static int lock(const mlspy_state *state, mlspy_prompt_log *self, double timeout)
+{
+    const double end = read_seconds() + timeout;
+    for (;;) {
+        bool busy = false;
+        mls_status st;
+        mls_code code;
+        MLSPY_WITHOUT_GIL(code = mls_prompt_lock(self->log, &busy, &st));
+        if (code == MLS_OK && busy && read_seconds() >= end) {
+            code = mls_fail_os(&st, EBUSY,
+                               "another process or thread writes to the prompt store; "
+                               "to wait longer, pass lock_timeout= in seconds");
+        }
+        if (code != MLS_OK) {
+            mlspy_raise(state, &st, self->path);
+            return -1;
+        }
+        if (!busy) {
+            return 0;
+        }
+        pause_briefly();
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+    }
+}
+
+/* ---- put ---- */
+
+/* The records of a put, as the core needs them. */
+typedef struct put_items {
+    mls_prompt_item *items;
+    size_t count;
+    mlspy_view *views; /* of all parts */
+    mls_tensor *tensors;
+    size_t part_count;
+} put_items;
+
+static void release_items(put_items *all)
+{
+    if (all->views != NULL) {
+        mlspy_views_release(all->views, all->part_count);
+    }
+    mls_free(all->views);
+    mls_free(all->tensors);
+    mls_free(all->items);
+}
+
+/* Convert one record (kind, end, meta, parts); its parts come next in the arrays. */
+static int take_item(const mlspy_state *state, PyObject *object, put_items *all,
+                     mls_prompt_item *item, size_t *next)
+{
+    int kind;
+    Py_ssize_t end, meta_bytes;
+    char *meta;
+    PyObject *meta_object, *parts;
+    if (mlspy_take_tuple(object, "a record", "inSO!", &kind, &end, &meta_object,
+                         &PyList_Type, &parts) < 0 ||
+        PyBytes_AsStringAndSize(meta_object, &meta, &meta_bytes) < 0) {
+        return -1;
+    }
+    if (kind < 0 || kind > 255 || end < 0) {
+        return MLSPY_REFUSE(PyExc_ValueError, "a record has kind %d and end %zd", kind,
+                            end);
+    }
+    *item = (mls_prompt_item){.kind = (unsigned)kind,
+                              .end = (size_t)end,
+                              .meta = (const unsigned char *)meta,
+                              .meta_bytes = (size_t)meta_bytes,
+                              .parts = all->tensors + *next};
+    const size_t left = all->part_count - *next;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parts) && item->part_count < left; i++) {
+        mlspy_view *view = &all->views[*next];
+        PyObject *part = Py_NewRef(PyList_GET_ITEM(parts, i));
+        const int failed = mlspy_view_for(state, part, "a part", false, view);
+        Py_DECREF(part);
+        if (failed < 0) {
+            return -1;
+        }
+        all->tensors[(*next)++] = view->tensor;
+        item->part_count++;
+    }
+    return 0;
+}
+
+/* Count the parts of all records. */
+static int count_parts(PyObject *records, size_t *out)
+{
+    size_t count = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(records); i++) {
+        int kind;
+        Py_ssize_t end;
+        PyObject *meta, *parts;
+        if (mlspy_take_tuple(PyTuple_GET_ITEM(records, i), "a record", "inSO!", &kind,
+                             &end, &meta, &PyList_Type, &parts) < 0) {
+            return -1;
+        }
+        count += (size_t)PyList_GET_SIZE(parts);
+    }
+    *out = count;
+    return 0;
+}
+
+/* Convert a tuple of records. The caller releases `all`, also on failure. */
+static int take_items(const mlspy_state *state, PyObject *records, put_items *all)
+{
+    size_t next = 0;
+    if (count_parts(records, &all->part_count) < 0) {
+        return -1;
+    }
+    all->count = (size_t)PyTuple_GET_SIZE(records);
+    all->items = mls_alloc(all->count, sizeof *all->items);
+    all->views = mls_alloc(all->part_count, sizeof *all->views);
+    all->tensors = mls_alloc(all->part_count, sizeof *all->tensors);
+    if (all->items == NULL || all->views == NULL || all->tensors == NULL) {
+        return mlspy_no_memory();
+    }
+    for (size_t i = 0; i < all->count; i++) {
+        if (take_item(state, PyTuple_GET_ITEM(records, (Py_ssize_t)i), all,
+                      &all->items[i], &next) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Convert a limit in bytes; None is unlimited. */
+static int take_limit(const mlspy_state *state, PyObject *object, uint64_t *out)
+{
+    int64_t bytes = 0;
+    if (object != Py_None && mlspy_take_int64(state, object, "max_bytes", &bytes) < 0) {
+        return -1;
+    }
+    if (bytes < 0) {
+        return MLSPY_REFUSE(PyExc_ValueError, "max_bytes must not be negative, got %lld",
+                            (long long)bytes);
+    }
+    *out = object == Py_None ? UINT64_MAX : (uint64_t)bytes;
+    return 0;
+}
+
+static PyObject *put_results(const put_items *all)
+{
+    PyObject *list = PyList_New((Py_ssize_t)all->count);
+    for (size_t i = 0; list != NULL && i < all->count; i++) {
+        mlspy_put(&list, (Py_ssize_t)i, PyLong_FromLong(all->items[i].result));
+    }
+    return list;
+}
+
+/* Store the records, with the lock held meanwhile. */
+static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
+                            const mls_prompt_prefix *prefix, put_items *all,
+                            uint64_t limit)
+{
+    mlspy_progress progress;
+    mls_status st;
+    if (mlspy_progress_init(&progress, Py_None) < 0) {
+        return NULL;
+    }
+    mlspy_progress_begin(&progress);
+    const mls_code code = mls_prompt_put(self->log, prefix, all->items, all->count, limit,
+                                         &progress.core, &st);
+    mls_prompt_unlock(self->log);
+    mlspy_progress_end(&progress);
+    if (code == MLS_E_STOPPED) {
+        return NULL; /* the signal's exception is set */
+    }
+    return code == MLS_OK ? put_results(all) : mlspy_raise(state, &st, self->path);
+}
+
+/* put(fingerprint, tokens, block_tokens, records, max_bytes, timeout) -> [int, ...] */
+static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    mls_prompt_prefix prefix = {0};
+    put_items all = {0};
+    uint64_t limit = 0;
+    double timeout = 0;
+    PyObject *result = NULL, *records = NULL;
+    if (mlspy_take_count("put", 6, count) < 0 || take_limit(state, args[4], &limit) < 0 ||
+        mlspy_take_double(args[5], "timeout", &timeout) < 0 ||
+        take_prefix(state, args, &prefix) < 0) {
+        return NULL;
+    }
+    records = PySequence_Tuple(args[3]);
+    if (records != NULL && take_items(state, records, &all) == 0 && enter(self) != NULL) {
+        if (lock(state, self, timeout) == 0) {
+            result = put_locked(state, self, &prefix, &all, limit);
+        }
+        leave(self);
+    }
+    release_items(&all);
+    Py_XDECREF(records);
+    release_prefix(&prefix);
+    return result;
+}
+
+/* ---- marks, eviction ---- */
+
+static int take_operation(PyObject *object, mls_prompt_operation *out)
+{
+    static const char *const names[] = {"pin", "unpin", "delete", "drop"};
+    for (int i = 0; i < 4 && PyUnicode_Check(object); i++) {
+        if (PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
+            *out = (mls_prompt_operation)i;
+            return 0;
+        }
+    }
+    return MLSPY_REFUSE(PyExc_ValueError, "unknown operation %R", object);
+}
+
+/* Convert numbers of records to an array; NULL with an exception set. */
+static size_t *take_hits(const mls_prompt_match *match, PyObject *numbers)
+{
+    const Py_ssize_t count = PyTuple_GET_SIZE(numbers);
+    size_t *hits = mls_alloc((size_t)count, sizeof *hits);
+    if (hits == NULL) {
+        PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; hits != NULL && i < count; i++) {
+        const Py_ssize_t number =
+            PyNumber_AsSsize_t(PyTuple_GET_ITEM(numbers, i), PyExc_IndexError);
+        if (number < 0 || (size_t)number >= match->count) {
+            if (!PyErr_Occurred()) {
+                PyErr_Format(PyExc_IndexError, "the match has no record %zd", number);
+            }
+            mls_free(hits);
+            return NULL;
+        }
+        hits[i] = (size_t)number;
+    }
+    return hits;
+}
+
+static PyObject *mark_records(const mlspy_state *state, mlspy_prompt_log *self,
+                              const mls_prompt_match *match, PyObject *numbers,
+                              mls_prompt_operation operation, double timeout)
+{
+    PyObject *result = NULL;
+    size_t changed = 0;
+    mls_status st;
+    mls_code code;
+    size_t *hits = take_hits(match, numbers);
+    if (hits == NULL || enter(self) == NULL) {
+        mls_free(hits);
+        return NULL;
+    }
+    if (lock(state, self, timeout) == 0) {
+        const size_t count = (size_t)PyTuple_GET_SIZE(numbers);
+        MLSPY_WITHOUT_GIL(code = mls_prompt_mark(self->log, match, hits, count, operation,
+                                                 &changed, &st);
+                          mls_prompt_unlock(self->log));
+        result = code == MLS_OK ? PyLong_FromSize_t(changed)
+                                : mlspy_raise(state, &st, self->path);
+    }
+    leave(self);
+    mls_free(hits);
+    return result;
+}
+
+/* mark(match, records, operation, timeout) -> number of changed records */
+static PyObject *log_mark(mlspy_prompt_log *self, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    mls_prompt_operation operation;
+    double timeout = 0;
+    if (mlspy_take_count("mark", 4, count) < 0 ||
+        take_operation(args[2], &operation) < 0 ||
+        mlspy_take_double(args[3], "timeout", &timeout) < 0) {
+        return NULL;
+    }
+    PyObject *numbers = PySequence_Tuple(args[1]);
+    const mls_prompt_match *match =
+        numbers == NULL ? NULL : mlspy_prompt_match_enter(state, args[0]);
+    PyObject *result = NULL;
+    if (match != NULL) {
+        result = mark_records(state, self, match, numbers, operation, timeout);
+        mlspy_prompt_match_leave(args[0]);
+    }
+    Py_XDECREF(numbers);
+    return result;
+}
+
+/* prune(max_bytes, timeout) -> bytes */
+static PyObject *log_prune(mlspy_prompt_log *self, PyObject *const *args,
+                           Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    uint64_t limit = 0, freed = 0;
+    double timeout = 0;
+    mls_status st;
+    mls_code code;
+    PyObject *result = NULL;
+    if (mlspy_take_count("prune", 2, count) < 0 ||
+        take_limit(state, args[0], &limit) < 0 ||
+        mlspy_take_double(args[1], "timeout", &timeout) < 0 || enter(self) == NULL) {
+        return NULL;
+    }
+    if (lock(state, self, timeout) == 0) {
+        MLSPY_WITHOUT_GIL(code = mls_prompt_prune(self->log, limit, &freed, &st);
+                          mls_prompt_unlock(self->log));
+        result = code == MLS_OK ? PyLong_FromUnsignedLongLong(freed)
+                                : mlspy_raise(state, &st, self->path);
+    }
+    leave(self);
+    return result;
+}
+
+/* ---- the whole log ---- */
+
+static PyObject *damage_list(const mls_prompt_damage *damage, size_t count)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        char name[32];
+        PyOS_snprintf(name, sizeof name, "segment-%08u", (unsigned)damage[i].segment);
+        PyObject *text = PyUnicode_DecodeUTF8(
+            damage[i].text, (Py_ssize_t)strlen(damage[i].text), "backslashreplace");
+        mlspy_append(&list, Py_BuildValue("(sKN)", name,
+                                          (unsigned long long)damage[i].offset, text));
+    }
+    return list;
+}
+
+/* Verify; with `repair` the log is locked, and unlocked here. */
+static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bool repair)
+{
+    mls_prompt_damage *damage = NULL;
+    size_t count = 0;
+    mlspy_progress progress;
+    mls_status st;
+    PyObject *result = NULL;
+    (void)mlspy_progress_init(&progress, Py_None); /* cannot fail with None */
+    mlspy_progress_begin(&progress);
+    const mls_code code =
+        mls_prompt_verify(self->log, repair, &progress.core, &damage, &count, &st);
+    if (repair) {
+        mls_prompt_unlock(self->log);
+    }
+    mlspy_progress_end(&progress);
+    if (code == MLS_OK) {
+        result = damage_list(damage, count);
+    } else if (code != MLS_E_STOPPED) {
+        mlspy_raise(state, &st, self->path);
+    }
+    mls_free(damage);
+    return result;
+}
+
+/* verify() -> [(segment, offset, text), ...] */
+static PyObject *log_verify(mlspy_prompt_log *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *result = NULL;
+    if (enter(self) != NULL) {
+        result = verify_log(mlspy_state_of_type(Py_TYPE(self)), self, false);
+        leave(self);
+    }
+    return result;
+}
+
+/* repair(timeout) -> [(segment, offset, text), ...] */
+static PyObject *log_repair(mlspy_prompt_log *self, PyObject *argument)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    double timeout = 0;
+    PyObject *result = NULL;
+    if (mlspy_take_double(argument, "timeout", &timeout) < 0 || enter(self) == NULL) {
+        return NULL;
+    }
+    if (lock(state, self, timeout) == 0) {
+        result = verify_log(state, self, true);
+    }
+    leave(self);
+    return result;
+}
+
+/* Return the token ids of a record as a new array of uint32. */
+static PyObject *tokens_array(const mls_prompt_header *header)
+{
+    npy_intp length = (npy_intp)header->token_count;
+    PyObject *array = PyArray_SimpleNew(1, &length, NPY_UINT32);
+    for (size_t i = 0; array != NULL && i < header->token_count; i++) {
+        ((npy_uint32 *)PyArray_DATA((PyArrayObject *)array))[i] =
+            mls_prompt_header_token(header, i);
+    }
+    return array;
+}
+
+/* A list that grows while the GIL is released between records. */
+typedef struct record_list {
+    PyObject *list;
+    PyThreadState *saved;
+} record_list;
+
+/* Append one record. */
+static bool list_record(void *context, const mls_prompt_listed *listed)
+{
+    record_list *records = context;
+    const mls_prompt_hit *hit = &listed->hit;
+    const mls_prompt_header *header = &hit->header;
+    PyEval_RestoreThread(records->saved);
+    PyObject *tokens = tokens_array(header);
+    mlspy_append(&records->list,
+                 Py_BuildValue("(y#y#Iny#KNINy#)", header->key.bytes,
+                               (Py_ssize_t)MLS_PROMPT_KEY, header->parent.bytes,
+                               (Py_ssize_t)MLS_PROMPT_KEY, hit->kind,
+                               (Py_ssize_t)hit->end, header->fingerprint,
+                               (Py_ssize_t)header->fingerprint_bytes,
+                               (unsigned long long)hit->payload_bytes,
+                               PyBool_FromLong(listed->is_pinned), (unsigned)listed->used,
+                               tokens, header->meta, (Py_ssize_t)header->meta_bytes));
+    const bool goes_on = records->list != NULL && PyErr_CheckSignals() == 0;
+    records->saved = PyEval_SaveThread();
+    return goes_on;
+}
+
+/* records() -> [tuple, ...] */
+static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
+{
+    (void)unused;
+    mls_status st;
+    mls_prompt_log *log = enter(self);
+    if (log == NULL) {
+        return NULL;
+    }
+    record_list records = {.list = PyList_New(0)};
+    if (records.list != NULL) {
+        records.saved = PyEval_SaveThread();
+        const mls_code code = mls_prompt_list(log, list_record, &records, &st);
+        PyEval_RestoreThread(records.saved);
+        if (code != MLS_OK) {
+            mlspy_raise(mlspy_state_of_type(Py_TYPE(self)), &st, self->path);
+        }
+        if (PyErr_Occurred()) {
+            Py_CLEAR(records.list);
+        }
+    }
+    leave(self);
+    return records.list;
+}
+
+/* stats() -> {name: int} */
+static PyObject *log_stats(mlspy_prompt_log *self, PyObject *unused)
+{
+    (void)unused;
+    mls_prompt_stats stats = {0};
+    mls_status st;
+    mls_code code;
+    mls_prompt_log *log = enter(self);
+    if (log == NULL) {
+        return NULL;
+    }
+    MLSPY_WITHOUT_GIL(code = mls_prompt_stats_of(log, &stats, &st));
+    leave(self);
+    if (code != MLS_OK) {
+        return mlspy_raise(mlspy_state_of_type(Py_TYPE(self)), &st, self->path);
+    }
+    return Py_BuildValue("{sKsKsKsKsKsKsK}", "records", stats.records, "blocks",
+                         stats.blocks, "pinned", stats.pinned, "live_bytes",
+                         stats.live_bytes, "disk_bytes", stats.disk_bytes, "segments",
+                         stats.segments, "memory_bytes", stats.memory_bytes);
+}
+
+/* ---- the type ---- */
+
+static PyObject *log_get_path(PyObject *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((mlspy_prompt_log *)self)->path);
+}
+
+static PyGetSetDef log_attributes[] = {
+    {"path", log_get_path, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef log_methods[] = {
+    MLSPY_METHOD(log, match, METH_FASTCALL, "fingerprint, tokens, block_tokens, /"),
+    MLSPY_METHOD(log, put, METH_FASTCALL,
+                 "fingerprint, tokens, block_tokens, records, max_bytes, timeout, /"),
+    MLSPY_METHOD(log, mark, METH_FASTCALL, "match, records, operation, timeout, /"),
+    MLSPY_METHOD(log, prune, METH_FASTCALL, "max_bytes, timeout, /"),
+    MLSPY_METHOD(log, verify, METH_NOARGS, "/"),
+    MLSPY_METHOD(log, repair, METH_O, "timeout, /"),
+    MLSPY_METHOD(log, records, METH_NOARGS, "/"),
+    MLSPY_METHOD(log, stats, METH_NOARGS, "/"),
+    MLSPY_METHOD(log, close, METH_NOARGS, "/"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot log_slots[] = {
+    {Py_tp_new, (void *)log_new},
+    {Py_tp_dealloc, (void *)log_dealloc},
+    {Py_tp_methods, log_methods},
+    {Py_tp_getset, log_attributes},
+    {Py_tp_doc, (void *)"PromptLog(path, create, /)\n--\n\n"},
+    {0, NULL},
+};
+
+MLSPY_DEFINE_SPEC(log, "PromptLog", mlspy_prompt_log, Py_TPFLAGS_IMMUTABLETYPE);
+
+int mlspy_prompt_log_add(PyObject *module)
+{
+    return mlspy_add_type(module, &log_spec, NULL, NULL);
+}

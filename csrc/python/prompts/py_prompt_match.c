@@ -1,0 +1,344 @@
+/* py_prompt_match: the PromptMatch type: records under a prefix, with their segments
+ * open.
+ */
+#include "arguments/args.h"
+#include "arguments/progress.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
+#include "common/errors.h"
+#include "common/functions.h"
+#include "common/gil.h"
+#include "prompts/prompt_objects.h"
+
+#include "base/memory.h"
+
+#include <stdio.h>
+
+/* ---- closing ---- */
+
+static void close_match(mlspy_prompt_match *self)
+{
+    mls_prompt_match *match = NULL;
+    MLSPY_BEGIN_LOCKED((PyObject *)self)
+        self->is_closed = true;
+        if (self->calls == 0) {
+            match = self->match;
+            self->match = NULL;
+        }
+    MLSPY_END_LOCKED();
+    mls_prompt_match_free(match);
+}
+
+const mls_prompt_match *mlspy_prompt_match_enter(const mlspy_state *state,
+                                                 PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, state->prompt_match_type)) {
+        PyErr_Format(PyExc_TypeError, "a PromptMatch is expected, got %.100s",
+                     Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    mlspy_prompt_match *self = (mlspy_prompt_match *)object;
+    const mls_prompt_match *match = NULL;
+    MLSPY_BEGIN_LOCKED(object)
+        if (!self->is_closed) {
+            match = self->match;
+            self->calls++;
+        }
+    MLSPY_END_LOCKED();
+    if (match == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the match is closed");
+    }
+    return match;
+}
+
+void mlspy_prompt_match_leave(PyObject *object)
+{
+    mlspy_prompt_match *self = (mlspy_prompt_match *)object;
+    bool is_closed;
+    MLSPY_BEGIN_LOCKED(object)
+        self->calls--;
+        is_closed = self->is_closed;
+    MLSPY_END_LOCKED();
+    if (is_closed) {
+        close_match(self);
+    }
+}
+
+static void match_dealloc(mlspy_prompt_match *self)
+{
+    mls_prompt_match_free(self->match);
+    Py_XDECREF(self->records);
+    Py_XDECREF(self->damage);
+    mlspy_free(self);
+}
+
+/* ---- construction ---- */
+
+PyObject *mlspy_prompt_damage_text(const mls_prompt_damage *damage)
+{
+    char text[MLS_TEXT_BYTES + 64];
+    PyOS_snprintf(text, sizeof text, "segment-%08u, offset %llu: %s",
+                  (unsigned)damage->segment, (unsigned long long)damage->offset,
+                  damage->text);
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
+}
+
+static PyObject *records_tuple(const mls_prompt_match *match)
+{
+    PyObject *tuple = PyTuple_New((Py_ssize_t)match->count);
+    for (size_t i = 0; tuple != NULL && i < match->count; i++) {
+        const mls_prompt_hit *hit = &match->hits[i];
+        mlspy_put(&tuple, (Py_ssize_t)i,
+                  Py_BuildValue("(InnK)", hit->kind, (Py_ssize_t)hit->start,
+                                (Py_ssize_t)hit->end,
+                                (unsigned long long)hit->payload_bytes));
+    }
+    return tuple;
+}
+
+static PyObject *damage_tuple(const mls_prompt_match *match)
+{
+    PyObject *tuple = PyTuple_New((Py_ssize_t)match->damage_count);
+    for (size_t i = 0; tuple != NULL && i < match->damage_count; i++) {
+        mlspy_put(&tuple, (Py_ssize_t)i, mlspy_prompt_damage_text(&match->damage[i]));
+    }
+    return tuple;
+}
+
+PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match)
+{
+    PyTypeObject *type = state->prompt_match_type;
+    mlspy_prompt_match *self = (mlspy_prompt_match *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        mls_prompt_match_free(match);
+        return NULL;
+    }
+    self->match = match;
+    self->length = match->length;
+    self->records = records_tuple(match);
+    self->damage = damage_tuple(match);
+    if (self->records == NULL || self->damage == NULL) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+/* ---- methods ---- */
+
+/* Convert the number of a record; SIZE_MAX with an exception set. */
+static size_t take_record(const mls_prompt_match *match, PyObject *object)
+{
+    const Py_ssize_t number = PyNumber_AsSsize_t(object, PyExc_IndexError);
+    if (number == -1 && PyErr_Occurred()) {
+        return SIZE_MAX;
+    }
+    if (number < 0 || (size_t)number >= match->count) {
+        PyErr_Format(PyExc_IndexError, "the match has no record %zd", number);
+        return SIZE_MAX;
+    }
+    return (size_t)number;
+}
+
+/* meta(record) -> bytes */
+static PyObject *match_meta(PyObject *self, PyObject *record)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    const mls_prompt_match *match = mlspy_prompt_match_enter(state, self);
+    if (match == NULL) {
+        return NULL;
+    }
+    const size_t number = take_record(match, record);
+    PyObject *result = NULL;
+    if (number != SIZE_MAX) {
+        const mls_prompt_header *header = &match->hits[number].header;
+        result = PyBytes_FromStringAndSize((const char *)header->meta,
+                                           (Py_ssize_t)header->meta_bytes);
+    }
+    mlspy_prompt_match_leave(self);
+    return result;
+}
+
+/* parts(record) -> (bytes, ...) */
+static PyObject *match_parts(PyObject *self, PyObject *record)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    const mls_prompt_match *match = mlspy_prompt_match_enter(state, self);
+    if (match == NULL) {
+        return NULL;
+    }
+    const size_t number = take_record(match, record);
+    PyObject *result = NULL;
+    if (number != SIZE_MAX) {
+        const mls_prompt_header *header = &match->hits[number].header;
+        result = PyTuple_New((Py_ssize_t)header->part_count);
+        for (size_t i = 0; result != NULL && i < header->part_count; i++) {
+            mlspy_put(
+                &result, (Py_ssize_t)i,
+                PyLong_FromUnsignedLongLong(mls_prompt_header_part(header, i).bytes));
+        }
+    }
+    mlspy_prompt_match_leave(self);
+    return result;
+}
+
+/* ---- reading ---- */
+
+/* Convert one request (record, part, array). */
+static int take_request(const mlspy_state *state, const mls_prompt_match *match,
+                        PyObject *item, mls_prompt_request *request, mlspy_view *view)
+{
+    PyObject *record, *array;
+    Py_ssize_t part;
+    if (mlspy_take_tuple(item, "a request", "OnO", &record, &part, &array) < 0) {
+        return -1;
+    }
+    const size_t hit = take_record(match, record);
+    if (hit == SIZE_MAX) {
+        return -1;
+    }
+    const mls_prompt_header *header = &match->hits[hit].header;
+    if (part < 0 || (size_t)part >= header->part_count) {
+        return MLSPY_REFUSE(PyExc_IndexError, "record %zu has no part %zd", hit, part);
+    }
+    if (mlspy_view_for(state, array, "into", true, view) < 0) {
+        return -1;
+    }
+    const uint64_t bytes = mls_prompt_header_part(header, (size_t)part).bytes;
+    if (mlspy_bytes(&view->tensor) != bytes) {
+        return MLSPY_FAIL(state, MLS_E_SHAPE,
+                          "part %zd of record %zu has %llu bytes, and the array %zu",
+                          part, hit, (unsigned long long)bytes,
+                          mlspy_bytes(&view->tensor));
+    }
+    *request =
+        (mls_prompt_request){.hit = hit, .part = (size_t)part, .into = view->tensor};
+    return 0;
+}
+
+/* List the damaged records, each once. */
+static PyObject *damaged_list(const mls_prompt_match *match,
+                              const mls_prompt_request *requests, size_t count)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        bool is_first = requests[i].is_damaged;
+        for (size_t j = 0; is_first && j < i; j++) {
+            is_first = !requests[j].is_damaged || requests[j].hit != requests[i].hit;
+        }
+        if (is_first) {
+            const mls_prompt_hit *hit = &match->hits[requests[i].hit];
+            mls_prompt_damage damage = {.segment = hit->segment, .offset = hit->offset};
+            snprintf(damage.text, sizeof damage.text, "%s", requests[i].text);
+            mlspy_append(&list, Py_BuildValue("(nN)", (Py_ssize_t)requests[i].hit,
+                                              mlspy_prompt_damage_text(&damage)));
+        }
+    }
+    return list;
+}
+
+static PyObject *read_all(const mlspy_state *state, const mls_prompt_match *match,
+                          PyObject *list)
+{
+    const size_t count = (size_t)PyList_GET_SIZE(list);
+    mls_prompt_request *requests = mls_alloc(count, sizeof *requests);
+    mlspy_view *views = mls_alloc(count, sizeof *views);
+    mlspy_progress progress;
+    PyObject *result = NULL;
+    bool is_good = requests != NULL && views != NULL;
+    if (!is_good) {
+        PyErr_NoMemory();
+    }
+    for (size_t i = 0; is_good && i < count; i++) {
+        is_good = take_request(state, match, PyList_GET_ITEM(list, (Py_ssize_t)i),
+                               &requests[i], &views[i]) == 0;
+    }
+    if (is_good && mlspy_progress_init(&progress, Py_None) == 0) {
+        mlspy_progress_begin(&progress);
+        is_good = mls_prompt_read(match, requests, count, state->kernels,
+                                  mlspy_crc(state), state->pool, &progress.core);
+        mlspy_progress_end(&progress);
+        result = is_good ? damaged_list(match, requests, count) : NULL;
+    }
+    if (views != NULL) {
+        mlspy_views_release(views, count);
+    }
+    mls_free(views);
+    mls_free(requests);
+    return result;
+}
+
+/* read([(record, part, array), ...]) -> [(record, text), ...]
+ *
+ * All requests are checked before any byte is written. */
+static PyObject *match_read(PyObject *self, PyObject *requests)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    PyObject *list = PySequence_List(requests); /* a copy: no other thread has it */
+    const mls_prompt_match *match =
+        list == NULL ? NULL : mlspy_prompt_match_enter(state, self);
+    PyObject *result = NULL;
+    if (match != NULL) {
+        result = read_all(state, match, list);
+        mlspy_prompt_match_leave(self);
+    }
+    Py_XDECREF(list);
+    return result;
+}
+
+static PyObject *match_close(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    close_match((mlspy_prompt_match *)self);
+    Py_RETURN_NONE;
+}
+
+/* ---- attributes, the type ---- */
+
+static PyObject *match_get_records(PyObject *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((mlspy_prompt_match *)self)->records);
+}
+
+static PyObject *match_get_damage(PyObject *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((mlspy_prompt_match *)self)->damage);
+}
+
+static PyObject *match_get_length(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(((mlspy_prompt_match *)self)->length);
+}
+
+static PyGetSetDef match_attributes[] = {
+    {"records", match_get_records, NULL, NULL, NULL},
+    {"damage", match_get_damage, NULL, NULL, NULL},
+    {"length", match_get_length, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef match_methods[] = {
+    MLSPY_METHOD(match, meta, METH_O, "record, /"),
+    MLSPY_METHOD(match, parts, METH_O, "record, /"),
+    MLSPY_METHOD(match, read, METH_O, "requests, /"),
+    MLSPY_METHOD(match, close, METH_NOARGS, "/"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot match_slots[] = {
+    {Py_tp_dealloc, (void *)match_dealloc},
+    {Py_tp_methods, match_methods},
+    {Py_tp_getset, match_attributes},
+    {0, NULL},
+};
+
+MLSPY_DEFINE_SPEC(match, "PromptMatch", mlspy_prompt_match,
+                  Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION);
+
+int mlspy_prompt_match_add(PyObject *module)
+{
+    return mlspy_add_type(module, &match_spec, NULL,
+                          &mlspy_state_of(module)->prompt_match_type);
+}

@@ -1,0 +1,74 @@
+"""Export the model of a checkpoint with few tensors in memory at the same time."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from ..._common.budget import parse_size
+from ..._common.dtypes import numpy_dtype
+from ..._common.local_path import local_path
+from .._options import SAVE_DEFAULTS
+from .._save import check_target, gather_shards, take_content
+from .export import MAX_SHARD_BYTES, write_folder
+from .export_plan import make_plan
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    from ... import _core
+    from ..._common.atomic_file import Target
+    from .._load import Loader
+    from .export_plan import ExportPlan, Facts
+
+_BATCH_BYTES = 64 << 20  # of the tensors that are in memory at the same time
+
+
+def export_loaded(
+    path: str | os.PathLike[str],
+    loader: Loader,
+    *,
+    max_shard_bytes: int | str = MAX_SHARD_BYTES,
+    files_from: str | os.PathLike[str] | None = None,
+    start: Target | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, int]:
+    """Export the model as a load returns it; return the number of its tensors, and their bytes.
+
+    Memory is needed for one tensor with its stored form, or for 64 MiB. `start` is as for `export`.
+    """
+    target = check_target(local_path(path), SAVE_DEFAULTS)
+    most = parse_size("max_shard_bytes", max_shard_bytes, 1)
+    section = loader.sections[0]
+    names = loader.chosen()[1][0]
+    loader.need([(section, names, loader.request.cutting)])
+    facts: dict[str, Facts] = {
+        name: (dtype, shape, None) for name, (dtype, shape) in loader.facts(section, names).items()
+    }
+    plan = make_plan(facts, most)._replace(is_converted=bool(loader.request.dtype))
+
+    def shards() -> Iterator[_core.ShardItems]:
+        for batch in _batches(plan):
+            state = loader.load_state(section, batch, {})
+            content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
+            yield gather_shards(target, content).shards
+
+    write_folder(target, plan, shards(), files_from, start, progress)
+    return {"tensors": len(plan.nbytes), "bytes": sum(plan.nbytes)}
+
+
+def _batches(plan: ExportPlan) -> Iterator[list[str]]:
+    """Return the names of the tensors that are loaded together, file by file."""
+    for file in plan.tensors:
+        batch: list[str] = []
+        room = _BATCH_BYTES
+        for name, dtype, shape in file:
+            size = prod(shape) * numpy_dtype(dtype).itemsize
+            if batch and size > room:
+                yield batch
+                batch, room = [], _BATCH_BYTES
+            batch.append(name)
+            room -= size
+        if batch:
+            yield batch

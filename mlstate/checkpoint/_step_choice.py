@@ -1,0 +1,124 @@
+"""The steps of a run, and the one that ``step=``, ``monitor=`` and ``mode=`` choose."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from .._common.arguments import check_int
+from .._common.log import log
+from .._common.store_error import store_error
+from .._common.text import steps_text
+from ..errors import FormatError, MLStateError
+from ._folder.names import MANIFEST
+from ._retention import check_retention
+
+if TYPE_CHECKING:
+    from ._folder.names import Root
+    from ._retention import Retention, Roots
+    from ._store.checkpoint_files import CheckpointFiles
+    from ._store.manifest import Manifest
+
+OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
+
+
+def holds_other_checkpoint(files: CheckpointFiles) -> bool:
+    """Return whether a folder has a checkpoint, but no steps of a manager."""
+    return files.folder.exists(MANIFEST) and not files.list_roots()
+
+
+def read_roots(
+    files: CheckpointFiles,
+    unread: type[MLStateError] = MLStateError,
+    newest: Manifest | None = None,
+) -> Roots:
+    """Return the readable roots, oldest first; if a step has several, only the newest.
+
+    Errors of class `unread` skip a root; other errors are raised. The root of `newest` is not read
+    again.
+    """
+    roots_by_step: dict[int | None, tuple[Root, Manifest]] = {}
+    roots = files.list_roots()
+    files.folder.prefetch(root.path for root in roots)
+    for root in roots:
+        try:
+            if newest is not None and root.generation == newest.generation:
+                manifest = newest
+            else:
+                manifest = files.read_manifest(root.path)
+        except unread as error:
+            if isinstance(error, FormatError):
+                log("WARNING", "%s: a step is damaged: %s", files.path, error)
+            continue
+        roots_by_step.pop(manifest.step, None)
+        roots_by_step[manifest.step] = (root, manifest)
+    return list(roots_by_step.values())
+
+
+def read_step(files: CheckpointFiles, step: int) -> tuple[Root, Manifest]:
+    """Return the root of a step and its manifest; raise StoreError if it does not exist."""
+    roots = read_roots(files)
+    for root, manifest in roots:
+        if manifest.step == step:
+            return root, manifest
+    have = steps_text([manifest.step for _, manifest in roots if manifest.step is not None])
+    have += f"; {OTHER}" if holds_other_checkpoint(files) else ""
+    reason = FileNotFoundError(2, f"step {step} does not exist (steps: {have})")
+    raise store_error(reason, "cannot find the step", files.path)
+
+
+def best_of(roots: Roots, rules: Retention) -> int | None:
+    """Return the step with the best metric, or None if no step has one."""
+    ranking = rules.ranked([entry for entry in roots if entry[1].step is not None])
+    return ranking[0][1].step if ranking else None
+
+
+def best_step(files: CheckpointFiles, monitor: str, mode: str) -> int:
+    """Return the step of a run with the best metric; raise ValueError if no step has one."""
+    _refuse_other_kinds(files)
+    best = best_of(read_roots(files), check_retention(None, monitor, mode, None, None))
+    if best is None:
+        raise ValueError(f"{files.path}: no step has a number {monitor!r} in its metadata")
+    return best
+
+
+def choose_root(
+    files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str
+) -> str:
+    """Return the root of a step; `root` if there is no step to choose."""
+    if step == "best":
+        if monitor is None:
+            raise ValueError(
+                "step='best' needs the metric: pass monitor='loss' or another key of the metadata, "
+                "and mode='max' if the largest is best"
+            )
+        step = best_step(files, monitor, mode)
+    elif monitor is not None:
+        raise ValueError(
+            f"monitor={monitor!r} is the metric of the best step: pass step='best' too, or leave "
+            "monitor= out"
+        )
+    return root if step is None else find_root(files, step)
+
+
+def find_root(files: CheckpointFiles, step: int | str) -> str:
+    """Return the root of a step; in a folder without steps, its only root."""
+    if isinstance(step, str) and step != "latest":
+        raise ValueError(f"step must be an int, 'latest' or 'best', got {step!r}")
+    root = _refuse_other_kinds(files)
+    if step == "latest":
+        return root
+    step = check_int("step", step, -1 << 63)
+    if not files.list_roots() and files.read_manifest().step == step:
+        return MANIFEST
+    return read_step(files, step)[0].path
+
+
+def _refuse_other_kinds(files: CheckpointFiles) -> str:
+    """Return the current root; raise ValueError for files without steps."""
+    if files.folder.is_local and os.path.isfile(files.path):
+        raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")
+    root = files.current_root()
+    if root != MANIFEST:
+        raise ValueError(f"{files.path} holds weights of another program: it has no steps")
+    return root

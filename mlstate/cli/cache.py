@@ -1,0 +1,164 @@
+"""``mlstate cache``: show prompt cache files of mlx-lm, and convert them between its versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._common.atomic_file import Target, new_file
+from .._common.dtypes import name_of
+from .._common.local_path import local_path
+from .._common.text import bytes_text, count_text, printable, shorten
+from .._safetensors import save_file
+from ..checkpoint._files.convert import begin_write
+from ..checkpoint._files.safetensors_verify import read_header
+from ..integrations.mlx._prompt_caches import read_prompt
+from ..integrations.mlx._prompt_file import GENERATIONS, flatten_prompt
+from ._common import Commands, add_command, print_table, stat_path
+
+if TYPE_CHECKING:
+    from ..integrations.mlx._layer_values import LayerValues
+    from ..integrations.mlx._prompt_file import PromptFile
+
+__all__ = ["add"]
+
+_HEADERS = ("layer", "class", "tokens", "numbers", "array", "shape", "dtype", "bytes")
+_VERSIONS = dict(zip(GENERATIONS, ("0.31 or earlier", "0.32 or later"), strict=True))
+_TEXT = 200  # characters of the metadata
+
+
+def add(commands: Commands) -> None:
+    """Add the parser of ``cache`` and its actions."""
+    help_text = "show and convert prompt cache files of mlx-lm"
+    parser = commands.add_parser("cache", help=help_text, description=help_text)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    show = add_command(actions, "show", "list the layers of a prompt cache file", run_show)
+    show.add_argument("file", help="a .safetensors file of mlx-lm or save_prompt_cache")
+    text = "write a prompt cache file for another version of mlx-lm, with checksums"
+    convert = add_command(actions, "convert", text, run_convert)
+    convert.add_argument("source", help="a prompt cache file of any version of mlx-lm")
+    convert.add_argument("target", help="the file to write")
+    text = f"version of mlx-lm that reads it: {' or '.join(_VERSIONS.values())} (default: 0.32)"
+    convert.add_argument("--to", choices=GENERATIONS, default=GENERATIONS[-1], help=text)
+    convert.add_argument("--force", action="store_true", help="replace an existing target")
+
+
+def _flat(layers: list[LayerValues], where: str = "") -> list[tuple[str, LayerValues]]:
+    """Return all layers with their names, the layers of lists too."""
+    listed = []
+    for i, layer in enumerate(layers):
+        listed += [(f"{where}{i}", layer), *_flat(layer.children, f"{where}{i}.")]
+    return listed
+
+
+def _numbers_of(layer: LayerValues) -> dict[str, Any]:
+    """Return the values of a layer that are not arrays of tokens."""
+    numbers = {}
+    for name, kind in layer.cls.fields.items():
+        value = layer.values[name]
+        if value is not None and kind not in ("rows", "codes", "states"):
+            numbers[name] = value.tolist() if hasattr(value, "tolist") else value
+    return numbers
+
+
+def _arrays_of(layer: LayerValues) -> dict[str, Any]:
+    """Return the arrays of tokens of a layer."""
+    numbers = _numbers_of(layer)
+    return {name: array for name, array in layer.arrays().items() if name not in numbers}
+
+
+def _tokens_of(prompt: PromptFile) -> int | None:
+    """Return the number of tokens if all layers that count them have the same."""
+    counts = {layer.tokens for _, layer in _flat(prompt.layers) if not layer.is_empty} - {None}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _layer_data(name: str, layer: LayerValues) -> dict[str, Any]:
+    arrays = {
+        key: {"shape": list(array.shape), "dtype": name_of(array.dtype), "bytes": array.nbytes}
+        for key, array in _arrays_of(layer).items()
+    }
+    return {
+        "layer": name,
+        "class": layer.cls.name,
+        "tokens": layer.tokens,
+        "numbers": _numbers_of(layer),
+        "arrays": arrays,
+    }
+
+
+def _layer_rows(name: str, layer: LayerValues) -> list[list[str]]:
+    """Return a row for each array of a layer; the first one has the layer's numbers."""
+    numbers = ", ".join(f"{key} {value}" for key, value in _numbers_of(layer).items())
+    tokens = "-" if layer.tokens is None or layer.is_empty else f"{layer.tokens:,}"
+    head = [name, layer.cls.name, tokens, numbers]
+    rows = [
+        [key, str(array.shape), name_of(array.dtype), bytes_text(array.nbytes)]
+        for key, array in _arrays_of(layer).items()
+    ]
+    return [
+        [*(head if i == 0 else [""] * len(head)), *row] for i, row in enumerate(rows or [[""] * 4])
+    ]
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    """Print the layers of a file."""
+    stat_path(arguments.file)
+    prompt = read_prompt(arguments.file, mmap=True)
+    has_checksums = read_header(str(local_path(arguments.file))).has_checksums
+    layers, tokens = _flat(prompt.layers), _tokens_of(prompt)
+    if arguments.json:
+        data = {
+            "path": arguments.file,
+            "mlx_lm": prompt.generation,
+            "tokens": tokens,
+            "bytes": prompt.nbytes,
+            "checksums": has_checksums,
+            "metadata": prompt.metadata,
+            "layers": [_layer_data(*each) for each in layers],
+        }
+        print(json.dumps(data, indent=2))
+        return 0
+    parts = [
+        f"prompt cache of mlx-lm {_VERSIONS[prompt.generation]}",
+        count_text(len(prompt.layers), "layer"),
+        *([] if tokens is None else [count_text(tokens, "token")]),
+        bytes_text(prompt.nbytes),
+        "with checksums" if has_checksums else "no checksums",
+    ]
+    print(f"{printable(arguments.file)}: {', '.join(parts)}")
+    if prompt.metadata:
+        print(f"metadata: {shorten(json.dumps(prompt.metadata, ensure_ascii=False), _TEXT)}")
+    print_table(_HEADERS, [row for each in layers for row in _layer_rows(*each)])
+    return 0
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Read a file, write the other one, and print a summary."""
+    stat_path(arguments.source)
+    source, target = (Path(local_path(each)) for each in (arguments.source, arguments.target))
+    if target.exists() and target.samefile(source):
+        raise ValueError("the target must be another path than the source")
+    start = begin_write(target, "safetensors", arguments.force)
+    assert isinstance(start, Target)
+    prompt = read_prompt(arguments.source)
+    arrays, texts = flatten_prompt(prompt.layers, prompt.metadata, arguments.to)
+    with new_file(start) as temporary:
+        save_file(arrays, temporary, texts)
+    nbytes = sum(array.nbytes for array in arrays.values())
+    if arguments.json:
+        data = {
+            "source": str(source.absolute()),
+            "source_mlx_lm": prompt.generation,
+            "target": str(target.absolute()),
+            "target_mlx_lm": arguments.to,
+            "layers": len(prompt.layers),
+            "bytes": nbytes,
+        }
+        print(json.dumps(data, indent=2))
+        return 0
+    layers, size = count_text(len(prompt.layers), "layer"), bytes_text(nbytes)
+    print(f"{printable(arguments.target)}: {layers}, {size}, for mlx-lm {_VERSIONS[arguments.to]}")
+    return 0

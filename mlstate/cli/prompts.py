@@ -1,0 +1,129 @@
+"""``mlstate prompts``: list, verify, repair and prune the prompts of a store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from .. import _core
+from .._common.budget import parse_size
+from .._common.local_path import local_folder
+from .._common.text import bytes_text, count_text, printable
+from ..prompts._listing import HEADERS, StoredPrompt, list_prompts
+from ._common import Commands, add_command, add_lock_timeout, print_table
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+__all__ = ["add"]
+
+_TOKENS = 16  # that show prints
+
+
+def add(commands: Commands) -> None:
+    """Add the parser of ``prompts`` and its actions."""
+    text = "list, verify and prune the prompts of a store"
+    parser = commands.add_parser("prompts", help=text, description=text)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    listed = add_command(actions, "ls", "list the prompts, the last used first", run_ls)
+    details = add_command(actions, "show", "show one prompt: its tokens and entries", run_show)
+    verified = add_command(
+        actions, "verify", "read every byte, and report damage", run_verify, "damaged"
+    )
+    repaired = add_command(actions, "repair", "remove damaged records", run_repair)
+    pruned = add_command(actions, "prune", "delete the least recently used prompts", run_prune)
+    for action in (listed, details, verified, repaired, pruned):
+        action.add_argument("path", help="the folder of a PromptStore")
+    details.add_argument("prompt", help="the first digits of its name, as ls prints it")
+    pruned.add_argument(
+        "--max-bytes", metavar="SIZE", help="such as 10GB (default: only compact the files)"
+    )
+    add_lock_timeout(repaired)
+    add_lock_timeout(pruned)
+
+
+def _open(path: str) -> AbstractContextManager[_core.PromptLog]:
+    return closing(_core.PromptLog(local_folder(path), False))
+
+
+def run_ls(arguments: argparse.Namespace) -> int:
+    """List the prompts."""
+    with _open(arguments.path) as log:
+        prompts, stats = list_prompts(log, arguments.path), log.stats()
+    if arguments.json:
+        facts = {"path": arguments.path, "prompts": [each.facts() for each in prompts], **stats}
+        print(json.dumps(facts, indent=2))
+        return 0
+    size = bytes_text(stats["disk_bytes"])
+    print(f"{printable(arguments.path)}: {count_text(len(prompts), 'prompt')}, {size} on disk")
+    print_table(HEADERS, [each.row() for each in prompts])
+    return 0
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    """Show one prompt."""
+    with _open(arguments.path) as log:
+        prompt = _choose(list_prompts(log, arguments.path), arguments.prompt)
+    entries = [] if prompt.head is None else prompt.head.stored.to_json()
+    if arguments.json:
+        facts = prompt.facts() | {"token_ids": prompt.tokens, "entries": entries}
+        print(json.dumps(facts, indent=2))
+        return 0
+    print(f"{prompt.key}: {count_text(len(prompt.tokens), 'token')}, {bytes_text(prompt.nbytes)}")
+    print(f"model: {printable(prompt.model)}, fingerprint sha256:{prompt.fingerprint}")
+    more = "" if len(prompt.tokens) <= _TOKENS else " ..."
+    print(f"tokens: {' '.join(map(str, prompt.tokens[:_TOKENS]))}{more}")
+    rows = [(e["name"], e["kind"], str(tuple(e["shape"])), e["dtype"]) for e in entries]
+    print_table(("entry", "kind", "shape without positions", "dtype"), rows)
+    return 0
+
+
+def _choose(prompts: list[StoredPrompt], prefix: str) -> StoredPrompt:
+    chosen = [each for each in prompts if each.key.startswith(prefix.lower())]
+    if len(chosen) != 1:
+        count = "no prompt begins" if not chosen else f"{len(chosen)} prompts begin"
+        raise ValueError(f"{count} with {prefix!r}: mlstate prompts ls lists them")
+    return chosen[0]
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Read every byte; return 1 if one is damaged."""
+    with _open(arguments.path) as log:
+        damage = log.verify()
+    _print_damage(arguments, damage, "good" if not damage else "damaged")
+    return 1 if damage else 0
+
+
+def run_repair(arguments: argparse.Namespace) -> int:
+    """Remove the damaged records."""
+    with _open(arguments.path) as log:
+        damage = log.repair(arguments.lock_timeout)
+    _print_damage(arguments, damage, f"{count_text(len(damage), 'damaged record')} removed")
+    return 0
+
+
+def _print_damage(
+    arguments: argparse.Namespace, damage: list[tuple[str, int, str]], summary: str
+) -> None:
+    if arguments.json:
+        listed = [dict(zip(("file", "offset", "text"), each, strict=True)) for each in damage]
+        print(json.dumps({"path": arguments.path, "damage": listed}, indent=2))
+        return
+    print(f"{printable(arguments.path)}: {summary}")
+    print_table(("file", "offset", "damage"), [(a, str(b), c) for a, b, c in damage])
+
+
+def run_prune(arguments: argparse.Namespace) -> int:
+    """Delete prompts until the rest fits, and compact the files."""
+    most = None if arguments.max_bytes is None else parse_size("max_bytes", arguments.max_bytes)
+    with _open(arguments.path) as log:
+        freed, stats = log.prune(most, arguments.lock_timeout), log.stats()
+    if arguments.json:
+        facts = {"path": arguments.path, "freed_bytes": freed, **stats}
+        print(json.dumps(facts, indent=2))
+        return 0
+    size = bytes_text(stats["disk_bytes"])
+    print(f"{printable(arguments.path)}: {bytes_text(freed)} freed, {size} on disk")
+    return 0

@@ -1,0 +1,143 @@
+"""Caches of other libraries as `CacheState`, and back: the parts that integrations share.
+
+An integration names an array ``"<layer>.<part>"``, such as ``"0.keys"``. A reader collects entries
+and arrays of all layers; a plan checks all of them against the layers of a target, and then writes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..kv import CacheEntry, CacheState
+from ..kv._arguments import as_count, incompatible
+from ..kv._cache_spec import entry_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .._types import Array
+    from ..kv import CacheSpec
+
+
+class LaidOutState(CacheState):
+    """A state that knows the classes of the cache that it was made from."""
+
+    __slots__ = ("_layouts",)
+
+    def __init__(
+        self, spec: CacheSpec, arrays: Mapping[str, Array], length: int, layouts: Any
+    ) -> None:
+        super().__init__(spec, arrays, length)
+        self._layouts = layouts
+
+
+class EntryReader:
+    """Collects the entries of layers, and the number of tokens that all of them have."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
+        self.entries: list[CacheEntry] = []
+        self.arrays: dict[str, Any] = {}
+        self.length: int | None = None
+        self._counted_by = ""
+
+    def add(
+        self,
+        where: str,
+        layer: int,
+        part: str,
+        array: Any,
+        kind: Any,
+        seq_axis: int = 2,
+        **options: Any,
+    ) -> None:
+        """Add an array of a layer."""
+        name, role = f"{where}.{part}", part.partition(".")[0]
+        shape = tuple(array.shape)
+        entry = CacheEntry(
+            name, kind, shape, array.dtype, seq_axis, layer=layer, role=role, **options
+        )
+        self.entries.append(entry)
+        self.arrays[name] = array
+
+    def count(self, tokens: int, where: str) -> None:
+        """Note the number of tokens of a layer, or raise if another layer has another number."""
+        if self.length is None:
+            self.length, self._counted_by = tokens, where
+        elif self.length != tokens:
+            text = f"layer {where} has {tokens} tokens, but layer {self._counted_by} {self.length}"
+            raise incompatible(
+                f"{text}: the layers of one cache have the same number", where, self.length, tokens
+            )
+
+    def require_entries(self) -> None:
+        """Raise if no layer has an array."""
+        if not self.entries:
+            text = "no layer of the cache has a token: there is nothing to move"
+            raise incompatible(text, None, "a cache after a prefill", "an empty cache")
+
+    def checked_length(self, passed: int | None) -> int:
+        """Return the number of tokens that the layers count, or else the one that was passed."""
+        counted = self.length
+        if passed is not None:
+            passed = as_count("length", passed)
+        if counted is None and passed is None:
+            text = "no layer counts the tokens: pass length="
+            raise incompatible(text, None, "length=", None)
+        if counted is not None and passed not in (None, counted):
+            text = f"the layers have {counted} tokens, and length is {passed}"
+            raise incompatible(text, None, counted, passed)
+        return counted if passed is None else passed  # type: ignore[return-value]
+
+
+class EntryPlan:
+    """The entries of a state for the layers of a target: all checks, then all writes."""
+
+    def __init__(self, state: CacheState) -> None:
+        if not isinstance(state, CacheState):
+            raise TypeError(f"state must be a CacheState, got {type(state).__name__}")
+        self.spec, self.arrays, self.length = state.spec, state.arrays, state.length
+        self.ring_of = state._cache.ring
+        self.writes: list[Callable[[], object]] = []
+        self.used: set[str] = set()
+
+    def entry(self, where: str, owner: str, part: str, *kinds: str) -> CacheEntry | None:
+        """Return the entry of an array of a layer, or None if the state does not have it."""
+        name = f"{where}.{part}"
+        if name not in self.arrays:
+            return None
+        entry = self.spec.entry_of(name)
+        if entry.kind not in kinds:
+            text = f"an entry of kind {entry.kind} does not fit layer {where}, a {owner}"
+            raise entry_error(name, text, " or ".join(kinds), entry.kind)
+        self.used.update(entry.arrays)
+        return entry
+
+    def both(self, where: str, owner: str, *kinds: str, prefix: str = "") -> list[CacheEntry]:
+        """Return the entries of keys and values, or no entry."""
+        parts = f"{prefix}keys", f"{prefix}values"
+        entries_or_none = [self.entry(where, owner, part, *kinds) for part in parts]
+        entries = [each for each in entries_or_none if each is not None]
+        if len(entries) == 1:
+            text = f"the state has {entries[0].name!r} only"
+            raise incompatible(text, where, " and ".join(parts), entries[0].name)
+        if entries and entries[0].shape[:3] != entries[1].shape[:3]:
+            text = f"the array has shape {entries[1].shape}, and the keys {entries[0].shape}"
+            raise entry_error(entries[1].name, text, entries[0].shape[:3], entries[1].shape[:3])
+        return entries
+
+    def require_empty(self, where: str, has_tokens: object) -> None:
+        """Raise if a layer has tokens, although the state has none for it."""
+        if has_tokens:
+            text = f"layer {where} has tokens, but the state has none for it"
+            raise incompatible(text, where, "an array of the layer", "none")
+
+    def write_all(self) -> None:
+        """Write everything, or raise if the target has no place for an array."""
+        left = [name for name in self.arrays if name not in self.used]
+        if left:
+            text = f"the cache has no place for {left[0]!r}"
+            more = f" and {len(left) - 1} more arrays" if len(left) > 1 else ""
+            raise incompatible(f"{text}{more}: the layers differ", left[0], "its layer", "none")
+        for write in self.writes:
+            write()

@@ -1,0 +1,302 @@
+"""The arrays of a `CacheState` for layers of mlx-lm: all checks, then all writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ... import _core
+from ..._common.dtypes import name_of
+from ...kv._arguments import incompatible
+from ...kv._cache_spec import entry_error
+from .._caches import EntryPlan
+from ._arrays import make_array
+from ._layer_values import CLASSES, LayerValues
+from ._live_layers import read_layer, write_layer
+from ._read_entries import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ...kv import CacheEntry, CacheState
+
+
+class Filler(EntryPlan):
+    """Collects the writes that bring the tokens of a state into layers."""
+
+    def __init__(self, state: CacheState) -> None:
+        super().__init__(state)
+        self._layers: dict[int, str] = {}  # the targets by identity
+        for name, array in self.arrays.items():
+            if not isinstance(array, np.ndarray):
+                text = f"{name}: mlx takes arrays of NumPy, not {type(array).__name__}"
+                raise incompatible(text, name, "numpy.ndarray", type(array).__name__)
+
+    def plan(self, layer: Any, where: str, layout: Layout | None) -> None:
+        """Check a layer, and add the writes for it."""
+        self._plan(layer, read_layer(layer, where), where, layout)
+
+    def _plan(self, layer: Any, before: LayerValues, where: str, layout: Layout | None) -> None:
+        first = self._layers.setdefault(id(layer), where)
+        if first != where:
+            text = f"layers {first} and {where} are the same object"
+            raise incompatible(text, where, "a layer for each place", "one layer")
+        name = before.cls.name
+        is_same = layout is not None and layout.class_name == name
+        if name == "CacheList":
+            layouts = layout.children if layout is not None and is_same else ()
+            for i, child in enumerate(before.children):
+                part = layouts[i] if i < len(layouts) else None
+                self._plan(layer.caches[i], child, f"{where}.{i}", part)
+            return
+        at = _Place(self, before, where, layout.options if layout is not None and is_same else {})
+        values = _PLANS[name](at)
+        self.writes.append(lambda: write_layer(layer, values))
+
+
+class _Place(NamedTuple):
+    """A layer that is being planned."""
+
+    filler: Filler
+    before: LayerValues
+    where: str
+    options: Mapping[str, Any]  # of the layer that the state came from
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the state."""
+        return self.filler.length
+
+    def both(self, kind: str) -> list[CacheEntry]:
+        """Return the entries of keys and values, or none for a layer without tokens."""
+        filler, name = self.filler, self.before.cls.name
+        entries = filler.both(self.where, name, kind)
+        if not entries:
+            filler.require_empty(self.where, not self.before.is_empty and self.before.tokens)
+        for entry in entries:
+            if len(entry.shape) != 4 or entry.seq_axis != 2:
+                text = f"the array has shape {entry.shape} and sequence axis {entry.seq_axis}"
+                raise entry_error(entry.name, text, "4 axes, the sequence is axis 2", entry.shape)
+            if not self.before.is_empty:
+                self._check_like(entry)
+        return entries
+
+    def _check_like(self, entry: CacheEntry) -> None:
+        """Raise unless an entry has the shape and dtype of the layer's own array."""
+        for name, array in zip(entry.arrays, self._old_parts(entry), strict=True):
+            new = self.filler.arrays[name]
+            if (*array.shape[:2], array.shape[3]) != (*new.shape[:2], new.shape[3]):
+                text = f"the array has shape {new.shape}, and layer {self.where} {array.shape}"
+                raise entry_error(name, text, array.shape, new.shape)
+            check_dtype(name, new, array, self.where)
+
+    def _old_parts(self, entry: CacheEntry) -> tuple[Any, ...]:
+        value = self.before.values[entry.name.rpartition(".")[2]]
+        return value if isinstance(value, tuple) else (value,)
+
+    def make(self, array: Any, entry: CacheEntry) -> Any:
+        """Return an array for mlx."""
+        return make_array(array, entry.name)
+
+    def whole(self, entries: list[CacheEntry]) -> dict[str, Any]:
+        """Return keys and values with all positions."""
+        arrays = self.filler.arrays
+        return {
+            part: self.make(arrays[entry.name], entry)
+            for part, entry in zip(("keys", "values"), entries, strict=True)
+        }
+
+    def in_order(self, entries: list[CacheEntry]) -> dict[str, Any]:
+        """Return the tokens of keys and values by increasing position."""
+        result = {}
+        for part, entry in zip(("keys", "values"), entries, strict=True):
+            array, ring = self.filler.arrays[entry.name], self.filler.ring_of(entry)
+            runs = ring.runs()
+            if len(runs) == 1:
+                tokens = array[:, :, runs[0].start : runs[0].stop]
+            else:
+                tokens = _core.kv_ring_ordered(array, 2, ring.sinks, ring.length, ring.shift)
+            result[part] = self.make(tokens, entry)
+        return result
+
+    def stored(self, entries: list[CacheEntry]) -> int:
+        """Return the number of tokens that the arrays hold."""
+        return min(self.length, entries[0].seq_length or 0)
+
+
+def check_dtype(name: str, new: Any, old: Any, where: str) -> None:
+    """Raise if an array has another dtype than the one of a layer that it replaces."""
+    got, expected = name_of(new.dtype), name_of(old.dtype)
+    if got != expected:
+        text = f"the array is {got}, and the one of layer {where} {expected}"
+        raise entry_error(name, text, expected, got)
+
+
+def _plan_full(at: _Place) -> dict[str, Any]:
+    entries = at.both("full")
+    return {**at.whole(entries), "offset": at.length} if entries else {}
+
+
+def _plan_quantized(at: _Place) -> dict[str, Any]:
+    entries, values = at.both("quantized"), at.before.values
+    if not entries:
+        return {}
+    result: dict[str, Any] = {"offset": at.length}
+    for part, entry in zip(("keys", "values"), entries, strict=True):
+        got, expected = (entry.bits, entry.group), (values["bits"], values["group_size"])
+        if got != expected:
+            text = f"{got[0]} bits and groups of {got[1]} do not fit layer {at.where}"
+            raise entry_error(entry.name, text, expected, got)
+        arrays = (at.filler.arrays[name] for name in entry.arrays)
+        result[part] = tuple([at.make(array, entry) for array in arrays])
+    return result
+
+
+def _check_window(at: _Place, entries: list[CacheEntry], window: int, keep: int) -> None:
+    """Raise if a layer needs tokens that the state has evicted."""
+    stored, length = at.stored(entries), at.length
+    for entry in entries:
+        if stored < min(length, window):
+            text = f"layer {at.where} needs the last {min(length, window)} tokens, and has {stored}"
+            raise entry_error(entry.name, f"{text}: older ones were evicted", window, stored)
+        if entry.sinks != keep and stored < length:
+            text = f"layer {at.where} keeps the first {keep} tokens, and the array {entry.sinks}"
+            raise entry_error(entry.name, f"{text}: others were evicted", keep, entry.sinks)
+
+
+def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], int, bool]:
+    """Return keys and values in a ring of mlx, the slot of the next token, and if it rotated."""
+    window, keep = at.before.values["max_size"], at.before.values.get("keep", 0)
+    _check_window(at, entries, window, keep)
+    ring, positions = at.filler.ring_of(entries[0]), entries[0].seq_length or 0
+    is_ordered = ring.next_slot in (at.length, ring.sinks)
+    slots = {at.filler.ring_of(entry).next_slot for entry in entries}
+    # mlx cuts an array beyond the window at its next token, which must be in order and full.
+    fits = positions <= window or (is_ordered and at.length >= positions)
+    if at.length <= positions:
+        fits = fits and ring.next_slot in (at.length, keep if at.length == positions else -1)
+    if len(slots) > 1 or not fits or (entries[0].sinks != keep and at.length > positions):
+        return at.in_order(entries), at.stored(entries), False
+    is_rotated = at.length > positions and ring.next_slot != keep
+    slot = ring.next_slot if is_rotated else at.stored(entries)
+    return at.whole(entries), slot, is_rotated
+
+
+def _plan_rotating(at: _Place) -> dict[str, Any]:
+    entries = at.both("sliding")
+    if not entries:
+        return {}
+    arrays, slot, _ = _ring_slots(at, entries)
+    return {**arrays, "offset": at.length, "_idx": slot}
+
+
+def _plan_chunked(at: _Place) -> dict[str, Any]:
+    entries = at.both("sliding")
+    if not entries:
+        return {}
+    _check_window(at, entries, at.before.values["chunk_size"], 0)
+    is_whole = all(at.filler.ring_of(entry).next_slot == at.length for entry in entries)
+    arrays = at.whole(entries) if is_whole else at.in_order(entries)
+    start = 0 if is_whole else at.length - at.stored(entries)
+    return {**arrays, "offset": at.length, "start_position": start}
+
+
+def _plan_states(at: _Place) -> dict[str, Any]:
+    states: list[Any] = []
+    for i, before in enumerate(at.before.values["cache"]):
+        entry = at.filler.entry(
+            at.where, at.before.cls.name, f"states.{i}", "recurrent", "conv", "opaque"
+        )
+        if entry is None:
+            at.filler.require_empty(at.where, before is not None)
+            states.append(None)
+            continue
+        array = at.filler.arrays[entry.name]
+        if before is not None:
+            if before.shape != array.shape:
+                text = f"the array has shape {array.shape}, and layer {at.where} {before.shape}"
+                raise entry_error(entry.name, text, before.shape, array.shape)
+            check_dtype(entry.name, array, before, at.where)
+        states.append(at.make(array, entry))
+    vectors = {
+        name: None if at.options.get(name) is None else _vector(at.options[name])
+        for name in ("left_padding", "lengths")
+    }
+    return {"cache": states, **vectors}
+
+
+def _vector(numbers: list[int]) -> Any:
+    return make_array(np.array(numbers, np.int32), "left_padding")
+
+
+def _padding(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
+    """Return the positions of the sequences of a batch."""
+    evicted = at.length - at.stored(entries)
+    before = at.before.values["left_padding"].tolist()
+    first, padding = at.options.get("first", before), at.options.get("padding", before)
+    if len(first) != entries[0].shape[0]:
+        text = f"layer {at.where} has {len(first)} sequences, and the array {entries[0].shape[0]}"
+        raise entry_error(entries[0].name, text, len(first), entries[0].shape[0])
+    return {
+        "left_padding": _vector([number - evicted for number in first]),
+        "offset": _vector([at.length - number for number in padding]),
+    }
+
+
+def _plan_batch(at: _Place) -> dict[str, Any]:
+    entries = at.both("full")
+    if not entries:
+        return {}
+    return {**at.whole(entries), **_padding(at, entries), "_idx": at.length}
+
+
+def _plan_batch_rotating(at: _Place) -> dict[str, Any]:
+    entries = at.both("sliding")
+    if not entries:
+        return {}
+    arrays, slot, is_rotated = _ring_slots(at, entries)
+    counters = {"_offset": at.length, "_idx": slot, "rotated": is_rotated}
+    return {**arrays, **_padding(at, entries), **counters}
+
+
+_PLANS = {
+    "KVCache": _plan_full,
+    "QuantizedKVCache": _plan_quantized,
+    "RotatingKVCache": _plan_rotating,
+    "ArraysCache": _plan_states,
+    "ChunkedKVCache": _plan_chunked,
+    "BatchKVCache": _plan_batch,
+    "BatchRotatingKVCache": _plan_batch_rotating,
+}
+
+
+def empty_layer(layout: Layout, where: str, state: CacheState) -> LayerValues:
+    """Return the values of a layer without tokens, of the class that fits the state."""
+    name, options = layout.class_name, layout.options
+    if name == "CacheList":
+        parts = enumerate(layout.children)
+        children = [empty_layer(child, f"{where}.{i}", state) for i, child in parts]
+        return LayerValues(CLASSES[name], {}, children)
+    entry = state.spec._by_name.get(f"{where}.keys")
+    if entry is not None and {name, entry.kind} in _QUANTIZED:
+        name = "QuantizedKVCache" if entry.kind == "quantized" else "KVCache"
+        options = {"bits": entry.bits, "group_size": entry.group}
+    empty = {
+        "rows": None,
+        "codes": None,
+        "states": [None] * options.get("size", 0),
+        "vector": np.zeros(0, np.int32),
+        "vector?": None,
+        "flag": False,
+    }
+    cls = CLASSES[name]
+    values = {
+        field: options.get(field, 0) if kind == "count" else empty[kind]
+        for field, kind in cls.fields.items()
+    }
+    return LayerValues(cls, values, [])
+
+
+# A class of layers and another kind of entry, since the state was quantized or dequantized.
+_QUANTIZED = ({"KVCache", "quantized"}, {"QuantizedKVCache", "full"})

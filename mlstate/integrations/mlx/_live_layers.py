@@ -1,0 +1,136 @@
+"""The layers of mlx-lm: their values, checked before use, and new layers from values."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...kv._arguments import incompatible
+from ._arrays import make_array, view_array
+from ._layer_values import CLASSES, FieldKind, LayerClass, LayerValues, find_problem
+from ._prompt_file import GENERATIONS
+
+if TYPE_CHECKING:
+    from ...errors import CompatibilityError
+
+_MOST_DEPTH = 4  # of lists in lists
+
+
+def _import_classes() -> Any:
+    """Return the module of mlx-lm with the classes of layers."""
+    try:
+        from mlx_lm.models import cache as classes
+    except ImportError as error:
+        text = "prompt caches of mlx-lm need it: pip install 'mlstate[mlx]'"
+        raise ImportError(text, name=error.name) from error
+    return classes
+
+
+@cache
+def _layer_classes() -> dict[type, LayerClass]:
+    module = _import_classes()
+    classes = ((getattr(module, name, None), cls) for name, cls in CLASSES.items())
+    return {layer: cls for layer, cls in classes if isinstance(layer, type)}
+
+
+def installed_generation() -> str:
+    """Return the generation of files that the installed mlx-lm reads."""
+    return GENERATIONS[not hasattr(_import_classes().KVCache, "meta_state")]
+
+
+def check_cache(cache: object, label: str) -> None:
+    """Raise TypeError unless this is a list of layers."""
+    if not isinstance(cache, list | tuple):
+        raise TypeError(
+            f"{label} must be a list of layers, as make_prompt_cache of mlx-lm returns it, got "
+            f"{type(cache).__name__}"
+        )
+
+
+def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
+    """Return the exception for an attribute that no known version has like this."""
+    from importlib.metadata import version
+
+    got = f"mlx-lm {version('mlx-lm')}"
+    text = f"layer {where}: {type(layer).__name__}.{attribute} {text}"
+    return incompatible(
+        f"{text}: the layout of {got} is unknown", where, "the layout of mlx-lm 0.31 or 0.32", got
+    )
+
+
+def class_of(layer: object, where: str) -> LayerClass:
+    """Return the class of a layer, or raise if it is unknown."""
+    cls = _layer_classes().get(type(layer))
+    if cls is None:
+        name = type(layer).__name__
+        text = f"layer {where} is a {name}, which is an unknown class"
+        raise incompatible(text, where, ", ".join(CLASSES), name)
+    return cls
+
+
+def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
+    """Return the values of a layer: arrays as views, vectors as copies."""
+    cls = class_of(layer, where)
+    if cls.name == "CacheList":
+        children = getattr(layer, "caches", None)
+        if not isinstance(children, list | tuple) or depth == _MOST_DEPTH:
+            raise unknown_layout(layer, where, "caches", "is not a list of layers")
+        parts = enumerate(children)
+        return LayerValues(
+            cls, {}, [read_layer(each, f"{where}.{i}", depth + 1) for i, each in parts]
+        )
+    if cls.pending is not None and getattr(layer, cls.pending, None) is not None:
+        text = f"layer {where} is being filled: call finalize() of the {cls.name} first"
+        raise incompatible(text, where, f"{cls.pending} is None", cls.pending)
+    values = {}
+    for name, kind in cls.fields.items():
+        if not hasattr(layer, name):
+            raise unknown_layout(layer, where, name, "is absent")
+        values[name] = _read_value(getattr(layer, name), kind)
+    result = LayerValues(cls, values, [])
+    problem = find_problem(result)
+    if problem is not None:
+        raise unknown_layout(layer, where, *problem)
+    return result
+
+
+def _read_value(value: Any, kind: FieldKind) -> Any:
+    import mlx.core as mx
+
+    if isinstance(value, mx.array):
+        return np.array(value) if kind.startswith("vector") else view_array(value)
+    if kind in ("codes", "states") and isinstance(value, tuple | list):
+        parts = [view_array(each) if isinstance(each, mx.array) else each for each in value]
+        return tuple(parts) if kind == "codes" else parts
+    return value
+
+
+def write_layer(layer: Any, values: dict[str, Any]) -> None:
+    """Set attributes of a layer."""
+    for name, value in values.items():
+        setattr(layer, name, value)
+
+
+def new_layer(layer: LayerValues, where: str) -> Any:
+    """Return a layer of mlx-lm with copies of the arrays, or views that are of mlx already."""
+    cls = getattr(_import_classes(), layer.cls.name)
+    if layer.children:
+        parts = enumerate(layer.children)
+        return cls(*(new_layer(each, f"{where}.{i}") for i, each in parts))
+    instance = cls.__new__(cls)
+    values = {name: _make_value(value, f"{where}.{name}") for name, value in layer.values.items()}
+    if layer.cls.pending is not None:
+        values[layer.cls.pending] = None
+    write_layer(instance, values)
+    return instance
+
+
+def _make_value(value: Any, name: str) -> Any:
+    """Return a value of a layer for mlx."""
+    if isinstance(value, np.ndarray):
+        return make_array(value, name)
+    if isinstance(value, tuple | list):
+        return type(value)(_make_value(each, name) for each in value)
+    return value

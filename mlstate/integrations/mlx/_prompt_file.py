@@ -1,0 +1,390 @@
+"""Prompt cache files of mlx-lm, without mlx: arrays and texts to layers, and back.
+
+A file is one safetensors file. Its metadata is a flattened tree of three branches. mlx-lm 0.32 and
+later write ``[user metadata, class names, kinds of scalars]`` and store each number as an array;
+0.31 and earlier write ``[numbers of each layer, user metadata, class names]``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ...errors import FormatError
+from ...kv._arguments import incompatible
+from ._layer_values import CLASSES, LayerClass, LayerValues, find_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+GENERATIONS = ("0.31", "0.32")
+_MOST_DEPTH = 4  # of lists in lists
+_MOST_NAME = 100  # characters of a class
+_INTEGER = re.compile(r"-?\d{1,19}\Z", re.ASCII)
+
+# The numbers of a layer that 0.31 and earlier write as texts. Their state has the arrays only.
+_OLD_NUMBERS = {
+    "KVCache": (),
+    "QuantizedKVCache": ("offset", "group_size", "bits"),
+    "RotatingKVCache": ("keep", "max_size", "offset", "_idx"),
+    "ArraysCache": (),
+    "ChunkedKVCache": ("chunk_size", "start_position"),
+    "BatchKVCache": (),
+    "BatchRotatingKVCache": ("max_size", "_offset", "_idx", "rotated"),
+}
+# Before 0.30 they had one more, the number of positions of an allocation: its place.
+_STEP_AT = {"QuantizedKVCache": 0, "RotatingKVCache": 2}
+
+
+class PromptFile(NamedTuple):
+    """The content of a prompt cache file."""
+
+    generation: str
+    layers: list[LayerValues]
+    metadata: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays of layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def parse_prompt(arrays: Mapping[str, Any], texts: Mapping[str, str], path: str) -> PromptFile:
+    """Return the layers of a file; raise FormatError, with `path`, unless all of it is known."""
+    if "2.0" not in texts:
+        _fail(path, None, "its metadata does not have the class names of a prompt cache of mlx-lm")
+    is_new = texts["2.0"] == ""
+    strange = next((key for key in texts if key[:2] not in ("0.", "1.", "2.")), None)
+    if strange is not None:
+        _fail(path, strange, f"its metadata has {strange!r}, which is in no branch of the tree")
+    parser = _NewParser(arrays, texts, path) if is_new else _OldParser(arrays, texts, path)
+    layers = [parser.layer(name, str(i)) for i, name in enumerate(parser.class_names())]
+    parser.check_used()
+    branch = "0." if is_new else "1."
+    metadata = {key[2:]: text for key, text in texts.items() if key.startswith(branch)}
+    return PromptFile(GENERATIONS[is_new], layers, metadata)
+
+
+def _fail(path: str, name: str | None, text: str) -> NoReturn:
+    error = FormatError(f"{path}: {text}")
+    error.path, error.name = path, name
+    raise error
+
+
+class _Parser:
+    """Collects the values of layers by the names of their arrays."""
+
+    def __init__(self, arrays: Mapping[str, Any], texts: Mapping[str, str], path: str) -> None:
+        self.arrays, self.texts, self.path = arrays, texts, path
+        self.used: set[str] = set()
+
+    def fail(self, name: str | None, text: str) -> NoReturn:
+        """Raise FormatError."""
+        _fail(self.path, name, text)
+
+    def class_names(self) -> list[str]:
+        """Return the names of the layers' classes."""
+        raise NotImplementedError
+
+    def children(self, where: str) -> list[tuple[str, str]]:
+        """Return class and place of each layer of a CacheList."""
+        raise NotImplementedError
+
+    def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
+        """Return the values of a layer."""
+        raise NotImplementedError
+
+    def layer(self, name: str, where: str, depth: int = 0) -> LayerValues:
+        """Return the layer at a place of the tree of arrays."""
+        # Before 0.30, ArraysCache had a subclass for two arrays.
+        cls = CLASSES.get("ArraysCache" if name == "MambaCache" else name)
+        if cls is None:
+            names = ", ".join(CLASSES)
+            self.fail(
+                where, f"layer {where} is a {name[:_MOST_NAME]!r}; the known classes are {names}"
+            )
+        if cls.name != "CacheList":
+            layer = LayerValues(cls, self.values(cls, where), [])
+            problem = find_problem(layer)
+            if problem is not None:
+                self.fail(where, f"layer {where}: {name}.{problem[0]} {problem[1]}")
+            return layer
+        if depth == _MOST_DEPTH:
+            self.fail(where, f"layer {where} has lists in more than {_MOST_DEPTH} lists")
+        parts = self.children(where)
+        return LayerValues(cls, {}, [self.layer(*part, depth + 1) for part in parts])
+
+    def check_used(self) -> None:
+        """Raise if an array does not belong to a layer."""
+        left = [name for name in self.arrays if name not in self.used]
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            self.fail(left[0], f"tensor {left[0]!r}{more} does not belong to a layer")
+
+    def take(self, name: str) -> Any:
+        """Return an array."""
+        if name not in self.arrays:
+            self.fail(name, f"tensor {name!r} is missing")
+        self.used.add(name)
+        return self.arrays[name]
+
+    def take_list(self, where: str) -> list[Any]:
+        """Return the arrays ``where.0``, ``where.1`` and so on."""
+        result: list[Any] = []
+        while f"{where}.{len(result)}" in self.arrays:
+            result.append(self.take(f"{where}.{len(result)}"))
+        return result
+
+    def text_list(self, prefix: str, names: Mapping[str, str]) -> list[str]:
+        """Return the texts ``prefix.0``, ``prefix.1`` and so on."""
+        result: list[str] = []
+        while (text := names.get(f"{prefix}.{len(result)}")) is not None:
+            result.append(text)
+        return result
+
+
+class _NewParser(_Parser):
+    """Reads files of mlx-lm 0.32 and later."""
+
+    def __init__(self, arrays: Mapping[str, Any], texts: Mapping[str, str], path: str) -> None:
+        super().__init__(arrays, texts, path)
+        self.kinds: dict[str, str] = {}
+        number = 1
+        while (name := texts.get(f"2.{number}.0")) is not None:
+            self.kinds[name] = texts.get(f"2.{number}.1", "")
+            number += 1
+        count = sum(key.startswith("2.") for key in texts)
+        if count != 2 * number - 1 or len(self.kinds) != number - 1:
+            self.fail(None, "its list of scalars is not complete")
+
+    def class_names(self) -> list[str]:
+        names = self.text_list("1", self.texts)
+        if len(names) != sum(key.startswith("1.") for key in self.texts):
+            self.fail(None, "its list of classes is not complete")
+        return names
+
+    def take(self, name: str) -> Any:
+        array = super().take(name)
+        kind = self.kinds.get(name)
+        if kind is None:
+            return array
+        if kind == "none" and array.size == 0:
+            return None
+        if kind == "scalar" and array.ndim == 0 and array.dtype.kind in "biu":
+            return array.item()
+        is_text = array.ndim == 1 and array.dtype.kind in "iu" and array.size <= _MOST_NAME
+        if kind != "string" or not is_text or not ((array >= 32) & (array < 127)).all():
+            self.fail(name, f"tensor {name!r} is not a value of kind {kind[:_MOST_NAME]!r}")
+        return "".join(map(chr, array.tolist()))
+
+    def children(self, where: str) -> list[tuple[str, str]]:
+        parts: list[tuple[str, str]] = []
+        while f"{where}.{len(parts)}.1" in self.arrays:
+            place = f"{where}.{len(parts)}"
+            name = self.take(f"{place}.1")
+            if not isinstance(name, str):
+                self.fail(f"{place}.1", f"tensor '{place}.1' is not the name of a class")
+            parts.append((name, f"{place}.0"))
+        return parts
+
+    def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for i, (name, kind) in enumerate(cls.fields.items()):
+            place = f"{where}.{i}"
+            if kind == "states":
+                values[name] = self.take_list(place)
+            elif kind == "codes" and place not in self.arrays:
+                values[name] = tuple(self.take_list(place))
+            else:
+                values[name] = self.take(place)
+        return values
+
+
+class _OldParser(_Parser):
+    """Reads files of mlx-lm 0.31 and earlier."""
+
+    def class_names(self) -> list[str]:
+        names = self.text_list("2", self.texts)
+        if len(names) != sum(key.startswith("2.") for key in self.texts):
+            self.fail(None, "its list of classes is not complete")
+        return names
+
+    def children(self, where: str) -> list[tuple[str, str]]:
+        at = self._number_place(where)
+        names = self.text_list(f"{at}.0", self.texts)
+        return [(name, f"{where}.{i}") for i, name in enumerate(names)]
+
+    def _number_place(self, where: str) -> str:
+        """Return the place of a layer's numbers: a list has one branch more than its arrays."""
+        first, *rest = where.split(".")
+        return ".".join(["0", first, *(part for each in rest for part in ("1", each))])
+
+    def _numbers(self, cls: LayerClass, where: str) -> dict[str, Any]:
+        names = _OLD_NUMBERS[cls.name]
+        texts = self.text_list(self._number_place(where), self.texts)
+        if cls.name in _STEP_AT and len(texts) == len(names) + 1:
+            del texts[_STEP_AT[cls.name]]
+        if len(texts) != len(names):
+            text = f"layer {where}, a {cls.name}, has {len(texts)} numbers, not {len(names)}"
+            self.fail(where, text)
+        values: dict[str, Any] = {}
+        for name, text in zip(names, texts, strict=True):
+            if cls.fields[name] == "flag" and text in ("True", "False", ""):
+                values[name] = text == "True"
+            elif cls.fields[name] == "count" and _INTEGER.match(text):
+                values[name] = int(text)
+            else:
+                self.fail(where, f"layer {where}: {cls.name}.{name} is {text[:_MOST_NAME]!r}")
+        return values
+
+    def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
+        values = self._numbers(cls, where)
+        if cls.name == "ArraysCache":
+            return {"cache": self.take_list(where), "left_padding": None, "lengths": None}
+        for i, (name, kind) in enumerate(cls.fields.items()):
+            if kind == "rows" or kind == "vector":
+                values[name] = self.take(f"{where}.{i}")
+            elif kind == "codes":
+                values[name] = tuple(self.take_list(f"{where}.{i}"))
+        keys = values["keys"]
+        positions = keys.shape[2] if isinstance(keys, np.ndarray) and keys.ndim == 4 else 0
+        if cls.name == "ChunkedKVCache" and values["start_position"]:
+            text = "mlx-lm 0.31 does not store the number of tokens of a layer that dropped some"
+            self.fail(where, f"layer {where}, a {cls.name}, is not complete: {text}")
+        for name in ("offset", "_idx"):  # which these files do not have
+            if cls.fields.get(name) == "count" and name not in values:
+                values[name] = positions
+        return {name: values[name] for name in cls.fields}
+
+
+def flatten_prompt(
+    layers: list[LayerValues], metadata: Mapping[str, str], generation: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arrays and the texts of a file."""
+    check_metadata(metadata)
+    classes = [layer.cls.name for layer in layers]
+    arrays: dict[str, Any] = {}
+    if generation == "0.32":
+        scalars: list[tuple[str, str]] = []
+        for i, layer in enumerate(layers):
+            _flatten_new(layer, str(i), arrays, scalars)
+        branches: tuple[Any, ...] = (metadata, classes, ["", *scalars])
+    else:
+        info = [_flatten_old(layer, str(i), arrays) for i, layer in enumerate(layers)]
+        branches = (info, metadata, classes)
+    texts: dict[str, str] = {}
+    for i, branch in enumerate(branches):
+        _flatten_texts(branch, str(i), texts)
+    return arrays, texts
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise unless metadata has texts by keys that are not reserved."""
+    for key, text in metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise TypeError(f"metadata must map str to str, got {key!r}: {type(text).__name__}")
+        if key.partition(".")[0] == "mlstate":
+            raise ValueError(f"metadata key {key!r} is reserved: choose another one")
+
+
+def _flatten_texts(branch: Any, where: str, texts: dict[str, str]) -> None:
+    """Add the texts of a tree of lists and dicts."""
+    if isinstance(branch, str):
+        texts[where] = branch
+        return
+    is_list = isinstance(branch, list | tuple)
+    for key, part in enumerate(branch) if is_list else branch.items():
+        _flatten_texts(part, f"{where}.{key}", texts)
+
+
+def _flatten_new(
+    layer: LayerValues, where: str, arrays: dict[str, Any], scalars: list[tuple[str, str]]
+) -> None:
+    """Add the arrays of a layer, and its scalars as arrays."""
+    for i, child in enumerate(layer.children):
+        _flatten_new(child, f"{where}.{i}.0", arrays, scalars)
+        _add_value(child.cls.name, f"{where}.{i}.1", arrays, scalars)
+    for i, value in enumerate(layer.values.values()):
+        place = f"{where}.{i}"
+        if isinstance(value, tuple | list):
+            for j, part in enumerate(value):
+                _add_value(part, f"{place}.{j}", arrays, scalars)
+        else:
+            _add_value(value, place, arrays, scalars)
+
+
+def _add_value(
+    value: Any, place: str, arrays: dict[str, Any], scalars: list[tuple[str, str]]
+) -> None:
+    """Add an array, or the array that mlx-lm stores for a number, a text or None."""
+    if isinstance(value, np.ndarray):
+        arrays[place] = value
+    elif value is None:
+        arrays[place] = np.zeros(0, np.float32)
+        scalars.append((place, "none"))
+    elif isinstance(value, str):
+        arrays[place] = np.array([ord(letter) for letter in value], np.int32)
+        scalars.append((place, "string"))
+    else:
+        is_small = -(2**31) <= value < 2**31
+        dtype = np.bool_ if type(value) is bool else np.int32 if is_small else np.int64
+        arrays[place] = np.array(value, dtype)
+        scalars.append((place, "scalar"))
+
+
+def _flatten_old(layer: LayerValues, where: str, arrays: dict[str, Any]) -> Any:
+    """Add the arrays of a layer for 0.31, and return its numbers as texts."""
+    cls, values = layer.cls, layer.values
+    if cls.name == "CacheList":
+        parts = list(enumerate(layer.children))
+        names = [child.cls.name for child in layer.children]
+        return names, [_flatten_old(child, f"{where}.{i}", arrays) for i, child in parts]
+    _check_old(layer, where)
+    count = {"BatchKVCache": values.get("_idx"), "BatchRotatingKVCache": values.get("_offset")}
+    length = count.get(cls.name, values.get("offset"))
+    place = -1
+    for name, kind in cls.fields.items():
+        value = values[name]
+        if kind in ("rows", "codes"):
+            place += 1
+            for part_name, part in _parts(value, f"{where}.{place}"):
+                arrays[part_name] = part[:, :, :length]
+        elif kind == "vector":
+            place += 1
+            arrays[f"{where}.{place}"] = value
+        elif kind == "states":
+            arrays.update(_parts(value, where))
+    numbers = [values[name] for name in _OLD_NUMBERS[cls.name]]
+    # mlx-lm 0.31 reads every text but the empty one as true.
+    texts = [("True" if n else "") if type(n) is bool else str(n) for n in numbers]
+    return texts or ""
+
+
+def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
+    """Return the arrays of a value by name."""
+    if isinstance(value, np.ndarray):
+        return [(where, value)]
+    return [(f"{where}.{i}", part) for i, part in enumerate(value)]
+
+
+def _check_old(layer: LayerValues, where: str) -> None:
+    """Raise if a file of 0.31 cannot hold a layer."""
+    values, text = layer.values, ""
+    if layer.cls.name == "ArraysCache":
+        if any(state is None for state in values["cache"]):
+            text = "a state that is None"
+        elif values["left_padding"] is not None or values["lengths"] is not None:
+            text = "left_padding or lengths"
+    elif layer.is_empty:
+        text = "a layer without tokens"
+    elif values.get("start_position"):
+        text = "the number of tokens of a layer that dropped some"
+    if text:
+        raise incompatible(
+            f"layer {where}, a {layer.cls.name}: mlx-lm 0.31 does not store {text}",
+            where,
+            "a file of mlx-lm 0.32",
+            "0.31",
+        )

@@ -1,0 +1,120 @@
+"""Caches as plain values and arrays, which a checkpoint stores without pickle, and back."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from .._common.arrays import overwrite
+from .._common.dtypes import name_of
+from ..errors import CompatibilityError
+from ._cache_spec import CacheEntry, CacheSpec
+from ._cache_state import CacheState
+from ._kv_state import KVState
+from ._rolling import RollingKVState
+from ._snapshot import check_writable
+
+_CLASSES: dict[str, type] = {cls.__name__: cls for cls in (KVState, RollingKVState, CacheState)}
+
+
+def cache_values(cache: Any) -> tuple[str, dict[str, Any]]:
+    """Return the class of a cache for which `is_cache` is true, and its content, without copies."""
+    name = _class_name(cache)
+    if isinstance(cache, CacheState):
+        entries = [_entry_values(entry) for entry in cache.spec]
+        return name, {"entries": entries, "arrays": dict(cache.arrays), "length": cache.length}
+    if isinstance(cache, KVState):
+        array, capacity, _, seq_axis = cache._content()
+        return name, {"array": array, "capacity": capacity, "seq_axis": seq_axis}
+    slots, _, sinks, seq_axis, oldest, following, evicted = cache._content()
+    counts = {"oldest": oldest, "next_position": following, "evicted": evicted}
+    return name, {"array": slots, "sinks": sinks, "seq_axis": seq_axis, **counts}
+
+
+def _class_name(cache: Any) -> str:
+    """Return the name in `_CLASSES`; `from_cache` of an integration returns a subclass."""
+    return next(name for name, cls in _CLASSES.items() if isinstance(cache, cls))
+
+
+def _entry_values(entry: CacheEntry) -> dict[str, Any]:
+    """Return the parameters of an entry that differ from their defaults."""
+    values = {each.name: getattr(entry, each.name) for each in fields(entry)}
+    values["shape"] = list(entry.shape)
+    defaults = {each.name: each.default for each in fields(entry)}
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def cache_from_values(name: str, values: dict[str, Any]) -> Any:
+    """Return a new cache with the content that `cache_values` returned.
+
+    Raises KeyError, TypeError or ValueError if the values do not describe a cache, and MemoryError
+    if its capacity cannot be reserved.
+    """
+    cls = _CLASSES[name]
+    if cls is CacheState:
+        spec = CacheSpec(CacheEntry(**entry) for entry in values["entries"])
+        return CacheState(spec, values["arrays"], values["length"])
+    array = values["array"]
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"the array of a {name} is a {type(array).__name__}")
+    if cls is KVState:
+        content = array, values["capacity"], array.dtype, values["seq_axis"]
+    else:
+        counts = (values[each] for each in ("oldest", "next_position", "evicted"))
+        content = array, array.dtype, values["sinks"], values["seq_axis"], *counts
+    cache: Any = object.__new__(cls)
+    cache._restore(*content)
+    return cache
+
+
+def check_cache(target: Any, cache: Any, where: str) -> None:
+    """Raise CompatibilityError unless a target can hold the content of a cache, in place."""
+    of_target, of_cache = _facts_of(target), _facts_of(cache)
+    for name in of_target:
+        if of_target[name] != of_cache.get(name):
+            text = f"the target has the {name} {of_target[name]}"
+            raise _mismatch(where, text, of_target[name], of_cache.get(name))
+    if isinstance(target, CacheState):
+        if len(of_cache) != len(of_target):
+            raise _mismatch(where, "another number of entries", len(of_target), len(of_cache))
+        for entry in target.spec:
+            for name in entry.arrays:
+                check_writable(entry, target.arrays[name])
+    elif isinstance(target, KVState) and cache.seq_length > target.capacity:
+        text = f"call reserve({cache.seq_length}) before: the target has room for {target.capacity}"
+        raise _mismatch(where, text, target.capacity, f"{cache.seq_length} positions")
+
+
+def _mismatch(where: str, text: str, expected: Any, got: Any) -> CompatibilityError:
+    error = CompatibilityError(f"{where}: {text}, the checkpoint has {got}")
+    error.name, error.expected, error.got = where, expected, got
+    return error
+
+
+def _facts_of(cache: Any) -> dict[str, Any]:
+    """Return the facts by name that must be equal to overwrite the content of a cache."""
+    facts: dict[str, Any] = {"class": _class_name(cache)}
+    if isinstance(cache, CacheState):
+        return facts | {f"entry {entry.name!r}": entry for entry in cache.spec}
+    shape: list[int | str] = list(cache.shape)
+    if isinstance(cache, KVState):
+        shape[cache.seq_axis] = "any"
+    else:
+        facts["sinks"] = cache.sinks
+    return facts | {"shape": shape, "axis": cache.seq_axis, "dtype": name_of(cache.dtype)}
+
+
+def overwrite_cache(target: Any, cache: Any) -> None:
+    """Write the content of a cache into another one, in place; `check_cache` accepts the two."""
+    if isinstance(target, CacheState):
+        for name, array in target.arrays.items():
+            overwrite(array, cache.arrays[name])
+        target._take_tokens(cache)
+    elif isinstance(target, KVState):
+        target.resize(cache.seq_length)
+        target.array[...] = cache.array
+    else:
+        slots, _, _, _, *counts = cache._content()
+        target._buffer.fill(slots.astype(target.dtype, copy=False), *counts)

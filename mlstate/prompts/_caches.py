@@ -1,0 +1,127 @@
+"""The kinds of caches that a store takes, each read as a `CacheState`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.arrays import is_torch
+from ..errors import CompatibilityError
+from ..kv import KVState, RollingKVState
+from ..kv._arguments import incompatible, tokens_error
+from ..kv._cache_spec import CacheEntry, CacheSpec, entry_error
+from ..kv._cache_state import CacheState
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_NAME = "cache"  # of the one entry of an array
+# Engines by the package of their cache classes, and the integration that converts these.
+_ENGINES = {"transformers": "transformers", "mlx_lm": "mlx"}
+_BATCHED = ("keys", "values", "conv_states", "recurrent_states")  # their first axis is the batch
+
+
+def engine_of(cache: object) -> ModuleType | None:
+    """Return the integration of an engine's cache, with `from_cache` and `to_cache`, or None."""
+    first = cache[0] if isinstance(cache, list | tuple) and cache else cache
+    for cls in type(first).__mro__:
+        name = _ENGINES.get(cls.__module__.partition(".")[0])
+        if name is not None:
+            return import_module(f"mlstate.integrations.{name}")
+    return None
+
+
+def state_of(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
+    """Return a cache that holds `length` tokens as a state over the same memory."""
+    state = _whole_state(cache, length, spec)
+    if state.length != length:
+        raise incompatible(
+            f"the cache has {state.length:,} tokens, and tokens has {length:,}: pass the tokens "
+            "that the model has seen; generate() returns one that it has not",
+            None,
+            f"{state.length} tokens",
+            f"{length} tokens",
+        )
+    return state
+
+
+def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
+    if isinstance(cache, CacheState):
+        return cache
+    if isinstance(cache, RollingKVState):
+        return _state_of_ring(cache, length)
+    if isinstance(cache, KVState | np.ndarray) or is_torch(cache):
+        return state_of_array(cache, length, spec)
+    engine = engine_of(cache)
+    if engine is None:
+        raise TypeError(
+            "cache must be a CacheState, KVState, RollingKVState, array, or a cache of "
+            f"transformers or mlx-lm, got {type(cache).__name__}"
+        )
+    try:
+        state: CacheState = engine.from_cache(cache)
+    except CompatibilityError:  # for example, its layers do not count the tokens
+        state = engine.from_cache(cache, length=length)
+    check_one_sequence(state.spec)
+    return state
+
+
+def check_one_sequence(spec: CacheSpec) -> None:
+    """Raise unless the cache of an engine holds one sequence, which the tokens identify."""
+    for entry in spec:
+        if entry.role in _BATCHED and entry.shape[0] != 1:
+            text = f"the cache holds {entry.shape[0]} sequences: store each of them by itself"
+            raise entry_error(entry.name, text, 1, entry.shape[0])
+
+
+def state_of_array(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
+    """Return an array whose first `length` positions hold tokens as a state."""
+    array = cache.array if isinstance(cache, KVState) else cache
+    if spec is not None and len(spec) == 1:
+        entry = spec[0]
+        name, axis = entry.name, entry.seq_axis
+    else:
+        name, axis = _NAME, cache.seq_axis if isinstance(cache, KVState) else -2
+    axis = -2 if axis is None else axis
+    entry = CacheEntry(name, "full", tuple(array.shape), array.dtype, axis)
+    positions = entry.seq_length or 0
+    if length > positions:
+        raise tokens_error(length, positions, "pass the tokens that the cache holds", name)
+    return CacheState(CacheSpec([entry]), {name: array}, length)
+
+
+def ring_spec(cache: RollingKVState) -> CacheSpec:
+    """Return the one entry of a rolling cache."""
+    return CacheSpec(
+        [CacheEntry(_NAME, "sliding", cache.shape, cache.dtype, cache.seq_axis, sinks=cache.sinks)]
+    )
+
+
+def _state_of_ring(cache: RollingKVState, length: int) -> CacheState:
+    following = cache.next_position
+    state = CacheState(ring_spec(cache), {_NAME: cache.array}, following)
+    if following == length and not np.array_equal(state.positions(_NAME), cache.positions()):
+        text = "tokens were trimmed after others had been evicted, so the window has a gap"
+        raise entry_error(_NAME, text, f"{state.length} tokens", f"{cache.length} tokens")
+    return state
+
+
+def as_tokens(tokens: Any) -> Any:
+    """Return token ids as an array that the core takes: one dimension, an integer dtype."""
+    if is_torch(tokens):
+        tokens = tokens.detach().cpu().numpy()
+    ids = np.asarray(tokens)
+    if ids.size == 0:
+        ids = ids.astype(np.int64)
+    if ids.dtype.kind not in "iu":
+        kind = "bool" if ids.dtype.kind == "b" else str(ids.dtype)
+        raise TypeError(f"tokens must be integers, got an array of {kind}")
+    if ids.ndim == 2 and ids.shape[0] == 1:  # a batch of one, as tokenizers return it
+        ids = ids[0]
+    if ids.ndim != 1:
+        raise ValueError(f"tokens must have one dimension, got shape {ids.shape}")
+    if ids.dtype.itemsize < 4 or not ids.dtype.isnative:
+        ids = ids.astype(np.int64)
+    return np.ascontiguousarray(ids)

@@ -1,0 +1,227 @@
+"""What identifies the model that a cache belongs to; public through `mlstate.prompts`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from typing import TYPE_CHECKING, Any, cast
+
+from .. import _core
+from .._common.backend import TensorBackend, backend_of, is_module
+from .._common.dtypes import name_of
+from .._common.local_path import local_folder
+from .._common.regular_file import open_regular
+from .._common.store_error import format_error, store_error
+from ..errors import StoreNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    Model = str | os.PathLike[str] | Any
+
+_FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
+_BLOB = re.compile(r"[0-9a-f]{64}")  # name of a weight file in the cache of the Hugging Face Hub
+# Keys of a config that do not change what a model computes.
+_NO_FACTS = ("_name_or_path", "_commit_hash", "transformers_version")
+_CONFIGS = ("config.json", "adapter_config.json")
+_CORE_ML = (".mlpackage", ".mlmodelc")
+_REMEDY = (
+    "pass its name as a str, its folder as a pathlib.Path, or the torch module with "
+    "hash_weights=True"
+)
+
+
+def fingerprint(
+    model: Model,
+    *,
+    adapters: Iterable[Model] = (),
+    hash_weights: bool = False,
+    salt: str = "",
+) -> str:
+    """Return a text that identifies a model, so that caches of another one are never used.
+
+    Parameters
+    ----------
+    model : str, os.PathLike or torch.nn.Module
+        - A str is a name, and identifies the model as far as the caller keeps it unique: engines
+          that pass the same name share their caches.
+        - A path is the folder of a Hugging Face model (``config.json`` and safetensors), of a Core
+          ML model or of a Core AI model.
+        - A torch module needs ``hash_weights=True``.
+    adapters : iterable of str, os.PathLike or torch.nn.Module
+        The adapters (LoRA) that are active, in order.
+    hash_weights : bool
+        Read all parameters and buffers of a torch module, to compute their SHA-256.
+    salt : str
+        Anything else that the content of the cache depends on, such as the digest of an image.
+
+    Returns
+    -------
+    str
+        ``sha256:`` and 64 hexadecimal digits; `fingerprint` of such a str returns it unchanged.
+
+    Raises
+    ------
+    TypeError
+        `model` has another type, or is a torch module and `hash_weights` is False.
+    FormatError
+        A file is damaged or incomplete, or the folder has no model.
+    StoreError
+        A file cannot be read.
+
+    Notes
+    -----
+    From a folder, the fingerprint covers the whole config (RoPE parameters, position scheme, dtype,
+    quantization), the header of each safetensors file and the SHA-256 of each file. A file in the
+    cache of the Hugging Face Hub has its SHA-256 as name, so it is not read; others are read in
+    full, about 1 GiB/s. From a torch module it covers the config, and name, dtype, shape and
+    content of each parameter and buffer.
+
+    Examples
+    --------
+    >>> from mlstate.prompts import fingerprint
+    >>> fingerprint("llama-3.2-1b, bfloat16")[:20]
+    'sha256:beeb1f2b95f52'
+    """
+    if isinstance(model, str) and _FINGERPRINT.fullmatch(model) and not adapters and not salt:
+        return model
+    if not isinstance(salt, str):
+        raise TypeError(f"salt must be a str, got {type(salt).__name__}")
+    if isinstance(adapters, str | os.PathLike):
+        raise TypeError("adapters must be an iterable of adapters, got one: pass [adapter]")
+    facts = {
+        "model": _facts_of(model, hash_weights=hash_weights),
+        "adapters": [_facts_of(each, hash_weights=hash_weights) for each in adapters],
+        "salt": salt,
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _facts_of(model: Model, *, hash_weights: bool) -> dict[str, Any]:
+    if isinstance(model, str):
+        if not model:
+            raise ValueError(f"the name of the model is empty: {_REMEDY}")
+        return {"name": model}
+    if isinstance(model, os.PathLike):
+        return _facts_of_folder(local_folder(model))
+    if is_module(model):
+        if not hash_weights:
+            raise TypeError(
+                f"a {type(model).__name__} is identified by its weights, which takes about 1 s for "
+                "each GiB: pass hash_weights=True, or the name of the model as a str, or its folder"
+            )
+        return _facts_of_module(model)
+    raise TypeError(f"a {type(model).__name__} does not identify a model: {_REMEDY}")
+
+
+# ---- files ----
+
+
+def _facts_of_folder(folder: str) -> dict[str, Any]:
+    suffix = os.path.splitext(folder)[1].lower()
+    if suffix == ".aimodel":
+        from ..coreai import verify
+
+        return {"coreai": verify(folder)}
+    try:
+        files = _list_files(folder)
+    except OSError as error:
+        raise store_error(error, "cannot read the model", folder) from error
+    if suffix in _CORE_ML:
+        return {"coreml": {name: _digest_of(os.path.join(folder, name)) for name in files}}
+    weights = [name for name in files if name.endswith(".safetensors") and os.sep not in name]
+    configs = [name for name in _CONFIGS if name in files]
+    if not weights or not configs:
+        text = f"{folder}: the folder has no {'safetensors' if configs else 'config.json'}"
+        raise format_error(f"{text}: {_REMEDY}", folder)
+    return {
+        "configs": {name: _config_of(os.path.join(folder, name)) for name in configs},
+        "weights": {name: _weights_of(os.path.join(folder, name)) for name in weights},
+    }
+
+
+def _list_files(folder: str) -> list[str]:
+    """Return the relative names of all files in a folder, sorted."""
+    if not stat.S_ISDIR(os.stat(folder).st_mode):
+        raise NotADirectoryError(20, "a model is a folder, and this is a file", folder)
+    names = []
+    for parent, _, files in os.walk(folder, onerror=_raise):
+        names += [os.path.relpath(os.path.join(parent, name), folder) for name in files]
+    return sorted(names)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _read(path: str, read: Callable[[Any], Any]) -> Any:
+    try:
+        with open_regular(path) as file:
+            return read(file)
+    except FileNotFoundError as error:
+        missing: StoreNotFoundError = cast(
+            "StoreNotFoundError", store_error(error, "the model is incomplete", path)
+        )
+        raise missing from None
+    except OSError as error:
+        raise store_error(error, "cannot read the model", path) from error
+
+
+def _config_of(path: str) -> Any:
+    try:
+        config = json.loads(_read(path, lambda file: file.read(64 << 20)))
+    except (ValueError, RecursionError) as error:
+        raise format_error(f"{path}: not JSON: {error}", path) from None
+    return _without_names(config)
+
+
+def _without_names(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {key: value for key, value in config.items() if key not in _NO_FACTS}
+
+
+def _weights_of(path: str) -> list[Any]:
+    """Return the SHA-256 of a file's header, and the one of all its bytes."""
+    _core.file_metadata(path, False)  # refuses a truncated file
+    size = int.from_bytes(_read(path, lambda file: file.read(8)), "little")
+    header = _read(path, lambda file: file.read(8 + size))
+    return [hashlib.sha256(header).hexdigest(), _blob_name(path) or _digest_of(path)]
+
+
+def _blob_name(path: str) -> str | None:
+    """Return the SHA-256 in the name of a file of the Hub's cache, if it links to one."""
+    parent, name = os.path.split(os.path.realpath(path))
+    is_blob = os.path.basename(parent) == "blobs" and _BLOB.fullmatch(name)
+    return name if is_blob else None
+
+
+def _digest_of(path: str) -> str:
+    digest: str = _read(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest())
+    return digest
+
+
+# ---- modules ----
+
+
+def _facts_of_module(module: Any) -> dict[str, Any]:
+    config: Any = getattr(module, "config", None)
+    config = config.to_dict() if hasattr(config, "to_dict") else None
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        "class": type(module).__name__,
+        "config": _without_names(config),
+        "tensors": [_tensor_facts(name, tensor) for name, tensor in sorted(tensors.items())],
+    }
+
+
+def _tensor_facts(name: str, tensor: Any) -> list[Any]:
+    backend = backend_of(tensor, TensorBackend)
+    values = tensor.detach().cpu().contiguous()
+    array = backend.arrays_of({name: values})[name]
+    digest = hashlib.sha256(array.reshape(-1).view("u1")).hexdigest()
+    return [name, name_of(tensor.dtype), list(tensor.shape), digest]

@@ -1,0 +1,156 @@
+"""How the entries of a cache are stored: the canonical layout, which engines share.
+
+Entries of kind "full" and "quantized" are stored in blocks of tokens. All others, and the entries
+of a layer with an opaque entry, which its tokens may depend on, are stored as snapshots: whole, at
+one position. The stored form of an array has its sequence axis second to last, in C order, in
+native byte order; a snapshot of a sliding entry has its tokens by increasing position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from .._common.dtypes import numpy_dtype
+from ..kv._arguments import incompatible
+from ..kv._cache_spec import CacheEntry, CacheSpec, entry_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_FACTS = ("name", "kind", "dtype", "sinks", "bits", "group")  # the same in all caches of a model
+_OTHERS = ("layer", "role", "seq_axis", "window")
+
+
+class StoredSpec:
+    """The entries of the caches of one model, independent of their number of positions.
+
+    Attributes
+    ----------
+    entries : tuple of CacheEntry
+        All of them, sorted by name.
+    blocks : tuple of CacheEntry
+        Those that are stored in blocks.
+    states : tuple of CacheEntry
+        Those that are stored as snapshots.
+    token_bytes : int
+        Of the entries that are stored in blocks.
+    digest : bytes
+        Identifies what two caches must agree on; windows and the place of the sequence axis are
+        not part of it.
+    """
+
+    __slots__ = ("blocks", "digest", "entries", "states", "token_bytes")
+
+    def __init__(self, spec: Iterable[CacheEntry]) -> None:
+        spec = sorted(spec, key=lambda entry: entry.name)  # the same order for every engine
+        opaque_layers = {e.layer for e in spec if e.kind == "opaque" and e.layer is not None}
+        has_loose_opaque = any(e.kind == "opaque" and e.layer is None for e in spec)
+
+        def is_in_blocks(entry: CacheEntry) -> bool:
+            is_positional = entry.kind in ("full", "quantized")
+            return is_positional and not has_loose_opaque and entry.layer not in opaque_layers
+
+        self.entries = tuple(spec)
+        self.blocks = tuple(e for e in spec if is_in_blocks(e))
+        self.states = tuple(e for e in spec if not is_in_blocks(e))
+        self.token_bytes = sum(_token_bytes(e, name) for e in self.blocks for name in e.arrays)
+        facts = [[getattr(e, name) for name in _FACTS] + [_stable_shape(e)] for e in spec]
+        self.digest = hashlib.sha256(json.dumps(facts).encode()).digest()[:8]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the entries as JSON."""
+        return [
+            {name: getattr(e, name) for name in (*_FACTS, *_OTHERS)}
+            | {"shape": list(_inner_shape(e))}
+            for e in self.entries
+        ]
+
+    @classmethod
+    def from_json(cls, document: Any) -> StoredSpec:
+        """Return the entries of a document; raise ValueError for a malformed one."""
+        return cls(CacheSpec([_entry_from(dict(each)) for each in document]))
+
+    def check_parts(self, listed: Any, length: int) -> int:
+        """Return the bytes of the parts of a snapshot; raise ValueError if they do not fit.
+
+        `listed` has, for each array of `states`, its name, and the numbers of tokens of its parts
+        or its shape.
+        """
+        arrays = [(e, name) for e in self.states for name in e.arrays]
+        if not isinstance(listed, list) or len(listed) != len(arrays):
+            raise ValueError(f"expected {len(arrays)} arrays")
+        nbytes = 0
+        for (entry, name), (stored_name, counts, shape) in zip(arrays, listed, strict=True):
+            numbers = shape if entry.seq_axis is None else counts
+            if stored_name != name or not all(type(n) is int and n >= 0 for n in numbers):
+                raise ValueError(f"{name!r}: {stored_name!r}, {counts}, {shape}")
+            if entry.seq_axis is None:
+                nbytes += prod(numbers) * _item_bytes(entry, name)
+            elif sum(numbers) > length:
+                raise ValueError(f"{name!r}: {sum(numbers)} tokens of {length}")
+            else:
+                nbytes += _token_bytes(entry, name) * sum(numbers)
+        return nbytes
+
+    def check(self, spec: CacheSpec, holder: str) -> None:
+        """Raise CompatibilityError unless a cache has the same entries; windows may differ."""
+        stored, passed = ({e.name: e for e in entries} for entries in (self.entries, spec))
+        missing = [name for name in stored if name not in passed]
+        strange = [name for name in passed if name not in stored]
+        if missing or strange:
+            text = f"lacks the entry {missing[0]!r}" if missing else f"also has {strange[0]!r}"
+            name = (missing or strange)[0]
+            raise incompatible(
+                f"the {holder} {text}: the prompts of this model have {len(stored)} entries, and "
+                f"the {holder} {len(passed)}",
+                name,
+                f"{len(stored)} entries",
+                f"{len(passed)} entries",
+            )
+        for name, entry in passed.items():
+            _check_entry(stored[name], entry, holder)
+
+
+def _entry_from(facts: dict[str, Any]) -> CacheEntry:
+    shape, axis = [int(size) for size in facts.pop("shape")], facts["seq_axis"]
+    if axis is not None:
+        shape.insert(axis, 1)
+    return CacheEntry(shape=tuple(shape), **facts)
+
+
+def _inner_shape(entry: CacheEntry) -> tuple[int, ...]:
+    """Return the shape without the sequence axis."""
+    axis = entry.seq_axis
+    return entry.shape if axis is None else (*entry.shape[:axis], *entry.shape[axis + 1 :])
+
+
+def _item_bytes(entry: CacheEntry, name: str) -> int:
+    return int(numpy_dtype(entry.arrays[name][1]).itemsize)
+
+
+def _token_bytes(entry: CacheEntry, name: str) -> int:
+    """Return the bytes of one token of an array with a sequence."""
+    shape, _ = entry.arrays[name]
+    axis = entry.seq_axis or 0
+    return prod((*shape[:axis], *shape[axis + 1 :])) * _item_bytes(entry, name)
+
+
+def _stable_shape(entry: CacheEntry) -> tuple[int, ...] | None:
+    return None if entry.kind == "opaque" else _inner_shape(entry)
+
+
+def _check_entry(stored: CacheEntry, entry: CacheEntry, holder: str) -> None:
+    for fact in ("kind", "dtype", "sinks", "bits", "group"):
+        expected, got = getattr(stored, fact), getattr(entry, fact)
+        if expected != got:
+            text = f"{fact} {got!r} in the {holder}, and {expected!r} in the prompts of this model"
+            raise entry_error(entry.name, f"{text}: pass another model= for it", expected, got)
+    expected_shape, got_shape = _stable_shape(stored), _stable_shape(entry)
+    if expected_shape != got_shape:
+        text = (
+            f"shape {got_shape} without positions in the {holder}, {expected_shape} in the prompts"
+        )
+        raise entry_error(entry.name, f"{text} of this model", expected_shape, got_shape)

@@ -1,0 +1,89 @@
+"""The prompts that a store holds, for people: one for each record that no longer one continues."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._common.text import bytes_text
+from ..errors import FormatError
+from ._match import SNAPSHOT, Head, head_of
+
+if TYPE_CHECKING:
+    from .. import _core
+
+HEADERS = ("prompt", "model", "tokens", "ends with", "bytes", "pinned")
+_DIGITS = 12  # of a key, in tables
+_NO_PARENT = bytes(16)
+
+
+class StoredPrompt(NamedTuple):
+    """A record, and all before it that it needs."""
+
+    key: str  # hexadecimal
+    fingerprint: str
+    model: str  # its label
+    tokens: list[int]
+    kind: str  # "snapshot" or "block"
+    nbytes: int  # shared blocks included
+    pinned: bool
+    last_used: int
+    head: Head | None  # of the first record that has one
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of a table with `HEADERS`."""
+        return (
+            self.key[:_DIGITS],
+            self.model,
+            f"{len(self.tokens):,}",
+            self.kind,
+            bytes_text(self.nbytes),
+            "yes" if self.pinned else "no",
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return the members as JSON."""
+        return {
+            "prompt": self.key,
+            "fingerprint": f"sha256:{self.fingerprint}",
+            "model": self.model,
+            "tokens": len(self.tokens),
+            "kind": self.kind,
+            "bytes": self.nbytes,
+            "pinned": self.pinned,
+            "last_used": self.last_used,
+        }
+
+
+def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:
+    """Return the stored prompts, the most recently used first."""
+    records = {record[0]: record for record in log.records()}
+    continued = {record[1] for record in records.values()}
+    tips = [r for r in records.values() if r[0] not in continued or r[2] == SNAPSHOT]
+    prompts = [_prompt_of(tip, records, path) for tip in tips]
+    return sorted(prompts, key=lambda each: each.last_used, reverse=True)
+
+
+def _prompt_of(tip: Any, records: dict[bytes, Any], path: str) -> StoredPrompt:
+    chain = [tip]
+    while chain[-1][1] in records and len(chain) <= len(records):
+        chain.append(records[chain[-1][1]])
+    heads = (_head_of(record, path) for record in reversed(chain))
+    head = next((each for each in heads if each is not None), None)
+    return StoredPrompt(
+        key=tip[0].hex(),
+        fingerprint=tip[4].hex(),
+        model="?" if head is None else head.label,
+        tokens=[token for record in reversed(chain) for token in record[8].tolist()],
+        kind="snapshot" if tip[2] == SNAPSHOT else "block",
+        nbytes=sum(record[5] for record in chain),
+        pinned=tip[6],
+        last_used=tip[7],
+        head=head,
+    )
+
+
+def _head_of(record: Any, path: str) -> Head | None:
+    try:
+        return head_of(record[9], path)
+    except FormatError:  # of a block that is not the first one
+        return None

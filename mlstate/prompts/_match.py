@@ -1,0 +1,252 @@
+"""The stored beginning of a prompt; public through `mlstate.prompts`."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
+
+from .._common.log import log
+from .._common.set_module import set_module
+from .._common.store_error import format_error
+from .._common.text import bytes_text, table_html
+from ..errors import FormatError
+from ._layout import StoredSpec
+
+if TYPE_CHECKING:
+    from .. import _core
+    from .._types import NDArray
+
+BLOCK, SNAPSHOT = 0, 1  # kinds of records
+_DIGEST_BYTES = 8
+_HEAD = _DIGEST_BYTES + 4
+
+
+class Candidate(NamedTuple):
+    """A position that can be restored."""
+
+    position: int
+    record: int | None  # of the snapshot; None: only blocks are needed
+
+
+class Head(NamedTuple):
+    """The description of the caches of a model."""
+
+    stored: StoredSpec
+    label: str
+
+
+# A description is the digest of the entries; of a first block or a snapshot also the length of the
+# head, the head and the list of parts, both as JSON.
+
+
+def pack_meta(stored: StoredSpec, label: str, listed: list[Any]) -> bytes:
+    """Return the description of a snapshot, or of the first block of a prompt."""
+    head = _packed({"model": label, "entries": stored.to_json()})
+    return b"".join((stored.digest, len(head).to_bytes(4, "little"), head, _packed(listed)))
+
+
+def _packed(document: Any) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _cut_meta(data: bytes) -> tuple[bytes, bytes]:
+    """Return the head and the list of parts."""
+    stop = _HEAD + int.from_bytes(data[_HEAD - 4 : _HEAD], "little")
+    return data[_HEAD:stop], data[stop:]
+
+
+@lru_cache(maxsize=16)
+def _parse_head(head: bytes) -> Head:
+    document = json.loads(head)
+    return Head(StoredSpec.from_json(document["entries"]), str(document["model"]))
+
+
+def head_of(data: bytes, path: str) -> Head:
+    """Return the head of a description; raise FormatError for a malformed one."""
+    try:
+        head = _parse_head(_cut_meta(data)[0])
+        if head.stored.digest != data[:_DIGEST_BYTES]:
+            raise ValueError("its digest differs")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        text = f"{path}: the description of a record is malformed: {error}"
+        raise format_error(text, path) from None
+    return head
+
+
+def parts_of(match: Match, record: int, path: str) -> list[Any]:
+    """Return the list of parts of a snapshot; raise FormatError unless it fits the record."""
+    stored = match._stored
+    assert stored is not None
+    _, start, end, nbytes = match._log_match.records[record]
+    try:
+        listed = json.loads(_cut_meta(match._log_match.meta(record))[1])
+        size = stored.token_bytes * (end - start) + stored.check_parts(listed, end)
+        if size != nbytes:
+            raise ValueError(f"it needs {size} bytes, and has {nbytes}")
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"{path}: the description of a snapshot is malformed: {error}"
+        raise format_error(text, path) from None
+    return list(listed)
+
+
+@set_module("mlstate.prompts")
+class Match:
+    """The beginning of a prompt that is stored; `PromptStore.match` returns one.
+
+    Attributes
+    ----------
+    length : int
+        Number of tokens that `PromptStore.restore` can restore.
+    limit : str or None
+        The entry of the cache that ends the match: nothing is stored of it for a later position.
+        None if all tokens are matched that may be.
+
+    Notes
+    -----
+    A match keeps its files open, so that another process cannot take them away. Use it as a
+    context manager, or call `close`. It cannot be copied or pickled.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_candidates",
+        "_log_match",
+        "_stored",
+        "_tokens",
+        "length",
+        "limit",
+    )
+
+    length: int
+    limit: str | None
+    _log_match: _core.PromptMatch
+    _stored: StoredSpec | None
+    _tokens: NDArray
+    _candidates: list[Candidate]  # the longest first
+    _blocks: list[tuple[int, int, int]]  # (record, start, stop) of the chain
+
+    def __init__(self) -> None:
+        raise TypeError("a Match is created by PromptStore.match")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Match cannot be copied or pickled, because it keeps files open")
+
+    def close(self) -> None:
+        """Close the files; `PromptStore.restore` of this match then raises ValueError."""
+        self._log_match.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        limit = "" if self.limit is None else f", limit={self.limit!r}"
+        return f"Match(length={self.length}{limit})"
+
+    def _repr_html_(self) -> str:
+        records = self._log_match.records
+        used = {record for record, _, stop in self._blocks if stop <= self.length}
+        rows = [
+            (
+                "block" if kind == BLOCK else "snapshot",
+                f"{start:,}",
+                f"{end:,}",
+                bytes_text(size),
+                "yes" if index in used or (kind != BLOCK and end == self.length) else "no",
+            )
+            for index, (kind, start, end, size) in enumerate(records)
+        ]
+        limit = "" if self.limit is None else f", ended by {self.limit}"
+        title = f"Match: {self.length:,} tokens{limit}"
+        return table_html(title, ["record", "from token", "to token", "bytes", "restored"], rows)
+
+
+def make_match(
+    log_match: _core.PromptMatch,
+    tokens: NDArray,
+    path: str,
+    most: int,
+    expected: StoredSpec | None,
+) -> Match:
+    """Return the match of at most `most` tokens."""
+    for text in log_match.damage:
+        log("WARNING", "%s: %s: the record is left out", path, text)
+    match = object.__new__(Match)
+    match._log_match, match._tokens = log_match, tokens
+    match.length, match.limit, match._stored = 0, None, expected
+    match._candidates, match._blocks = [], []
+    heads = _heads(log_match, path)
+    if not heads:
+        match.limit = _first_name(expected) if most else None
+        return match
+    stored = next(iter(heads.values())).stored
+    if expected is not None and expected.digest != stored.digest:
+        log("WARNING", "%s: the stored prompt has other entries than the cache: a miss", path)
+        match.limit = _first_name(expected)
+        return match
+    match._stored = stored
+    match._blocks = _chain(log_match, stored)
+    match._candidates = _candidates(match, heads, most)
+    if match._candidates:
+        match.length = match._candidates[0].position
+    if match.length < most:
+        match.limit = _limit(match, stored)
+    return match
+
+
+def _heads(log_match: _core.PromptMatch, path: str) -> dict[int, Head]:
+    """Return the heads of the first block and of the snapshots, by record."""
+    heads: dict[int, Head] = {}
+    for index, (kind, start, _, _) in enumerate(log_match.records):
+        if kind == SNAPSHOT or (kind == BLOCK and start == 0):
+            try:
+                heads[index] = head_of(log_match.meta(index), path)
+            except FormatError as error:
+                log("WARNING", "%s: the record is left out", error)
+    return heads
+
+
+def _chain(log_match: _core.PromptMatch, stored: StoredSpec) -> list[tuple[int, int, int]]:
+    """Return the blocks from the first token on, as long as they have the same entries."""
+    blocks: list[tuple[int, int, int]] = []
+    for index, (kind, start, end, nbytes) in enumerate(log_match.records):
+        if kind != BLOCK:
+            continue
+        is_next = start == (blocks[-1][2] if blocks else 0)
+        is_same = log_match.meta(index)[:_DIGEST_BYTES] == stored.digest
+        if not is_next or not is_same or nbytes != stored.token_bytes * (end - start):
+            break
+        blocks.append((index, start, end))
+    return blocks
+
+
+def _candidates(match: Match, heads: dict[int, Head], most: int) -> list[Candidate]:
+    """Return the positions that can be restored, the longest first."""
+    stored, reach = match._stored, match._blocks[-1][2] if match._blocks else 0
+    assert stored is not None
+    candidates = []
+    for index, head in heads.items():
+        kind, start, end, _ = match._log_match.records[index]
+        if kind != SNAPSHOT or start > reach or head.stored.digest != stored.digest:
+            continue
+        position = end if stored.states else min(end, most)  # a state belongs to the end only
+        if 0 < position <= most and (position > start or stored.states):
+            candidates.append(Candidate(position, index))
+    if not stored.states and min(reach, most):
+        candidates.append(Candidate(min(reach, most), None))
+    return sorted(candidates, key=lambda each: each.position, reverse=True)
+
+
+def _limit(match: Match, stored: StoredSpec) -> str:
+    """Return the entry that nothing is stored of behind the match."""
+    reach = match._blocks[-1][2] if match._blocks else 0
+    has_more_tokens = reach > match.length or not stored.blocks
+    entries = stored.states if has_more_tokens and stored.states else stored.blocks
+    return (entries or stored.entries)[0].name
+
+
+def _first_name(stored: StoredSpec | None) -> str | None:
+    return None if stored is None else (stored.blocks or stored.entries)[0].name

@@ -1,0 +1,97 @@
+"""Puts that a thread writes; their data is copied first."""
+
+from __future__ import annotations
+
+from threading import Condition
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .._common.log import log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    from .._types import NDArray
+
+
+class _Put(NamedTuple):
+    """A put that is not written yet."""
+
+    tokens: NDArray
+    nbytes: int  # of the copies
+
+
+class PendingPuts:
+    """A queue of puts, one thread that writes them in order, and a budget for their copies."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._changed = Condition()
+        self._queue: list[_Put] = []  # copied or being copied, and not written yet
+        self._executor: ThreadPoolExecutor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(put.nbytes for put in self._queue)
+
+    def common(self, ids: NDArray) -> int:
+        """Return how many first tokens a prompt shares with one that is being written."""
+        with self._changed:
+            return max((_common_tokens(ids, put.tokens) for put in self._queue), default=0)
+
+    def submit(
+        self, ids: NDArray, records: list[Any], write: Callable[[list[Any]], int]
+    ) -> Future[int]:
+        """Copy records and let the thread write them; write them here if they are too large."""
+        from concurrent.futures import Future, ThreadPoolExecutor
+
+        put = _Put(ids, sum(part.nbytes for record in records for part in record[3]))
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_room(put.nbytes))
+                if put.nbytes <= self._most:
+                    self._executor = self._executor or ThreadPoolExecutor(1, "mlstate-prompts")
+                    self._queue.append(put)
+            if put.nbytes <= self._most:
+                copies = [(*r[:3], [np.array(part) for part in r[3]]) for r in records]
+                assert self._executor is not None
+                return self._executor.submit(self._run, put, copies, write)
+        except BaseException:
+            self._forget(put)
+            raise
+        done: Future[int] = Future()
+        done.set_result(write(records))
+        return done
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not self._queue or self.nbytes + nbytes <= self._most
+
+    def _run(self, put: _Put, records: list[Any], write: Callable[[list[Any]], int]) -> int:
+        try:
+            return write(records)
+        except Exception as error:
+            log("ERROR", "a prompt of %d tokens is not stored: %s", len(put.tokens), error)
+            raise
+        finally:
+            records.clear()
+            self._forget(put)
+
+    def _forget(self, put: _Put) -> None:
+        with self._changed:
+            self._queue = [each for each in self._queue if each is not put]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait for all puts."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=True)
+
+
+def _common_tokens(ids: NDArray, other: NDArray) -> int:
+    count = min(len(ids), len(other))
+    different = np.flatnonzero(ids[:count] != other[:count])
+    return int(different[0]) if len(different) else count

@@ -1,0 +1,539 @@
+"""A store of prompts on disk; public through `mlstate.prompts`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+
+from .. import _core
+from .._common.arguments import check_flags, check_int, check_number
+from .._common.budget import parse_size
+from .._common.local_path import local_folder
+from .._common.log import log
+from .._common.set_module import set_module
+from .._common.text import bytes_text, table_html
+from ..errors import FormatError
+from ..kv._cache_spec import CacheSpec
+from ._caches import as_tokens, state_of
+from ._fingerprint import fingerprint
+from ._layout import StoredSpec
+from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of
+from ._pending import PendingPuts
+from ._stops import Snapshots, checked_policy, positions
+from ._targets import Target, open_target
+from ._transfer import (
+    Request,
+    block_parts,
+    block_requests,
+    run_requests,
+    state_parts,
+    state_requests,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .._types import NDArray
+    from ..kv import CacheState
+    from ._fingerprint import Model
+
+_MOST_BLOCK = 65536  # tokens
+_PENDING = 256 << 20
+_Record = tuple[int, int, bytes, list[Any]]  # kind, end, description, parts
+
+
+@set_module("mlstate.prompts")
+class PromptStore:
+    """KV caches on disk by the tokens that they hold, so that a prompt is prefilled once.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Folder of the store; it is created if it is missing. Several processes may use it at a time.
+    model : str, os.PathLike or torch.nn.Module
+        What `fingerprint` takes. Pass the same str in all engines that share prompts.
+    spec : CacheSpec, optional
+        The entries of the caches. Default: the entries of the first cache.
+    block_tokens : int
+        Tokens of a block, up to 65,536. Prompts share whole blocks.
+    max_bytes : int or str, optional
+        Most bytes on disk, also as a size such as ``"100GB"``. A put deletes the least recently
+        used blocks first.
+    adapters, hash_weights, salt
+        As for `fingerprint`.
+    snapshots : "end", "powers", int or iterable of int
+        The positions of `stops`: the last token only, powers of two, every n tokens, or these.
+    max_pending_bytes : int or str
+        Most bytes of copies that asynchronous puts hold.
+    lock_timeout : float
+        Seconds to wait while another process writes.
+
+    Raises
+    ------
+    FormatError
+        The folder is not a store, or its version is newer.
+    StoreError
+        The folder cannot be read, or created.
+    TypeError, ValueError
+        A parameter has another type or value; see `fingerprint` for `model`.
+
+    Notes
+    -----
+    Entries of kind "full" and "quantized" are stored in blocks, once for all prompts that begin
+    with the same tokens. Windows, recurrent and convolution states are stored whole, as snapshots
+    at the positions of the puts: a hybrid model continues from a snapshot only. `stops` tells where
+    to interrupt a prefill for them.
+
+    Every block has a checksum, which `restore` compares. The layout on disk is canonical: arrays
+    with another order of the axes share their prompts. Methods may be called from several threads.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.prompts import PromptStore
+    >>> cache = np.random.default_rng(0).random((4, 2, 1024, 64), np.float32)
+    >>> tokens = np.arange(600)
+    >>> with PromptStore(tempfile.mkdtemp(), model="example, float32") as store:
+    ...     _ = store.put(tokens, cache)
+    ...     target = np.zeros_like(cache)
+    ...     with store.match(np.append(tokens, [7, 8])) as match:
+    ...         length = store.restore(match, into=target)
+    >>> length, bool((target[:, :, :600] == cache[:, :, :600]).all())
+    (600, True)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: Model,
+        spec: CacheSpec | None = None,
+        block_tokens: int = 256,
+        max_bytes: int | str | None = None,
+        adapters: Iterable[Model] = (),
+        hash_weights: bool = False,
+        salt: str = "",
+        snapshots: Snapshots = "end",
+        max_pending_bytes: int | str = _PENDING,
+        lock_timeout: float = 10.0,
+    ) -> None:
+        if spec is not None and not isinstance(spec, CacheSpec):
+            raise TypeError(f"spec must be a CacheSpec, got {type(spec).__name__}")
+        check_flags(hash_weights=hash_weights)
+        self._block = check_int("block_tokens", block_tokens, 1, _MOST_BLOCK)
+        self._max_bytes = None if max_bytes is None else parse_size("max_bytes", max_bytes, 1)
+        self._timeout = check_number("lock_timeout", lock_timeout)
+        self._policy = checked_policy(snapshots)
+        self._label = model if isinstance(model, str) else _label_of(model)
+        text = fingerprint(model, adapters=adapters, hash_weights=hash_weights, salt=salt)
+        self._fingerprint, self._key = text, bytes.fromhex(text.partition(":")[2])
+        self._spec = spec
+        self._stored = None if spec is None else StoredSpec(spec)
+        self._path = local_folder(path)
+        self._damaged: list[tuple[NDArray, int]] = []  # tokens and kinds of records
+        self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        self._log = _core.PromptLog(self._path, True)
+
+    @property
+    def path(self) -> str:
+        """The folder."""
+        return self._path
+
+    @property
+    def fingerprint(self) -> str:
+        """What identifies the model; see `mlstate.prompts.fingerprint`."""
+        return self._fingerprint
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self._block
+
+    # ---- reading ----
+
+    def match(self, tokens: Any, *, full: bool = False) -> Match:
+        """Find the longest stored beginning of a prompt.
+
+        Parameters
+        ----------
+        tokens : sequence of int, ndarray or torch.Tensor, shape (n,) or (1, n)
+            Token ids, from 0 to ``2**32 - 1``.
+        full : bool
+            Match all tokens. By default one token is left, so that a model computes the logits of
+            the next one.
+
+        Returns
+        -------
+        Match
+            Its `length` is 0 if nothing is stored. Close it, or use it as a context manager.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `tokens` are not integers in this range, or have several dimensions.
+        StoreError
+            A file cannot be read.
+        """
+        check_flags(full=full)
+        ids = as_tokens(tokens)
+        log_match = self._log.match(self._key, ids, self._block)
+        most = len(ids) if full else max(len(ids) - 1, 0)
+        return make_match(log_match, ids, self._path, most, self._stored)
+
+    def restore(self, match: Match, *, into: Any, device: Any = None) -> int:
+        """Bring the tokens of a match into a cache.
+
+        Parameters
+        ----------
+        match : Match
+            From `match` of this store.
+        into : CacheState, KVState, RollingKVState, ndarray, torch.Tensor or cache of an engine
+            The cache to fill. Its tokens are replaced. Arrays are written in place; a cache of
+            transformers or mlx-lm takes new arrays, see their `to_cache`.
+        device : torch.device or str, optional
+            Of the new tensors of a cache of transformers, such as "cuda". Default: the CPU. Layers
+            of `into` that have static tensors keep them.
+
+        Returns
+        -------
+        int
+            Number of tokens that the cache has now. It is below ``match.length`` if a block is
+            damaged: this is logged, and the positions from there on are zero. A hybrid cache
+            has the tokens of the newest position with complete entries, or else 0, and is zero.
+
+        Raises
+        ------
+        CompatibilityError
+            The cache has other entries, shapes or dtypes than the stored one. Nothing is written. A
+            ValueError.
+        CapacityError
+            The tokens do not fit. Nothing is written. A ValueError.
+        StoreError
+            A file cannot be read. A cache that is written in place has no token then.
+        TypeError
+            `match` or `into` has another type, or `device` does not belong to `into`.
+        """
+        if not isinstance(match, Match):
+            raise TypeError(f"match must be a Match, got {type(match).__name__}")
+        target = open_target(into, match._stored, match.length, self._spec, device)
+        target.begin()
+        position = self._read(match, target) if match._stored is not None else 0
+        target.finish(position)
+        return position
+
+    def _read(self, match: Match, target: Target) -> int:
+        """Read the longest candidate without damage; return its position."""
+        candidates = list(match._candidates)
+        good, limit = 0, match.length  # blocks are read up to `good`, and damaged from `limit` on
+        while candidates:
+            candidate = candidates.pop(0)
+            base = _base(match, candidate)
+            if base > limit:
+                continue
+            try:
+                requests = _requests(match, target, candidate, good, self._path)
+            except FormatError as error:
+                log("WARNING", "%s: the record is left out", error)
+                continue
+            damage = run_requests(match._log_match, requests)
+            if not damage:
+                return candidate.position
+            self._report(match, damage)
+            starts = [start for record, start, _ in match._blocks if record in damage]
+            limit = min([limit, *starts])
+            good = max(good, min(base, limit))
+            if starts and limit and not target.has_snapshots:
+                candidates.append(Candidate(limit, None))
+                candidates.sort(key=lambda each: each.position, reverse=True)
+        return 0
+
+    def _report(self, match: Match, damage: dict[int, str]) -> None:
+        """Log damaged records, and remember them: the next put replaces them."""
+        for record, text in damage.items():
+            kind, start, end, _ = match._log_match.records[record]
+            log(
+                "WARNING",
+                "%s: %s: the record of tokens %d to %d is damaged",
+                self._path,
+                text,
+                start,
+                end,
+            )
+            self._damaged.append((match._tokens[:end], kind))
+
+    # ---- writing ----
+
+    def stops(self, tokens: Any, start: int = 0) -> list[int]:
+        """Return the positions at which a prefill should stop, and call `put`.
+
+        Parameters
+        ----------
+        tokens : sequence of int, ndarray or torch.Tensor
+            The prompt.
+        start : int
+            Number of tokens that the cache has already, such as the result of `restore`.
+
+        Returns
+        -------
+        list of int
+            Positions after `start`, increasing: the ones of the policy `snapshots`, and the one
+            before the last token. A model whose cache has no snapshots need not stop.
+        """
+        length = len(as_tokens(tokens))
+        return positions(self._policy, length, check_int("start", start, 0), self._block)
+
+    def put(
+        self, tokens: Any, cache: Any, *, snapshot: bool = True, asynchronous: bool = False
+    ) -> Any:
+        """Store the tokens of a cache: the blocks that are not stored yet.
+
+        Parameters
+        ----------
+        tokens : sequence of int, ndarray or torch.Tensor, shape (n,) or (1, n)
+            All tokens that the cache holds.
+        cache : CacheState, KVState, RollingKVState, ndarray, torch.Tensor or cache of an engine
+            It is not changed. The first n positions of an array or a KVState hold the tokens.
+        snapshot : bool
+            Also store the tokens after the last whole block, and the windows and states. False
+            stores blocks only.
+        asynchronous : bool
+            Copy the new data, and write it in a thread.
+
+        Returns
+        -------
+        int or concurrent.futures.Future
+            Number of tokens that can be restored now; fewer than n without a snapshot, or if
+            `max_bytes` has no room. With `asynchronous`, a future of it.
+
+        Raises
+        ------
+        CompatibilityError
+            The cache has another number of tokens, several sequences, or other entries than the
+            stored caches of this model. Nothing is written. A ValueError.
+        StoreError
+            The disk is full, the folder cannot be written, or another process writes for longer
+            than `lock_timeout`. Earlier prompts are unharmed.
+        TypeError, ValueError
+            As for `match`; or `cache` has another type.
+
+        Notes
+        -----
+        The data and its records are on disk when it returns. With `asynchronous`, at most
+        `max_pending_bytes` are copied: a put that is larger is written before it returns, and one
+        that finds no room waits. `close` waits for all of them.
+        """
+        check_flags(snapshot=snapshot, asynchronous=asynchronous)
+        ids = as_tokens(tokens)
+        state = state_of(cache, len(ids), self._spec)
+        stored = self._checked_spec(state)
+        if asynchronous:
+            records = self._records(ids, state, stored, snapshot, self._pending.common(ids))
+            return self._pending.submit(ids, records, lambda copies: self._write(ids, copies))
+        return self._write(ids, self._records(ids, state, stored, snapshot, 0))
+
+    def _checked_spec(self, state: CacheState) -> StoredSpec:
+        """Return the stored form of a cache's entries, or raise if others are stored."""
+        stored = StoredSpec(state.spec)
+        if self._stored is None:
+            self._stored = stored
+        elif self._stored.digest != stored.digest:
+            self._stored.check(state.spec, "cache")
+        return stored
+
+    def _records(
+        self, ids: NDArray, state: CacheState, stored: StoredSpec, snapshot: bool, pending: int
+    ) -> list[_Record]:
+        """Return the records of a prompt that are not stored yet, with views of the arrays."""
+        self._drop_damaged()
+        with self._match_of(ids) as match:
+            if match._stored is not None and match._stored.digest != stored.digest:
+                match._stored.check(state.spec, "cache")
+            pending -= pending % self._block
+            stop = max(match._blocks[-1][2] if match._blocks else 0, pending)
+            ends = {end for kind, _, end, _ in match._log_match.records if kind == SNAPSHOT}
+        records: list[_Record] = []
+        for start in range(stop, len(ids) - self._block + 1, self._block):
+            stop = start + self._block
+            meta = pack_meta(stored, self._label, []) if start == 0 else stored.digest
+            records.append((BLOCK, stop, meta, block_parts(stored, state, start, stop)))
+        has_rest = stop < len(ids) or bool(stored.states)
+        if snapshot and has_rest and len(ids) and len(ids) not in ends:
+            parts = block_parts(stored, state, stop, len(ids)) if stop < len(ids) else []
+            more, listed = state_parts(stored, state)
+            meta = pack_meta(stored, self._label, listed)
+            records.append((SNAPSHOT, len(ids), meta, parts + more))
+        return records
+
+    def _match_of(self, ids: NDArray) -> Match:
+        log_match = self._log.match(self._key, ids, self._block)
+        return make_match(log_match, ids, self._path, len(ids), None)
+
+    def _write(self, ids: NDArray, records: list[_Record]) -> int:
+        """Store records; return the number of tokens that are stored then."""
+        if records:
+            self._log.put(self._key, ids, self._block, records, self._max_bytes, self._timeout)
+        with self._match_of(ids) as match:
+            return match.length
+
+    def _drop_damaged(self) -> None:
+        """Remove the records that a restore has found damaged, so that they are stored again."""
+        while self._damaged:
+            tokens, kind = self._damaged[-1]
+            with closing(self._log.match(self._key, tokens, self._block)) as match:
+                for index, record in enumerate(match.records):
+                    if record[0] == kind and record[2] == len(tokens):
+                        self._log.mark(match, [index], "drop", self._timeout)
+            self._damaged.pop()
+
+    def pin(self, tokens: Any) -> int:
+        """Protect the stored beginning of a prompt from eviction.
+
+        Parameters
+        ----------
+        tokens : sequence of int, ndarray or torch.Tensor
+            The prompt.
+
+        Returns
+        -------
+        int
+            Number of tokens that are pinned: 0 if none are stored.
+
+        Raises
+        ------
+        StoreError
+            The folder cannot be written.
+        TypeError, ValueError
+            As for `match`.
+        """
+        return self._mark(tokens, "pin")
+
+    def unpin(self, tokens: Any) -> int:
+        """Undo `pin`; parameters, result and errors are the same."""
+        return self._mark(tokens, "unpin")
+
+    def delete(self, tokens: Any) -> int:
+        """Delete the stored beginning of a prompt; parts that other prompts share stay.
+
+        Parameters, result and errors are the same as for `pin`.
+        """
+        return self._mark(tokens, "delete")
+
+    def _mark(self, tokens: Any, operation: Literal["pin", "unpin", "delete"]) -> int:
+        with self._match_of(as_tokens(tokens)) as match:
+            if match.length == 0:
+                return 0
+            candidate = match._candidates[0]
+            blocks = [record for record, start, _ in match._blocks if start < match.length]
+            records = blocks if operation == "delete" else blocks[-1:]
+            if candidate.record is not None:
+                records = [*(blocks if operation == "delete" else []), candidate.record]
+            self._log.mark(match._log_match, records, operation, self._timeout)
+            return match.length
+
+    # ---- the whole store ----
+
+    def verify(self) -> list[tuple[str, int, str]]:
+        """Compare all stored bytes with their checksums.
+
+        Returns
+        -------
+        list of (str, int, str)
+            File, offset and description of each damage; empty if everything is good.
+
+        Raises
+        ------
+        StoreError
+            A file cannot be read.
+        """
+        return self._log.verify()
+
+    def repair(self) -> list[tuple[str, int, str]]:
+        """Remove the damaged records; return them as `verify` does.
+
+        Raises
+        ------
+        StoreError
+            The folder cannot be written.
+        """
+        return self._log.repair(self._timeout)
+
+    def stats(self) -> dict[str, int]:
+        """Return numbers about the store.
+
+        Returns
+        -------
+        dict of str to int
+            ``records``, ``blocks``, ``pinned`` and ``segments`` (files) are counts; ``live_bytes``
+            is the size of the records, ``disk_bytes`` of the files, ``memory_bytes`` of the index,
+            ``pending_bytes`` of the copies for asynchronous puts.
+        """
+        return {**self._log.stats(), "pending_bytes": self._pending.nbytes}
+
+    def close(self) -> None:
+        """Wait for asynchronous puts, and close the files. Matches stay usable."""
+        try:
+            self._pending.close()
+        finally:
+            self._log.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a PromptStore cannot be copied or pickled: open its folder in the other process"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"PromptStore({self._path!r}, model={self._label!r})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (name.replace("_", " "), bytes_text(n) if name.endswith("bytes") else f"{n:,}")
+            for name, n in self.stats().items()
+        ]
+        title = f"PromptStore: {self._path}, model {self._label}"
+        return table_html(title, ["", "value"], rows)
+
+
+def _label_of(model: Any) -> str:
+    """Return the name of a model that is a path or module."""
+    if isinstance(model, os.PathLike):
+        return os.path.basename(local_folder(model))
+    return type(model).__name__
+
+
+def _base(match: Match, candidate: Candidate) -> int:
+    """Return the number of tokens that a candidate needs of the blocks."""
+    if candidate.record is None:
+        return candidate.position
+    return match._log_match.records[candidate.record][1]
+
+
+def _requests(
+    match: Match, target: Target, candidate: Candidate, good: int, path: str
+) -> list[Request]:
+    """Return the requests for the blocks from `good` on, and for the snapshot."""
+    stored, base, position = match._stored, _base(match, candidate), candidate.position
+    record = candidate.record
+    assert stored is not None
+    listed = [] if record is None else parts_of(match, record, path)
+    into = target.arrays_at(position, listed)
+    requests: list[Request] = []
+    for block, start, stop in match._blocks:
+        if good <= start < base:
+            end = min(stop, base)
+            requests += block_requests(stored, into, block, start, end, stop - start)
+    if record is not None:
+        tail: list[Request] = []
+        if base < position:
+            size = match._log_match.records[record][2] - base
+            tail = block_requests(stored, into, record, base, position, size)
+        requests += tail
+        requests += state_requests(into, listed, record, position, len(tail))
+    return requests

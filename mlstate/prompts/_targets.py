@@ -1,0 +1,213 @@
+"""The caches that tokens are restored into."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.arrays import is_torch
+from .._common.backend import TensorBackend, backend_named
+from .._common.dtypes import numpy_dtype
+from ..kv import KVState, RollingKVState
+from ..kv._arguments import incompatible, tokens_error
+from ..kv._axis import with_length
+from ..kv._cache_spec import CacheEntry, CacheSpec
+from ..kv._cache_state import CacheState
+from ..kv._ring_slots import shift_of
+from ..kv._snapshot import check_writable
+from ._caches import engine_of, ring_spec, state_of_array
+from ._transfer import Arrays, clear_rest
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from ._layout import StoredSpec
+
+
+class StateTarget:
+    """A `CacheState`, whose arrays are written in place."""
+
+    def __init__(self, state: CacheState, stored: StoredSpec | None, length: int) -> None:
+        if stored is not None:
+            stored.check(state.spec, "cache")
+        for entry in state.spec:
+            _check_room(entry, length)
+            for name in entry.arrays:
+                check_writable(entry, state.arrays[name])
+        entries = {entry.name: entry for entry in state.spec}
+        self.state = state
+        self.has_snapshots = stored is not None and bool(stored.states)
+        self.into = Arrays(entries, dict(state.arrays), dict(state._cache.shifts))
+
+    def begin(self) -> None:
+        """Count no tokens while they are written."""
+        self.state._set_length(0)
+
+    def arrays_at(self, position: int, listed: list[Any]) -> Arrays:
+        """Return the arrays for the snapshot of a position."""
+        return self.into
+
+    def finish(self, length: int) -> None:
+        """Clear the rest of the arrays, and set the number of tokens."""
+        clear_rest(self.into, length)
+        self.state._set_length(length)
+
+
+class RingTarget(StateTarget):
+    """A `RollingKVState`: new slots, which it then takes over with their positions."""
+
+    def __init__(self, cache: RollingKVState, stored: StoredSpec | None, length: int) -> None:
+        spec = ring_spec(cache)
+        arrays = {entry.name: np.zeros(cache.shape, cache.dtype) for entry in spec}
+        super().__init__(CacheState(spec, arrays, 0), stored, length)
+        self.cache = cache
+
+    def finish(self, length: int) -> None:
+        """Replace slots and counters of the cache."""
+        clear_rest(self.into, length)
+        sinks, size = self.cache.sinks, self.cache.capacity
+        oldest = max(sinks, length - (size - sinks))
+        (slots,) = self.into.arrays.values()
+        self.cache._buffer.fill(slots, oldest, length, max(0, length - size))
+
+
+class EngineTarget:
+    """A cache of an engine: it takes new arrays after all of them are read."""
+
+    def __init__(
+        self,
+        cache: Any,
+        engine: ModuleType,
+        stored: StoredSpec | None,
+        length: int,
+        device: Any,
+    ) -> None:
+        self.cache, self.engine = cache, engine
+        self.device = device
+        _check_can_be_emptied(cache)
+        self.entries = () if stored is None else stored.entries
+        self.blocks = () if stored is None else stored.blocks
+        self.has_snapshots = len(self.entries) > len(self.blocks)
+        entries = {e.name: _with_positions(e, length) for e in self.blocks}
+        self.into = Arrays(entries, _new_arrays(entries), {})
+
+    def begin(self) -> None:
+        """Do nothing: the cache is not written before the end."""
+
+    def arrays_at(self, position: int, listed: list[Any]) -> Arrays:
+        """Return arrays for the snapshot of a position."""
+        by_name = {e.name: e for e in self.entries if e not in self.blocks}
+        states = {}
+        for name, counts, shape in listed:
+            if name in by_name:
+                count = None if counts is None else sum(counts)
+                states[name] = _snapshot_entry(by_name[name], count, shape, position)
+        shifts = {name: shift_of(entry, position) for name, entry in states.items()}
+        arrays = self.into.arrays | _new_arrays(states)
+        self.states = Arrays(self.into.entries | states, arrays, shifts)
+        return self.states
+
+    def finish(self, length: int) -> None:
+        """Bring the tokens into the cache; without any, empty it."""
+        if length == 0:
+            if hasattr(self.cache, "reset"):
+                self.cache.reset()
+            return
+        into = self.states if self.has_snapshots else self.into
+        arrays, entries = {}, []
+        for stored in self.entries:
+            entry = into.entries[stored.name]
+            if stored in self.blocks:
+                entry = _with_positions(entry, length)
+            entries.append(entry)
+            for name, (shape, _) in entry.arrays.items():
+                axis = entry.seq_axis
+                array = into.arrays[name]
+                arrays[name] = array if axis is None else array[_first(axis, shape[axis])]
+        arrays = _on_device(arrays, self.device)
+        self.engine.to_cache(CacheState(CacheSpec(entries), arrays, length), into=self.cache)
+
+
+Target = StateTarget | EngineTarget
+
+
+def open_target(
+    cache: Any, stored: StoredSpec | None, length: int, spec: CacheSpec | None, device: Any
+) -> Target:
+    """Return the target for a cache that `length` tokens are restored into, after all checks."""
+    engine = engine_of(cache)
+    if device is not None and getattr(engine, "__name__", "").rpartition(".")[2] != "transformers":
+        raise TypeError("device= is for caches of transformers: other arrays are written in place")
+    if isinstance(cache, CacheState):
+        return StateTarget(cache, stored, length)
+    if isinstance(cache, RollingKVState):
+        return RingTarget(cache, stored, length)
+    if isinstance(cache, KVState):
+        if cache.seq_length < length <= cache.capacity:
+            cache.resize(length)
+        return StateTarget(state_of_array(cache, 0, spec), stored, length)
+    if isinstance(cache, np.ndarray) or is_torch(cache):
+        return StateTarget(state_of_array(cache, 0, spec), stored, length)
+    if engine is None:
+        raise TypeError(
+            "into must be a CacheState, KVState, RollingKVState, array, or a cache of "
+            f"transformers or mlx-lm, got {type(cache).__name__}"
+        )
+    return EngineTarget(cache, engine, stored, length, device)
+
+
+def _on_device(arrays: dict[str, Any], device: Any) -> dict[str, Any]:
+    """Return the arrays, or tensors on a device of torch."""
+    if device is None:
+        return arrays
+    backend = backend_named("torch", TensorBackend)
+    tensors = backend.tensors_of(arrays)
+    return {name: tensor.to(backend.device_of(device)) for name, tensor in tensors.items()}
+
+
+def _check_room(entry: CacheEntry, length: int) -> None:
+    size = entry.seq_length
+    if size is None or length <= size or (entry.window is not None and entry.window <= size):
+        return
+    raise tokens_error(length, size, "restore into a cache with more positions", entry.name)
+
+
+def _check_can_be_emptied(cache: Any) -> None:
+    """Raise if nothing could remove the tokens of a cache when none are restored."""
+    layers = cache if isinstance(cache, list | tuple) else []
+    if not all(layer.empty() for layer in layers):
+        text = "the cache has tokens, and mlx-lm cannot empty it: pass one of make_prompt_cache"
+        raise incompatible(text, None, "an empty cache", "a cache with tokens")
+
+
+def _first(axis: int, count: int) -> tuple[slice, ...]:
+    return (*(slice(None) for _ in range(axis)), slice(count))
+
+
+def _with_positions(entry: CacheEntry, count: int) -> CacheEntry:
+    assert entry.seq_axis is not None
+    shape = with_length(entry.shape, entry.seq_axis, count)
+    return replace(entry, shape=tuple(shape))
+
+
+def _snapshot_entry(
+    entry: CacheEntry, count: int | None, shape: list[int] | None, position: int
+) -> CacheEntry:
+    """Return an entry with the positions, or the shape, that its snapshot has."""
+    if count is None:
+        return replace(entry, shape=tuple(shape or ()))
+    entry = _with_positions(entry, count)
+    if entry.kind != "sliding":
+        return entry
+    window = max(entry.window or count, count)
+    return replace(entry, window=window, next_slot=min(entry.sinks, position))
+
+
+def _new_arrays(entries: dict[str, CacheEntry]) -> dict[str, Any]:
+    return {
+        name: np.empty(shape, numpy_dtype(dtype))
+        for entry in entries.values()
+        for name, (shape, dtype) in entry.arrays.items()
+    }

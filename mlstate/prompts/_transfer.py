@@ -1,0 +1,297 @@
+"""Move tokens between the arrays of a cache and the parts of stored records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .._common.arrays import is_torch, overwrite
+from .._common.backend import TensorBackend, backend_of
+from .._common.dtypes import numpy_dtype
+from ..kv._cache_spec import CacheEntry, entry_error
+from ..kv._ring_slots import Ring, ring_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .. import _core
+    from .._types import NDArray
+    from ..kv import CacheState
+    from ._layout import StoredSpec
+
+_STAGED = 8 << 20  # bytes that are read into other memory first, at a time
+
+
+def tokens_of(array: Any, axis: int, start: int, stop: int) -> Any:
+    """Return a view of positions of an array or tensor, with the sequence axis second to last."""
+    if axis != array.ndim - 2:
+        array = array.movedim(axis, -2) if is_torch(array) else np.moveaxis(array, axis, -2)
+    return array[..., start:stop, :]
+
+
+def stored_shape(entry: CacheEntry, name: str, count: int) -> tuple[int, ...]:
+    """Return the shape of `count` tokens of an array as it is stored."""
+    shape, _ = entry.arrays[name]
+    if entry.seq_axis is None:
+        return shape
+    inner = [*shape[: entry.seq_axis], *shape[entry.seq_axis + 1 :]]
+    return (*inner[:-1], count, inner[-1])
+
+
+# ---- to the store ----
+
+
+def readable(view: Any) -> NDArray:
+    """Return an array over the memory of a view; a copy of a tensor that is elsewhere."""
+    if is_torch(view):
+        view = backend_of(view, TensorBackend).arrays_of({"": view.detach().cpu()})[""]
+    array: NDArray = view if view.dtype.isnative else view.astype(view.dtype.newbyteorder("="))
+    return array
+
+
+def block_parts(stored: StoredSpec, state: CacheState, start: int, stop: int) -> list[NDArray]:
+    """Return views of the tokens of all entries that are stored in blocks."""
+    return [
+        readable(tokens_of(state.arrays[name], _axis(entry), start, stop))
+        for entry in _entries_of(state, stored.blocks)
+        for name in entry.arrays
+    ]
+
+
+def state_parts(stored: StoredSpec, state: CacheState) -> tuple[list[NDArray], list[Any]]:
+    """Return views of all entries that are stored as snapshots, and what each consists of.
+
+    That is, for each array, its name and the numbers of tokens of its parts; of an array without a
+    sequence, its shape.
+    """
+    parts: list[NDArray] = []
+    listed: list[Any] = []
+    for entry in _entries_of(state, stored.states):
+        runs = [] if entry.seq_axis is None else state._cache.ring(entry).runs()
+        for name in entry.arrays:
+            array = state.arrays[name]
+            if entry.seq_axis is None:
+                listed.append([name, None, list(array.shape)])
+                parts.append(readable(array))
+                continue
+            listed.append([name, [len(run) for run in runs], None])
+            axis = entry.seq_axis
+            parts += [readable(tokens_of(array, axis, run.start, run.stop)) for run in runs]
+    return parts, listed
+
+
+def _entries_of(state: CacheState, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
+    """Return the entries of a state with the names of stored ones."""
+    return [state.spec.entry_of(entry.name) for entry in entries]
+
+
+def _axis(entry: CacheEntry) -> int:
+    assert entry.seq_axis is not None
+    return entry.seq_axis
+
+
+# ---- to a cache ----
+
+
+class Piece(NamedTuple):
+    """Tokens of a part that go to adjacent positions of an array."""
+
+    offset: int  # of the first token in the part
+    size: int  # in tokens
+    view: Any  # of the target
+
+
+class Request(NamedTuple):
+    """A part of a record, and its target."""
+
+    record: int
+    part: int
+    shape: tuple[int, ...]  # of the part
+    dtype: str
+    pieces: list[Piece]
+
+    def target(self) -> NDArray | None:
+        """Return the memory that the part can be read into; None if it must be copied."""
+        if len(self.pieces) != 1 or self.pieces[0].view.shape != self.shape:
+            return None
+        view = self.pieces[0].view
+        if is_torch(view):
+            if view.device.type != "cpu":
+                return None
+            view = backend_of(view, TensorBackend).arrays_of({"": view.detach()})[""]
+        return view if view.dtype.isnative else None
+
+
+def run_requests(match: _core.PromptMatch, requests: list[Request]) -> dict[int, str]:
+    """Read parts into their targets; return a description of each damaged record."""
+    damage: dict[int, str] = {}
+    direct: list[tuple[int, int, Any]] = []
+    staged: list[Request] = []
+    for request in requests:
+        target = request.target()
+        if target is None:
+            staged.append(request)
+        else:
+            direct.append((request.record, request.part, target))
+    if direct:
+        damage.update(match.read(direct))
+    batch: list[tuple[Request, NDArray]] = []
+    for place, request in enumerate(staged):
+        batch.append((request, np.empty(request.shape, numpy_dtype(request.dtype))))
+        if place == len(staged) - 1 or sum(array.nbytes for _, array in batch) >= _STAGED:
+            listed = [(each.record, each.part, array) for each, array in batch]
+            damage.update(match.read(listed))
+            for each, array in batch:
+                _copy_pieces(each, array)
+            batch = []
+    return damage
+
+
+def _copy_pieces(request: Request, array: NDArray) -> None:
+    for piece in request.pieces:
+        source: Any = array
+        if piece.view.shape != request.shape:
+            source = array[..., piece.offset : piece.offset + piece.size, :]
+        if is_torch(piece.view):
+            source = backend_of(piece.view, TensorBackend).tensors_of({"": source})[""]
+        overwrite(piece.view, source)
+
+
+def clear(view: Any) -> None:
+    """Set all elements of a view to zero."""
+    overwrite(view, view.new_zeros(()) if is_torch(view) else np.zeros((), view.dtype))
+
+
+class Arrays(NamedTuple):
+    """The arrays that tokens are restored into, by name, and the shifts of their rings."""
+
+    entries: dict[str, CacheEntry]
+    arrays: dict[str, Any]
+    shifts: dict[str, int]
+
+    def ring(self, entry: CacheEntry, length: int) -> Ring:
+        """Return the slots of an entry after `length` tokens."""
+        return ring_of(entry, length, self.shifts.get(entry.name, 0))
+
+
+def block_requests(
+    stored: StoredSpec, into: Arrays, record: int, start: int, stop: int, size: int
+) -> list[Request]:
+    """Return the requests for the first ``stop - start`` tokens of a record that has `size`."""
+    requests: list[Request] = []
+    for each in stored.blocks:
+        entry = into.entries[each.name]
+        for name, (_, dtype) in entry.arrays.items():
+            view = tokens_of(into.arrays[name], _axis(entry), start, stop)
+            shape = stored_shape(entry, name, size)
+            piece = Piece(0, stop - start, view)
+            requests.append(Request(record, len(requests), shape, dtype, [piece]))
+    return requests
+
+
+def state_requests(
+    into: Arrays, listed: list[Any], record: int, position: int, part: int
+) -> list[Request]:
+    """Return the requests for a snapshot at a position, whose parts begin with number `part`."""
+    requests: list[Request] = []
+    for name, counts, shape in listed:
+        entry = into.entries[_entry_name(into, name)]
+        array, dtype = into.arrays[name], entry.arrays[name][1]
+        if counts is None:
+            if tuple(shape) != tuple(array.shape):
+                text = f"shape {tuple(array.shape)} in the cache, {tuple(shape)} in the prompts"
+                raise entry_error(name, text, tuple(shape), tuple(array.shape))
+            piece = Piece(0, 0, array)
+            requests.append(Request(record, part, tuple(shape), dtype, [piece]))
+            part += 1
+            continue
+        slots = _slots_of(entry, into.ring(entry, position), sum(counts), position)
+        for ranges in _positions(counts, entry.sinks, position):
+            pieces = [
+                Piece(offset, count, tokens_of(array, _axis(entry), slot, slot + count))
+                for offset, slot, count in _intersections(ranges, slots)
+            ]
+            count = sum(each[2] for each in ranges)
+            if pieces:
+                size = stored_shape(entry, name, count)
+                requests.append(Request(record, part, size, dtype, pieces))
+            part += 1
+    return requests
+
+
+def _entry_name(into: Arrays, name: str) -> str:
+    """Return the name of the entry that an array belongs to."""
+    if name in into.entries:
+        return name
+    return next(each for each, entry in into.entries.items() if name in entry.arrays)
+
+
+def _positions(counts: list[int], sinks: int, length: int) -> list[list[tuple[int, int, int]]]:
+    """Return, for each part, its ranges as (offset in the part, first position, count)."""
+    evicted = length - sum(counts)
+    result, index = [], 0
+    for count in counts:
+        ranges = [(0, index, count)]
+        if evicted and index < sinks < index + count:
+            head = sinks - index
+            ranges = [(0, index, head), (head, sinks + evicted, count - head)]
+        elif evicted and index >= sinks:
+            ranges = [(0, index + evicted, count)]
+        result.append(ranges)
+        index += count
+    return result
+
+
+def _slots_of(
+    entry: CacheEntry, ring: Ring, stored: int, length: int
+) -> list[tuple[int, int, int]]:
+    """Return the slots of a ring as (slot, first position, count), or raise if tokens lack.
+
+    The oldest token of a full ring is not needed, because the next one is written to its slot.
+    """
+    runs = ring.runs()
+    count = sum(map(len, runs))
+    if count > stored and not (count - stored == 1 and length >= ring.size):
+        text = f"the array needs {count} tokens at position {length}, and {stored} are stored"
+        raise entry_error(entry.name, text, f"{count} tokens", f"{stored} tokens")
+    ranges = _positions([len(run) for run in runs], ring.sinks, length)
+    return [
+        (run.start + offset, position, size)
+        for run, parts in zip(runs, ranges, strict=True)
+        for offset, position, size in parts
+    ]
+
+
+def _intersections(
+    ranges: list[tuple[int, int, int]], slots: list[tuple[int, int, int]]
+) -> list[tuple[int, int, int]]:
+    """Return the common positions as (offset in the part, slot, count)."""
+    common = []
+    for offset, first, count in ranges:
+        for slot, position, size in slots:
+            start, stop = max(first, position), min(first + count, position + size)
+            if start < stop:
+                common.append((offset + start - first, slot + start - position, stop - start))
+    return common
+
+
+def clear_rest(into: Arrays, length: int) -> None:
+    """Set the positions without a token to zero; of an empty cache, everything."""
+    for entry in into.entries.values():
+        if entry.seq_axis is None:
+            if length == 0:
+                clear(into.arrays[entry.name])
+            continue
+        for free in _free_slots(into.ring(entry, length)):
+            for name in entry.arrays:
+                clear(tokens_of(into.arrays[name], entry.seq_axis, free.start, free.stop))
+
+
+def _free_slots(ring: Ring) -> list[range]:
+    """Return the slots that hold no token."""
+    free, at = [], 0
+    for run in sorted(ring.runs(), key=lambda run: run.start):
+        free.append(range(at, run.start))
+        at = run.stop
+    return [each for each in (*free, range(at, ring.size)) if each]

@@ -1,0 +1,85 @@
+"""The commands for stores of prompts: output and exit status."""
+
+import numpy as np
+import pytest
+from toy_caches import FULL, HYBRID, TOKENS, flip, prefill, prefilled, store_at
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with store_at(tmp_path) as store:
+        state = prefilled(HYBRID, TOKENS[:40])
+        state.arrays["1.state"][...] = np.random.default_rng(0).random((1, 3, 5))
+        store.put(TOKENS[:40], state)
+        store.put(TOKENS, prefill(state, TOKENS))
+        other = TOKENS[::-1][:32]
+        store.put(other, prefilled(HYBRID, other))
+        store.pin(other)
+    return tmp_path
+
+
+def test_prompts_are_listed_with_their_models(run, folder):
+    status, lines, _ = run("prompts", "ls", "store")
+    assert status == 0 and lines[0].startswith("store: 3 prompts, ")
+    assert lines[1].split() == ["prompt", "model", "tokens", "ends", "with", "bytes", "pinned"]
+    rows = {int(line.split()[2]): line.split() for line in lines[2:]}
+    assert {tokens: (row[1], row[3], row[-1]) for tokens, row in rows.items()} == {
+        40: ("toy", "snapshot", "no"),
+        100: ("toy", "snapshot", "no"),
+        32: ("toy", "snapshot", "yes"),
+    }
+
+
+def test_a_prompt_is_shown_with_tokens_and_entries(run, run_json, folder):
+    _, data = run_json("prompts", "ls", "store")
+    prompt = next(each for each in data["prompts"] if each["tokens"] == 100)
+    status, facts = run_json("prompts", "show", "store", prompt["prompt"][:10])
+    assert status == 0 and facts["token_ids"] == TOKENS.tolist()
+    assert [entry["name"] for entry in facts["entries"]][:2] == ["0.keys", "0.values"]
+    status, lines, _ = run("prompts", "show", "store", prompt["prompt"][:10])
+    assert status == 0 and "100 tokens" in lines[0] and "recurrent" in lines[6]
+    assert run("prompts", "show", "store", "xyz")[0] == 2
+    assert "3 prompts begin with ''" in run("prompts", "show", "store", "")[2][0]
+
+
+def test_damage_is_found_and_removed(run, run_json, folder):
+    assert run("prompts", "verify", "store")[:2] == (0, ["store: good"])
+    flip(folder, np.random.default_rng(0).random((1, 3, 5)).astype(np.float32).tobytes())
+    status, data = run_json("prompts", "verify", "store")
+    assert status == 1 and len(data["damage"]) == 1
+    assert data["damage"][0]["file"].startswith("segment")
+    status, lines, _ = run("prompts", "verify", "store")
+    assert status == 1 and lines[0] == "store: damaged"
+    assert run("prompts", "repair", "store")[1][0] == "store: 1 damaged record removed"
+    assert run("prompts", "verify", "store")[0] == 0
+    assert run("prompts", "ls", "store")[1][0].startswith("store: 2 prompts, ")
+
+
+def test_prune_keeps_pins(run, run_json, folder):
+    status, data = run_json("prompts", "prune", "store", "--max-bytes", "1KB")
+    assert status == 0 and data["freed_bytes"] > 0
+    assert run("prompts", "ls", "store")[1][0].startswith("store: 1 prompt, ")
+    status, lines, _ = run("prompts", "prune", "store")
+    assert status == 0 and "freed" in lines[0]
+
+
+@pytest.mark.parametrize("action", ["ls", "show", "verify", "repair", "prune"])
+def test_a_folder_without_a_store_is_refused(run, tmp_path, monkeypatch, action):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("x")
+    more = ["x"] if action == "show" else []
+    for path in ("missing", "other", "s3://bucket/store"):
+        status, _, error = run("prompts", action, path, *more)
+        assert status == 2 and len(error) == 1 and path.partition("/")[0] in error[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+
+
+def test_a_store_of_full_attention_is_listed(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with store_at(tmp_path) as store:
+        store.put(TOKENS[:32], prefilled(FULL, TOKENS[:32]))
+        assert "toy" in store._repr_html_()
+    _, lines, _ = run("prompts", "ls", "store")
+    assert lines[2].split()[1:4] == ["toy", "32", "block"]

@@ -1,0 +1,97 @@
+/* The index file: it saves the scan, and a wrong one is never believed. */
+#include "support/prompt_logs.h"
+#include "support/random_bytes.h"
+
+static bool save(mls_prompt_log *log)
+{
+    bool busy = true;
+    mls_code code = mls_prompt_lock(log, &busy, &status);
+    if (code == MLS_OK && !busy) {
+        mls_prompt_enter_state(log);
+        code = mls_prompt_index_save(log, &status);
+        mls_prompt_leave_state(log);
+        mls_prompt_unlock(log);
+    }
+    return code == MLS_OK && !busy;
+}
+
+TEST(a_saved_index_replaces_the_scan)
+{
+    size_t changed = 0;
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 4) == 4 && put_blocks(log, 2, 4) == 4);
+    CHECK(mark_all(log, 1, MLS_PROMPT_PIN, &changed) && changed == 4);
+    CHECK(mark_all(log, 2, MLS_PROMPT_DELETE, &changed) && changed == 4);
+    CHECK(save(log) && log->unindexed == 0);
+    CHECK(put_blocks(log, 3, 2) == 2); /* behind the index */
+    mls_prompt_log_free(log);
+    log = open_log();
+    CHECK(log->unindexed == 2 && log->index.count == 6);
+    CHECK(stored_tokens(log, 1) == 16 && stored_tokens(log, 2) == 0);
+    CHECK(stored_tokens(log, 3) == 8);
+    CHECK((log->index.entries[0].flags & MLS_PROMPT_PINNED) != 0);
+    CHECK(log->index.entries[1].parent == 0);
+    mls_prompt_log_free(log);
+}
+
+TEST(a_damaged_index_is_ignored)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 3) == 3 && save(log));
+    mls_prompt_log_free(log);
+    const size_t bytes = file_bytes(path_of("log/index"));
+    for (size_t at = 0; at < bytes; at += EVERY(7)) {
+        if (at >= 36 && at < 64) {
+            continue; /* not covered, not used */
+        }
+        flip_byte(path_of("log/index"), at);
+        log = open_log();
+        CHECK(log->unindexed == 3 && stored_tokens(log, 1) == 12);
+        mls_prompt_log_free(log);
+        flip_byte(path_of("log/index"), at);
+    }
+    CHECK(truncate(path_of("log/index"), 70) == 0);
+    log = open_log();
+    CHECK(stored_tokens(log, 1) == 12);
+    mls_prompt_log_free(log);
+}
+
+/* With the right checksum, as a hostile program would write it. */
+TEST(hostile_entries_cannot_do_harm)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 8) == 8 && save(log));
+    const mls_crc_kernels *crc = log->crc;
+    mls_prompt_log_free(log);
+    size_t bytes = 0;
+    unsigned char *good = read_file(path_of("log/index"), &bytes);
+    REQUIRE(good != NULL);
+    unsigned char *data = mls_alloc(bytes, 1);
+    for (int i = 0; i < TRIES(2000); i++) {
+        memcpy(data, good, bytes);
+        fill_random(data + 88 + below(bytes - 88 - 8), 1 + below(8), (uint64_t)i + 1);
+        const uint32_t counts = crc->update(0, data + 64, 20);
+        mls_store_le32(data + 84, crc->update(counts, data + 88, bytes - 88));
+        FILE *file = fopen(path_of("log/index"), "wb");
+        REQUIRE(file != NULL);
+        CHECK(fwrite(data, bytes, 1, file) == 1 && fclose(file) == 0);
+        log = open_log();
+        const size_t length = stored_tokens(log, 1);
+        CHECK(length != SIZE_MAX && length <= 32);
+        mls_prompt_log_free(log);
+    }
+    mls_free(data);
+    mls_free(good);
+}
+
+TEST(an_index_of_another_store_is_ignored)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 3) == 3 && save(log));
+    log->id[3] ^= 1;
+    mls_prompt_log_clear(log);
+    CHECK(!mls_prompt_index_load(log) && log->index.count == 0);
+    log->id[3] ^= 1;
+    CHECK(mls_prompt_index_load(log) && log->index.count == 3);
+    mls_prompt_log_free(log);
+}

@@ -1,0 +1,84 @@
+/* Opening: only stores are opened, and only empty folders become one. */
+#include "support/prompt_logs.h"
+
+#include <errno.h>
+#include <sys/wait.h>
+
+static mls_code open_path(const char *path, bool create)
+{
+    mls_prompt_log *log = NULL;
+    const mls_code code =
+        mls_prompt_log_open(path, create, mls_kernels_of(best_cpu()), &log, &status);
+    CHECK((code == MLS_OK) == (log != NULL));
+    mls_prompt_log_free(log);
+    return code;
+}
+
+TEST(a_missing_folder_is_created_on_request_only)
+{
+    CHECK(open_path(path_of("log"), false) == MLS_E_IO && status.os_error == ENOENT);
+    CHECK(open_path(path_of("a/log"), true) == MLS_E_IO && status.os_error == ENOENT);
+    CHECK(open_path(path_of("log"), true) == MLS_OK);
+    CHECK(open_path(path_of("log"), false) == MLS_OK);
+    CHECK(file_bytes(path_of("log/store")) == MLS_PROMPT_FILE_HEAD);
+}
+
+TEST(a_folder_with_other_files_is_refused)
+{
+    CHECK(mkdir(path_of("log"), 0700) == 0);
+    CHECK(open_path(path_of("log"), false) == MLS_E_FORMAT);
+    FILE *file = fopen(path_of("log/notes.txt"), "wb");
+    REQUIRE(file != NULL);
+    CHECK(fclose(file) == 0);
+    CHECK(open_path(path_of("log"), true) == MLS_E_FORMAT);
+    CHECK(strstr(status.text, "not empty") != NULL);
+    CHECK(unlink(path_of("log/notes.txt")) == 0);
+    CHECK(open_path(path_of("log"), true) == MLS_OK);
+}
+
+TEST(links_and_fifos_in_place_of_the_store_are_refused)
+{
+    CHECK(mkdir(path_of("log"), 0700) == 0);
+    CHECK(mkfifo(path_of("log/store"), 0600) == 0);
+    CHECK(open_path(path_of("log"), true) == MLS_E_FORMAT);
+    CHECK(unlink(path_of("log/store")) == 0);
+    CHECK(symlink("/dev/zero", path_of("log/store")) == 0);
+    CHECK(open_path(path_of("log"), true) == MLS_E_FORMAT);
+    CHECK(unlink(path_of("log/store")) == 0);
+    CHECK(mkdir(path_of("log/store"), 0700) == 0);
+    CHECK(open_path(path_of("log"), true) == MLS_E_FORMAT);
+}
+
+TEST(a_damaged_or_newer_store_is_refused)
+{
+    CHECK(open_path(path_of("log"), true) == MLS_OK);
+    for (size_t at = 0; at < 36; at++) {
+        flip_byte(path_of("log/store"), at);
+        CHECK(open_path(path_of("log"), true) == MLS_E_FORMAT);
+        flip_byte(path_of("log/store"), at);
+    }
+    CHECK(open_path(path_of("log"), true) == MLS_OK);
+    CHECK(truncate(path_of("log/store"), 20) == 0);
+    CHECK(open_path(path_of("log"), true) == MLS_E_FORMAT);
+}
+
+TEST(the_child_of_a_fork_does_not_share_the_lock)
+{
+    mls_prompt_log *log = open_log();
+    bool busy = false;
+    CHECK(put_blocks(log, 1, 2) == 2);
+    REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
+    const pid_t child = fork();
+    if (child == 0) {
+        bool child_busy = false;
+        mls_status st;
+        const bool good = stored_tokens(log, 1) == 8 &&
+                          mls_prompt_lock(log, &child_busy, &st) == MLS_OK && child_busy;
+        _exit(good ? 0 : 1);
+    }
+    int end = 1;
+    CHECK(waitpid(child, &end, 0) == child && end == 0);
+    mls_prompt_unlock(log);
+    CHECK(put_blocks(log, 2, 2) == 2);
+    mls_prompt_log_free(log);
+}

@@ -1,0 +1,94 @@
+/* Reading: into any strides, by any number of threads, and damage is flagged. */
+#include "support/prompt_logs.h"
+#include "support/tensors.h"
+
+enum { BYTES = 100000, BLOCKS = 6 };
+
+static mls_prompt_match *stored_match(mls_prompt_log *log)
+{
+    const prompt p = prompt_of(1);
+    CHECK(put_bytes(log, &p, BLOCKS, BYTES, UINT64_MAX) == BLOCKS);
+    return match_tokens(log, &p, MOST_TOKENS);
+}
+
+TEST(threads_fill_rows_of_a_cache)
+{
+    static unsigned char cache[100][BLOCKS][1500], part[BYTES];
+    const prompt p = prompt_of(1);
+    mls_prompt_log *log = open_log();
+    mls_prompt_match *match = stored_match(log);
+    mls_pool *pool = NULL;
+    mls_prompt_request requests[BLOCKS];
+    REQUIRE(match->count == BLOCKS && mls_pool_new(3, &pool, &status) == MLS_OK);
+    for (size_t i = 0; i < BLOCKS; i++) {
+        requests[i] = (mls_prompt_request){.hit = i};
+        requests[i].into = matrix_of(cache[0][i], MLS_U8, 100, 1000);
+        requests[i].into.strides[0] = sizeof cache[0];
+    }
+    CHECK(mls_prompt_read(match, requests, BLOCKS, log->kernels, log->crc, pool, NULL));
+    for (size_t i = 0; i < BLOCKS; i++) {
+        fill_part(part, BYTES, &p, match->hits[i].end);
+        CHECK(!requests[i].is_damaged);
+        for (size_t row = 0; row < 100; row++) {
+            CHECK(memcmp(cache[row][i], part + 1000 * row, 1000) == 0);
+            CHECK(cache[row][i][1000] == 0);
+        }
+    }
+    mls_pool_free(pool);
+    mls_prompt_match_free(match);
+    mls_prompt_log_free(log);
+}
+
+TEST(short_runs_are_scattered)
+{
+    static unsigned char into[BYTES], part[BYTES];
+    const prompt p = prompt_of(1);
+    mls_prompt_log *log = open_log();
+    mls_prompt_match *match = stored_match(log);
+    mls_prompt_request request = {.hit = 2};
+    request.into = transposed_of(into, MLS_U8, 1000, 100);
+    CHECK(mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL));
+    fill_part(part, BYTES, &p, match->hits[2].end);
+    CHECK(!request.is_damaged && into[0] == part[0] && into[1000] == part[1]);
+    CHECK(into[1] == part[100] && into[99999] == part[99999]);
+    mls_prompt_match_free(match);
+    mls_prompt_log_free(log);
+}
+
+TEST(a_damaged_part_is_flagged_and_the_others_are_read)
+{
+    static unsigned char into[2][BYTES];
+    mls_prompt_log *log = open_log();
+    mls_prompt_match *match = stored_match(log);
+    mls_prompt_request requests[2] = {{.hit = 0}, {.hit = 1}};
+    flip_byte(segment_path(1), match->hits[1].offset + 50000);
+    for (size_t i = 0; i < 2; i++) {
+        requests[i].into = vector_of(into[i], MLS_U8, BYTES);
+    }
+    CHECK(mls_prompt_read(match, requests, 2, log->kernels, log->crc, NULL, NULL));
+    CHECK(!requests[0].is_damaged && requests[1].is_damaged);
+    CHECK(strstr(requests[1].text, "damaged") != NULL);
+    CHECK(truncate(segment_path(1), 50000) == 0);
+    CHECK(mls_prompt_read(match, requests, 2, log->kernels, log->crc, NULL, NULL));
+    CHECK(requests[0].is_damaged && strstr(requests[0].text, "shorter") != NULL);
+    mls_prompt_match_free(match);
+    mls_prompt_log_free(log);
+}
+
+static bool stop(void *context, uint64_t bytes)
+{
+    (void)context, (void)bytes;
+    return false;
+}
+
+TEST(reading_can_be_stopped)
+{
+    static unsigned char into[BYTES];
+    mls_prompt_log *log = open_log();
+    mls_prompt_match *match = stored_match(log);
+    mls_prompt_request request = {.into = vector_of(into, MLS_U8, BYTES)};
+    const mls_progress progress = {stop, NULL};
+    CHECK(!mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, &progress));
+    mls_prompt_match_free(match);
+    mls_prompt_log_free(log);
+}

@@ -1,0 +1,108 @@
+/* Scans: readers follow the writer, ignore incomplete records, and skip damage. */
+#include "support/prompt_logs.h"
+
+static void append_bytes(const char *path, size_t count)
+{
+    FILE *file = fopen(path, "ab");
+    REQUIRE(file != NULL);
+    for (size_t i = 0; i < count; i++) {
+        CHECK(fputc(7, file) == 7);
+    }
+    CHECK(fclose(file) == 0);
+}
+
+TEST(a_reader_sees_each_put_of_another_handle)
+{
+    mls_prompt_log *writer = open_log(), *reader = open_log();
+    for (uint32_t i = 1; i <= 5; i++) {
+        CHECK(stored_tokens(reader, i) == 0);
+        CHECK(put_blocks(writer, i, 2) == 2);
+        CHECK(stored_tokens(reader, i) == 8);
+    }
+    size_t changed = 0;
+    CHECK(mark_all(writer, 3, MLS_PROMPT_DELETE, &changed) && changed == 2);
+    CHECK(stored_tokens(reader, 3) == 0 && stored_tokens(reader, 4) == 8);
+    mls_prompt_log_free(writer);
+    mls_prompt_log_free(reader);
+}
+
+TEST(a_reader_follows_new_segments_and_their_removal)
+{
+    mls_prompt_log *writer = open_log(), *reader = open_log();
+    const prompt p = prompt_of(1), q = prompt_of(2);
+    uint64_t freed = 0;
+    bool busy = true;
+    CHECK(put_bytes(writer, &p, 2, 40000, 1 << 20) == 2);
+    CHECK(put_bytes(writer, &q, 2, 40000, 1 << 20) == 2);
+    CHECK(writer->segment_count > 1);
+    CHECK(stored_tokens(reader, 1) == 8 && stored_tokens(reader, 2) == 8);
+    REQUIRE(mls_prompt_lock(writer, &busy, &status) == MLS_OK && !busy);
+    CHECK(mls_prompt_prune(writer, 1000, &freed, &status) == MLS_OK);
+    mls_prompt_unlock(writer);
+    CHECK(freed > 150000 && writer->index.count == 0);
+    CHECK(stored_tokens(reader, 1) == 0 && stored_tokens(reader, 2) == 0);
+    CHECK(put_blocks(writer, 3, 2) == 2 && stored_tokens(reader, 3) == 8);
+    mls_prompt_log_free(writer);
+    mls_prompt_log_free(reader);
+}
+
+TEST(an_incomplete_record_is_ignored_and_then_cut)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 2) == 2);
+    const size_t bytes = file_bytes(segment_path(1));
+    append_bytes(segment_path(1), 777);
+    CHECK(stored_tokens(log, 1) == 8 && file_bytes(segment_path(1)) == bytes + 777);
+    CHECK(put_blocks(log, 1, 2) == 0);
+    CHECK(file_bytes(segment_path(1)) == bytes);
+    mls_prompt_log_free(log);
+}
+
+TEST(a_damaged_header_hides_one_record_only)
+{
+    mls_prompt_log *log = open_log();
+    for (uint32_t i = 1; i <= 4; i++) {
+        CHECK(put_blocks(log, i, 1) == 1);
+    }
+    const uint64_t second = mls_prompt_entry_offset(&log->index.entries[1]);
+    const size_t bytes = file_bytes(segment_path(1));
+    mls_prompt_log_free(log);
+    flip_byte(segment_path(1), second + 30);
+    log = open_log();
+    CHECK(stored_tokens(log, 1) == 4 && stored_tokens(log, 2) == 0);
+    CHECK(stored_tokens(log, 3) == 4 && stored_tokens(log, 4) == 4);
+    CHECK(put_blocks(log, 2, 1) == 1 && stored_tokens(log, 2) == 4);
+    CHECK(file_bytes(segment_path(1)) > bytes);
+    mls_prompt_log_free(log);
+}
+
+/* The second writer finds only a damaged header behind the known records, and must not
+ * cut.
+ */
+TEST(records_behind_a_damaged_header_are_not_cut)
+{
+    mls_prompt_log *writer = open_log(), *other = open_log();
+    CHECK(put_blocks(writer, 1, 1) == 1 && stored_tokens(other, 1) == 4);
+    CHECK(put_blocks(writer, 2, 1) == 1 && put_blocks(writer, 3, 1) == 1);
+    flip_byte(segment_path(1), mls_prompt_entry_offset(&writer->index.entries[1]) + 30);
+    CHECK(put_blocks(other, 4, 1) == 1);
+    CHECK(stored_tokens(other, 3) == 4 && stored_tokens(other, 4) == 4);
+    mls_prompt_log_free(writer);
+    mls_prompt_log_free(other);
+}
+
+TEST(a_reader_notices_that_the_segment_was_cut_and_written_again)
+{
+    mls_prompt_log *reader = open_log(), *writer = open_log();
+    CHECK(put_blocks(writer, 1, 1) == 1);
+    const size_t bytes = file_bytes(segment_path(1));
+    CHECK(put_blocks(writer, 2, 1) == 1 && stored_tokens(reader, 2) == 4);
+    mls_prompt_log_free(writer);
+    CHECK(truncate(segment_path(1), (off_t)bytes) == 0); /* a failed put of a writer */
+    writer = open_log();
+    CHECK(put_blocks(writer, 3, 3) == 3);
+    CHECK(stored_tokens(reader, 3) == 12 && stored_tokens(reader, 2) == 0);
+    CHECK(stored_tokens(reader, 1) == 4);
+    mls_prompt_log_free(writer);
+    mls_prompt_log_free(reader);
+}

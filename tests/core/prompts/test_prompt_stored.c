@@ -1,0 +1,118 @@
+/* Stored records: long headers, the search behind damage, payload checks. */
+#include "support/prompt_logs.h"
+
+#include <fcntl.h>
+
+static int open_segment(void)
+{
+    const int fd = open(segment_path(1), O_RDONLY);
+    CHECK(fd >= 0);
+    return fd;
+}
+
+/* Store a record with long meta, so that its header does not fit the first read. */
+static void put_long(mls_prompt_log *log, size_t meta_bytes)
+{
+    const prompt p = prompt_of(1);
+    const mls_prompt_prefix prefix = prefix_of(&p, BLOCK);
+    bool busy = true;
+    unsigned char *meta = mls_alloc(meta_bytes, 1);
+    mls_prompt_item item = {.end = BLOCK, .meta = meta, .meta_bytes = meta_bytes};
+    REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
+    CHECK(mls_prompt_put(log, &prefix, &item, 1, UINT64_MAX, NULL, &status) == MLS_OK);
+    CHECK(item.result == 1);
+    mls_prompt_unlock(log);
+    mls_free(meta);
+}
+
+TEST(a_long_header_is_read_to_other_memory)
+{
+    mls_prompt_log *log = open_log();
+    put_long(log, 10000);
+    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = NULL;
+    mls_prompt_header header;
+    const int fd = open_segment();
+    const size_t length = file_bytes(segment_path(1)) - 64;
+    CHECK(mls_prompt_header_read(fd, 64, length, log->crc, room, &bytes, &header,
+                                 &status) == MLS_OK);
+    CHECK(bytes != room && header.meta_bytes == 10000);
+    mls_free(bytes);
+    CHECK(mls_prompt_header_read(fd, 64, 5000, log->crc, room, &bytes, &header,
+                                 &status) == MLS_E_FORMAT);
+    CHECK(mls_prompt_header_read(fd, 128, length - 64, log->crc, room, &bytes, &header,
+                                 &status) == MLS_E_CHECKSUM);
+    close(fd);
+    const prompt p = prompt_of(1);
+    mls_prompt_match *match = match_tokens(log, &p, BLOCK);
+    CHECK(match->count == 1 && match->hits[0].header.meta_bytes == 10000);
+    mls_prompt_match_free(match);
+    mls_prompt_log_free(log);
+    log = open_log(); /* the scan reads it as well */
+    CHECK(log->index.count == 1);
+    mls_prompt_log_free(log);
+}
+
+TEST(the_search_finds_the_next_header)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 4) == 4);
+    const int fd = open_segment();
+    const uint64_t end = file_bytes(segment_path(1));
+    const uint64_t second = mls_prompt_entry_offset(&log->index.entries[1]);
+    CHECK(mls_prompt_header_search(fd, 64, end, log->crc) == 64);
+    CHECK(mls_prompt_header_search(fd, 128, end, log->crc) == second);
+    CHECK(mls_prompt_header_search(fd, end - 64, end, log->crc) == 0);
+    CHECK(mls_prompt_header_search(fd, 128, second + 64, log->crc) == 0);
+    close(fd);
+    mls_prompt_log_free(log);
+}
+
+static bool continues(void *context, uint64_t bytes)
+{
+    (void)bytes;
+    return --*(int *)context > 0;
+}
+
+TEST(payload_checks_find_each_damaged_byte_and_can_be_stopped)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 1) == 1);
+    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = NULL, buffer[100];
+    mls_prompt_header header;
+    const int fd = open_segment();
+    REQUIRE(mls_prompt_header_read(fd, 64, file_bytes(segment_path(1)) - 64, log->crc,
+                                   room, &bytes, &header, &status) == MLS_OK);
+    CHECK(mls_prompt_payload_check(fd, 64, &header, log->crc, buffer, sizeof buffer, NULL,
+                                   &status) == MLS_OK);
+    int left = 3;
+    const mls_progress progress = {continues, &left};
+    CHECK(mls_prompt_payload_check(fd, 64, &header, log->crc, buffer, sizeof buffer,
+                                   &progress, &status) == MLS_E_STOPPED);
+    for (size_t i = 0; i < PART_BYTES; i += 111) {
+        const size_t at = 64 + header.header_bytes + i;
+        flip_byte(segment_path(1), at);
+        CHECK(mls_prompt_payload_check(fd, 64, &header, log->crc, buffer, sizeof buffer,
+                                       NULL, &status) == MLS_E_CHECKSUM);
+        flip_byte(segment_path(1), at);
+    }
+    CHECK(truncate(segment_path(1), 300) == 0);
+    CHECK(mls_prompt_payload_check(fd, 64, &header, log->crc, buffer, sizeof buffer, NULL,
+                                   &status) == MLS_E_FORMAT);
+    close(fd);
+    mls_prompt_log_free(log);
+}
+
+TEST(a_cut_segment_lacks_its_last_record)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 2) == 2);
+    const int fd = open_segment();
+    mls_prompt_segment segment = log->segments[0];
+    CHECK(mls_prompt_last_is_same(&segment, fd));
+    segment.last_crc ^= 1;
+    CHECK(!mls_prompt_last_is_same(&segment, fd));
+    segment.last = 0; /* no record is known */
+    CHECK(mls_prompt_last_is_same(&segment, fd));
+    close(fd);
+    mls_prompt_log_free(log);
+}

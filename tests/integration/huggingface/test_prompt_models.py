@@ -1,0 +1,203 @@
+"""Models of transformers continue from a stored prompt with the bits of the live cache."""
+
+import copy
+
+import child
+import pytest
+from needs import needs
+
+pytestmark = [pytest.mark.torch, needs("transformers")]
+torch = pytest.importorskip("torch", reason="transformers needs it")
+transformers = pytest.importorskip("transformers", reason="its models run")
+
+from cache_models import ARGUMENT, MODELS, new_model, prompt, run  # noqa: E402
+from toy_caches import flip  # noqa: E402
+from transformers import DynamicCache, StaticCache  # noqa: E402
+
+from mlstate.errors import CompatibilityError  # noqa: E402
+from mlstate.integrations.transformers import from_cache  # noqa: E402
+from mlstate.prompts import PromptStore  # noqa: E402
+
+TOKENS = prompt(90)
+KINDS = {"dynamic": DynamicCache, "static": lambda config: StaticCache(config, 128)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {}
+
+
+@pytest.fixture
+def model(models, name, dtype):
+    if name not in models:
+        models[name] = new_model(name)
+    return copy.deepcopy(models[name]).to(getattr(torch, dtype))
+
+
+def store_at(folder, **options):
+    return PromptStore(folder / "store", model="m", block_tokens=16, **options)
+
+
+def continued(model, cache, start):
+    """The logits of the rest of the prompt at once, and of two further tokens."""
+    logits = [run(model, TOKENS[:, start:], cache)]
+    for _ in range(2):
+        logits.append(run(model, logits[-1].argmax(-1, keepdim=True), cache))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("stored", "into"), [("dynamic", "dynamic"), ("static", "static")])
+def test_a_restored_cache_gives_the_logits_of_the_live_one(
+    model, tmp_path, stored, into, dtype, name
+):
+    cache = KINDS[stored](config=model.config)
+    run(model, TOKENS[:, :70], cache)
+    with store_at(tmp_path) as store:
+        assert store.put(TOKENS[:, :70], cache) == 70
+        other = KINDS[into](config=model.config)
+        with store.match(TOKENS) as match:
+            assert store.restore(match, into=other) == 70
+    assert torch.equal(continued(model, other, 70), continued(model, cache, 70))
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("stored", "into"), [("dynamic", "static"), ("static", "dynamic")])
+def test_static_and_dynamic_caches_share_their_prompts(model, tmp_path, stored, into, dtype, name):
+    cache, live = KINDS[stored](config=model.config), KINDS[into](config=model.config)
+    run(model, TOKENS[:, :70], cache)
+    run(model, TOKENS[:, :70], live)
+    with store_at(tmp_path) as store:
+        store.put(TOKENS[:, :70], cache)
+        other = KINDS[into](config=model.config)
+        with store.match(TOKENS) as match:
+            assert store.restore(match, into=other) == 70
+    assert torch.equal(continued(model, other, 70), continued(model, live, 70))
+
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from transformers import DynamicCache
+from cache_models import ARGUMENT, new_model, prompt
+from mlstate.prompts import PromptStore
+
+torch.set_num_threads(1)
+name, folder, is_first = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "first"
+model, tokens = new_model(name), prompt(90)
+with PromptStore(folder / "store", model="m", block_tokens=16, snapshots=32) as store:
+    cache = DynamicCache(config=model.config)
+    with store.match(tokens) as match:
+        start = store.restore(match, into=cache)
+    assert start == (0 if is_first else 89), start
+    with torch.no_grad():
+        for stop in store.stops(tokens, start):
+            model(tokens[:, start:stop], use_cache=True, **{ARGUMENT: cache})
+            store.put(tokens[:, :stop], cache)
+            start = stop
+    settings = {"max_new_tokens": 12, "do_sample": False, ARGUMENT: cache}
+    print(model.generate(tokens, **settings).tolist(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_killed_process_starts_again_without_a_prefill(tmp_path, name):
+    outputs = []
+    for turn in ("first", "second"):
+        process = child.attempt(PROGRAM, name, tmp_path, turn, **child.PATHS)
+        assert process.returncode == -9, process.stderr
+        outputs.append(process.stdout)
+    assert outputs[0] == outputs[1] and outputs[0].startswith("[[")
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_damage_never_reaches_a_model(model, tmp_path, dtype, name):
+    """A damaged record gives the tokens of an earlier position, or none, and no wrong ones."""
+    is_hybrid = any(e.kind != "full" for e in from_cache(_prefilled(model, 70)).spec)
+    with store_at(tmp_path) as store:
+        for stop in (20, 48, 70):
+            store.put(TOKENS[:, :stop], _prefilled(model, stop))
+        cache = _prefilled(model, 70)
+        layer = next(e.layer for e in from_cache(cache).spec if e.kind == "full")
+        flip(tmp_path, cache.layers[layer].keys[0, 1, 40].numpy().tobytes())
+        other = DynamicCache(config=model.config)
+        with store.match(TOKENS) as match:
+            position = store.restore(match, into=other)
+    assert position == (20 if is_hybrid else 32)
+    expected = _prefilled(model, position) if is_hybrid else None
+    if expected is not None:
+        got, reference = continued(model, other, position), continued(model, expected, position)
+        assert torch.equal(got, reference)
+    else:
+        assert other.get_seq_length() == position
+        for got, live in zip(other.layers, _prefilled(model, 70).layers, strict=True):
+            assert torch.equal(got.keys, live.keys[:, :, :position])
+
+
+def _prefilled(model, count):
+    cache = DynamicCache(config=model.config)
+    run(model, TOKENS[:, :count], cache)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_match_a_cache_is_empty(model, tmp_path, kind, dtype, name):
+    with store_at(tmp_path) as store:
+        store.put(TOKENS[:, :70], _prefilled(model, 70))
+        cache = KINDS[kind](config=model.config)
+        run(model, TOKENS[:, :30], cache)
+        with store.match(TOKENS + 1) as match:
+            assert store.restore(match, into=cache) == 0
+    fresh = KINDS[kind](config=model.config)
+    assert torch.equal(continued(model, cache, 0), continued(model, fresh, 0))
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("name", ["llama"])
+def test_a_batch_of_sequences_is_refused(model, tmp_path, dtype, name):
+    cache = DynamicCache(config=model.config)
+    run(model, TOKENS[:, :20].repeat(2, 1), cache)
+    with store_at(tmp_path) as store, pytest.raises(CompatibilityError, match="2 sequences"):
+        store.put(TOKENS[:, :20], cache)
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("name", ["llama"])
+def test_more_tokens_than_the_cache_has_are_refused(model, tmp_path, dtype, name):
+    cache = DynamicCache(config=model.config)
+    output = model.generate(TOKENS[:, :20], max_new_tokens=5, do_sample=False, **{ARGUMENT: cache})
+    with store_at(tmp_path) as store:
+        with pytest.raises(CompatibilityError, match=r"generate\(\) returns one"):
+            store.put(output, cache)
+        assert store.put(output[:, :-1], cache) == 24
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_the_tensors_are_on_the_device_that_the_caller_names(model, tmp_path, dtype, name):
+    with store_at(tmp_path) as store:
+        store.put(TOKENS[:, :70], _prefilled(model, 70))
+        cache = DynamicCache(config=model.config)
+        with store.match(TOKENS) as match:
+            assert store.restore(match, into=cache, device="meta") == 70
+        tensors = from_cache(cache).arrays.values()
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+        with store.match(TOKENS) as match, pytest.raises(TypeError, match="device= is for"):
+            store.restore(match, into=from_cache(cache), device="meta")
+        with store.match(TOKENS) as match, pytest.raises(ValueError, match="nowhere"):
+            store.restore(match, into=cache, device="nowhere")

@@ -1,0 +1,159 @@
+"""What identifies the model of a cache."""
+
+import hashlib
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+from mlstate import save_file
+from mlstate.errors import FormatError, StoreNotFoundError
+from mlstate.prompts import fingerprint
+
+CONFIG = {
+    "model_type": "llama",
+    "rope_theta": 10000.0,
+    "dtype": "float16",
+    "_name_or_path": "/here",
+    "transformers_version": "5.23.0",
+}
+
+
+def model_folder(folder, config=CONFIG, weight=1.0, name="model.safetensors"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"w": np.full((2, 3), weight, np.float32)}, folder / name)
+    return folder
+
+
+def test_a_name_identifies_a_model():
+    first = fingerprint("llama")
+    assert first == fingerprint("llama") != fingerprint("llama-2")
+    assert fingerprint(first) == first and len(first) == 71
+    assert fingerprint(first, salt="image") != first
+    assert len({fingerprint("llama", adapters=a) for a in ([], ["a"], ["a", "b"], ["b", "a"])}) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rope_theta": 5e5}, {"rope_scaling": {"type": "yarn"}}, {"dtype": "bfloat16"}],
+    ids=str,
+)
+def test_a_config_with_another_fact_is_another_model(tmp_path, change):
+    same = (
+        model_folder(tmp_path / "a"),
+        model_folder(
+            tmp_path / "b", CONFIG | {"_name_or_path": "/there", "transformers_version": "5.24.0"}
+        ),
+    )
+    other = model_folder(tmp_path / "c", CONFIG | change)
+    assert fingerprint(same[0]) == fingerprint(same[1]) != fingerprint(other)
+
+
+def test_other_weights_are_another_model(tmp_path):
+    first, second = model_folder(tmp_path / "a"), model_folder(tmp_path / "b", weight=2.0)
+    assert fingerprint(first) != fingerprint(second)
+    assert fingerprint(first, adapters=[second]) != fingerprint(first)
+
+
+def test_a_file_of_the_hub_is_known_by_its_name_and_not_read(tmp_path, monkeypatch):
+    copied = fingerprint(model_folder(tmp_path / "copy"))
+    snapshot = model_folder(tmp_path / "hub" / "snapshots" / "main")
+    weights = snapshot / "model.safetensors"
+    blobs = tmp_path / "hub" / "blobs"
+    blobs.mkdir()
+    blob = blobs / hashlib.sha256(weights.read_bytes()).hexdigest()
+    weights.rename(blob)
+    weights.symlink_to(blob)
+    monkeypatch.setattr(hashlib, "file_digest", None)
+    assert fingerprint(snapshot) == copied
+
+
+def test_a_truncated_file_of_weights_is_refused(tmp_path):
+    folder = model_folder(tmp_path / "a")
+    os.truncate(folder / "model.safetensors", 50)
+    with pytest.raises(FormatError, match=r"model\.safetensors"):
+        fingerprint(folder)
+
+
+def test_folders_without_a_model_are_refused(tmp_path):
+    with pytest.raises(FormatError, match=r"no config\.json.*pass its name as a str"):
+        fingerprint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FormatError, match="no safetensors"):
+        fingerprint(tmp_path)
+    save_file({"w": np.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match="not JSON"):
+        fingerprint(tmp_path)
+    with pytest.raises(StoreNotFoundError):
+        fingerprint(tmp_path / "missing")
+    with pytest.raises(OSError, match="a model is a folder"):
+        fingerprint(tmp_path / "config.json")
+
+
+def test_a_fifo_in_the_place_of_weights_is_refused(tmp_path):
+    folder = model_folder(tmp_path / "a")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(FormatError, match="not a regular file"):
+        fingerprint(folder)
+
+
+@pytest.mark.parametrize("suffix", [".mlpackage", ".mlmodelc"])
+def test_a_core_ml_model_is_identified_by_all_its_files(tmp_path, suffix):
+    folders = [tmp_path / f"{name}{suffix}" for name in "ab"]
+    for folder in folders:
+        (folder / "Data").mkdir(parents=True)
+        (folder / "Data" / "weight.bin").write_bytes(b"weights")
+    assert fingerprint(folders[0]) == fingerprint(folders[1])
+    (folders[1] / "Data" / "weight.bin").write_bytes(b"Weights")
+    assert fingerprint(folders[0]) != fingerprint(folders[1])
+
+
+def test_a_core_ai_model_is_verified(tmp_path):
+    folder = tmp_path / "m.aimodel"
+    folder.mkdir()
+    program = b"program"
+    (folder / "main.mlirb").write_bytes(program)
+    (folder / "main.hash").write_bytes(hashlib.sha256(program).digest())
+    (folder / "metadata.json").write_text("{}")
+    assert fingerprint(folder) != fingerprint("m")
+    (folder / "main.mlirb").write_bytes(program[:-1])
+    with pytest.raises(FormatError, match="truncated or altered"):
+        fingerprint(folder)
+
+
+def test_other_types_are_refused_with_a_remedy():
+    for model in (5, None, {"a": 1}, b"name"):
+        with pytest.raises(TypeError, match="does not identify a model: pass its name as a str"):
+            fingerprint(model)
+    with pytest.raises(ValueError, match="is empty"):
+        fingerprint("")
+    with pytest.raises(TypeError, match="salt must be a str"):
+        fingerprint("a", salt=5)
+    with pytest.raises(TypeError, match=r"pass \[adapter\]"):
+        fingerprint("a", adapters="b")
+
+
+@pytest.mark.torch
+def test_a_torch_module_is_hashed_on_request_only():
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    with pytest.raises(TypeError, match="pass hash_weights=True"):
+        fingerprint(module)
+    first = fingerprint(module, hash_weights=True)
+    assert first == fingerprint(module, hash_weights=True)
+    assert fingerprint(module.to(torch.bfloat16), hash_weights=True) != first
+    module.to(torch.float32)
+    assert fingerprint(module, hash_weights=True) != first  # rounded on the way
+    second = fingerprint(module, hash_weights=True)
+    with torch.no_grad():
+        module[0].bias[0] += 1
+    assert fingerprint(module, hash_weights=True) != second
+
+
+def test_a_path_is_not_a_name(tmp_path):
+    folder = model_folder(tmp_path / "a")
+    assert fingerprint(str(folder)) != fingerprint(pathlib.Path(folder))

@@ -1,0 +1,385 @@
+"""The log of prompt stores: a model lists the records that it must hold."""
+
+import fcntl
+import os
+import signal
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompt_model import BLOCK, FINGERPRINT, Model, match, put, wrong_records
+
+from mlstate._core import PromptLog, crc32c
+from mlstate.errors import CapacityError, CompatibilityError, FormatError, StoreError
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=0, max_size=18)
+
+
+@pytest.fixture
+def log(tmp_path):
+    return PromptLog(tmp_path / "log", True)
+
+
+def pairs_of(result):
+    return [(kind, end) for kind, _, end, _ in result.records]
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), PROMPTS, st.integers(0, 18), st.sampled_from([b"A", b"B"])),
+        st.tuples(st.just("delete"), PROMPTS, st.just(0), st.sampled_from([b"A", b"B"])),
+        st.tuples(st.sampled_from(["reopen", "prune", "lose index"]), *[st.none()] * 3),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(OPERATIONS, st.lists(PROMPTS, min_size=5, max_size=5))
+def test_three_handles_hold_the_records_of_the_model(tmp_path_factory, operations, questions):
+    folder = tmp_path_factory.mktemp("log") / "log"
+    logs = [PromptLog(folder, True) for _ in range(3)]
+    model = Model()
+    for number, (name, tokens, tail, fingerprint) in enumerate(operations):
+        log = logs[number % 3]
+        if name == "put":
+            tails = [tail] if tail <= len(tokens) else []
+            put(log, tokens, tails=tails, fingerprint=fingerprint)
+            model.put(tokens, tails, fingerprint)
+        elif name == "delete":
+            result = match(log, tokens, fingerprint)
+            log.mark(result, range(len(result.records)), "delete", 30.0)
+            model.delete(tokens, fingerprint)
+        elif name == "prune":
+            log.prune(None, 30.0)
+        elif name == "reopen":
+            log.close()
+            logs[number % 3] = PromptLog(folder, False)
+        elif (folder / "index").exists():
+            (folder / "index").unlink()
+            logs[number % 3] = PromptLog(folder, False)
+    prompts = [tokens for name, tokens, *_ in operations if tokens is not None] + questions
+    for tokens in prompts:
+        for fingerprint in (b"A", b"B"):
+            for log in logs:
+                result = match(log, tokens, fingerprint)
+                assert pairs_of(result) == model.match(tokens, fingerprint)
+                assert wrong_records(result, tokens, fingerprint) == (set(), [])
+    assert logs[0].verify() == []
+    assert logs[0].stats()["records"] == len(model.stored) == len(logs[1].records())
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32), st.integers(20, 60))
+def test_a_budget_is_kept_and_pins_stay(tmp_path_factory, seed, kib):
+    folder = tmp_path_factory.mktemp("log") / "log"
+    logs = [PromptLog(folder, True) for _ in range(2)]
+    random = np.random.default_rng(seed)
+    pinned = np.arange(1000, 1000 + 3 * BLOCK)
+    put(logs[0], pinned)
+    assert logs[0].mark(match(logs[0], pinned), [2], "pin", 30.0) == 1
+    for number in range(60):
+        log = logs[number % 2]
+        tokens = random.integers(0, 3, random.integers(1, 40))
+        put(log, tokens, tails=[len(tokens)], max_bytes=kib << 10)
+        assert log.stats()["disk_bytes"] <= kib << 10
+        files = [path for path in folder.iterdir() if path.name != "used"]
+        assert sum(path.stat().st_size for path in files) <= kib << 10
+        other = random.integers(0, 3, 30)
+        for reader in logs:
+            result = match(reader, other)
+            assert wrong_records(result, other) == (set(), [])
+            result = match(reader, pinned)
+            assert result.length == len(pinned) and wrong_records(result, pinned) == (set(), [])
+    reopened = PromptLog(folder, False)
+    assert match(reopened, pinned).length == len(pinned)
+    assert reopened.stats()["pinned"] == 1
+
+
+def test_least_recently_used_is_evicted_first(tmp_path):
+    log, reader = PromptLog(tmp_path / "log", True), None
+    big = [np.ones(30_000, np.uint8)]
+    for token in range(4):
+        log.put(FINGERPRINT, np.full(BLOCK, token), BLOCK, [(0, BLOCK, b"", big)], None, 1.0)
+    reader = PromptLog(tmp_path / "log", False)
+    assert match(reader, [0] * BLOCK).length == BLOCK  # a use in another process
+    done = log.put(FINGERPRINT, np.full(BLOCK, 9), BLOCK, [(0, BLOCK, b"", big)], 130_000, 1.0)
+    assert done == [1]
+    stored = [token for token in (0, 1, 2, 3, 9) if match(log, [token] * BLOCK).length]
+    assert 0 in stored and 9 in stored and 1 not in stored
+
+
+def test_record_that_cannot_fit_is_not_stored(log):
+    put(log, [1] * BLOCK)
+    record = (0, BLOCK, b"", [np.ones(100_000, np.uint8)])
+    assert log.put(FINGERPRINT, np.full(BLOCK, 2), BLOCK, [record], 50_000, 1.0) == [-1]
+    assert match(log, [1] * BLOCK).length == BLOCK
+
+
+def test_stored_records_are_not_written_again(log):
+    tokens = list(range(3 * BLOCK))
+    assert put(log, tokens) == [1, 1, 1]
+    size = log.stats()["disk_bytes"]
+    assert put(log, tokens) == [0, 0, 0]
+    assert log.stats()["disk_bytes"] == size
+    assert put(log, [*tokens[: 2 * BLOCK], 7, 7, 7, 7]) == [0, 0, 1]
+
+
+def test_record_without_its_parent_is_not_stored(log):
+    tokens = list(range(3 * BLOCK))
+    assert put(log, tokens, ends=[3 * BLOCK]) == [-1]
+    assert put(log, tokens, ends=[], tails=[BLOCK + 1]) == [-1]
+    assert log.stats()["records"] == 0
+
+
+def test_record_is_listed_under_one_fingerprint_only(log):
+    tokens = list(range(BLOCK))
+    put(log, tokens, fingerprint=b"A")
+    assert match(log, tokens, b"A").length == BLOCK
+    for other in (b"A\0", b"B", b"A" * 32):
+        assert match(log, tokens, other).length == 0
+
+
+def test_dropped_block_heals_when_it_is_stored_again(log):
+    tokens = list(range(4 * BLOCK))
+    put(log, tokens)
+    assert log.mark(match(log, tokens), [1], "drop", 1.0) == 1
+    assert match(log, tokens).length == BLOCK
+    assert put(log, tokens) == [0, 1, 0, 0]
+    assert match(log, tokens).length == len(tokens)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_all_handles_see_the_tail_behind_a_block_that_was_stored_again(log, saved):
+    tokens = list(range(2 * BLOCK + 2))
+    put(log, tokens, tails=[len(tokens)])
+    reader = PromptLog(log.path, False)
+    log.mark(match(log, tokens), [1], "drop", 1.0)
+    if saved:
+        log.prune(None, 1.0)  # writes the index
+    assert put(log, tokens, tails=[len(tokens)]) == [0, 1, 0]
+    for handle in (log, reader, PromptLog(log.path, False)):
+        assert pairs_of(match(handle, tokens)) == [(0, 4), (0, 8), (1, 10)]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_strided_arrays_are_stored_and_filled_in_c_order(log, threads):
+    random = np.random.default_rng(3)
+    cache = random.standard_normal((3, 40, 700)).astype(np.float16)
+    parts = [
+        cache[:, 4:8], cache[:, :, 5:9], cache[:, ::-1, ::2], cache.T, cache[0:0], cache[1, 2, 3],
+        cache.astype(">f2"),
+    ]  # fmt: skip
+    log.put(FINGERPRINT, np.arange(BLOCK), BLOCK, [(0, BLOCK, b"", list(parts))], None, 1.0)
+    result = match(log, range(BLOCK))
+    assert result.parts(0) == tuple(part.nbytes for part in parts)
+    for number, part in enumerate(parts):
+        packed = np.zeros(part.shape, np.float16)
+        spaced = np.zeros((*part.shape, 2), np.float16)[..., 0]
+        turned = np.zeros(part.shape[::-1], np.float16).T
+        wide = np.zeros((*part.shape[:-1], 900), np.float16)
+        rows = wide[..., : part.shape[-1]] if part.ndim else packed
+        requests = [(0, number, array) for array in (packed, spaced, turned, rows)]
+        assert result.read(requests) == []
+        for array in (packed, spaced, turned, rows):
+            np.testing.assert_array_equal(array, part)
+        assert not (part.ndim and wide[..., part.shape[-1] :].any())
+
+
+def test_match_outlives_pruning_and_the_log(tmp_path):
+    log = PromptLog(tmp_path / "log", True)
+    tokens = list(range(3 * BLOCK))
+    put(log, tokens)
+    result = match(log, tokens)
+    assert log.mark(result, [0, 1, 2], "delete", 1.0) == 3
+    log.prune(0, 1.0)
+    assert PromptLog(tmp_path / "log", False).stats()["records"] == 0
+    log.close()
+    assert wrong_records(result, tokens) == (set(), [])
+    result.close()
+    with pytest.raises(ValueError, match="closed"):
+        result.meta(0)
+
+
+def test_wrong_arguments_are_refused_and_leave_the_log_empty(log):
+    good = np.arange(BLOCK)
+    block = [(0, BLOCK, b"", [])]
+    wrong = [
+        ((b"", good, BLOCK, block), ValueError),
+        ((b"x" * 33, good, BLOCK, block), ValueError),
+        (("x", good, BLOCK, block), TypeError),
+        ((b"x", good.astype(float), BLOCK, block), CompatibilityError),
+        ((b"x", good.astype(np.int16), BLOCK, block), CompatibilityError),
+        ((b"x", good.reshape(2, 2), BLOCK, block), CompatibilityError),
+        ((b"x", good - 1, BLOCK, block), ValueError),
+        ((b"x", good + 2**32, BLOCK, block), ValueError),
+        ((b"x", good, 0, block), ValueError),
+        ((b"x", good, 2**17, block), ValueError),
+        ((b"x", good, BLOCK, [(0, BLOCK - 1, b"", [])]), ValueError),
+        ((b"x", good, BLOCK, [(0, 2 * BLOCK, b"", [])]), ValueError),
+        ((b"x", good, BLOCK, [(1, BLOCK + 1, b"", [])]), ValueError),
+        ((b"x", good, BLOCK, [(256, 1, b"", [])]), ValueError),
+        ((b"x", good, BLOCK, [(0, BLOCK, "text", [])]), TypeError),
+        ((b"x", good, BLOCK, [(0, BLOCK, b"", [None])]), TypeError),
+        ((b"x", good, BLOCK, [(0, BLOCK, b"m" * (1 << 20 | 1), [])]), ValueError),
+        ((b"x", good, BLOCK, [3]), TypeError),
+    ]
+    for arguments, error in wrong:
+        with pytest.raises(error):
+            log.put(*arguments, None, 1.0)
+    with pytest.raises(ValueError, match="negative"):
+        log.put(b"x", good, BLOCK, block, -1, 1.0)
+    assert log.stats()["records"] == 0
+    put(log, good)
+    result = match(log, good)
+    size = result.parts(0)[0]
+    for request, error in [
+        ((1, 0, np.zeros(size, np.uint8)), IndexError),
+        ((0, 9, np.zeros(size, np.uint8)), IndexError),
+        ((0, 0, np.zeros(size + 1, np.uint8)), (CompatibilityError, CapacityError)),
+        ((0, 0, b"x" * size), (TypeError, ValueError)),
+    ]:
+        with pytest.raises(error):
+            result.read([request])
+    with pytest.raises(ValueError, match="unknown operation"):
+        log.mark(result, [0], "erase", 1.0)
+
+
+def test_second_writer_waits_and_then_names_the_lock(tmp_path):
+    log = PromptLog(tmp_path / "log", True)
+    with (tmp_path / "log" / "store").open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match="another process or thread") as caught:
+            put(log, [1] * BLOCK, timeout=0.05)
+        assert caught.value.errno == 16
+        timer = threading.Timer(0.1, fcntl.flock, (other, fcntl.LOCK_UN))
+        timer.start()
+        assert put(log, [1] * BLOCK, timeout=30.0) == [1]
+        timer.join()
+
+
+class Interrupt(Exception):
+    """Raised by a signal."""
+
+
+@pytest.fixture
+def interrupt():
+    """A function that raises Interrupt in the main thread, after some seconds."""
+
+    def handle(*_):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_signal_ends_the_wait_for_the_lock(log, interrupt):
+    with Path(log.path, "store").open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        interrupt(0.05)
+        with pytest.raises(Interrupt):
+            put(log, [1] * BLOCK, timeout=600.0)
+    assert put(log, [1] * BLOCK) == [1]
+
+
+def test_signal_stops_a_put_and_leaves_the_log_as_before(log, interrupt):
+    put(log, [1] * BLOCK)
+    before = log.stats()
+    parts = [np.ones(8 << 20, np.uint8)] * 400
+    interrupt(0.02)
+    with pytest.raises(Interrupt):
+        log.put(FINGERPRINT, np.full(BLOCK, 2), BLOCK, [(0, BLOCK, b"", parts)], None, 1.0)
+    after = log.stats()
+    assert all(after[name] == before[name] for name in ("records", "blocks", "live_bytes"))
+    assert sum(path.stat().st_size for path in Path(log.path).iterdir()) < 10_000
+    assert put(log, [2] * BLOCK) == [1]
+    assert match(log, [2] * BLOCK).length == BLOCK
+
+
+def test_threads_share_one_log(log):
+    errors = []
+
+    def work(number):
+        random = np.random.default_rng(number)
+        try:
+            for _ in range(40):
+                tokens = random.integers(0, 2, 20)
+                if random.random() < 0.3:
+                    put(log, tokens, tails=[18])
+                elif random.random() < 0.05:
+                    log.prune(random.integers(20_000, 100_000), 30.0)
+                result = match(log, tokens)
+                bad = wrong_records(result, tokens)
+                if bad != (set(), []):
+                    errors.append(bad)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[:3]
+    assert log.verify() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_child_of_a_fork_uses_the_log(log):
+    put(log, [1] * BLOCK)
+    child = os.fork()
+    if child == 0:
+        try:
+            good = match(log, [1] * BLOCK).length == BLOCK and put(log, [2] * BLOCK) == [1]
+        except BaseException:
+            good = False
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert match(log, [2] * BLOCK).length == BLOCK
+
+
+def test_folder_without_a_store_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FormatError, match="not empty"):
+        PromptLog(tmp_path, True)
+    with pytest.raises(FormatError, match="no file `store`"):
+        PromptLog(tmp_path, False)
+    with pytest.raises(StoreError):
+        PromptLog(tmp_path / "missing", False)
+    with pytest.raises(StoreError):
+        PromptLog(tmp_path / "file", True)
+
+
+def test_read_only_store_is_read_and_not_written(tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may write everything")
+    log = PromptLog(tmp_path / "log", True)
+    put(log, [1] * BLOCK)
+    for path in (*(tmp_path / "log").iterdir(), tmp_path / "log"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    reader = PromptLog(tmp_path / "log", True)
+    assert match(reader, [1] * BLOCK).length == BLOCK
+    with pytest.raises(PermissionError, match="only be read"):
+        put(reader, [2] * BLOCK)
+    (tmp_path / "log").chmod(0o755)
+
+
+def test_a_key_is_not_believed_without_the_tokens(log):
+    """Records with the same key but other tokens, as a collision would have."""
+    put(log, [1] * BLOCK)
+    path = Path(log.path, "segment-00000001")
+    data = bytearray(path.read_bytes())
+    length = struct.unpack_from("<I", data, 64 + 8)[0]
+    struct.pack_into("<I", data, 64 + 128, 9)  # the first token of the first record
+    struct.pack_into("<I", data, 64 + 4, crc32c(bytes(data[64 + 8 : 64 + length])))
+    with path.open("r+b") as file:
+        file.write(data)
+    result = match(log, [1] * BLOCK)
+    assert result.length == 0
+    assert len(result.damage) == 1 and "segment-00000001, offset 64" in result.damage[0]
