@@ -130,6 +130,7 @@ class Publisher:
         self._manifests: dict[str, Manifest] = {}  # of these, by generation
         self._lineage = ""
         self._lineages: set[str] = set()  # all of this publisher
+        self._has_published = False
 
     @property
     def path(self) -> str:
@@ -209,6 +210,7 @@ class Publisher:
             group=self._group,
             storage_options=self._storage_options,
         )
+        self._has_published = True
         self._versions = (*chain, Version(saved.sequence, saved.generation, step, kind))
         self._manifests[saved.generation] = saved._manifest
         self._base = self._next_base(base, parts, changes)
@@ -229,7 +231,7 @@ class Publisher:
             if KEY not in newest.metadata:
                 text = "it holds a checkpoint that is not a published version"
             elif lineage_of(newest, self.path).name not in self._lineages:
-                text = "another publisher has published into it" if self._lineages else ""
+                text = "another publisher has published into it" if self._has_published else ""
         if text:
             exists = FileExistsError(errno.EEXIST, f"{text}; nothing is published")
             raise store_error(exists, "cannot publish", self.path)

@@ -223,6 +223,15 @@ def test_a_new_publisher_takes_over_and_the_old_one_is_refused(path):
     assert same(into, models[0])
 
 
+def test_a_publisher_that_failed_at_first_can_try_again(path, monkeypatch):
+    _, models = published(path, 2)
+    new = Publisher(path)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("mlstate.follow._publisher.save", lambda *_, **__: 1 / 0)
+        new.publish(5, models[0])
+    assert new.publish(5, models[0]) == "anchor"
+
+
 def test_a_folder_of_other_checkpoints_is_refused(path):
     model = model_of()
     CheckpointManager(path).save(3, model)
