@@ -3,17 +3,26 @@
 ``python benchmarks/bench_follow.py [--quick] [--json]``: 128 Mi elements, 1 % and 3 % of them
 changed, on one thread; figures are processor time.  The copy is NumPy's, into memory that was
 touched before.
+
+Last, one process publishes a model of 1 GiB and another follows: wall time of a step from the call
+of `publish` to the end of `advance`, with 1 % changed and all checksums compared. The folder in
+/dev/shm needs no sync; the difference to the folder on disk is the cost of syncs and writes.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from harness import Candidate, Report, Row, count_threads, measure, met, option_parser
 
 from mlstate import _core
+from mlstate.follow import Follower, Publisher
 from mlstate.threads import set_num_threads
 
 try:
@@ -28,6 +37,7 @@ AIMS = {"compare + encode": (1.5, 2.7), "apply": (0.3, 0.6)}
 CHECKSUM_AIM = 0.9
 TORCH_AIM = 8.0
 BYTES_AIM = 0.02
+STEP_AIMS = {1: 5.0, 2: 3.0}  # by threads: a whole step, times a copy on one thread
 
 
 def changed_pair(elements: int, part: float) -> tuple[np.ndarray, np.ndarray]:
@@ -103,6 +113,74 @@ def applying_rows(base: np.ndarray, new: np.ndarray, target: np.ndarray, repeats
     return measure(candidates, repeats, warm_up=1, clock=time.thread_time_ns)
 
 
+def model_of(elements: int, tensors: int = 64) -> dict[str, np.ndarray]:
+    """A model of bfloat16 bits, whose pages exist."""
+    return {f"layers.{n}": np.ones(elements // tensors, np.uint16) for n in range(tensors)}
+
+
+def follow_steps(folder: str, elements: int, threads: int) -> None:
+    """Follow, in a process of its own; each line of the input is a step."""
+    set_num_threads(threads)
+    follower = Follower(folder, into=model_of(elements))
+    for _ in sys.stdin:
+        step = follower.advance()
+        print(step, flush=True)
+
+
+def step_seconds(parent: str | None, elements: int, threads: int, repeats: int) -> dict[str, float]:
+    """Median seconds of publishing, following, and a copy of the model, interleaved."""
+    set_num_threads(threads)
+    model = model_of(elements)
+    target = {name: array.copy() for name, array in model.items()}
+    seconds: dict[str, list[float]] = {"copy": [], "publish": [], "follow": []}
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        publisher = Publisher(Path(folder) / "weights", anchor_every=1 << 20)
+        code = (
+            f"from bench_follow import *; follow_steps({publisher.path!r}, {elements}, {threads})"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent,
+        ) as child:
+            for step in range(repeats + 2):  # the anchor, and a first delta, do not count
+                for number, array in enumerate(model.values()):
+                    array[(step + number) % 100 :: 100] += 1
+                times = [time.perf_counter()]
+                for name, array in model.items():
+                    np.copyto(target[name], array)
+                times.append(time.perf_counter())
+                publisher.publish(step, model)
+                times.append(time.perf_counter())
+                child.stdin.write("\n")
+                child.stdin.flush()
+                assert int(child.stdout.readline()) == step
+                times.append(time.perf_counter())
+                for name, start, end in zip(seconds, times, times[1:], strict=False):
+                    seconds[name].append(end - start)
+            child.stdin.close()
+    return {name: sorted(values[2:])[repeats // 2] for name, values in seconds.items()}
+
+
+def report_steps(report: Report, elements: int, repeats: int) -> None:
+    """Measure whole steps between two processes."""
+    for threads, aim in STEP_AIMS.items():
+        totals = []
+        for label, parent in (("/dev/shm", "/dev/shm"), ("disk", None)):
+            if parent is not None and not Path(parent).is_dir():
+                continue
+            seconds = step_seconds(parent, elements, threads, repeats)
+            total = seconds["publish"] + seconds["follow"]
+            totals.append(total)
+            shares = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in seconds.items())
+            ratio = verdict_of("publish + follow, times a copy", total / seconds["copy"], aim)
+            report.judge([f"{count_threads(threads)}, folder in {label}: {shares}; {ratio}"])
+        if len(totals) == 2:
+            report.judge([f"syncs and writes: {(totals[1] - totals[0]) * 1e3:.0f} ms"])
+
+
 def verdict_of(label: str, ratio: float, aim: float) -> str:
     """A line for a ratio that must not exceed its aim."""
     return f"{label}: {ratio:.2f}, at most {aim:g}: {met(ratio <= aim)}"
@@ -156,6 +234,8 @@ def main() -> None:
                 limit = f", at most {BYTES_AIM:.1%}: {met(share <= BYTES_AIM)}" * (number == 0)
                 verdicts.append(f"{share:.2%} of the bytes{limit}")
             report.judge(verdicts)
+    del base, new, target
+    report_steps(report, elements * 4, 3 if options.quick else 5)
     report.close()
 
 

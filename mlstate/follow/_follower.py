@@ -187,7 +187,7 @@ class Follower:
         True
         """
         self._settle()
-        manifest = self._files.find_manifest()
+        manifest = self._find_newest()
         if manifest is None:
             return None
         newest = lineage_of(manifest, self.path).versions[-1]
@@ -240,9 +240,9 @@ class Follower:
         if step is not None:
             step = check_int("step", step, 0)
         for attempt in range(_TRIES):
-            manifest = self._files.find_manifest()
+            manifest = self._find_newest()
             if manifest is None:
-                return self.version
+                return None
             try:
                 self._follow(manifest, step)
                 break
@@ -277,6 +277,14 @@ class Follower:
             _compare_checksum(name, state.arrays[name], crc32c)
 
     # ---- the way to a version ----
+
+    def _find_newest(self) -> Manifest | None:
+        """Return the newest root; None before the first version."""
+        manifest = self._files.find_manifest()
+        if manifest is None and self._state.version is not None:
+            gone = FileNotFoundError(2, "the versions are gone: there is no manifest.json")
+            raise store_error(gone, "cannot follow", self.path)
+        return manifest
 
     def _follow(self, manifest: Manifest, step: int | None) -> None:
         """Advance to a version that the newest root names."""

@@ -431,6 +431,57 @@ def test_wrong_facts_of_a_delta_raise_and_keep_the_version(path, monkeypatch, ch
     assert same(into, models[0])
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_damage_of_any_file_leaves_the_old_version_or_the_right_new_one(path, seed):
+    random = np.random.default_rng(seed)
+    _, models = published(path, 7, anchor_every=3)
+    into = zeros_like(models[0])
+    follower = Follower(path, into=into, check=("all", "sample", "none")[seed % 3])
+    start = int(random.integers(3, 7))
+    follower.advance(start)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    for file in random.choice(files, 1 + seed % 4, replace=False):
+        data = bytearray(file.read_bytes())
+        change = random.integers(4)
+        if change == 0:
+            file.unlink()
+        elif change == 1:
+            file.write_bytes(data[: random.integers(len(data) + 1)])
+        elif change == 2:
+            other = files[random.integers(len(files))]
+            file.write_bytes(other.read_bytes() if other.exists() else b"")
+        elif data:
+            data[random.integers(len(data))] ^= 1 << random.integers(8)
+            file.write_bytes(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        try:
+            assert follower.advance() == 6
+        except (FormatError, StoreError):
+            assert follower.version == start
+    assert same(into, models[follower.version])
+
+
+def test_a_replayed_delta_changes_nothing(path):
+    publisher, models = published(path, 2)
+    old = path / "manifest.json"
+    data = old.read_bytes()
+    model = copy(models[1])
+    train(model, 4)
+    publisher.publish(2, model)
+    into = zeros_like(models[0])
+    follower = Follower(path, into=into)
+    follower.advance()
+    newest = old.read_bytes()
+    old.write_bytes(data)
+    with pytest.warns(CheckpointWarning, match="are not kept"):
+        assert follower.advance() == 1
+    assert same(into, models[1])
+    old.write_bytes(newest)
+    assert follower.advance() == 2
+    assert same(into, model)
+
+
 def test_warnings_that_are_errors_leave_a_version(path):
     publisher, models = published(path, 2)
     into = zeros_like(models[0])

@@ -51,7 +51,7 @@ def follow_steps(group, module, copy, steps=3):
 
 
 @scenario
-def fsdp2_is_followed_by_a_plain_module(group):
+def fsdp2_is_followed_by_an_ordinary_module(group):
     follow_steps(group, sharded(model()), model(seed=9))
 
 
