@@ -54,7 +54,10 @@ def run_list(arguments: argparse.Namespace) -> int:
     files, lineage = _read(arguments.path)
     rows: list[dict[str, Any]] = []
     for version in lineage.versions:
-        manifest = files.read_manifest(version.root)
+        try:
+            manifest = files.read_manifest(version.root)
+        except FileNotFoundError:  # deleted since the newest was published
+            continue
         nbytes = sum(record.data_bytes for record in manifest.indexes)
         facts = {"step": version.step, "kind": version.kind, "bytes": nbytes}
         rows.append({**facts, "ranks": manifest.world_size, "created": manifest.created})
@@ -77,6 +80,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for version in lineage.versions:
         problems, nbytes = [], 0
+        if not files.folder.exists(version.root):  # deleted since the newest was published
+            continue
         try:
             report = verify(RootPath(files, version.root))
             problems = [f"{each.path}: {each.text}" for each in report.problems]

@@ -67,8 +67,8 @@ class Publisher:
         An anchor is written at least after this number of versions. Such an anchor has the delta
         too, so that only a follower without the version before reads it.
     keep : int, optional
-        Number of newest versions to keep; also older ones back to an anchor stay. Default: the two
-        newest anchors and what came after these.
+        Number of newest versions to keep, 2 or more; older ones back to an anchor stay too.
+        Default: the two newest anchors and the versions after these.
     base : {"memory", "disk"}, default "memory"
         Where the copy of the last published weights is: on the device of the weights, or in a
         temporary file of ``tempfile.gettempdir()`` that is mapped into memory.
@@ -116,7 +116,7 @@ class Publisher:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._anchor_every = check_int("anchor_every", anchor_every, 1)
-        self._keep = None if keep is None else check_int("keep", keep, 1, also=" or None")
+        self._keep = None if keep is None else check_int("keep", keep, 2, also=" or None")
         if base not in BASES:
             raise ValueError(f"base must be 'memory' or 'disk', got {base!r}")
         self._files = open_target(path, storage_options)
@@ -299,13 +299,14 @@ class Publisher:
 
     def _retain(self, newest: Manifest) -> dict[str, Manifest]:
         """Delete the roots that the newest version does not name; return the others by path."""
+        stored = self._files.list_roots()
+        paths = {root.path for root in stored}  # without those that a command has deleted
         roots = {root_path(newest): newest}
         for version in lineage_of(newest, self.path).versions[:-1]:
-            roots[version.root] = self._manifests[version.generation]
+            if version.root in paths:
+                roots[version.root] = self._manifests[version.generation]
         self._manifests = {each.generation: each for each in roots.values()}
-        self._files.delete_roots(
-            [root for root in self._files.list_roots() if root.path not in roots]
-        )
+        self._files.delete_roots([root for root in stored if root.path not in roots])
         return roots
 
     def _next_base(

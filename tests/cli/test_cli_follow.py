@@ -80,6 +80,10 @@ def test_publish_prune_keeps_an_anchor_and_the_publisher_continues(versions, run
     assert publisher.publish(6, model) == "both"
     assert run("publish", "verify", "weights")[0] == 0
     assert run_json("publish", "prune", "weights", "--keep", "1")[1]["kept"] == [6]
+    model["w"][35] = 1
+    assert publisher.publish(7, model) == "delta"
+    assert [row["step"] for row in run_json("publish", "ls", "weights")[1]["versions"]] == [6, 7]
+    assert run("publish", "verify", "weights")[0] == 0
 
 
 def test_follow_keeps_a_folder_with_its_other_files(versions, run, run_json):

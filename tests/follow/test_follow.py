@@ -1,6 +1,7 @@
 """Followers hold exactly a published version after every failure."""
 
 import pathlib
+import tracemalloc
 import warnings
 
 import ml_dtypes
@@ -195,6 +196,31 @@ def test_readers_of_a_double_buffer_keep_their_version(path):
     assert same(into, zeros_like(into))
 
 
+@pytest.mark.parametrize("base", ["memory", "disk"])
+def test_a_step_needs_memory_for_the_changed_elements_only(path, base):
+    model = {f"w{number}": np.zeros((500, 1000), np.float32) for number in range(4)}
+    nbytes = sum(array.nbytes for array in model.values())
+    into = zeros_like(model)
+    follower, publisher = Follower(path, into=into), Publisher(path, base=base)
+    tracemalloc.start()
+    try:
+        publisher.publish(0, model)
+        held = tracemalloc.get_traced_memory()[0]
+        assert held < (1.05 if base == "memory" else 0.05) * nbytes
+        follower.advance()
+        for array in model.values():
+            array.flat[::100] = 1
+        tracemalloc.reset_peak()
+        publisher.publish(1, model)
+        follower.advance()
+        current, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert current < held + 0.05 * nbytes
+    assert peak < held + 0.2 * nbytes
+    assert same(into, model)
+
+
 # ---- lineages and other publishers ----
 
 
@@ -310,7 +336,7 @@ def test_changed_arrays_are_noticed_and_loaded_from_an_anchor(path):
 
 def test_a_follower_warns_if_its_next_versions_were_deleted(path):
     model = model_of()
-    publisher, models = published(path, 2, model, anchor_every=2, keep=1)
+    publisher, models = published(path, 2, model, anchor_every=2, keep=2)
     into = zeros_like(models[0])
     follower = Follower(path, into=into)
     follower.advance()
@@ -500,6 +526,8 @@ def test_arguments_are_checked(path: pathlib.Path):
         Publisher(path, base="gpu")
     with pytest.raises(ValueError, match="anchor_every"):
         Publisher(path, anchor_every=0)
+    with pytest.raises(ValueError, match="keep must be 2 or more"):
+        Publisher(path, keep=1)
     with pytest.raises(ValueError, match="check must be"):
         Follower(path, into={}, check="some")
     with pytest.raises(TypeError, match="rank= and world_size="):

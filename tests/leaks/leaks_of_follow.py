@@ -59,7 +59,7 @@ def versions(folder):
                 assert follower.state.keys() == model.keys()
 
     def new_objects():
-        Publisher(folder / "other", base="disk", keep=1).publish(1, model)
+        Publisher(folder / "other", base="disk", keep=2).publish(1, model)
         assert Follower(folder / "other", into=into).path.endswith("other")
 
     return each(
