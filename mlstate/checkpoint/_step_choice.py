@@ -1,4 +1,4 @@
-"""The steps of a run, and the one that ``step=``, ``monitor=`` and ``mode=`` choose."""
+"""Choose the step of a run that ``step=``, ``monitor=`` and ``mode=`` of a load mean."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_roots(
 
 
 def read_step(files: CheckpointFiles, step: int) -> tuple[Root, Manifest]:
-    """Return the root of a step and its manifest; raise StoreError if it does not exist."""
+    """Return the root (file and name) of a step and its manifest; raise StoreError if missing."""
     roots = read_roots(files)
     for root, manifest in roots:
         if manifest.step == step:
@@ -78,14 +78,22 @@ def best_step(files: CheckpointFiles, monitor: str, mode: str) -> int:
     _refuse_other_kinds(files)
     best = best_of(read_roots(files), check_retention(None, monitor, mode, None, None))
     if best is None:
-        raise ValueError(f"{files.path}: no step has a number {monitor!r} in its metadata")
+        raise no_metric(files.path, monitor)
     return best
+
+
+def no_metric(path: str, monitor: str | None) -> ValueError:
+    """Return the error of a run without the metric of ``step="best"``."""
+    return ValueError(f"{path}: no step has a number {monitor!r} in its metadata")
 
 
 def choose_root(
     files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str
 ) -> str:
-    """Return the root of a step; `root` if there is no step to choose."""
+    """Return the name of the root (manifest) to load for `step`; `root` itself if it is None.
+
+    `monitor`, `mode`: the metric that "best" compares.
+    """
     if step == "best":
         if monitor is None:
             raise ValueError(
@@ -102,7 +110,7 @@ def choose_root(
 
 
 def find_root(files: CheckpointFiles, step: int | str) -> str:
-    """Return the root of a step; in a folder without steps, its only root."""
+    """Return the name of a step's root; in a folder without steps, of its only root."""
     if isinstance(step, str) and step != "latest":
         raise ValueError(f"step must be an int, 'latest' or 'best', got {step!r}")
     root = _refuse_other_kinds(files)
@@ -115,7 +123,7 @@ def find_root(files: CheckpointFiles, step: int | str) -> str:
 
 
 def _refuse_other_kinds(files: CheckpointFiles) -> str:
-    """Return the current root; raise ValueError for files without steps."""
+    """Return the current root; raise ValueError if the path is not a folder of steps."""
     if files.folder.is_local and os.path.isfile(files.path):
         raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")
     root = files.current_root()

@@ -51,7 +51,7 @@ def add_command(
 
 
 def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the time to wait for another writer."""
+    """Add `--lock-timeout`, the seconds to wait for another writer, to a command's parser."""
     parser.add_argument(
         "--lock-timeout",
         type=float,
@@ -70,7 +70,7 @@ _step.__name__ = "step"  # argparse: "invalid step value"
 
 
 def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "run") -> None:
-    """Add the option for a step of a run."""
+    """Add `--step`, or an option of another name, to a command's parser."""
     parser.add_argument(
         f"--{name}",
         type=_step,
@@ -86,7 +86,7 @@ def add_monitor(parser: argparse.ArgumentParser) -> None:
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
-    """Add the option that selects tensors."""
+    """Add `--names`, which selects tensors, to a command's parser."""
     parser.add_argument(
         "--names",
         action="append",
@@ -102,7 +102,7 @@ def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set
 
 
 def number_of_step(path: str, step: int | str | None, arguments: argparse.Namespace) -> int | None:
-    """Return the number of a step; None for the newest."""
+    """Return the number of the step that the user chose; None for the newest."""
     if step == "latest":
         return None
     if step != "best":
@@ -147,6 +147,11 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 
 
 def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
+    """Return what commands read at `path`: a checkpoint, a whole file of another program, or None.
+
+    None: one safetensors file. `reads_whole`: also look for files without an index. Raises
+    StoreError if nothing can be read.
+    """
     if is_url(path):
         store = open_files(path, reads=True)
         root = MANIFEST

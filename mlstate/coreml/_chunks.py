@@ -53,7 +53,10 @@ class Chunks(NamedTuple):
 
 
 def find_chunks(source: Any) -> Chunks | None:
-    """Return the chunks of a model; None for a single model, in any form."""
+    """Return the chunks of a model that is stored as several; None for a single model.
+
+    `source`: models in a list, a folder or file of ANEMLL's meta.yaml, or a glob pattern.
+    """
     if isinstance(source, list | tuple):
         return _chunks_of_list(source)
     if not isinstance(source, str | os.PathLike):
@@ -74,6 +77,7 @@ def find_chunks(source: Any) -> Chunks | None:
 
 
 def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
+    """Return the chunks that the caller listed in order; paths must be numbered so."""
     if not sources:
         raise TypeError("source is an empty sequence of chunk models")
     for source in sources:
@@ -93,6 +97,7 @@ def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
 
 
 def _chunks_of_pattern(pattern: str) -> Chunks:
+    """Return the chunks whose paths match a glob pattern, ordered by their numbers."""
     paths = sorted(glob.glob(pattern))
     if not paths:
         hint = "; write [[] for a bracket in a name" if "[" in pattern else ""
@@ -225,6 +230,7 @@ def _number(file: str, key: str, value: Any, most: int) -> int:
 
 
 def _read_contexts(file: str, parameters: dict[str, Any]) -> dict[int, str]:
+    """Return the function name of each context size from a meta.yaml, {} if it lists none."""
     key = "state_transition_infer_contexts"
     values = parameters.get(key, "")
     values = [] if values in _NULLS else values
@@ -242,7 +248,10 @@ def _read_contexts(file: str, parameters: dict[str, Any]) -> dict[int, str]:
 
 
 def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
-    """Return the names of all chunks; they may lack the extension, or have another one."""
+    """Return the file names of all chunks from the parameters of a meta.yaml.
+
+    They may lack the extension, or have another one.
+    """
     monolithic = _text(file, parameters, "monolithic_model")
     if monolithic is not None:
         return [monolithic]
@@ -267,7 +276,7 @@ def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
 
 
 def _chunk_path(file: str, name: str) -> str | None:
-    """Return the path of a chunk, compiled or not, or None if it is missing."""
+    """Return the path of the chunk `name` beside `file`, compiled or not; None if it is missing."""
     if not is_inside(name):
         got = shorten(repr(name), 80)
         raise format_error(file, f"the name of a chunk leads outside of the folder: {got}")
@@ -284,6 +293,7 @@ def _chunk_path(file: str, name: str) -> str | None:
 
 
 def _read_meta(file: str) -> Chunks:
+    """Return the chunks that ANEMLL's meta.yaml lists; raises if a file is missing."""
     parameters = _read_parameters(file)
     contexts = _read_contexts(file, parameters)
     names = _chunk_names(file, parameters)

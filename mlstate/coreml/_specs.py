@@ -82,7 +82,7 @@ class StateSpecs(FunctionStates[StateSpec]):
 
 
 def as_spec(name: str, value: Any) -> StateSpec:
-    """Return a state's spec; a shape is converted to a spec with dtype float16."""
+    """Return the caller's spec of a state; from a shape, one with dtype float16."""
     if isinstance(value, StateSpec):
         return value
     try:
@@ -112,6 +112,7 @@ def _serialized(source: Any) -> bytes | None:
 
 
 def _read(source: Source) -> tuple[Functions, str | None]:
+    """Return the states of each function, and the default function or None, of any source."""
     if isinstance(source, (str, os.PathLike)):
         path = local_path(source)
         compiled = metadata_path(path)
@@ -254,6 +255,7 @@ def read_functions(source: Source) -> tuple[ModelFunctions, str | None]:
 def _choose_of(
     source: Source, functions: ModelFunctions, default: str | None, function: str | None
 ) -> StateSpecs:
+    """Return the states of one function: `function`, that of the source, or the default."""
     if isinstance(source, StateSpecs):
         name: str | None = function or source.function
     else:
@@ -323,6 +325,7 @@ def _engine_faults(shape: tuple[int, ...]) -> Iterator[int]:
 
 
 def warn_of_shapes(specs: StateSpecs, stacklevel: int) -> None:
+    """Warn of states whose shapes may fail on the Neural Engine."""
     for spec in specs.values():
         for axis in _engine_faults(spec.shape):
             label = f" ({AXES[axis]})" if len(spec.shape) == len(AXES) else ""

@@ -1,4 +1,4 @@
-"""Move a state between Core ML state objects; public through `mlstate.coreml`."""
+"""`transition_coreml_state`: copy states between Core ML state objects; `mlstate.coreml`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def _check_names(
     names: str | Sequence[str], specs: Mapping[str, StateSpec | Sequence[int]] | None
 ) -> tuple[str, ...]:
-    """Return the names of states; raise TypeError if they or `specs` have another type."""
+    """Return the names of the states to move as a list; raise TypeError for wrong arguments."""
     if specs is not None and not isinstance(specs, Mapping):
         raise TypeError(
             "specs must be the target model's state_specs(...) or a mapping of names to shapes, "
@@ -91,7 +91,7 @@ def _target_state(
     return as_spec(name, spec).shape, spec.dtype if isinstance(spec, StateSpec) else None
 
 
-def _written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+def written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return a dtype that `write_state` accepts and that holds every value of `dtype`."""
     native = dtype.newbyteorder("=")
     if name_of(native) in ("float16", "bfloat16"):
@@ -140,7 +140,7 @@ def _read_moved(
         )
     seq_axis = move.seq_axis
     positions = moved_positions(name, value.shape, shape, move.position, seq_axis)
-    dtype = _written_dtype(name, value.dtype)
+    dtype = written_dtype(name, value.dtype)
     if expected is not None and (expected.kind == "i") != (dtype.kind == "i"):
         raise incompatible(
             f"{name}: read_state gave {value.dtype}, and the target state is {expected}; use "
@@ -282,7 +282,7 @@ def _read_former(write: _Write) -> NDArray:
             write.value.shape,
             value.shape,
         )
-    return np.array(value, _written_dtype(write.name, value.dtype), order="C")
+    return np.array(value, written_dtype(write.name, value.dtype), order="C")
 
 
 def _restore(former: Sequence[_Write], error: BaseException) -> None:
@@ -497,6 +497,7 @@ float64 or int32
     """
 
     def __init__(self, states: Mapping[str, StateSpec | Sequence[int]]) -> None:
+        """Allocate states of zeros; raises CompatibilityError for dtypes that Core ML lacks."""
         self._states: dict[str, NDArray] = {}
         self.reads: int = 0
         self.writes: int = 0

@@ -70,7 +70,7 @@ def cache_from_values(name: str, values: dict[str, Any]) -> Any:
 
 
 def check_cache(target: Any, cache: Any, where: str) -> None:
-    """Raise CompatibilityError unless a target can hold the content of a cache, in place."""
+    """Raise CompatibilityError unless `target` can take the content of `cache`, a stored one."""
     of_target, of_cache = _facts_of(target), _facts_of(cache)
     for name in of_target:
         if of_target[name] != of_cache.get(name):
@@ -94,7 +94,7 @@ def _mismatch(where: str, text: str, expected: Any, got: Any) -> CompatibilityEr
 
 
 def _facts_of(cache: Any) -> dict[str, Any]:
-    """Return the facts by name that must be equal to overwrite the content of a cache."""
+    """Return properties of a cache by name; they must be equal to overwrite it in place."""
     facts: dict[str, Any] = {"class": _class_name(cache)}
     if isinstance(cache, CacheState):
         return facts | {f"entry {entry.name!r}": entry for entry in cache.spec}

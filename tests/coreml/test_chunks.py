@@ -576,7 +576,7 @@ def test_interrupt_at_any_line_moves_no_chunk():
     assert at > 100 and values(*targets) != before[4:]
 
 
-def test_failures_before_the_first_write_change_nothing():
+def test_failures_before_the_first_write_keep_the_states():
     sources = [filled(SMALL, 1), filled({"k": (2, 1, 64, 32)}, 2)]  # no state "v"
     targets = [filled(LARGE, 3), filled(LARGE, 4)]
     before = values(*targets)

@@ -1,4 +1,4 @@
-"""Caches of transformers as `CacheState`, and back; see `from_cache` and `to_cache`."""
+"""`from_cache` and `to_cache`: caches of transformers as `CacheState`, and back."""
 
 from __future__ import annotations
 
@@ -193,7 +193,10 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
 
 
 def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
-    """Return layers that a cache without a config would add on its decoder."""
+    """Return layers that the state has and `cache` lacks; a cache without a config adds them.
+
+    `prefix`: of the entries' names, empty for the decoder.
+    """
     create = getattr(cache, "layer_class_to_replicate", None)
     if create is None:
         return []
@@ -203,7 +206,7 @@ def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
 
 
 def _new_cache(state: CacheState) -> Any:
-    """Create an empty cache like the one that the state was made from."""
+    """Create an empty cache like the one that the state was made from; raise if unknown."""
     if not isinstance(state, LaidOutState):
         text = "from_cache did not make the state, so the classes of its layers are unknown"
         raise incompatible(f"{text}: pass into=", None, "into=", None)
@@ -220,7 +223,7 @@ def _new_cache(state: CacheState) -> Any:
 
 
 def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
-    """Create an empty layer, which is as long as the arrays that it will use."""
+    """Create the empty layer `index`, which is as long as the arrays that it will use."""
     layout = layouts.layers[index]
     if "max_cache_len" not in layout.options:
         return new_layer(layout)
