@@ -215,6 +215,38 @@ _Place: TypeAlias = tuple[tuple[int, ...], _Steps | int, int]
 _Source: TypeAlias = str | tuple[str, tuple[tuple[str, int, int, int, Any], ...], bool]
 _Problem: TypeAlias = tuple[str, str, str | None, int | None, int, int, int, str]
 
+def delta_encode(
+    base: Array, new: Array, checksum: object, /
+) -> tuple[NDArray, NDArray, int | None]: ...
+def delta_apply(
+    target: Array,
+    gaps: NDArray,
+    values: Array,
+    elements: int,
+    log: list[tuple[Any, NDArray, NDArray]] | None,
+    checksum: object,
+    /,
+) -> int | None: ...
+def delta_compose(
+    elements: int,
+    gaps: NDArray,
+    values: Array,
+    later_gaps: NDArray,
+    later_values: Array,
+    /,
+) -> tuple[NDArray, NDArray]: ...
+def delta_filter(
+    elements: int,
+    gaps: NDArray,
+    values: Array,
+    shape: tuple[int, ...],
+    layout: _Steps,
+    index: int,
+    other_layout: _Steps,
+    other_index: int,
+    /,
+) -> tuple[NDArray, NDArray]: ...
+def array_crc32c(array: Array, start: int, /) -> int: ...
 def layout_names() -> tuple[str, ...]: ...
 def layout_parse(text: str, /) -> tuple[_Steps, bool] | None: ...
 def layout_part(

@@ -20,8 +20,10 @@ from . import cache, coreai, coreml, demo, info, prompts
 from . import checksum as checkpoint_checksum
 from . import convert as checkpoint_convert
 from . import diff as checkpoint_diff
+from . import follow as weights_follow
 from . import inspect as checkpoint_inspect
 from . import prune as checkpoint_prune
+from . import publish as weights_publish
 from . import reshard as checkpoint_reshard
 from . import verify as checkpoint_verify
 from .completion import PrintCompletion
@@ -40,6 +42,8 @@ _COMMANDS = (
     checkpoint_reshard,
     checkpoint_convert,
     checkpoint_prune,
+    weights_publish,
+    weights_follow,
     cache,
     coreml,
     coreai,

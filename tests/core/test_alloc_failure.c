@@ -14,6 +14,7 @@
 #include "checkpoint/read/verify.h"
 #include "checkpoint/write/shard_list.h"
 #include "checkpoint/write/write_plan.h"
+#include "follow/delta.h"
 #include "io/file.h"
 #include "io/json_checksum.h"
 #include "io/json_reader.h"
@@ -648,4 +649,40 @@ TEST(planning_survives_every_failure)
 TEST(searching_for_schedules_survives_every_failure)
 {
     CHECK(fail_each(find_schedule) >= 6);
+}
+
+/* ---- deltas ---- */
+
+/* The gaps are widened too: there is one change. */
+static mls_code compose_and_filter(mls_status *st)
+{
+    static float base[9000], changed[9000];
+    const mls_tensor a = vector_of(base, MLS_F32, 9000);
+    const mls_tensor b = vector_of(changed, MLS_F32, 9000);
+    mls_delta delta = {0}, both = {0}, filtered = {0};
+    mls_part all;
+    changed[8000] = 1;
+    mls_code code = mls_layout_part(&(mls_layout){0}, 1, a.shape, 0, &all, st);
+    if (code == MLS_OK) {
+        code = mls_delta_encode(mls_delta_kernels_of(MLS_CPU_SCALAR),
+                                mls_crc_of(MLS_CPU_SCALAR), &a, &b, &delta, NULL, st);
+        CHECK((code == MLS_OK) == (delta.values != NULL));
+    }
+    if (code == MLS_OK) {
+        code = mls_delta_compose(&delta, &delta, &both, st);
+        CHECK((code == MLS_OK) == (both.values != NULL));
+    }
+    if (code == MLS_OK) {
+        code = mls_delta_filter(&both, &all, &all, &filtered, st);
+        CHECK((code == MLS_OK) == (filtered.values != NULL));
+    }
+    mls_delta_fini(&delta);
+    mls_delta_fini(&both);
+    mls_delta_fini(&filtered);
+    return code;
+}
+
+TEST(deltas_survive_every_failure)
+{
+    CHECK(fail_each(compose_and_filter) >= 9);
 }

@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 import mlstate.checkpoint  # also loads the C library, before processes are forked
+import mlstate.follow
 
 TENSORS = {
     # name: shape, dtype, and the states that have it
@@ -317,6 +318,46 @@ class SaveCompressed(SaveIncremental):
         return model
 
 
+class PublishSteps(SaveStep):
+    """A new publisher's anchor, which has the published state, and a delta; a follower loads."""
+
+    name = "publisher"
+    older = None
+    options: ClassVar = {}
+
+    def prepare(self):
+        self.states = {which: self.model(which) for which in "ABC"}
+
+    def model(self, which):
+        """States with the same tensors; every 50th element differs."""
+        model = {name: array.copy() for name, array in tensors("A").items()}
+        for name, array in tensors(which).items():
+            if name in model and array.size:
+                model[name].reshape(-1)[::50] = array.reshape(-1)[::50]
+        return model
+
+    def load_step(self, root):
+        """Return the step that a new follower has, and its arrays."""
+        arrays = {name: np.zeros_like(array) for name, array in self.states["A"].items()}
+        step = mlstate.follow.Follower(f"{root}/{self.folder}", into=arrays).advance()
+        if step is None:
+            raise FileNotFoundError(errno.ENOENT, "nothing is published")
+        return step, arrays
+
+    def save(self, root, which):
+        publisher = mlstate.follow.Publisher(f"{root}/{self.folder}")
+        step = ord(which) % 3
+        if os.path.lexists(f"{root}/{self.folder}/manifest.json"):
+            before, arrays = self.load_step(root)
+            publisher.publish(before, arrays)
+            step += before - before % 3 + 3
+        publisher.publish(step, self.states[which])
+
+    def load(self, root, *, mmap=False):
+        step, arrays = self.load_step(root)
+        return {ord(which) % 3: which for which in "ABC"}[step % 3], arrays
+
+
 class SaveAsync(SaveCheckpoint):
     """A checkpoint written while its state is overwritten, as soon as that is allowed.
 
@@ -560,7 +601,7 @@ def by_name(*scenarios):
 
 ALL = by_name(
     SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveSparse(), SaveIncremental(),
-    SaveCompressed(),
+    SaveCompressed(), PublishSteps(),
     SaveAsync(), SaveStepAsync(), SaveByRanks(), MoveTiers(),
 )  # fmt: skip
 BAD = by_name(Careless(), *(Forgetful(what) for what in ("file", "folder", "nothing")))

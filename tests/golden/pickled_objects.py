@@ -29,6 +29,7 @@ PUBLIC = (
     "mlstate.coreml",
     "mlstate.distributed",
     "mlstate.errors",
+    "mlstate.follow",
     "mlstate.fsdp",
     "mlstate.integrations.lightning",
     "mlstate.integrations.mlx",

@@ -18,6 +18,8 @@ STATES = {"state_dict": state_dict, "model_state": model_state, "optimizer_state
 # Their objects hold locks, memory, processes or callables of the user.
 NEVER_PICKLED = {
     *(
+        "Follower",
+        "Publisher",
         "Snapshot",
         "Work",
         "LocalGroup",

@@ -23,6 +23,7 @@ from threading import Thread
 
 import leaks_of_coreai  # noqa: F401 - its cases
 import leaks_of_coreml  # noqa: F401 - its cases
+import leaks_of_follow  # noqa: F401 - its cases
 import leaks_of_gradients  # noqa: F401 - its cases
 import leaks_of_operators  # noqa: F401 - its cases
 import leaks_of_planned_models  # noqa: F401 - its cases
@@ -45,6 +46,7 @@ from mlstate import (
     coreml,
     distributed,
     errors,
+    follow,
     fsdp,
     kv,
     state,
@@ -63,6 +65,7 @@ MODULES = (
     coreml,
     distributed,
     errors,
+    follow,
     fsdp,
     kv,
     state,

@@ -28,7 +28,7 @@ CORE_ORDER = (
     ("crc32c", "sharding", "planning"),
     ("array/copy",),
     ("io", "kv", "state", "state/diff", "gradients/reduce"),
-    ("safetensors", "gradients"),
+    ("safetensors", "gradients", "follow"),
     ("collectives", "checkpoint/storage"),
     ("checkpoint/index",),
     ("checkpoint/read",),
@@ -40,6 +40,7 @@ BINDING_ORDER = (
     ("array",),
     ("dictionaries",),
     ("activation", "checkpoint", "gradients", "io", "kv", "prompts", "runtime", "state"),
+    ("follow",),
     (".",),
 )
 # A folder without a line belongs to the folder that it is in.
@@ -54,7 +55,7 @@ PACKAGE_ORDER = (
     ("checkpoint/_store",),
     ("distributed",),
     ("checkpoint", "prompts"),
-    ("plot",),
+    ("plot", "follow"),
     ("integrations/torch/_tensors",),
     ("integrations/torch/_activation", "integrations/torch/_checkpoint"),
     ("integrations/torch/_collectives", "integrations/torch/_gradients"),

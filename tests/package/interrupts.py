@@ -30,7 +30,7 @@ import numpy as np
 from toy_caches import HYBRID, TOKENS, check_every_match, prefilled, store_at
 
 import mlstate
-from mlstate import coreai
+from mlstate import coreai, follow
 from mlstate.checkpoint import (
     CheckpointManager,
     export_huggingface,
@@ -46,6 +46,8 @@ PACKAGE = str(Path(mlstate.__file__).parent) + os.sep
 SECONDS = 20  # limit for threads to end
 OLD = {"a": np.arange(8, dtype=np.float32), "b": np.zeros(3000), "c": np.ones((4, 4))}
 NEW = {"a": np.arange(8, dtype=np.float32) + 1, "b": np.ones(3000), "c": np.ones((4, 4))}
+NEAR = {**OLD, "b": np.where(np.arange(3000) % 40, 0.0, 1.0), "c": OLD["c"] + np.eye(4)}
+EMPTY = {name: np.zeros_like(array) for name, array in OLD.items()}
 LITTER = "0123456789abcdef"
 
 # Lines at which Python itself allows no cleanup, by reason. The first set is found from the source.
@@ -376,6 +378,58 @@ class Store(Save):
         self.call(folder)
 
 
+class Publish(Save):
+    """A publisher writes an anchor and deltas into a folder with versions."""
+
+    publisher = None
+
+    def prepare(self, folder):
+        follow.Publisher(folder / "ckpt").publish(0, OLD)
+
+    def call(self, folder):
+        self.publisher = follow.Publisher(folder / "ckpt", anchor_every=2)
+        for step, state in enumerate((NEAR, OLD, NEAR)):
+            self.publisher.publish(step, state)
+
+    def check(self, folder):
+        into = {name: np.zeros_like(array) for name, array in OLD.items()}
+        follow.Follower(folder / "ckpt", into=into).advance()
+        assert same(into, OLD) or same(into, NEAR), "neither the old state nor the new"
+        publisher = self.publisher or follow.Publisher(folder / "ckpt")
+        publisher.publish(9, NEW)
+        clean(folder / "ckpt")
+        follow.Follower(folder / "ckpt", into=into).advance()
+        assert same(into, NEW)
+
+
+class Follow(Save):
+    """Followers with one buffer and with two advance by deltas, and go back to an anchor."""
+
+    def __init__(self):
+        self.followers = []
+
+    def prepare(self, folder):
+        publisher = follow.Publisher(folder / "ckpt")
+        for step, state in enumerate((OLD, NEAR, OLD, NEAR)):
+            publisher.publish(step, state)
+
+    def call(self, folder):
+        for double_buffer in (False, True):
+            into = {name: np.zeros_like(array) for name, array in OLD.items()}
+            follower = follow.Follower(folder / "ckpt", into=into, double_buffer=double_buffer)
+            self.followers.append(follower)
+            for step in (0, 1, 3, 0):
+                follower.advance(step)
+
+    def check(self, folder):
+        for follower in self.followers:
+            states = {None: EMPTY, 0: OLD, 1: NEAR, 3: NEAR}
+            assert same(follower.state, states[follower.version]), follower.version
+            follower.verify()
+            assert follower.advance() == 3
+            assert same(follower.state, NEAR)
+
+
 CASES = {
     "save": Save,
     "new": New,
@@ -395,6 +449,8 @@ CASES = {
     "export_async": ExportAsync,
     "files": Files,
     "store": Store,
+    "publish": Publish,
+    "follow": Follow,
 }
 
 

@@ -18,6 +18,7 @@ LINES = {"few": 8, "slice": 100, "all": 0}[AMOUNT]
 SIGNALS = {"few": 8, "slice": 100, "all": 1000}[AMOUNT]
 SECONDS = {"few": 100, "slice": 200, "all": 3000}[AMOUNT]
 CASES = ("save", "async", "prune", "manager_async", "export", "export_async", "files", "prompts")
+CASES += ("publish", "follow")
 MORE = ("new", "incremental", "load", "verify", "repair", "mend", "manager", "reshard", "convert")
 NEED_STORE = ("store",)
 STORMS = ("save", "async")

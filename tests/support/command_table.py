@@ -22,6 +22,8 @@ COMMANDS = {
     "reshard": Command("{source} {target} --layout rows=2", ("a b",)),
     "convert": Command("{source} {target}", ("a",)),
     "prune": Command("{source}", ("a --keep",)),
+    "publish": Command("ls {target}", ("", "ls", "prune a", "verify a b"), False),
+    "follow": Command("{target} --into out --once", ("", "a", "a --into b --every no"), False),
     "cache": Command("show {target}", ("", "show", "convert a", "convert a b --to 0.30"), False),
     "coreml": Command(
         "states {source}", ("", "plan", "plan a b", "plan a b --at many", "states"), False

@@ -10,6 +10,7 @@ BACKENDS: Mapping[str, str] = {
     for protocol, module in {
         "ActivationBackend": "_activation",
         "CheckpointBackend": "_checkpoint.load_targets",
+        "DeltaBackend": "_tensors.delta",
         "FileBackend": "_checkpoint.files",
         "GradientBackend": "_gradients",
         "GroupBackend": "_collectives.wrapped_groups",
@@ -31,16 +32,19 @@ if TYPE_CHECKING:  # mypy compares each module with its Protocol
     from ...checkpoint._files.backend import FileBackend
     from ...checkpoint._tiers.backend import TierBackend
     from ...collectives._backend import GroupBackend
+    from ...follow._delta import DeltaBackend
     from ...fsdp._backend import GradientBackend
     from ...kv._move import KVBackend
     from ...state._backend import StateBackend
     from . import _activation, _gradients, _tensors
     from ._checkpoint import dtensor_shards, files, load_targets, states, tiers
     from ._collectives import wrapped_groups
+    from ._tensors import delta as deltas
     from ._tensors import kv
 
     activation: ActivationBackend = _activation
     checkpoint: CheckpointBackend = load_targets
+    delta: DeltaBackend = deltas
     file: FileBackend = files
     gradient: GradientBackend = _gradients
     group: GroupBackend = wrapped_groups

@@ -1,0 +1,237 @@
+/* delta: checks of deltas, and growth and width of their streams. */
+#include "follow/delta_kernels.h"
+#include "follow/delta_streams.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+
+enum {
+    CHECKED = 256 /* units that are checked together */
+};
+
+const mls_delta_kernels *mls_delta_kernels_of(mls_cpu cpu)
+{
+#if defined(__x86_64__)
+    if (cpu == MLS_CPU_AVX512 && mls_delta_compress_offered()) {
+        return &mls_delta_avx512;
+    }
+#endif
+    return MLS_CPU_AVX2_TABLE(cpu, mls_delta);
+}
+
+void mls_delta_fini(mls_delta *delta)
+{
+    mls_free(delta->gaps);
+    mls_free(delta->values);
+    *delta = (mls_delta){0};
+}
+
+/* ---- checks ---- */
+
+static mls_code check_sizes(const mls_delta *delta, mls_status *st)
+{
+    const size_t item = delta->item_bytes;
+    size_t values, bytes;
+    if (delta->gap_bytes != 1 && delta->gap_bytes != 2) {
+        return mls_fail(st, MLS_E_FORMAT, "gaps of a delta have 1 or 2 bytes, not %zu",
+                        delta->gap_bytes);
+    }
+    if (item == 0 || item > 16 || (item & (item - 1)) != 0) {
+        return mls_fail(st, MLS_E_FORMAT,
+                        "elements of a delta have 1, 2, 4, 8 or 16 bytes, not %zu", item);
+    }
+    if (!mls_size_mul(delta->elements, item, &bytes)) {
+        return mls_fail(st, MLS_E_FORMAT, "an array of %zu elements exceeds the memory",
+                        delta->elements);
+    }
+    if (delta->gaps_bytes % delta->gap_bytes != 0) {
+        return mls_fail(st, MLS_E_FORMAT,
+                        "%zu bytes of gaps are not a multiple of %zu: the delta is cut",
+                        delta->gaps_bytes, delta->gap_bytes);
+    }
+    if (!mls_size_mul(delta->changed, item, &values) || values != delta->values_bytes) {
+        return mls_fail(st, MLS_E_FORMAT,
+                        "%zu changed elements of %zu bytes, but %zu bytes of values: the "
+                        "delta is cut",
+                        delta->changed, item, delta->values_bytes);
+    }
+    return MLS_OK;
+}
+
+/* Adds CHECKED units of one byte: unchanged elements, and those that are escapes. A loop
+ * of constant length, which compilers vectorize. */
+static void add_units(const unsigned char *gaps, size_t *unchanged, size_t *escapes)
+{
+    uint32_t sum = 0, escaped = 0;
+    for (size_t i = 0; i < CHECKED; i++) {
+        sum += gaps[i];
+        escaped += gaps[i] == UINT8_MAX;
+    }
+    *unchanged = sum;
+    *escapes = escaped;
+}
+
+/* Returns the units at the start of a stream that stay within the array, CHECKED at a
+ * time, and adds them to `next` and `changed`. */
+static size_t skip_valid_units(const mls_delta *delta, size_t *next, size_t *changed)
+{
+    size_t at = 0, unchanged, escapes;
+    for (; delta->gap_bytes == 1 && delta->gaps_bytes - at >= CHECKED; at += CHECKED) {
+        add_units(delta->gaps + at, &unchanged, &escapes);
+        unchanged += CHECKED - escapes;
+        /* the next element needs a number too, if the last unit is an escape */
+        if (unchanged >= delta->elements - *next) {
+            break;
+        }
+        *next += unchanged;
+        *changed += CHECKED - escapes;
+    }
+    return at;
+}
+
+/* Sums cannot overflow: the loop ends at the first number out of range. */
+mls_code mls_delta_check(const mls_delta *delta, mls_status *st)
+{
+    size_t next = 0, changed = 0;
+    const mls_code code = check_sizes(delta, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    const size_t width = delta->gap_bytes, escape = mls_delta_escape(width);
+    for (size_t at = skip_valid_units(delta, &next, &changed); at < delta->gaps_bytes;
+         at += width) {
+        const size_t unit = mls_delta_unit(delta->gaps + at, width);
+        if (unit >= delta->elements - next) {
+            return mls_fail_at(st, at,
+                               "gaps of a delta pass the end of an array of %zu elements",
+                               delta->elements);
+        }
+        next += unit + (unit != escape);
+        changed += unit != escape;
+    }
+    if (delta->gaps_bytes > 0 &&
+        mls_delta_unit(delta->gaps + delta->gaps_bytes - width, width) == escape) {
+        return mls_fail_at(st, delta->gaps_bytes - width,
+                           "gaps of a delta end within a gap: the delta is cut");
+    }
+    if (changed != delta->changed) {
+        return mls_fail(st, MLS_E_FORMAT, "a delta has %zu gaps for %zu values", changed,
+                        delta->changed);
+    }
+    return MLS_OK;
+}
+
+mls_code mls_delta_check_target(const mls_delta *delta, const mls_tensor *target,
+                                mls_status *st)
+{
+    size_t count = 0;
+    if (!mls_tensor_count(target, &count) || count != delta->elements) {
+        mls_fail(st, MLS_E_SHAPE,
+                 "a delta of %zu elements does not belong to an array of %zu",
+                 delta->elements, count);
+        (void)mls_status_expected(st, "%zu elements", delta->elements);
+        return mls_status_got(st, "%zu elements", count);
+    }
+    if (mls_tensor_item_bytes(target) != delta->item_bytes || target->swapped) {
+        return mls_fail(st, MLS_E_DTYPE,
+                        "a delta of elements of %zu bytes does not belong to %s%s",
+                        delta->item_bytes, target->swapped ? "byte-swapped " : "",
+                        mls_dtype_of(target->dtype)->name);
+    }
+    return MLS_OK;
+}
+
+/* ---- writing ---- */
+
+/* Grows a stream to at least `bytes`, and by half at least, so that n appends copy O(n)
+ * bytes. */
+static bool grow_stream(unsigned char **stream, size_t *room, size_t bytes)
+{
+    if (bytes <= *room) {
+        return true;
+    }
+    const size_t most = mls_size_most(bytes, *room + *room / 2);
+    unsigned char *grown = mls_realloc(*stream, most, 1);
+    if (grown == NULL) {
+        return false;
+    }
+    *stream = grown;
+    *room = most;
+    return true;
+}
+
+bool mls_delta_reserve(mls_delta_writer *writer, size_t changed, size_t end)
+{
+    mls_delta *d = &writer->delta;
+    const size_t escapes = (end - writer->next) / mls_delta_escape(d->gap_bytes);
+    size_t gaps, values;
+    return mls_size_add(changed, escapes, &gaps) &&
+           mls_size_mul(gaps, d->gap_bytes, &gaps) &&
+           mls_size_add(gaps, d->gaps_bytes, &gaps) &&
+           mls_size_mul(changed, d->item_bytes, &values) &&
+           mls_size_add(values, d->values_bytes, &values) &&
+           grow_stream(&d->gaps, &writer->gaps_room, gaps) &&
+           grow_stream(&d->values, &writer->values_room, values);
+}
+
+/* Returns the bytes of the gaps with the width of 2 bytes. */
+static size_t wide_bytes(const mls_delta *delta)
+{
+    mls_delta_reader reader = mls_delta_read(delta);
+    size_t number, next = 0, units = delta->changed;
+    while (mls_delta_next(&reader, 1, &number)) {
+        units += (number - next) / mls_delta_escape(2);
+        next = number + 1;
+    }
+    return units * 2;
+}
+
+/* Replaces gaps of 1 byte by gaps of 2 bytes. Returns false if memory runs out. */
+static bool widen_gaps(mls_delta *delta, size_t bytes)
+{
+    mls_delta_writer wide = {.delta = {.gap_bytes = 2}};
+    mls_delta_reader reader = mls_delta_read(delta);
+    size_t number;
+    wide.delta.gaps = mls_alloc(bytes, 1);
+    if (wide.delta.gaps == NULL) {
+        return false;
+    }
+    while (mls_delta_next(&reader, 1, &number)) {
+        mls_delta_put(&wide, 2, number, NULL, 0);
+    }
+    mls_free(delta->gaps);
+    delta->gaps = wide.delta.gaps;
+    delta->gaps_bytes = wide.delta.gaps_bytes;
+    delta->gap_bytes = 2;
+    return true;
+}
+
+/* Gives unused memory back. A stream without bytes keeps one, so that it has an address.
+ * Returns false if memory runs out. */
+static bool fit_stream(unsigned char **stream, size_t bytes)
+{
+    unsigned char *fitted = mls_realloc(*stream, mls_size_most(bytes, 1), 1);
+    *stream = fitted == NULL ? *stream : fitted;
+    return fitted != NULL;
+}
+
+mls_code mls_delta_finish(mls_delta_writer *writer, bool complete, mls_delta *out,
+                          mls_status *st)
+{
+    mls_delta *d = &writer->delta;
+    /* fewer bytes are possible only if escapes outnumber the elements */
+    if (complete && d->gaps_bytes - d->changed > d->changed) {
+        const size_t bytes = wide_bytes(d);
+        complete = bytes >= d->gaps_bytes || widen_gaps(d, bytes);
+    }
+    complete = complete && fit_stream(&d->gaps, d->gaps_bytes) &&
+               fit_stream(&d->values, d->values_bytes);
+    if (!complete) {
+        const size_t changed = d->changed;
+        mls_delta_fini(d);
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a delta of %zu elements",
+                        changed);
+    }
+    *out = *d;
+    return MLS_OK;
+}

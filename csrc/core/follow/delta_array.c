@@ -1,0 +1,62 @@
+/* delta_array: arrays in C order are read in place; others row by row of their last axis.
+ */
+#include "follow/delta_array.h"
+
+#include "follow/delta_kernels.h"
+
+#include "array/strided_iter.h"
+#include "base/size.h"
+
+#include <string.h>
+
+unsigned char *mls_element_at(const mls_tensor *array, size_t number)
+{
+    unsigned char *at = array->data;
+    for (int axis = array->rank - 1; axis >= 0; axis--) {
+        at += (ptrdiff_t)(number % array->shape[axis]) * array->strides[axis];
+        number /= array->shape[axis];
+    }
+    return at;
+}
+
+const unsigned char *mls_block(const mls_tensor *array, bool in_order, size_t first,
+                               size_t count, unsigned char *room)
+{
+    const size_t item = mls_tensor_item_bytes(array);
+    if (in_order || count == 0) {
+        return array->data + first * item;
+    }
+    const size_t row = array->rank == 0 ? 1 : array->shape[array->rank - 1];
+    const ptrdiff_t stride = array->rank == 0 ? 0 : array->strides[array->rank - 1];
+    for (size_t done = 0; done < count;) {
+        const size_t rest = row - (first + done) % row;
+        const size_t items = mls_size_least(rest, count - done);
+        const unsigned char *from = mls_element_at(array, first + done);
+        if (stride == (ptrdiff_t)item) {
+            memcpy(room + done * item, from, items * item);
+        } else {
+            mls_gather(room + done * item, from, stride, item, items);
+        }
+        done += items;
+    }
+    return room;
+}
+
+uint32_t mls_tensor_crc(const mls_crc_kernels *crc32c, const mls_tensor *tensor,
+                        uint32_t crc)
+{
+    unsigned char room[MLS_DELTA_BLOCK_BYTES];
+    const size_t item = mls_tensor_item_bytes(tensor);
+    size_t count = 0;
+    (void)mls_tensor_count(tensor, &count); /* fits: the array is in memory */
+    if (mls_tensor_is_contiguous(tensor)) {
+        return crc32c->update(crc, tensor->data, count * item);
+    }
+    const size_t step = sizeof room / item;
+    for (size_t first = 0; first < count; first += step) {
+        const size_t items = mls_size_least(step, count - first);
+        const unsigned char *block = mls_block(tensor, false, first, items, room);
+        crc = crc32c->update(crc, block, items * item);
+    }
+    return crc;
+}

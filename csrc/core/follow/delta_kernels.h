@@ -1,0 +1,31 @@
+/* delta_kernels: the comparison of two blocks; private to the folder. */
+#ifndef MLS_DELTA_KERNELS_H
+#define MLS_DELTA_KERNELS_H
+
+#include "follow/delta.h"
+#include "runtime/cpu_features.h"
+
+enum {
+    MLS_DELTA_SIZES = 5,             /* 1 << k is an element size for k below this */
+    MLS_DELTA_BLOCK_BYTES = 1 << 13, /* of an array; two fit the first-level cache */
+    MLS_DELTA_SURE = 32              /* numbers that a kernel may store after the last */
+};
+
+/* Compares `count` packed elements at any address, of at most MLS_DELTA_BLOCK_BYTES, and
+ * stores the numbers of those whose bytes differ, in ascending order. `numbers` has room
+ * for `count` and MLS_DELTA_SURE more. Returns their count. */
+typedef size_t (*mls_delta_compare)(const unsigned char *a, const unsigned char *b,
+                                    size_t count, uint16_t *numbers);
+
+struct mls_delta_kernels {
+    mls_delta_compare compare[MLS_DELTA_SIZES]; /* by the exponent of the element size */
+};
+
+/* The scalar table is the reference: every other table stores the same numbers. */
+MLS_CPU_AVX2_TABLES(mls_delta_kernels, mls_delta);
+#if defined(__x86_64__)
+extern const mls_delta_kernels mls_delta_avx512; /* see mls_delta_compress_offered */
+bool mls_delta_compress_offered(void);           /* VBMI2, which the AVX-512 set lacks */
+#endif
+
+#endif

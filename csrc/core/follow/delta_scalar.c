@@ -1,0 +1,82 @@
+/* delta_scalar: the reference kernels. Groups of 32 bytes that are equal on both sides
+ * are skipped after one test, because most elements have not changed. */
+#include "follow/delta_kernels.h"
+
+#include <string.h>
+
+enum { GROUP = 32 };
+
+typedef struct item16 {
+    uint64_t low, high;
+} item16;
+
+static bool differs_1(uint8_t a, uint8_t b)
+{
+    return a != b;
+}
+
+static bool differs_2(uint16_t a, uint16_t b)
+{
+    return a != b;
+}
+
+static bool differs_4(uint32_t a, uint32_t b)
+{
+    return a != b;
+}
+
+static bool differs_8(uint64_t a, uint64_t b)
+{
+    return a != b;
+}
+
+static bool differs_16(item16 a, item16 b)
+{
+    return a.low != b.low || a.high != b.high;
+}
+
+/* Returns whether a group has the same bytes on both sides. */
+static bool same_group(const unsigned char *a, const unsigned char *b)
+{
+    uint64_t x[GROUP / 8], y[GROUP / 8], bits = 0;
+    memcpy(x, a, sizeof x);
+    memcpy(y, b, sizeof y);
+    for (size_t i = 0; i < GROUP / 8; i++) {
+        bits |= x[i] ^ y[i];
+    }
+    return bits == 0;
+}
+
+/* Defines the kernel for elements of `size` bytes. A number is always stored and counted
+ * only if its elements differ: a branch would often be mispredicted. */
+#define DEFINE_COMPARE(size, type)                                                       \
+    static size_t compare_##size(const unsigned char *a, const unsigned char *b,         \
+                                 size_t count, uint16_t *numbers)                        \
+    {                                                                                    \
+        size_t changed = 0;                                                              \
+        for (size_t first = 0; first < count; first += GROUP / (size)) {                 \
+            const size_t rest = count - first;                                           \
+            const size_t items = rest < GROUP / (size) ? rest : GROUP / (size);          \
+            if (items == GROUP / (size) &&                                               \
+                same_group(a + first * (size), b + first * (size))) {                    \
+                continue;                                                                \
+            }                                                                            \
+            for (size_t i = first; i < first + items; i++) {                             \
+                type x, y;                                                               \
+                memcpy(&x, a + i * (size), sizeof x);                                    \
+                memcpy(&y, b + i * (size), sizeof y);                                    \
+                numbers[changed] = (uint16_t)i;                                          \
+                changed += differs_##size(x, y);                                         \
+            }                                                                            \
+        }                                                                                \
+        return changed;                                                                  \
+    }
+
+DEFINE_COMPARE(1, uint8_t)
+DEFINE_COMPARE(2, uint16_t)
+DEFINE_COMPARE(4, uint32_t)
+DEFINE_COMPARE(8, uint64_t)
+DEFINE_COMPARE(16, item16)
+
+const mls_delta_kernels mls_delta_scalar = {
+    .compare = {compare_1, compare_2, compare_4, compare_8, compare_16}};

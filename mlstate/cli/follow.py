@@ -1,0 +1,117 @@
+"""``mlstate follow``: keep a Hugging Face folder at the newest published version."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+
+from .._common.atomic_file import Target
+from .._common.local_path import local_path
+from .._common.text import printable
+from ..checkpoint._huggingface.export import export, take_export
+from ..checkpoint._store.open_path import open_files
+from ..errors import CompatibilityError, FormatError, StoreError
+from ..follow import Follower
+from ..follow._version import empty_model
+from ._common import Commands, add_command
+
+__all__ = ["add"]
+
+
+def add(commands: Commands) -> None:
+    """Add the parser of ``follow``."""
+    text = "keep a Hugging Face folder at the newest version that a Publisher wrote"
+    parser = add_command(commands, "follow", text, run_follow)
+    parser.add_argument("path", help="the folder of the versions, or its URL")
+    parser.add_argument(
+        "--into",
+        required=True,
+        metavar="FOLDER",
+        help="Hugging Face folder, replaced atomically by each version; created if it is missing",
+    )
+    parser.add_argument(
+        "--files-from",
+        metavar="FOLDER",
+        help="folder with config.json and the tokenizer (default: the replaced folder)",
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between two looks for a new version (default: 1)",
+    )
+    parser.add_argument("--once", action="store_true", help="end at the newest version")
+
+
+def run_follow(arguments: argparse.Namespace) -> int:
+    """Write each new version; return after the newest one with ``--once``."""
+    if not arguments.every > 0:
+        raise ValueError(f"--every must be a positive number of seconds, got {arguments.every}")
+    if arguments.once:
+        open_files(arguments.path, reads=True).read_manifest()  # raises if nothing is published
+        _follow(None, arguments)
+        return 0
+    follower: Follower | None = None
+    problem = ""
+    while True:
+        try:
+            follower = _follow(follower, arguments)
+            problem = ""
+        except (FormatError, StoreError) as error:  # until the next anchor, or the store is back
+            if str(error) != problem:
+                problem = str(error)
+                _warn(problem)
+        time.sleep(arguments.every)
+
+
+def _follow(follower: Follower | None, arguments: argparse.Namespace) -> Follower | None:
+    """Write the newest version if it is new; return the follower, None before the first version."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            if follower is None or follower.poll() is not None:
+                follower = _advance(follower, arguments.path)
+                if follower is not None:
+                    _write(follower, arguments)
+        finally:
+            for warning in caught:
+                _warn(str(warning.message))
+    return follower
+
+
+def _advance(follower: Follower | None, path: str) -> Follower | None:
+    """Advance a follower, or a new one if the model has other tensors."""
+    if follower is not None:
+        try:
+            follower.advance()
+            return follower
+        except CompatibilityError:
+            pass
+    files = open_files(path, reads=True)
+    if files.find_manifest() is None:
+        return None
+    follower = Follower(path, into=empty_model(files))
+    follower.advance()
+    return follower
+
+
+def _warn(text: str) -> None:
+    print("mlstate: warning:", printable(text), file=sys.stderr, flush=True)
+
+
+def _write(follower: Follower, arguments: argparse.Namespace) -> None:
+    """Replace the folder by the follower's version, or leave it unchanged."""
+    target = Target.of(local_path(arguments.into))
+    source = arguments.files_from
+    if source is None and target.is_folder:
+        source = target.path
+    export(take_export(os.fspath(arguments.into), follower.state), source, start=target)
+    if arguments.json:
+        print(json.dumps({"step": follower.version, "path": target.path}), flush=True)
+    else:
+        print(f"{printable(arguments.into)}: step {follower.version}", flush=True)

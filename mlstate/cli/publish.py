@@ -1,0 +1,124 @@
+"""``mlstate publish``: list, verify and delete published versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from .._common.text import bytes_text, count_text, printable, steps_text
+from ..checkpoint import prune, verify
+from ..checkpoint._store.open_path import RootPath, open_files
+from ..errors import MLStateError
+from ..follow._version import lineage_of, trim_chain
+from ._common import Commands, add_command, add_lock_timeout, print_table
+
+if TYPE_CHECKING:
+    from ..checkpoint._store.checkpoint_files import CheckpointFiles
+    from ..follow._version import Lineage
+
+__all__ = ["add"]
+
+
+def add(commands: Commands) -> None:
+    """Add the parser of ``publish`` and its sub-commands."""
+    text = "list, verify and delete the versions that a Publisher wrote"
+    parser = commands.add_parser("publish", help=text, description=text)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    path_help = "the folder of the versions, or its URL"
+    text = "list the versions that followers can reach"
+    add_command(actions, "ls", text, run_list).add_argument("path", help=path_help)
+    text = "read every byte of the versions that followers can reach"
+    verifying = add_command(actions, "verify", text, run_verify, no="damaged")
+    verifying.add_argument("path", help=path_help)
+    text = "delete old versions, and files that killed publishers left behind"
+    pruning = add_command(actions, "prune", text, run_prune)
+    pruning.add_argument("path", help=path_help)
+    pruning.add_argument(
+        "--keep",
+        type=int,
+        required=True,
+        metavar="N",
+        help="newest versions to keep; older ones back to an anchor stay too",
+    )
+    add_lock_timeout(pruning)
+
+
+def _read(path: str) -> tuple[CheckpointFiles, Lineage]:
+    files = open_files(path, reads=True)
+    return files, lineage_of(files.read_manifest(), path)
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Print one row for each version."""
+    files, lineage = _read(arguments.path)
+    rows: list[dict[str, Any]] = []
+    for version in lineage.versions:
+        try:
+            manifest = files.read_manifest(version.root)
+        except FileNotFoundError:  # deleted since the newest was published
+            continue
+        nbytes = sum(record.data_bytes for record in manifest.indexes)
+        facts = {"step": version.step, "kind": version.kind, "bytes": nbytes}
+        rows.append({**facts, "ranks": manifest.world_size, "created": manifest.created})
+    if arguments.json:
+        data = {"path": files.path, "lineage": lineage.name, "versions": rows}
+        print(json.dumps(data, indent=2))
+        return 0
+    count = count_text(len(rows), "version")
+    print(f"{printable(arguments.path)}: {count}, lineage {printable(lineage.name)}")
+    texts = [[str(cell) for cell in row.values()] for row in rows]
+    for text, row in zip(texts, rows, strict=True):
+        text[2] = bytes_text(row["bytes"])
+    print_table(("step", "kind", "bytes", "ranks", "created"), texts)
+    return 0
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print one row for each version; return 1 if one is damaged."""
+    files, lineage = _read(arguments.path)
+    rows: list[dict[str, Any]] = []
+    for version in lineage.versions:
+        problems, nbytes = [], 0
+        if not files.folder.exists(version.root):  # deleted since the newest was published
+            continue
+        try:
+            report = verify(RootPath(files, version.root))
+            problems = [f"{each.path}: {each.text}" for each in report.problems]
+            nbytes = report.bytes
+        except MLStateError as error:
+            problems = [str(error)]
+        facts = {"step": version.step, "kind": version.kind, "good": not problems, "bytes": nbytes}
+        rows.append({**facts, "problems": problems})
+    is_good = all(row["good"] for row in rows)
+    if arguments.json:
+        print(json.dumps({"path": files.path, "good": is_good, "versions": rows}, indent=2))
+        return 0 if is_good else 1
+    print(f"{printable(arguments.path)}: {'good' if is_good else 'damaged'}")
+    texts = [
+        [
+            str(row["step"]),
+            row["kind"],
+            bytes_text(row["bytes"]),
+            "; ".join(map(printable, row["problems"])) or "good",
+        ]
+        for row in rows
+    ]
+    print_table(("step", "kind", "read", "result"), texts)
+    return 0 if is_good else 1
+
+
+def run_prune(arguments: argparse.Namespace) -> int:
+    """Delete old versions, and print a summary."""
+    if arguments.keep < 1:
+        raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")
+    _, lineage = _read(arguments.path)
+    count = len(trim_chain(lineage.versions, arguments.keep))
+    report = prune(arguments.path, keep=count, lock_timeout=arguments.lock_timeout)
+    if arguments.json:
+        data = {"path": report.path, "steps": report.steps, "kept": report.kept}
+        print(json.dumps({**data, "files": report.files, "bytes": report.nbytes}, indent=2))
+        return 0
+    print(f"{printable(arguments.path)}: {report._title()}")
+    print(f"kept: {steps_text(report.kept)}")
+    return 0

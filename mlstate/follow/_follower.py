@@ -1,0 +1,503 @@
+"""Follow published versions with arrays in memory; public through `mlstate.follow`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._common.arguments import check_flags, check_int
+from .._common.arrays import copy_of, is_torch
+from .._common.backend import TensorBackend, backend_of
+from .._common.dtypes import name_of
+from .._common.log import log as write_log
+from .._common.store_error import format_error, store_error
+from .._common.text import steps_text
+from .._sharding.layout import Layout, Shard
+from ..checkpoint._load import ranks_of
+from ..checkpoint._store.open_path import open_files
+from ..errors import (
+    CheckpointWarning,
+    ChecksumError,
+    CompatibilityError,
+    FormatError,
+)
+from ._delta import apply_delta, checksum_of, compare_arrays, filter_delta, roll_back
+from ._version import (
+    Part,
+    Version,
+    lineage_of,
+    part_of,
+    read_changes,
+    read_version,
+    refuse_other_names,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+    from ..checkpoint._load import Loader
+    from ..checkpoint._store.manifest import Manifest
+    from ._delta import Delta, UndoLog
+    from ._version import Change, Lineage
+
+CHECKS = ("all", "sample", "none")
+_SAMPLE = 8  # one of so many tensors is checked
+_WHOLE = (None, 0, 0)  # how a tensor is cut
+_TRIES = 3  # versions may be deleted while they are read
+
+
+class _State(NamedTuple):
+    """What a follower holds; replacing it is the commit of `advance`."""
+
+    version: Version | None
+    lineage: str
+    arrays: dict[str, Any]  # by name, whole or parts
+    parts: dict[str, Part]  # the same, without arrays; {} without a version
+    checksums: dict[str, int]  # CRC32C of each array
+
+
+class _Change(NamedTuple):
+    """What becomes of one array."""
+
+    part: Part
+    array: Any
+    model: Any  # new elements from an anchor, or None
+    steps: list[list[Change]]  # then the published changes of successive versions
+    final: list[Change]  # of the last version
+
+
+class Follower:
+    """Keeps a model, or a rank's part of it, at a version that a `Publisher` published.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Folder or URL of the versions; it may not exist yet.
+    into : torch.nn.Module, or mapping of str to array or Shard
+        What follows: all published tensors, under their names. Parts of a tensor are given by
+        `layout` and `rank`, by a `Shard`, or by a module that is sharded itself.
+    layout, rank, world_size : optional
+        Part of the arrays that are not a `Shard`, as for `mlstate.load`.
+    double_buffer : bool, default False
+        Write each version into new arrays and leave `into` unchanged. `state` then serves readers
+        that run at the same time as `advance`.
+    check : {"all", "sample", "none"}, default "all"
+        Tensors whose CRC32C is compared with the publisher's after each change: one of 8 for
+        "sample". All bytes that are read from the folder are verified always.
+    storage_options : mapping, optional
+        As for `mlstate.load`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is wrong.
+
+    Notes
+    -----
+    One thread may call the methods of a follower. A follower takes no lock and writes nothing into
+    the folder.
+
+    If a part is not a published part, its checksum is not the publisher's: the follower compares
+    it with the checksum after its own last change.
+
+    Extra memory: the changed elements and the overwritten ones; with an anchor, up to two copies
+    of the arrays. With `double_buffer`, one more copy.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.follow import Follower, Publisher
+    >>> path = tempfile.mkdtemp() + "/weights"
+    >>> publisher = Publisher(path)
+    >>> _ = publisher.publish(5, {"w": np.arange(4.0)})
+    >>> half = {"w": np.zeros(2)}
+    >>> follower = Follower(path, into=half, layout="rows", rank=1, world_size=2)
+    >>> follower.poll(), follower.advance(), half["w"]
+    (5, 5, array([2., 3.]))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        into: Any,
+        layout: Layout | str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        double_buffer: bool = False,
+        check: str = "all",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_flags(double_buffer=double_buffer)
+        if check not in CHECKS:
+            raise ValueError(f"check must be 'all', 'sample' or 'none', got {check!r}")
+        self._files = open_files(path, storage_options)
+        self._cutting = ranks_of(rank, world_size, layout, None)
+        self._double_buffer, self._check = bool(double_buffer), check
+        values = values_of(into, sys.maxsize)
+        self._shards = {
+            name: part_of(value) for name, value in values.items() if isinstance(value, Shard)
+        }
+        arrays = {name: part_of(value).array for name, value in values.items()}
+        self._state = _State(None, "", arrays, {}, {})
+        self._undo: tuple[_State | None, UndoLog] = (None, [])
+
+    @property
+    def path(self) -> str:
+        """Path of the folder, or its URL."""
+        return self._files.path
+
+    @property
+    def version(self) -> int | None:
+        """Step of the version that the arrays hold; None before the first `advance`."""
+        self._settle()
+        version = self._state.version
+        return None if version is None else version.step
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The arrays of the current version, by name, as a new dict.
+
+        With ``double_buffer=True`` no later call changes these arrays. Without it they are the
+        arrays of `into`.
+        """
+        return dict(self._state.arrays)
+
+    def __repr__(self) -> str:
+        return f"Follower({self.path!r}): step {self.version}"
+
+    def poll(self) -> int | None:
+        """Return the step of the newest version; None if the arrays hold it, or none exists.
+
+        Reads one small file.
+
+        Raises
+        ------
+        StoreError, FormatError
+            The folder cannot be read, or it holds something else.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.follow import Follower
+        >>> Follower(tempfile.mkdtemp(), into={"w": np.zeros(2)}).poll() is None
+        True
+        """
+        self._settle()
+        manifest = self._find_newest()
+        if manifest is None:
+            return None
+        newest = lineage_of(manifest, self.path).versions[-1]
+        current = self._state.version
+        return None if current is not None and current == newest else newest.step
+
+    def advance(self, step: int | None = None) -> int | None:
+        """Bring the arrays to the newest version, or to the version of a step.
+
+        Parameters
+        ----------
+        step : int, optional
+            A step of the newest lineage. Default: the newest.
+
+        Returns
+        -------
+        int or None
+            The step that the arrays hold now; None if nothing is published.
+
+        Raises
+        ------
+        FormatError, ChecksumError
+            A version is damaged or does not belong to the arrays, and no later anchor exists.
+        StoreError
+            The step does not exist, or the folder cannot be read.
+        CompatibilityError
+            Names, shapes or dtypes of the arrays differ from the published ones.
+
+        Warns
+        -----
+        CheckpointWarning
+            Deltas could not be used, and the arrays were loaded from an anchor; or the lineage is
+            another one, because the trainer fell back or was started again.
+
+        Notes
+        -----
+        After every exception the arrays have the bits of the version before the call.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.follow import Follower, Publisher
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> _ = Publisher(path).publish(1, {"w": np.ones(2)})
+        >>> follower = Follower(path, into={"w": np.zeros(2)})
+        >>> follower.advance(), follower.version, follower.poll()
+        (1, 1, None)
+        """
+        self._settle()
+        if step is not None:
+            step = check_int("step", step, 0)
+        for attempt in range(_TRIES):
+            manifest = self._find_newest()
+            if manifest is None:
+                return None
+            try:
+                self._follow(manifest, step)
+                break
+            except FileNotFoundError:
+                newest = self._files.find_manifest()
+                is_same = newest is not None and newest.generation == manifest.generation
+                if is_same or attempt == _TRIES - 1:
+                    raise
+        return self.version
+
+    def verify(self) -> None:
+        """Compare all arrays with the checksums of their version.
+
+        Raises
+        ------
+        ChecksumError
+            An array has changed since the last `advance`; the message names it.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.follow import Follower, Publisher
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> _ = Publisher(path).publish(1, {"w": np.ones(2)})
+        >>> follower = Follower(path, into={"w": np.zeros(2)})
+        >>> _ = follower.advance()
+        >>> follower.verify()
+        """
+        self._settle()
+        state = self._state
+        for name, crc32c in state.checksums.items():
+            _compare_checksum(name, state.arrays[name], crc32c)
+
+    # ---- the way to a version ----
+
+    def _find_newest(self) -> Manifest | None:
+        """Return the newest root; None before the first version."""
+        manifest = self._files.find_manifest()
+        if manifest is None and self._state.version is not None:
+            gone = FileNotFoundError(2, "the versions are gone: there is no manifest.json")
+            raise store_error(gone, "cannot follow", self.path)
+        return manifest
+
+    def _follow(self, manifest: Manifest, step: int | None) -> None:
+        """Advance to a version that the newest root names."""
+        lineage = lineage_of(manifest, self.path)
+        end = self._end_of(lineage, step)
+        target = lineage.versions[end]
+        current = self._state.version
+        if current == target:
+            return
+        if current is not None and lineage.name != self._state.lineage:
+            self._warn(f"the publisher started a new lineage at step {lineage.versions[0].step}")
+        elif current is not None and current not in lineage.versions:
+            self._warn(f"the versions that follow step {current.step} are not kept")
+        first: Exception | None = None
+        for is_anchor, versions in _ways(lineage.versions[: end + 1], current):
+            try:
+                self._apply_versions(is_anchor, versions, lineage.name, manifest)
+            except (FormatError, FileNotFoundError) as error:
+                write_log("WARNING", "%s: %s", self.path, error)
+                first = first or error
+                continue
+            if first is not None:
+                self._warn(f"step {versions[0].step} was loaded whole, because of: {first}")
+            return
+        if first is None:
+            text = f"{self.path}: no anchor leads to step {target.step}"
+            first = format_error(text, self.path)
+        raise first
+
+    def _end_of(self, lineage: Lineage, step: int | None) -> int:
+        steps = [version.step for version in lineage.versions]
+        if step is None:
+            return len(steps) - 1
+        if step not in steps:
+            text = f"step {step} is not a kept version (steps: {steps_text(steps)})"
+            raise store_error(FileNotFoundError(2, text), "cannot advance", self.path)
+        return steps.index(step)
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"{self.path}: {text}", CheckpointWarning, stacklevel=4)
+
+    def _apply_versions(
+        self, is_anchor: bool, versions: tuple[Version, ...], lineage: str, newest: Manifest
+    ) -> None:
+        """Apply successive deltas, after the model of the first version if it is an anchor."""
+        loaders = [read_version(self._files, version, newest) for version in versions]
+        published = [read_changes(loader) for loader in loaders]
+        parts = self._parts(published[0])
+        if not is_anchor and parts != self._state.parts:
+            raise format_error(f"{self.path}: step {versions[0].step} has other tensors", self.path)
+        steps = published[1:] if is_anchor else published
+        for version, changes in zip(versions, published, strict=True):
+            if self._parts(changes) != parts:
+                text = f"{self.path}: step {version.step} has other tensors than its anchor"
+                raise format_error(text, self.path)
+        anchor = _read_model(loaders[0], parts) if is_anchor else {}
+        state = self._state
+        arrays = state.arrays
+        if self._double_buffer:
+            arrays = {name: copy_of(array) for name, array in arrays.items()}
+        checksums: dict[str, int] = {}
+        log: UndoLog = []
+        self._undo = (state, log)
+        try:
+            for number, (name, part) in enumerate(parts.items()):
+                change = _Change(
+                    part,
+                    arrays[name],
+                    anchor.pop(name, None),
+                    [changes[name] for changes in steps],
+                    published[-1][name],
+                )
+                before = state.checksums.get(name)
+                is_checked = self._checks(number, versions[-1])
+                after = _apply_change(name, change, before, log, check=is_checked)
+                if after is not None:
+                    checksums[name] = after
+            self._state = _State(versions[-1], lineage, arrays, parts, checksums)
+        except BaseException:
+            self._settle()
+            raise
+        self._undo = (None, [])
+
+    def _checks(self, number: int, version: Version) -> bool:
+        """Return whether to compare the checksum of a tensor."""
+        is_sampled = number % _SAMPLE == version.sequence % _SAMPLE
+        return self._check == "all" or (is_sampled and self._check == "sample")
+
+    def _settle(self) -> None:
+        """Restore the elements that an interrupted change overwrote."""
+        state, log = self._undo
+        if state is not None and state is self._state:
+            roll_back(log)
+        self._undo = (None, [])
+
+    def _parts(self, published: Mapping[str, list[Change]]) -> dict[str, Part]:
+        """Return the followed part of each published tensor, without its array."""
+        refuse_other_names(self._state.arrays, published, self.path)
+        parts = {}
+        for name, changes in published.items():
+            array, source = self._state.arrays[name], changes[0].part
+            target = self._shards.get(name)
+            if target is None:
+                layout, number = self._cut(source.layout)
+                target = Part(None, name_of(array.dtype), source.shape, layout, number)
+                shape = layout.shape(source.shape, number)
+            else:
+                target, shape = target._replace(array=None), tuple(array.shape)
+            _require_equal(name, "dtype", source.dtype, target.dtype)
+            _require_equal(name, "shape of the tensor", source.shape, target.shape)
+            _require_equal(name, "shape", shape, tuple(array.shape))
+            parts[name] = target
+        return parts
+
+    def _cut(self, stored: Layout) -> tuple[Layout, int]:
+        """Return layout and index of the part of an array that is not a `Shard`."""
+        steps, index, world = self._cutting
+        if steps is None:
+            if world == 0 or len(stored.steps) != 1:
+                return Layout(), 0
+            steps = ((stored.steps[0][0], world),)
+        return Layout(steps), index
+
+
+def _ways(
+    versions: tuple[Version, ...], current: Version | None
+) -> Iterator[tuple[bool, tuple[Version, ...]]]:
+    """Return the ways to the last version: by deltas alone, or from an anchor, the newest first."""
+    ways = []
+    if current in versions:
+        ways.append((False, versions[versions.index(current) + 1 :]))
+    anchors = [number for number, version in enumerate(versions) if version.has_model]
+    ways += [(True, versions[number:]) for number in reversed(anchors)]
+    for is_anchor, way in ways:
+        if all(version.has_delta for version in way[is_anchor:]):
+            yield is_anchor, way
+
+
+def _require_equal(name: str, label: str, published: object, followed: object) -> None:
+    if published != followed:
+        error = CompatibilityError(
+            f"{name!r}: the published {label} is {published}, not {followed}"
+        )
+        error.name, error.expected, error.got = name, str(published), str(followed)
+        raise error
+
+
+def _read_model(loader: Loader, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Return new arrays of the followed parts."""
+    section = loader.sections[0]
+    by_cut: dict[Any, list[str]] = {}
+    for name, part in parts.items():
+        cut = (part.layout.steps, part.number, part.layout.parts) if part.layout.steps else _WHOLE
+        by_cut.setdefault(cut, []).append(name)
+    refuse_other_names(parts, section.names, loader.folder)
+    arrays: dict[str, Any] = {}
+    for cut, names in by_cut.items():
+        arrays |= loader.load_keys(section.number, section.keys(names), cut)
+    return arrays
+
+
+def _like(array: Any, target: Any) -> Any:
+    """Return an array as the same kind of array as the target, on its device."""
+    array = array.reshape(tuple(target.shape))
+    if is_torch(target):
+        tensor = backend_of(target, TensorBackend).tensors_of({"": array})[""]
+        return tensor.to(target.device)
+    return array
+
+
+def _apply_change(
+    name: str, change: _Change, before: int | None, log: UndoLog, *, check: bool
+) -> int | None:
+    """Change one array; return its checksum, or None if it is not known.
+
+    `before` is the checksum before the change, if it is known.
+    """
+    part, array, model, steps, final = change
+    places = [number for number, each in enumerate(final) if part.has_place_of(each.part)]
+    if model is not None:
+        apply_delta(array, compare_arrays(array, _like(model, array), checksum=False), log)
+    elif check and not places and before is not None:
+        _compare_checksum(name, array, before)
+    if not places:
+        for published in steps:
+            for source in published:
+                apply_delta(array, _filtered(source, part), log)
+        return checksum_of(array) if check else None
+    [place] = places
+    for number, published in enumerate(steps):
+        is_last = number == len(steps) - 1
+        try:
+            apply_delta(array, published[place].required_delta, log, check=check and is_last)
+        except (ChecksumError, CompatibilityError) as error:
+            error.args = (f"{name!r}: {error}",)
+            error.name = name
+            raise
+    if check and not steps:
+        _compare_checksum(name, array, final[place].crc32c)
+    return final[place].crc32c
+
+
+def _filtered(source: Change, target: Part) -> Delta:
+    part, delta = source.part, source.required_delta
+    places = (part.layout, part.number), (target.layout, target.number)
+    return filter_delta(delta, part.shape, *places)
+
+
+def _compare_checksum(name: str, array: Any, expected: int) -> None:
+    crc32c = checksum_of(array)
+    if crc32c != expected:
+        error = ChecksumError(
+            f"{name!r} has CRC32C {crc32c:08x} instead of {expected:08x}: the array was changed"
+        )
+        error.name, error.expected, error.got = name, f"{expected:08x}", f"{crc32c:08x}"
+        raise error

@@ -1,0 +1,165 @@
+"""TRL's sparse weight patches, and vLLM's ``SparseWeightPatch`` triples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import CompatibilityError, FormatError
+from .numbers import delta_from_numbers, numbers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ..._types import NDArray
+    from .._delta import Delta
+
+# The tensors of a parameter: positions and values. The first pair is TRL's present one.
+SUFFIXES = ((".idx", ".val"), (".indices", ".values"))
+_FORMAT = "sparse_weight_patch"
+_INT32_MAX = 2**31 - 1
+
+
+def read_weight_patch(
+    tensors: Mapping[str, NDArray], metadata: Mapping[str, str], elements: Mapping[str, int]
+) -> dict[str, Delta]:
+    """Return the deltas of a sparse patch of TRL, by parameter.
+
+    Parameters
+    ----------
+    tensors, metadata : dict
+        Content of the safetensors file.
+    elements : dict of int
+        Elements of each parameter; the file lacks them.
+
+    Raises
+    ------
+    FormatError
+        The file is an anchor, not a sparse patch; its indices have an unknown encoding; a tensor is
+        missing; or a delta is damaged.
+    CompatibilityError
+        A parameter is not in `elements`.
+    """
+    if metadata.get("format", _FORMAT) != _FORMAT or metadata.get("sparse", "True") != "True":
+        raise FormatError("this file is not a sparse weight patch: load it as a state dict")
+    encoding = metadata.get("encoding", "raw")
+    if encoding not in ("raw", "gap_delta"):
+        raise FormatError(f"indices with encoding {encoding!r} are not supported")
+    deltas = {}
+    for name, (index_key, value_key) in _parameters_of(tensors).items():
+        if name not in elements:
+            raise CompatibilityError(f"the patch changes {name!r}, which this model lacks")
+        indices = np.asarray(tensors[index_key])
+        if encoding == "gap_delta":
+            if indices.dtype not in (np.uint16, np.uint32):
+                raise FormatError(f"{index_key!r} must have gaps of uint16 or uint32")
+            indices = np.cumsum(indices.astype(np.int64) + 1) - 1
+        deltas[name] = delta_from_numbers(name, indices, tensors[value_key], elements[name])
+    return deltas
+
+
+def write_weight_patch(
+    deltas: Mapping[str, Delta],
+    version: int,
+    *,
+    encoding: str = "gap_delta",
+    suffixes: tuple[str, str] = SUFFIXES[0],
+) -> tuple[dict[str, NDArray], dict[str, str]]:
+    """Return tensors and metadata of a sparse patch for TRL.
+
+    Parameters
+    ----------
+    deltas : dict of Delta
+        By parameter.
+    version : int
+        Version of the model after the patch.
+    encoding : {"gap_delta", "raw"}
+        Of the indices: gaps of uint16 or uint32, or int32 positions.
+    suffixes : (str, str)
+        One of `SUFFIXES`.
+
+    Raises
+    ------
+    CompatibilityError
+        A parameter has more elements than int32 can number.
+    """
+    tensors: dict[str, NDArray] = {}
+    for name, delta in deltas.items():
+        numbers = _int32_numbers(name, delta)
+        if encoding == "gap_delta":
+            gaps = np.diff(numbers, prepend=np.int32(-1)) - 1
+            numbers = gaps.astype(np.uint16 if gaps.max(initial=0) <= 65535 else np.uint32)
+        tensors[name + suffixes[1]] = delta.values
+        tensors[name + suffixes[0]] = numbers
+    changed = sum(len(delta.values) for delta in deltas.values())
+    total = sum(delta.elements for delta in deltas.values())
+    metadata = {
+        "format": _FORMAT,
+        "version": "1",
+        "sparse": "True",
+        "model_version": str(version),
+        "num_changed_params": str(len(deltas)),
+        "total_changed_elements": str(changed),
+        "total_elements": str(total),
+        "sparsity": str(1.0 - changed / max(total, 1)),
+        "encoding": encoding,
+    }
+    return tensors, metadata
+
+
+def read_triples(triples: Iterable[Any], elements: Mapping[str, int]) -> dict[str, Delta]:
+    """Return the deltas of vLLM's patches: objects with ``name``, ``indices`` and ``values``.
+
+    Raises
+    ------
+    FormatError
+        A patch is damaged, or a parameter has two patches.
+    CompatibilityError
+        A parameter is not in `elements`.
+    """
+    deltas: dict[str, Delta] = {}
+    for triple in triples:
+        name = triple.name
+        if name not in elements:
+            raise CompatibilityError(f"the patch changes {name!r}, which this model lacks")
+        if name in deltas:
+            raise FormatError(f"{name!r} has two patches")
+        deltas[name] = delta_from_numbers(name, triple.indices, triple.values, elements[name])
+    return deltas
+
+
+def write_triples(deltas: Mapping[str, Delta]) -> list[tuple[str, NDArray, NDArray]]:
+    """Return (name, int32 indices, values) of each parameter: the fields of vLLM's patch.
+
+    Raises
+    ------
+    CompatibilityError
+        A parameter has more elements than int32 can number.
+    """
+    return [(name, _int32_numbers(name, delta), delta.values) for name, delta in deltas.items()]
+
+
+def _parameters_of(tensors: Mapping[str, NDArray]) -> dict[str, tuple[str, str]]:
+    """Return the keys of indices and values of each parameter."""
+    parameters: dict[str, tuple[str, str]] = {}
+    for indices, values in SUFFIXES:
+        for key in tensors:
+            if key.endswith((indices, values)):
+                name = key.removesuffix(indices).removesuffix(values)
+                parameters[name] = name + indices, name + values
+    keys = {key for pair in parameters.values() for key in pair}
+    if keys != tensors.keys():
+        problem = sorted(keys ^ tensors.keys())[0]
+        raise FormatError(
+            f"a sparse weight patch has indices and values: {problem!r} has no partner"
+        )
+    return parameters
+
+
+def _int32_numbers(name: str, delta: Delta) -> NDArray:
+    if delta.elements > _INT32_MAX:
+        raise CompatibilityError(
+            f"{name!r} has {delta.elements} elements: int32 cannot number them"
+        )
+    return numbers_of(delta).astype(np.int32)

@@ -1,0 +1,373 @@
+"""Publish the weights of a trainer as versions in a folder; public through `mlstate.follow`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.arguments import check_int
+from .._common.arrays import assign, copy_of, is_torch
+from .._common.backend import TensorBackend, backend_of
+from .._common.dtypes import name_of, numpy_dtype
+from .._common.store_error import store_error
+from .._sharding.layout import Shard
+from ..checkpoint._folder.names import MANIFEST
+from ..checkpoint._rank_messages import error_text, gather_bytes, pack_message, unpack_message
+from ..checkpoint._save import SaveFolder, save
+from ..checkpoint._store.checkpoint_files import root_path
+from ..checkpoint._store.manifest import parse
+from ..checkpoint._store.open_path import open_target
+from ..collectives._arguments import optional_group
+from ..errors import CollectiveError
+from ._delta import checksum_of, compare_arrays, write_delta
+from ._version import (
+    KEY,
+    STATE,
+    Change,
+    Part,
+    Version,
+    encode_changes,
+    lineage_of,
+    metadata_of,
+    part_of,
+    trim_chain,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..checkpoint._store.manifest import Manifest
+    from ..collectives import ProcessGroup
+
+BASES = ("memory", "disk")
+_ALIGNED = 64  # start of an array in a file
+_PAYS = 0.5  # a delta has at most this share of the model's bytes
+
+
+class Publisher:
+    """Publishes the weights of a model, step by step, for any number of `Follower`.
+
+    A version is a checkpoint in the folder: an anchor has all weights, a delta has the elements
+    that changed since the version before. A version exists when `publish` returns, on disk, and
+    not before.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        A folder for versions only, or a URL in an object store; created by the first `publish`.
+    group : ProcessGroup, optional
+        The ranks that publish together. Each compares and writes its own parts; nothing is
+        gathered. Default: this process alone.
+    anchor_every : int, default 10
+        An anchor is written at least after this number of versions. Such an anchor has the delta
+        too, so that only a follower without the version before reads it.
+    keep : int, optional
+        Number of newest versions to keep, 2 or more; older ones back to an anchor stay too.
+        Default: the two newest anchors and the versions after these.
+    base : {"memory", "disk"}, default "memory"
+        Where the copy of the last published weights is: on the device of the weights, or in a
+        temporary file of ``tempfile.gettempdir()`` that is mapped into memory.
+    storage_options : mapping, optional
+        As for `mlstate.save`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is wrong.
+
+    Notes
+    -----
+    Extra memory: one copy of this rank's parts, of a replicated tensor on one rank only. During
+    `publish` also the changed elements. The optimizer is not involved.
+
+    Only one publisher may use a folder. If another one has published since, `publish` raises. A
+    new publisher, as after a crash of the trainer, starts a new lineage with an anchor, and the
+    versions of the old one are deleted.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.follow import Follower, Publisher
+    >>> weights, copy = {"w": np.zeros(1000)}, {"w": np.zeros(1000)}
+    >>> publisher = Publisher(tempfile.mkdtemp() + "/weights")
+    >>> publisher.publish(0, weights)
+    'anchor'
+    >>> weights["w"][7] = 1
+    >>> publisher.publish(1, weights)
+    'delta'
+    >>> follower = Follower(publisher.path, into=copy)
+    >>> follower.advance(), copy["w"][6:9]
+    (1, array([0., 1., 0.]))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        group: ProcessGroup | None = None,
+        anchor_every: int = 10,
+        keep: int | None = None,
+        base: str = "memory",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._anchor_every = check_int("anchor_every", anchor_every, 1)
+        self._keep = None if keep is None else check_int("keep", keep, 2, also=" or None")
+        if base not in BASES:
+            raise ValueError(f"base must be 'memory' or 'disk', got {base!r}")
+        self._files = open_target(path, storage_options)
+        self._folder, self._storage_options = path, storage_options
+        self._on_disk = base == "disk"
+        group = optional_group(group)
+        self._group = None if group is None or group.world_size == 1 else group
+        self._rank, self._ranks = (0, 1) if self._group is None else (group.rank, group.world_size)
+        self._base: dict[str, Part] | None = None  # last published parts of this rank
+        self._versions: tuple[Version, ...] = ()  # of the lineage, as far as they are kept
+        self._manifests: dict[str, Manifest] = {}  # of these, by generation
+        self._lineage = ""
+        self._lineages: set[str] = set()  # all of this publisher
+        self._has_published = False
+
+    @property
+    def path(self) -> str:
+        """Absolute path of the folder, or its URL."""
+        return self._files.path
+
+    def __repr__(self) -> str:
+        step = self._versions[-1].step if self._versions else None
+        return f"Publisher({self.path!r}): step {step}"
+
+    def publish(self, step: int, model: Any) -> str:
+        """Publish the weights of a model as the version of a step.
+
+        With a group every rank calls it.
+
+        Parameters
+        ----------
+        step : int
+            The step. If it is not above the last one, the trainer fell back: the version is an
+            anchor of a new lineage, which followers notice.
+        model : torch.nn.Module, or mapping of str to array or Shard
+            As for `mlstate.save`. The weights must not change during the call.
+
+        Returns
+        -------
+        {"anchor", "delta", "both"}
+            Content of the version. A delta is not written if it has more than half of the bytes.
+
+        Raises
+        ------
+        StoreError
+            The operating system refused. EEXIST: another publisher has published into the folder,
+            or it holds something else. The next call starts a new lineage.
+        TypeError, ValueError, CompatibilityError
+            The model cannot be stored, see `mlstate.save`.
+        CollectiveError
+            Another rank failed; the message names the rank and the reason.
+
+        Notes
+        -----
+        After every exception the folder has this version or the one before.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.follow import Publisher
+        >>> Publisher(tempfile.mkdtemp() + "/weights").publish(0, {"w": np.zeros(3)})
+        'anchor'
+        """
+        step = check_int("step", step, 0, (1 << 63) - 1)
+        base, self._base = self._base, None  # after an exception, a new lineage starts
+        parts: dict[str, Part] = {}
+        changes: dict[str, Change] = {}
+        error: BaseException | None = None
+        try:
+            self._refuse_others()
+            parts = self._own_parts(model)
+            changes = _changes(base if base and _facts(base) == _facts(parts) else {}, parts)
+        except BaseException as caught:
+            if self._group is None:
+                raise
+            error = caught
+        try:
+            kind, lineage = self._agree(step, base, changes, error)
+        finally:
+            del error  # its traceback refers to this frame
+        chain = self._begin(step, kind, lineage)
+        stored = changes
+        if kind == "anchor":
+            stored = {name: change._replace(delta=None) for name, change in changes.items()}
+        saved = save(
+            SaveFolder(self._folder, self._retain),
+            None if kind == "delta" else model,
+            step=step,
+            states={STATE: encode_changes(stored, self._rank)},
+            metadata=metadata_of(lineage, kind, chain),
+            group=self._group,
+            storage_options=self._storage_options,
+        )
+        self._has_published = True
+        self._versions = (*chain, Version(saved.sequence, saved.generation, step, kind))
+        self._manifests[saved.generation] = saved._manifest
+        self._base = self._next_base(base, parts, changes)
+        return kind
+
+    # ---- before the save ----
+
+    def _refuse_others(self) -> None:
+        """Raise StoreError (EEXIST) if the newest root is not a version of this publisher."""
+        if self._rank != 0:
+            return
+        manifest = self._files.content().manifest
+        text = ""
+        if manifest is None:
+            text = "its versions are gone" if self._versions else ""
+        else:
+            newest = parse(manifest, self._files.join(MANIFEST))
+            if KEY not in newest.metadata:
+                text = "it holds a checkpoint that is not a published version"
+            elif lineage_of(newest, self.path).name not in self._lineages:
+                text = "another publisher has published into it" if self._has_published else ""
+        if text:
+            exists = FileExistsError(errno.EEXIST, f"{text}; nothing is published")
+            raise store_error(exists, "cannot publish", self.path)
+
+    def _own_parts(self, model: Any) -> dict[str, Part]:
+        """Return the parts that this rank publishes; of equal parts one rank publishes each."""
+        parts = {}
+        values = values_of(model, self._ranks)
+        for number, name in enumerate(sorted(values)):
+            value = values[name]
+            is_own = (
+                value.replica == 0
+                if isinstance(value, Shard)
+                else number % self._ranks == self._rank
+            )
+            if is_own:
+                parts[name] = part_of(value)
+        return parts
+
+    def _agree(
+        self,
+        step: int,
+        base: dict[str, Part] | None,
+        changes: dict[str, Change],
+        error: BaseException | None,
+    ) -> tuple[str, str]:
+        """Return kind and lineage of the version; every rank calls it, even after a failure."""
+        deltas = [change.delta for change in changes.values()]
+        restarts = base is None or not self._versions or step <= self._versions[-1].step
+        message = {
+            "error": None if error is None else error_text(error),
+            "restarts": restarts,
+            "lacks": None in deltas,
+            "delta": sum(delta.nbytes for delta in deltas if delta is not None),
+            "bytes": sum(change.part.nbytes for change in changes.values()),
+            "lineage": os.urandom(8).hex() if self._rank == 0 else "",
+        }
+        replies = [
+            unpack_message(text) for text in gather_bytes(self._group, pack_message(message))
+        ]
+        if error is not None:
+            raise error
+        for rank, reply in enumerate(replies):
+            if reply["error"] is not None:
+                failed = CollectiveError(f"not published: rank {rank}: {reply['error']}")
+                failed.rank = rank
+                raise failed
+        if any(reply["restarts"] for reply in replies):
+            return "anchor", replies[0]["lineage"]
+        nbytes, delta_bytes = (sum(reply[key] for reply in replies) for key in ("bytes", "delta"))
+        if any(reply["lacks"] for reply in replies) or delta_bytes > _PAYS * nbytes:
+            return "anchor", self._lineage
+        recent = self._versions[max(len(self._versions) + 1 - self._anchor_every, 0) :]
+        has_anchor = any(version.has_model for version in recent)
+        return "delta" if has_anchor else "both", self._lineage
+
+    def _begin(self, step: int, kind: str, lineage: str) -> tuple[Version, ...]:
+        """Start the lineage if it is new; return the older versions to keep."""
+        if lineage != self._lineage:
+            self._lineages.add(lineage)
+            self._lineage, self._versions = lineage, ()
+        return trim_chain((*self._versions, Version(0, "", step, kind)), self._keep)[:-1]
+
+    # ---- after the commit ----
+
+    def _retain(self, newest: Manifest) -> dict[str, Manifest]:
+        """Delete the roots that the newest version does not name; return the others by path."""
+        stored = self._files.list_roots()
+        paths = {root.path for root in stored}  # without those that a command has deleted
+        roots = {root_path(newest): newest}
+        for version in lineage_of(newest, self.path).versions[:-1]:
+            if version.root in paths:
+                roots[version.root] = self._manifests[version.generation]
+        self._manifests = {each.generation: each for each in roots.values()}
+        self._files.delete_roots([root for root in stored if root.path not in roots])
+        return roots
+
+    def _next_base(
+        self, base: dict[str, Part] | None, parts: dict[str, Part], changes: dict[str, Change]
+    ) -> dict[str, Part]:
+        """Return the copies of this rank's parts, changed or new."""
+        if base and all(change.delta is not None for change in changes.values()):
+            for name, change in changes.items():
+                write_delta(base[name].array, change.required_delta)
+            return base
+        del base
+        arrays = {name: part.array for name, part in parts.items()}
+        copies = _copy_to_disk(arrays) if self._on_disk else _copy_to_memory(arrays)
+        return {name: part._replace(array=copies[name]) for name, part in parts.items()}
+
+
+def _facts(parts: dict[str, Part]) -> dict[str, Part]:
+    return {name: part._replace(array=None) for name, part in parts.items()}
+
+
+def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]:
+    """Compare the parts with their base; without one they have no delta."""
+    changes = {}
+    for name, part in parts.items():
+        delta = None
+        if base:
+            old, new = base[name].array, part.array
+            if is_torch(new) and new.device != old.device:
+                new = new.cpu()  # the base is a file
+            delta = compare_arrays(old, new)
+        crc32c = None if delta is None else delta.crc32c
+        if crc32c is None:
+            crc32c = checksum_of(part.array)
+        changes[name] = Change(part._replace(array=None), crc32c, delta)
+    return changes
+
+
+def _copy_to_memory(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy_of(array) for name, array in arrays.items()}
+
+
+def _copy_to_disk(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return copies in one unnamed temporary file, which exists as long as one of them."""
+    places, size = {}, 0
+    for name, array in arrays.items():
+        places[name] = size
+        size += -(-array.nbytes // _ALIGNED) * _ALIGNED
+    with tempfile.TemporaryFile() as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+        else:
+            file.write(bytes(max(size, 1)))
+            file.flush()
+        memory = np.asarray(np.memmap(file, np.uint8, "r+", shape=max(size, 1)))
+    copies = {}
+    for name, array in arrays.items():
+        place = memory[places[name] : places[name] + array.nbytes]
+        copy: Any = place.view(numpy_dtype(name_of(array.dtype))).reshape(tuple(array.shape))
+        if is_torch(array):
+            copy = backend_of(array, TensorBackend).tensors_of({"": copy})[""]
+            array = array.cpu()
+        assign(copy, array)
+        copies[name] = copy
+    return copies

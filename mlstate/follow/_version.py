@@ -1,0 +1,275 @@
+"""The versions in a folder: roots of checkpoints, with the order of the versions in their metadata.
+
+A version is a checkpoint. Its metadata have the member ``"mlstate.follow"``:
+
+    lineage     random identifier of one publisher's uninterrupted sequence of versions
+    kind        "anchor": the model, "delta": changes since the version before, or "both"
+    chain       the kept versions of the lineage before this one, oldest first, each as a list of
+                sequence, generation, step and kind
+
+The state ``follow`` is a nested value, one for each rank that published: by the names of its
+tensors, dtype, shape of the whole tensor, layout and number of the part, CRC32C of the part's
+elements, and the two streams of its delta (the values as bytes), which are left out together.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .._common.arrays import is_torch
+from .._common.dtypes import name_of, numpy_dtype
+from .._common.store_error import format_error
+from .._sharding.layout import Layout, Shard
+from ..checkpoint._folder.names import MANIFEST
+from ..checkpoint._load import Loader, LoadRequest
+from ..checkpoint._options import LOAD_DEFAULTS
+from ..checkpoint._save import states_of
+from ..checkpoint._states.restore import load_tree
+from ..errors import CompatibilityError, FormatError
+from ._delta import Delta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ..checkpoint._store.checkpoint_files import CheckpointFiles
+    from ..checkpoint._store.manifest import Manifest
+
+KEY = "mlstate.follow"  # in the metadata
+STATE = "follow"  # name of the state
+_GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
+KINDS = ("anchor", "delta", "both")
+
+
+class Version(NamedTuple):
+    """A published version."""
+
+    sequence: int
+    generation: str
+    step: int
+    kind: str
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the version can be loaded without another one."""
+        return self.kind != "delta"
+
+    @property
+    def has_delta(self) -> bool:
+        """Whether the version can be reached from the version before."""
+        return self.kind != "anchor"
+
+    @property
+    def root(self) -> str:
+        """Path of the root in the folder."""
+        return f"roots/{self.sequence:08d}.{self.generation}.json"
+
+
+class Lineage(NamedTuple):
+    """The versions of one lineage that the newest of them names, itself last."""
+
+    name: str
+    versions: tuple[Version, ...]
+
+
+def trim_chain(versions: Sequence[Version], keep: int | None) -> tuple[Version, ...]:
+    """Return the newest `keep` versions, and older ones back to an anchor.
+
+    None keeps the two newest anchors and all versions after these.
+    """
+    anchors = [number for number, version in enumerate(versions) if version.has_model]
+    if keep is None:
+        first = anchors[-2] if len(anchors) > 1 else 0
+    else:
+        first = max((number for number in anchors if number <= len(versions) - keep), default=0)
+    return tuple(versions[first:])
+
+
+def lineage_of(manifest: Manifest, path: str) -> Lineage:
+    """Return the lineage that ends with a root; raise FormatError if it is not a version."""
+    facts = manifest.metadata.get(KEY)
+    try:
+        if not isinstance(facts, dict):
+            raise TypeError("it is a checkpoint that no Publisher wrote")
+        newest = (manifest.sequence, manifest.generation, manifest.step, facts["kind"])
+        rows = [*facts["chain"], newest]
+        versions = tuple(Version(*row) for row in rows)
+        for version in versions:
+            types = [type(value) for value in version]
+            is_valid = types == [int, str, int, str] and _GENERATION.match(version.generation)
+            if not is_valid or version.kind not in KINDS:
+                raise TypeError(f"it names a version {version!r}")
+        sequences = [version.sequence for version in versions]
+        if not isinstance(facts["lineage"], str) or sequences != sorted(set(sequences)):
+            raise ValueError("its chain is not in order")
+        return Lineage(facts["lineage"], versions)
+    except (KeyError, TypeError, ValueError) as error:
+        raise format_error(f"{path}: not a published version: {error}", path) from None
+
+
+def metadata_of(lineage: str, kind: str, chain: Iterable[Version]) -> dict[str, Any]:
+    """Return the metadata of a new version."""
+    return {KEY: {"lineage": lineage, "kind": kind, "chain": [list(each) for each in chain]}}
+
+
+# ---- parts of tensors ----
+
+
+class Part(NamedTuple):
+    """A part of a tensor; `array` has its elements, or is None if they are not here."""
+
+    array: Any
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    layout: Layout
+    number: int  # of the part in the layout
+
+    @property
+    def elements(self) -> int:
+        """Elements of the part."""
+        return prod(self.layout.shape(self.shape, self.number))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.elements * numpy_dtype(self.dtype).itemsize
+
+    def has_place_of(self, other: Part) -> bool:
+        """Return whether both are the same part."""
+        same_layout = self.layout.parts == other.layout.parts == 1 or self.layout == other.layout
+        return same_layout and self.number == other.number
+
+
+class Change(NamedTuple):
+    """A published part and its change; no delta if the version has only the model."""
+
+    part: Part
+    crc32c: int
+    delta: Delta | None
+
+    @property
+    def required_delta(self) -> Delta:
+        """The delta; raises FormatError if there is none."""
+        if self.delta is None:
+            raise FormatError("a version lacks the delta of a tensor")
+        return self.delta
+
+
+def part_of(value: Any) -> Part:
+    """Return the part that a value of a state holds: a `Shard`, or a whole array."""
+    shard = value if isinstance(value, Shard) else Shard(value)
+    array = shard.array.detach() if is_torch(shard.array) else shard.array
+    return Part(array, name_of(array.dtype), shard.shape, shard.layout, shard.index)
+
+
+def values_of(model: Any, ranks: int) -> dict[str, Any]:
+    """Return the arrays, tensors and shards of a model, over its memory."""
+    state, _, others = states_of(model, None, ranks)
+    if others[0]:
+        name = next(iter(others[0]))
+        raise TypeError(f"{name!r} is not a tensor, and a version has tensors only")
+    if state is None:
+        raise TypeError("the model is None")
+    for name, value in dict(state).items():
+        if not hasattr(value, "dtype"):
+            raise TypeError(
+                f"{name!r} must be an array, a tensor or a Shard: {type(value).__name__}"
+            )
+    return dict(state)
+
+
+# ---- the nested value of a rank ----
+
+
+def encode_changes(changes: Mapping[str, Change], rank: int) -> dict[str, Any]:
+    """Return the nested value of a rank."""
+    tensors = {}
+    for name, (part, crc32c, delta) in changes.items():
+        tensors[name] = {
+            "dtype": part.dtype,
+            "shape": list(part.shape),
+            "layout": [list(step) for step in part.layout.steps],
+            "part": part.number,
+            "crc32c": crc32c,
+            "gaps": None if delta is None else delta.gaps,
+            "values": None if delta is None else delta.values.view(np.uint8),
+        }
+    return {"rank": rank, "tensors": tensors}
+
+
+def _decode_change(facts: Any) -> Change:
+    layout = Layout(tuple((axis, parts) for axis, parts in facts["layout"]))
+    shape = tuple(int(size) for size in facts["shape"])
+    part = Part(None, facts["dtype"], shape, layout, int(facts["part"]))
+    delta = None
+    if facts["gaps"] is not None:
+        values = facts["values"].view(numpy_dtype(part.dtype))
+        delta = Delta(part.elements, facts["gaps"], values, int(facts["crc32c"]))
+    return Change(part, int(facts["crc32c"]), delta)
+
+
+def open_version(files: CheckpointFiles, root: str, manifest: Manifest) -> Loader:
+    """Return a reader of a version."""
+    cutting = (None, 0, 0)
+    request = LoadRequest(files, root, None, None, None, cutting, False, False, "", LOAD_DEFAULTS)
+    return Loader(request, manifest)
+
+
+def read_version(files: CheckpointFiles, version: Version, newest: Manifest) -> Loader:
+    """Read the root of a version, unless it is the newest one, which was read before."""
+    is_newest = version.generation == newest.generation
+    root = MANIFEST if is_newest else version.root
+    return open_version(files, root, newest if is_newest else files.read_manifest(root))
+
+
+def read_changes(loader: Loader) -> dict[str, list[Change]]:
+    """Return the changes of all published parts, by the names of their tensors.
+
+    Raises FormatError if they are damaged or contradict each other.
+    """
+    path = loader.folder
+    kind = loader.states.get(STATE)
+    if kind is None or kind["kind"] != "tree":
+        raise format_error(f"{path}: step {loader.manifest.step} is not a version", path)
+    value = load_tree(loader, STATE, kind)
+    changes: dict[str, list[Change]] = {}
+    try:
+        for each in value if isinstance(value, list) else [value]:
+            for name, facts in each["tensors"].items():
+                changes.setdefault(name, []).append(_decode_change(facts))
+        for name, parts in changes.items():
+            first = parts[0].part
+            numbers = sorted(change.part.number for change in parts)
+            alike = {(c.part.dtype, c.part.shape, c.part.layout.steps) for c in parts}
+            parts.sort(key=lambda change: change.part.number)
+            if len(alike) != 1 or numbers != list(range(first.layout.parts)):
+                raise ValueError(f"the parts of {name!r} are not one tensor")
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise format_error(f"{path}: step {loader.manifest.step}: {error}", path) from None
+    return changes
+
+
+def empty_model(files: CheckpointFiles) -> dict[str, Any]:
+    """Return zeros with the shapes and dtypes of the newest version."""
+
+    def read(manifest: Manifest) -> dict[str, Any]:
+        changes = read_changes(open_version(files, MANIFEST, manifest))
+        parts = {name: each[0].part for name, each in changes.items()}
+        return {name: np.zeros(part.shape, numpy_dtype(part.dtype)) for name, part in parts.items()}
+
+    return files.read_root(MANIFEST, read)
+
+
+def refuse_other_names(names: Iterable[str], published: Iterable[str], path: str) -> None:
+    """Raise CompatibilityError unless a follower has the published tensors."""
+    followed, stored = set(names), set(published)
+    for label, some in (("lacks", stored - followed), ("has an unpublished", followed - stored)):
+        if some:
+            error = CompatibilityError(f"{path}: the follower {label} tensor {min(some)!r}")
+            error.name, error.path = min(some), path
+            raise error

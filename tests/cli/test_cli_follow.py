@@ -1,0 +1,159 @@
+"""The commands for published versions, and the Hugging Face folder that follows these."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager
+from mlstate.follow import Publisher
+
+
+@pytest.fixture
+def versions(place):
+    """Six versions: steps 0 to 5, with anchors 0 and 3."""
+    model = {"w": np.zeros((40, 50), np.float16), "b": np.zeros(3, np.float32)}
+    publisher = Publisher("weights", anchor_every=3)
+    for step in range(6):
+        model["w"][step] = step + 1
+        publisher.publish(step, model)
+    return publisher, model
+
+
+def damage(step):
+    checkpoint = CheckpointManager("weights").checkpoint(step)
+    path = Path("weights", next(iter(checkpoint.files())))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@contextlib.contextmanager
+def following():
+    """The process of a command that follows; it is killed at the end."""
+    words = ["follow", "weights", "--into", "hf", "--every", "0.05"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-m", "mlstate", *words], **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_publish_ls_lists_the_versions(versions, run, run_json):
+    status, out, err = run("publish", "ls", "weights")
+    assert (status, err) == (0, [])
+    assert out[0].startswith("weights: 6 versions, lineage ")
+    kinds = ["anchor", "delta", "delta", "both", "delta", "delta"]
+    assert [line.split()[:2] for line in out[2:]] == [
+        [str(n), kind] for n, kind in enumerate(kinds)
+    ]
+    status, data = run_json("publish", "ls", "weights")
+    assert [row["step"] for row in data["versions"]] == list(range(6))
+    assert data["versions"][1]["bytes"] < data["versions"][0]["bytes"] / 3
+
+
+def test_publish_verify_names_the_damaged_version(versions, run, run_json):
+    assert run("publish", "verify", "weights")[0] == 0
+    damage(4)
+    status, out, _ = run("publish", "verify", "weights")
+    assert status == 1
+    assert out[0] == "weights: damaged"
+    assert [line.split()[0] for line in out[2:] if "good" not in line] == ["4"]
+    status, data = run_json("publish", "verify", "weights")
+    assert (status, data["good"]) == (1, False)
+    assert [row["step"] for row in data["versions"] if row["problems"]] == [4]
+
+
+def test_publish_prune_keeps_an_anchor_and_the_publisher_continues(versions, run, run_json):
+    publisher, model = versions
+    status, out, _ = run("publish", "prune", "weights", "--keep", "2")
+    assert (status, out[-1]) == (0, "kept: 3, 4, 5")
+    assert CheckpointManager("weights").steps() == [3, 4, 5]
+    assert publisher.publish(6, model) == "both"
+    assert run("publish", "verify", "weights")[0] == 0
+    assert run_json("publish", "prune", "weights", "--keep", "1")[1]["kept"] == [6]
+    model["w"][35] = 1
+    assert publisher.publish(7, model) == "delta"
+    assert [row["step"] for row in run_json("publish", "ls", "weights")[1]["versions"]] == [6, 7]
+    assert run("publish", "verify", "weights")[0] == 0
+
+
+def test_follow_keeps_a_folder_with_its_other_files(versions, run, run_json):
+    publisher, model = versions
+    Path("files").mkdir()
+    Path("files/config.json").write_text('{"a": 1}')
+    status, out, err = run("follow", "weights", "--into", "hf", "--files-from", "files", "--once")
+    assert (status, out, err) == (0, ["hf: step 5"], [])
+    model["b"][1] = 7
+    publisher.publish(6, model)
+    assert run_json("follow", "weights", "--into", "hf", "--once")[1]["step"] == 6
+    assert sorted(path.name for path in Path("hf").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    loaded = mlstate.load("hf").model
+    assert all(np.array_equal(loaded[name], model[name]) for name in model)
+
+
+def test_follow_leaves_a_folder_of_other_files_as_it_is(versions, run):
+    Path("hf").mkdir()
+    Path("hf/notes.txt").write_text("mine")
+    status, _, err = run("follow", "weights", "--into", "hf", "--once")
+    assert status == 2
+    assert "not a Hugging Face folder" in err[0]
+    assert [path.name for path in Path("hf").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+def test_follow_writes_each_version_until_it_is_interrupted(versions):
+    publisher, model = versions
+    with following() as process:
+        assert process.stdout.readline() == "hf: step 5\n"
+        for step in (6, 7):
+            model["w"][30] = step
+            publisher.publish(step, model)
+            assert process.stdout.readline() == f"hf: step {step}\n"
+            assert np.array_equal(mlstate.load("hf").model["w"], model["w"])
+        publisher = Publisher("weights")
+        publisher.publish(0, {"other": np.ones(2)})
+        assert process.stdout.readline() == "hf: step 0\n"
+        assert list(mlstate.load("hf").model) == ["other"]
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+
+
+def test_follow_continues_after_a_damaged_version(versions):
+    publisher, model = versions
+    with following() as process:
+        assert process.stdout.readline() == "hf: step 5\n"
+        process.send_signal(signal.SIGSTOP)
+        for step in (6, 7):
+            model["w"][step] = step
+            publisher.publish(step, model)
+        damage(7)
+        process.send_signal(signal.SIGCONT)
+        assert "mlstate: warning: " in process.stderr.readline()
+        assert np.array_equal(mlstate.load("hf").model["w"][6], np.zeros(50))
+        publisher.publish(8, model)
+        publisher.publish(9, model)
+        assert process.stdout.readline() == "hf: step 9\n"
+        assert np.array_equal(mlstate.load("hf").model["w"], model["w"])
+        assert "are not kept" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+
+
+def test_commands_refuse_other_checkpoints(place, run):
+    for words in (["publish", "ls", "ckpt"], ["follow", "ckpt", "--into", "hf", "--once"]):
+        status, _, err = run(*words)
+        assert status == 2
+        assert "no Publisher wrote" in err[0] or "not a version" in err[0]

@@ -1,0 +1,111 @@
+"""Several ranks publish their own parts; followers need none of these layouts."""
+
+import threading
+
+import numpy as np
+import pytest
+from rank_threads import Threads, run_local, run_ranks
+
+from mlstate.checkpoint import CheckpointManager, Layout
+from mlstate.errors import CollectiveError, StoreError
+from mlstate.follow import Follower, Publisher
+
+GRID = Layout.axis(0, 2) * Layout.axis(1, 2)
+
+
+def model_of(seed):
+    random = np.random.default_rng(7)
+    model = {name: random.standard_normal((30, 41)).astype("f4") for name in "ab"}
+    model["norm"] = np.arange(30, dtype=np.float16)
+    random = np.random.default_rng(seed)
+    for array in model.values():
+        array.flat[random.integers(0, array.size, 12)] += seed
+    return model
+
+
+def own_parts(model, layout, rank):
+    """The parts of a rank; the norm is replicated."""
+    parts = {name: layout.shard(model[name], rank) for name in "ab"}
+    return {**parts, "norm": model["norm"]}
+
+
+def publish(group, path, layout, steps, anchor_every=10):
+    publisher = Publisher(path, group=group, anchor_every=anchor_every)
+    for step in range(steps):
+        yield publisher.publish(step, own_parts(model_of(step), layout, group.rank))
+
+
+@pytest.mark.parametrize("layout", [GRID, Layout.rows(4), Layout.flat(4)], ids=str)
+@pytest.mark.parametrize("run", [run_ranks, run_local])
+def test_followers_of_other_layouts_have_the_published_bits(tmp_path, run, layout):
+    kinds = run(lambda group: list(publish(group, tmp_path / "w", layout, 5, 4)), 4)
+    assert kinds == [["anchor", "delta", "delta", "delta", "both"]] * 4
+    expected = model_of(4)
+    for target in (Layout.whole(), GRID, Layout.axis(1, 3), Layout.rows(3), layout):
+        for rank in range(target.parts):
+            part = {name: target.take(expected[name], rank) for name in "ab"}
+            shards = {name: target.shard(np.zeros((30, 41), "f4"), rank) for name in "ab"}
+            into = {**shards, "norm": np.zeros(30, np.float16)}
+            follower = Follower(tmp_path / "w", into=into)
+            assert [follower.advance(step) for step in (1, 3)] == [1, 3]
+            assert follower.advance() == 4
+            follower.verify()
+            for name in "ab":
+                assert np.array_equal(into[name].array, part[name])
+            assert np.array_equal(into["norm"], expected["norm"])
+
+
+def test_ranks_exchange_short_messages_only(tmp_path):
+    model = {"w": np.zeros((4, 100_000), np.float32)}
+
+    def work(group):
+        publisher = Publisher(tmp_path / "w", group=group)
+        for step in range(3):
+            part = Layout.rows(4).shard(
+                model["w"] + step * (np.arange(100_000) % 9 == 0), group.rank
+            )
+            publisher.publish(step, {"w": part})
+        return group.largest
+
+    class Counting(Threads):
+        def gather_bytes(self, data, *, root=None, timeout=None):
+            self.largest = max(self.largest, len(data))
+            return super().gather_bytes(data, root=root, timeout=timeout)
+
+    world = ([None] * 4, threading.Barrier(4, timeout=20))
+    groups = [Counting(world, rank) for rank in range(4)]
+    assert max(run_ranks(work, groups=groups)) < 4096
+
+
+def test_a_failure_of_one_rank_is_raised_on_all_and_publishes_nothing(tmp_path):
+    def work(group):
+        publisher = Publisher(tmp_path / "w", group=group)
+        for step, is_bad in enumerate([False, True, False]):
+            parts = own_parts(model_of(step), GRID, group.rank)
+            if is_bad and group.rank == 2:
+                parts["a"] = "no array"
+            try:
+                publisher.publish(step, parts)
+            except (TypeError, CollectiveError) as error:
+                assert is_bad
+                assert isinstance(error, TypeError) == (group.rank == 2)
+                assert "TypeError" in str(error) or group.rank == 2
+        return publisher._versions[-1].kind
+
+    assert run_ranks(work, 4) == ["anchor"] * 4
+    assert CheckpointManager(tmp_path / "w").steps() == [2]
+
+
+def test_a_second_publisher_stops_all_ranks_of_the_first(tmp_path):
+    def work(group):
+        publisher = Publisher(tmp_path / "w", group=group)
+        publisher.publish(0, own_parts(model_of(0), GRID, group.rank))
+        if group.rank == 0:
+            Publisher(tmp_path / "w").publish(5, model_of(5))
+        group.barrier()
+        with pytest.raises(StoreError if group.rank == 0 else CollectiveError, match="another"):
+            publisher.publish(1, own_parts(model_of(1), GRID, group.rank))
+
+    run_ranks(work, 4)
+    into = {name: np.zeros_like(array) for name, array in model_of(0).items()}
+    assert Follower(tmp_path / "w", into=into).advance() == 5

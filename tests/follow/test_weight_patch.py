@@ -1,0 +1,83 @@
+"""Patches of TRL and vLLM: golden files, round trips, damage."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from foreign_deltas import BFLOAT16, NAME, check_deltas, encoded_deltas, golden_patch, sizes
+from golden.make_deltas import CHANGES
+
+from mlstate.errors import CompatibilityError, FormatError
+from mlstate.follow._delta import Delta
+from mlstate.follow._formats.weight_patch import (
+    SUFFIXES,
+    read_triples,
+    read_weight_patch,
+    write_triples,
+    write_weight_patch,
+)
+
+
+@pytest.mark.parametrize("file", ["trl_gaps.safetensors", "trl_indices.safetensors"])
+def test_golden_patches_of_trl_lead_to_the_new_version(file):
+    check_deltas(read_weight_patch(*golden_patch(file), sizes()))
+
+
+@pytest.mark.parametrize(
+    ("file", "encoding", "suffixes"),
+    [("trl_gaps.safetensors", "gap_delta", 0), ("trl_indices.safetensors", "raw", 1)],
+)
+def test_patches_for_trl_have_the_bytes_of_the_golden_files(file, encoding, suffixes):
+    tensors, metadata = write_weight_patch(
+        encoded_deltas(), 7, encoding=encoding, suffixes=SUFFIXES[suffixes]
+    )
+    golden_tensors, golden_metadata = golden_patch(file)
+    assert metadata == golden_metadata
+    assert tensors.keys() == golden_tensors.keys()
+    for key, array in tensors.items():
+        assert array.dtype == golden_tensors[key].dtype
+        assert array.tobytes() == golden_tensors[key].tobytes()
+
+
+def test_vllm_patches_round_trip():
+    triples = write_triples(encoded_deltas())
+    for name, indices, values in triples:
+        assert indices.dtype == np.int32
+        assert indices.tolist() == list(CHANGES[name])
+        assert values.dtype == BFLOAT16
+    fields = [dict(zip(("name", "indices", "values"), triple, strict=True)) for triple in triples]
+    check_deltas(read_triples([SimpleNamespace(**patch) for patch in fields], sizes()))
+
+
+def test_damaged_patches_are_refused():
+    tensors, metadata = golden_patch("trl_gaps.safetensors")
+    index = f"{NAME}.idx"
+    short = {key: array for key, array in tensors.items() if key != index}
+    for wrong, facts, match in (
+        (tensors, metadata | {"sparse": "False"}, "not a sparse weight patch"),
+        (tensors, metadata | {"format": "pt"}, "not a sparse weight patch"),
+        (tensors, metadata | {"encoding": "nvcomp_cascaded"}, "nvcomp_cascaded"),
+        (tensors | {index: tensors[index].astype(np.int32)}, metadata, "uint16 or uint32"),
+        (tensors | {index: tensors[index][:-1]}, metadata, "values"),
+        (tensors | {index: tensors[index] + np.uint32(9)}, metadata, "beyond the last"),
+        (short, metadata, "no partner"),
+        (tensors | {"bias": np.zeros(2)}, metadata, "no partner"),
+    ):
+        with pytest.raises(FormatError, match=match):
+            read_weight_patch(wrong, facts, sizes())
+    with pytest.raises(CompatibilityError, match="lacks"):
+        read_weight_patch(tensors, metadata, {NAME: 70_000})
+
+
+def test_damaged_vllm_patches_are_refused():
+    patch = SimpleNamespace(name="w", indices=np.zeros(1, np.int32), values=np.zeros(1))
+    with pytest.raises(FormatError, match="two patches"):
+        read_triples([patch, patch], {"w": 4})
+    with pytest.raises(CompatibilityError, match="lacks"):
+        read_triples([patch], {})
+
+
+def test_parameters_beyond_int32_are_refused():
+    delta = Delta(1 << 31, np.zeros(1, np.uint8), np.zeros(1))
+    with pytest.raises(CompatibilityError, match="int32"):
+        write_triples({"w": delta})

@@ -1,0 +1,61 @@
+"""Modules publish and follow: alone, and two and four processes over gloo."""
+
+from pathlib import Path
+
+import pytest
+import rank_jobs
+import torch
+
+from mlstate.follow import Follower, Publisher
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
+
+RANKS = Path(__file__).with_name("follow_ranks.py")
+NAMES = rank_jobs.scenarios(RANKS)
+FOUR = NAMES[-1:]
+outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, {2: NAMES[:-1], 4: FOUR}, limit_seconds=150)
+
+
+def network(seed, dtype):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.LayerNorm(9)).to(dtype)
+
+
+@pytest.mark.parametrize("double_buffer", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_follows_a_module(tmp_path, dtype, double_buffer):
+    module, copy = network(1, dtype), network(2, dtype)
+    publisher = Publisher(tmp_path / "w", base="disk")
+    follower = Follower(tmp_path / "w", into=copy, double_buffer=double_buffer)
+    for step in range(3):
+        publisher.publish(step, module)
+        follower.advance()
+        follower.verify()
+        for name, value in module.state_dict().items():
+            assert torch.equal(follower.state[name], value)
+            assert double_buffer or torch.equal(copy.state_dict()[name], value)
+        with torch.no_grad():
+            module[0].weight[step, 0] += 1
+    if not double_buffer:
+        assert copy(torch.ones(1, 7, dtype=dtype)).requires_grad
+
+
+def test_autograd_notices_a_change_of_saved_tensors(tmp_path):
+    module, copy = network(1, torch.float32), network(2, torch.float32)
+    Publisher(tmp_path / "w").publish(0, module)
+    loss = copy(torch.ones(3, 7)).square().sum()
+    Follower(tmp_path / "w", into=copy).advance()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_extra_states_are_refused(tmp_path):
+    class WithState(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    with pytest.raises(TypeError, match="_extra_state"):
+        Publisher(tmp_path / "w").publish(0, WithState(2, 2))
