@@ -383,3 +383,46 @@ def test_a_key_is_not_believed_without_the_tokens(log):
     result = match(log, [1] * BLOCK)
     assert result.length == 0
     assert len(result.damage) == 1 and "segment-00000001, offset 64" in result.damage[0]
+
+
+SEGMENT = 1 << 20  # a budget whose segments have 64 KiB
+
+
+def put_one(log, tokens, kind=0, size=20_000):
+    """Store one record of `size` bytes that ends with the tokens."""
+    items = [(kind, len(tokens), b"", [np.ones(size, np.uint8)])]
+    return log.put(FINGERPRINT, np.asarray(tokens), BLOCK, items, SEGMENT, 30.0)
+
+
+@pytest.mark.parametrize(("kind", "more"), [(1, 2), (0, BLOCK)])
+def test_record_that_was_moved_before_its_parent_stays_below_it(tmp_path, kind, more):
+    log, first = PromptLog(tmp_path / "log", True), [1] * BLOCK
+    longer = first + [2] * more
+    put_one(log, first)
+    put_one(log, [7] * BLOCK, size=40_000)  # the rest of segment 1
+    put_one(log, longer, kind)
+    put_one(log, [8] * BLOCK, size=40_000)  # the rest of segment 2
+    put_one(log, [9] * BLOCK, size=60_000)
+    assert log.mark(match(log, longer), [1], "pin", 30.0) == 1
+    for token in (8, 7):  # segment 2 is compacted before segment 1
+        assert log.mark(match(log, [token] * BLOCK), [0], "delete", 30.0) == 1
+    (tmp_path / "log" / "index").unlink(missing_ok=True)
+    log = PromptLog(tmp_path / "log", False)
+    assert pairs_of(match(log, longer)) == [(0, BLOCK), (kind, len(longer))]
+    log = PromptLog(tmp_path / "log", False)
+    log.prune(0, 30.0)
+    assert pairs_of(match(log, longer)) == [(0, BLOCK), (kind, len(longer))]
+    assert log.mark(match(log, first), [0], "delete", 30.0) == 0  # a record hangs on it
+
+
+def test_moved_records_keep_their_recency_if_the_index_is_old(tmp_path):
+    log = PromptLog(tmp_path / "log", True)
+    for token in range(6):
+        put_one(log, [token] * BLOCK, size=20_000 if token == 0 else 40_000)
+    match(log, [0] * BLOCK)
+    log.prune(None, 30.0)  # writes the index
+    assert log.mark(match(log, [1] * BLOCK), [0], "delete", 30.0) == 1  # moves record 0
+    log = PromptLog(tmp_path / "log", False)
+    log.prune(150_000, 30.0)
+    kept = {token for token in range(6) if match(log, [token] * BLOCK).length}
+    assert 0 in kept and 2 not in kept

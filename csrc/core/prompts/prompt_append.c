@@ -408,7 +408,7 @@ mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
 {
     mls_prompt_log *log = append->log;
     mls_prompt_enter_state(log);
-    mls_code code = mls_prompt_index_reserve(&log->index, append->count, st);
+    mls_code code = mls_prompt_index_reserve(&log->index, 2 * append->count, st);
     mls_prompt_leave_state(log);
     const unsigned char *bytes = append->bytes;
     for (size_t i = 0; code == MLS_OK && i < append->count; i++) {

@@ -142,7 +142,7 @@ mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st);
 /* Enter what follows a damaged header at the end of the newest segment. */
 mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st);
 
-/* Enter a record that is stored now. There is room in the index. */
+/* Enter a record that is stored now. The index has room for it and its parent. */
 void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
                       const mls_prompt_header *header);
 

@@ -264,22 +264,6 @@ static mls_code prepare(put_work *w, mls_status *st)
     return code;
 }
 
-/* Link the items that were stored already to their parents: a parent that was dropped and
- * stored again does not know the records that branch off from it. */
-static void link_stored(const put_work *w)
-{
-    mls_prompt_index *index = &w->log->index;
-    mls_prompt_enter_state(w->log);
-    for (size_t i = 0; i < w->count; i++) {
-        const uint32_t child = mls_prompt_index_find(index, &w->headers[i].key);
-        const uint32_t parent = mls_prompt_index_find(index, &w->headers[i].parent);
-        if (w->items[i].result == 0 && child != MLS_PROMPT_NONE) {
-            mls_prompt_index_link(index, child, parent);
-        }
-    }
-    mls_prompt_leave_state(w->log);
-}
-
 mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                         mls_prompt_item *items, size_t count, uint64_t max_bytes,
                         const mls_progress *progress, mls_status *st)
@@ -293,9 +277,6 @@ mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
     mls_code code = prepare(&w, st);
     for (size_t next = 0; code == MLS_OK && next < count;) {
         code = put_batch(&w, &next, st);
-    }
-    if (code == MLS_OK) {
-        link_stored(&w);
     }
     if (code == MLS_OK) { /* the records are stored, whether or not this succeeds */
         mls_status ignored;

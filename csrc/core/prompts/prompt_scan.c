@@ -29,6 +29,16 @@ void mls_prompt_forget(mls_prompt_log *log, uint32_t number)
     mls_prompt_index_remove(&log->index, number);
 }
 
+/* Return the entry of the parent, which may come later: a compaction changes the order.
+ */
+static uint32_t require_parent(mls_prompt_log *log, const mls_prompt_header *header)
+{
+    const uint64_t start = header->end - header->token_count;
+    return start == 0
+               ? MLS_PROMPT_NONE
+               : mls_prompt_index_require(&log->index, &header->parent, (uint32_t)start);
+}
+
 /* A later record replaces an earlier one with its key. A copy made by a compaction keeps
  * the time of the last use, and whether it is pinned. */
 static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
@@ -39,12 +49,13 @@ static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
         .segment = segment->number,
         .place = (uint32_t)(offset / MLS_PROMPT_UNIT),
         .units = (uint32_t)(header->record_bytes / MLS_PROMPT_UNIT),
-        .parent = mls_prompt_index_find(&log->index, &header->parent),
+        .parent = MLS_PROMPT_NONE,
         .end = (uint32_t)header->end,
         .kind = (uint8_t)header->kind,
     };
     uint32_t number = mls_prompt_index_find(&log->index, &header->key);
     if (number == MLS_PROMPT_NONE) {
+        entry.parent = require_parent(log, header);
         number = mls_prompt_index_add(&log->index, &entry);
     } else {
         mls_prompt_entry *old = &log->index.entries[number];
@@ -136,7 +147,7 @@ static mls_code scan_window(mls_prompt_log *log, mls_prompt_segment *segment, in
             return MLS_OK; /* the end, or a record that is being written */
         }
         if (code == MLS_OK) {
-            code = mls_prompt_index_reserve(&log->index, 1, st);
+            code = mls_prompt_index_reserve(&log->index, 2, st);
         }
         if (code == MLS_OK) {
             mls_prompt_enter(log, segment, segment->bytes, &header);
