@@ -426,3 +426,58 @@ def test_moved_records_keep_their_recency_if_the_index_is_old(tmp_path):
     log.prune(150_000, 30.0)
     kept = {token for token in range(6) if match(log, [token] * BLOCK).length}
     assert 0 in kept and 2 not in kept
+
+
+def test_index_is_written_to_the_store_after_a_change_of_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = PromptLog("log", True)
+    put(log, [1] * BLOCK)
+    (tmp_path / "other" / "log").mkdir(parents=True)
+    monkeypatch.chdir("other")
+    log.prune(None, 30.0)
+    assert not list((tmp_path / "other" / "log").iterdir())
+    assert (tmp_path / "log" / "index").exists()
+
+
+def test_stored_record_is_not_evicted_for_the_others_of_its_put(log):
+    longer = np.arange(7 * BLOCK)
+    big = [np.ones(12_000, np.uint8)]
+    tail = (1, 2, b"", big)
+    assert log.put(FINGERPRINT, longer, BLOCK, [tail], None, 30.0) == [1]
+    items = [tail, *((0, end, b"", big) for end in range(BLOCK, 29, BLOCK))]
+    results = log.put(FINGERPRINT, longer, BLOCK, items, 80_000, 30.0)
+    assert results[0] == 0 and -1 in results
+    assert pairs_of(match(log, longer))[0] == (1, 2)
+
+
+def test_one_put_stores_ten_thousand_records(log):
+    tokens = np.arange(10_000)
+    items = [(0, end, b"", []) for end in range(1, 10_001)]
+    assert log.put(FINGERPRINT, tokens, 1, items, None, 30.0) == [1] * 10_000
+    assert log.put(FINGERPRINT, tokens, 1, items, None, 30.0) == [0] * 10_000
+    assert log.match(FINGERPRINT, tokens, 1).length == 10_000
+    items = [(0, end, b"", []) for end in range(2, 10_001)]
+    assert log.put(b"other", tokens, 1, items, None, 30.0) == [-1] * 9_999
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_threads_of_a_forked_child_use_the_log_at_once(log):
+    put(log, [1] * BLOCK)
+    children = []
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            lengths, start = [], threading.Barrier(4)
+
+            def work(lengths=lengths, start=start):
+                start.wait()
+                lengths.append(match(log, [1] * BLOCK).length)
+
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            os._exit(0 if lengths == [BLOCK] * 4 else 1)
+        children.append(child)
+    assert {os.waitpid(child, 0)[1] for child in children} == {0}
