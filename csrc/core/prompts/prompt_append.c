@@ -427,6 +427,8 @@ mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
     }
     mls_prompt_enter_state(log);
     enter_all(append);
+    log->synced_segment = append->segment;
+    log->synced_bytes = append->end;
     mls_prompt_leave_state(log);
     release(append);
     return MLS_OK;
