@@ -22,6 +22,7 @@ def show_exports(
     homes = {name: home for home, members in (names or {}).items() for name in members}
 
     def load(name: str) -> Any:
+        """Import a public name or submodule at its first use; raises AttributeError if unknown."""
         from importlib import import_module
 
         package = namespace["__name__"]

@@ -90,6 +90,7 @@ class SystemInfo:
         return {**facts, "offered_instruction_sets": list(self.offered_instruction_sets)}
 
     def _rows(self) -> list[tuple[str, str]]:
+        """Return (label, text) of each line of the report."""
         cache = self.copies["cache_bytes"]
         caches = f", cache of {bytes_text(cache)}" if cache else ""
         offered = ", ".join(self.offered_instruction_sets)

@@ -31,6 +31,7 @@ int mlstate_kv_version(void)
     return MLSTATE_KV_VERSION;
 }
 
+/* Return a constant English text for a code, also for unknown ones. */
 const char *mlstate_kv_error_text(int code)
 {
     static const char *const texts[] = {
@@ -46,7 +47,8 @@ const char *mlstate_kv_error_text(int code)
     return code >= 0 && code < count ? texts[code] : "unknown error";
 }
 
-/* Convert a code of the core. Functions of kv that need no file return only these. */
+/* Convert a code of the core to a public one. Functions of kv that need no file return
+ * only these. */
 static int public_code(mls_code code)
 {
     switch (code) {
@@ -109,7 +111,8 @@ static const mls_kernels *best_kernels(void)
 
 /* ---- views ---- */
 
-/* Convert strides of elements to bytes. */
+/* Set the strides of a view, in bytes, from strides in elements; NULL keeps them.
+ * MLSTATE_KV_ERROR_SIZE: an address is not a valid number. */
 static int set_strides(mls_tensor *view, const int64_t *strides)
 {
     const int64_t item = (int64_t)mls_tensor_item_bytes(view);
@@ -124,7 +127,9 @@ static int set_strides(mls_tensor *view, const int64_t *strides)
     return mls_tensor_is_addressable(view) ? MLSTATE_KV_OK : MLSTATE_KV_ERROR_SIZE;
 }
 
-/* Make a view of an array that is only read. */
+/* Make a view of an array that is only read; `strides` are in elements, NULL for packed.
+ * Returns a public code: the pointer, dtype, rank, shape and strides are all unchecked
+ * arguments. */
 static int input_view(mls_tensor *out, const void *data, int dtype, int rank,
                       const int64_t *shape, const int64_t *strides)
 {
@@ -156,7 +161,8 @@ static int input_view(mls_tensor *out, const void *data, int dtype, int rank,
     return code == MLS_OK ? set_strides(out, strides) : public_code(code);
 }
 
-/* Make a view of an array that is written: its elements must not share memory. */
+/* Make a view of an array that is written, as input_view does: its elements must not
+ * share memory. */
 static int output_view(mls_tensor *out, void *data, int dtype, int rank,
                        const int64_t *shape, const int64_t *strides)
 {
@@ -191,7 +197,8 @@ typedef struct move_arrays {
     int rank, seq_axis;
 } move_arrays;
 
-/* Check the numbers of a request and complete it with the axis. */
+/* Check the numbers of a request against the source, and set its axis to 0 .. rank -
+ * 1. */
 static int check_request(const mls_tensor *source, int seq_axis, mls_kv_request *request)
 {
     mls_status st;
@@ -204,6 +211,8 @@ static int check_request(const mls_tensor *source, int seq_axis, mls_kv_request 
     return public_code(code);
 }
 
+/* Check all arguments of a move, make the views, and move. The target has the source's
+ * shape, but `target_length` along the sequence axis; the padding is `pad`. */
 static int move_cache(const move_arrays *a, mls_kv_request request, double pad)
 {
     int64_t shape[MLS_KV_MAX_RANK];
@@ -236,6 +245,9 @@ static int move_cache(const move_arrays *a, mls_kv_request request, double pad)
     return code;
 }
 
+/* Copy the first `position` tokens to a longer cache, and fill the rest with `pad`.
+ * Strides are in elements; the declaration in the public header is the contract of all
+ * functions below. */
 int mlstate_kv_expand(const void *source, int source_dtype, const int64_t *source_strides,
                       void *target, int target_dtype, const int64_t *target_strides,
                       const int64_t *shape, int rank, int seq_axis, int64_t target_length,
@@ -249,6 +261,7 @@ int mlstate_kv_expand(const void *source, int source_dtype, const int64_t *sourc
     return move_cache(&arrays, request, pad);
 }
 
+/* Copy the first `position` tokens to a shorter cache, and zero the rest. */
 int mlstate_kv_compact(const void *source, int source_dtype,
                        const int64_t *source_strides, void *target, int target_dtype,
                        const int64_t *target_strides, const int64_t *shape, int rank,
@@ -264,6 +277,8 @@ int mlstate_kv_compact(const void *source, int source_dtype,
 
 /* ---- masks ---- */
 
+/* Fill rows `first_row` .. `end_row` - 1 of an attention mask; `row_stride` is in
+ * elements. */
 int mlstate_kv_mask(void *mask, int dtype, int64_t row_stride, int64_t seq_length,
                     int64_t attention_size, int64_t sinks, int64_t first_row,
                     int64_t end_row, double fill)
@@ -301,7 +316,8 @@ int mlstate_kv_mask(void *mask, int dtype, int64_t row_stride, int64_t seq_lengt
 
 /* ---- rotation ---- */
 
-/* Complete a rotation with what depends on the shape, and check it. */
+/* Complete a rotation with axis and rotary_dim, and check it. `rotary_dim` 0 means the
+ * whole last axis. */
 static int check_rotation(const mls_tensor *target, const mls_tensor *keys, int seq_axis,
                           int64_t rotary_dim, mls_rotation *rotation)
 {
@@ -319,6 +335,8 @@ static int check_rotation(const mls_tensor *target, const mls_tensor *keys, int 
     return public_code(mls_rotate_keys_check(target, keys, rotation, &st));
 }
 
+/* Rotate keys to other positions. The target may be the keys themselves, but must not
+ * overlap the shifts. */
 int mlstate_kv_rotate(const void *keys, const int64_t *keys_strides, void *target,
                       const int64_t *target_strides, int dtype, const int64_t *shape,
                       int rank, int seq_axis, const int64_t *shifts, int64_t shift_count,
@@ -351,7 +369,7 @@ int mlstate_kv_rotate(const void *keys, const int64_t *keys_strides, void *targe
 
 /* ---- quantization ---- */
 
-/* Compute the lengths for bits and a group that may be any numbers. */
+/* Compute the lengths of the last axes; length, bits and group may be any numbers. */
 static int quantized_lengths(int64_t length, int bits, int64_t group, size_t *words,
                              size_t *groups)
 {
@@ -368,6 +386,8 @@ static int quantized_lengths(int64_t length, int bits, int64_t group, size_t *wo
         (size_t)length, bits < 0 ? 0 : (unsigned)bits, size, words, groups, &st));
 }
 
+/* Compute the lengths of the last axes of codes (`*words`) and of scales and biases
+ * (`*groups`). */
 int mlstate_kv_quantized_lengths(int64_t length, int bits, int64_t group, int64_t *words,
                                  int64_t *groups)
 {
@@ -391,7 +411,8 @@ typedef struct quantization {
     int64_t group;
 } quantization;
 
-/* Make views of codes, scales and biases for values of a shape that is valid. */
+/* Make views of packed codes, scales and biases for values of a shape that is valid: the
+ * last axis is words of codes, or groups. */
 static int quantized_views(const quantization *a, int rank, const int64_t *shape,
                            mls_quantized *out)
 {
@@ -436,6 +457,7 @@ static int whole_views(const quantization *a, const mls_tensor *values,
     return code == MLSTATE_KV_OK ? check_separate(values, out) : code;
 }
 
+/* Quantize a whole array; codes, scales and biases are packed. */
 int mlstate_kv_quantize(const void *values, int dtype, const int64_t *strides,
                         const int64_t *shape, int rank, int bits, int64_t group,
                         uint32_t *codes, void *scales, void *biases)
@@ -453,6 +475,7 @@ int mlstate_kv_quantize(const void *values, int dtype, const int64_t *strides,
                : code;
 }
 
+/* Write the values of a whole quantized array. */
 int mlstate_kv_dequantize(void *values, int dtype, const int64_t *strides,
                           const int64_t *shape, int rank, int bits, int64_t group,
                           const uint32_t *codes, const void *scales, const void *biases)
@@ -480,7 +503,8 @@ typedef struct quantized_move {
     mls_quantized whole, quantized; /* `quantized` has the tokens only */
 } quantized_move;
 
-/* Check the numbers of a move from `shape`, and write the shape of its target. */
+/* Check the numbers of a move along an axis that is not the last, and write the shape of
+ * its target. `out` receives axis and position. */
 static int check_move(const int64_t *shape, int rank, int seq_axis, int64_t target_length,
                       int64_t position, int64_t *target_shape, quantized_move *out)
 {
@@ -542,6 +566,8 @@ static void clear_rest(const quantized_move *m, const mls_tensor *target)
     mls_fill(best_kernels(), &padding, zero, mls_cached());
 }
 
+/* Quantize the first `position` tokens into the arrays of a longer or shorter cache, and
+ * zero the rest of these. */
 int mlstate_kv_quantize_move(const void *values, int dtype, const int64_t *strides,
                              const int64_t *shape, int rank, int seq_axis,
                              int64_t target_length, int64_t position, int bits,
@@ -571,6 +597,8 @@ int mlstate_kv_quantize_move(const void *values, int dtype, const int64_t *strid
     return code;
 }
 
+/* Write the values of the first `position` tokens to a longer or shorter cache, and zero
+ * the rest of it. */
 int mlstate_kv_dequantize_move(void *values, int dtype, const int64_t *strides,
                                const int64_t *shape, int rank, int seq_axis,
                                int64_t target_length, int64_t position, int bits,

@@ -41,7 +41,7 @@ def is_cache(candidate: object) -> bool:
 
 
 def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Return address, item bytes, shape and strides in bytes."""
+    """Return address, item bytes, shape and strides in bytes of an array; address 0: unknown."""
     if is_torch(array):
         item = array.element_size()
         strides = tuple([item * stride for stride in array.stride()])
@@ -142,7 +142,7 @@ def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> No
 
 @contextmanager
 def named_refusals(*states: Mapping[str, object] | None) -> Iterator[None]:
-    """Replace an exception of torch about a tensor by CompatibilityError, which names it."""
+    """Turn an error of torch about a tensor into CompatibilityError, which names the tensor."""
     try:
         yield
     except (BufferError, RuntimeError, TypeError, ValueError) as error:

@@ -47,7 +47,7 @@ def _list_folder(folder: str, prefix: str) -> Iterator[Entry]:
 
 
 def _list_path(path: str) -> tuple[Entry, ...]:
-    """Return the entries of a file or folder in a form to compare; () if it does not exist."""
+    """Return the entries of a file or folder, to detect a change; () if it does not exist."""
     try:
         top = _entry_of("", os.lstat(path), is_top=True)
     except FileNotFoundError:
@@ -174,6 +174,7 @@ class Target(NamedTuple):
             raise
 
     def _swap(self, new: str, old: str) -> None:
+        """Exchange the finished file or folder `new` with the target, which becomes `old`."""
         try:
             _core.path_rename(new, self.path, True)
         except OSError as error:
@@ -204,7 +205,10 @@ class Target(NamedTuple):
         return True
 
     def _restore(self, new: str, old: str, created: os.stat_result) -> None:
-        """Undo the steps of `_swap` that were done; never delete the old content."""
+        """Undo the steps of `_swap` that were done, after an error; never delete the old content.
+
+        `created`: identifies the new file or folder.
+        """
         with suppress(FileNotFoundError):
             if not os.path.samestat(os.lstat(new), created):
                 os.rename(new, old)  # so that no caller takes it for the temporary

@@ -44,6 +44,7 @@ class Budget(NamedTuple):
         return f"{self._number(nbytes)} {self.unit_name} ({nbytes} bytes)"
 
     def _number(self, nbytes: int) -> str:
+        """Return a number of bytes in the caller's unit, rounded up, with few digits."""
         size = self.unit_bytes
         if nbytes == self.nbytes:
             return self.given
@@ -124,6 +125,7 @@ def _fraction_error(name: str, value: str) -> ValueError:
 
 
 def _parse_text(name: str, value: str) -> Budget:
+    """Return the budget of a text such as "6GiB"; raises ValueError that names `name`."""
     match = _SIZE.fullmatch(value)
     unit = _NAMES.get((match[2] or "B").lower()) if match else None
     if match is None or unit is None:

@@ -77,7 +77,7 @@ def _is_size(value: object) -> bool:
 
 
 def make_record(nbytes: int, starts: list[int], digits: str) -> Record:
-    """Return a record of the JSON members of a file; raise ValueError if they do not agree."""
+    """Return the record of a file: its size, block starts, and checksums from hex digits."""
     import numpy as np
 
     if not starts if nbytes else starts:
@@ -94,6 +94,7 @@ def make_record(nbytes: int, starts: list[int], digits: str) -> Record:
 
 
 def _record_of(entry: Any) -> Record:
+    """Return the record of one file from its JSON object; raises ValueError if it is not one."""
     if not isinstance(entry, dict):
         raise ValueError("it is not an object")
     nbytes: Any = entry.get("bytes")
@@ -109,6 +110,7 @@ def _record_of(entry: Any) -> Record:
 
 
 def _records_of(document: Any) -> dict[str, Record]:
+    """Return the records by file name from the JSON of a checksum file; raises ValueError."""
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f'"format" is not "{FORMAT}"')
     version = document.get("format_version")
@@ -239,6 +241,7 @@ def changed_size(size: int, record: Record) -> str:
 
 
 def _require_file(path: str, record: Record, source: str) -> None:
+    """Raise ChecksumError if the file changed since `source`, with its record, was written."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

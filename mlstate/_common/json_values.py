@@ -26,6 +26,11 @@ class _TooDeepError(Exception):
 
 
 def _check(value: object, where: str, finite: bool, levels: int) -> None:
+    """Raise TypeError or ValueError if a value cannot be stored as JSON.
+
+    `where`: its path in messages. `finite`: refuse NaN and infinity. `levels`: how deep it may
+    nest.
+    """
     if levels == 0 and isinstance(value, dict | list | tuple):
         raise _TooDeepError
     if isinstance(value, dict):

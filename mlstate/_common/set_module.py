@@ -41,6 +41,7 @@ def set_module_of_exports(namespace: dict[str, Any]) -> None:
 
 
 def _set_module_of(thing: Any, old: str, new: str) -> None:
+    """Make a class or function, and its members, appear as defined in the module `new`."""
     thing.__module__ = new
     if not isinstance(thing, type):
         return

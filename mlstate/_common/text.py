@@ -37,9 +37,9 @@ def bytes_text(count: int) -> str:
     return f"{size:.2f} {unit}"
 
 
-def count_text(count: int, noun: str) -> str:
-    """Return a count with a noun, which must have a regular plural."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def count_text(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a count with a noun; `plural` is needed if it is not regular."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def printable(text: str) -> str:
@@ -123,7 +123,7 @@ def table_text(
 
 
 def _collapse(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Merge three or more consecutive rows that differ only in their first cell into one row."""
+    """Return a table's rows; three or more that differ only in the first cell become one."""
     from itertools import groupby
 
     merged: list[Sequence[str]] = []

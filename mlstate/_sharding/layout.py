@@ -327,6 +327,7 @@ class Shard:
         tier: str | None = None,
         replica: int = 0,
     ) -> None:
+        """Check the arguments (see the class) and keep the array; nothing is copied."""
         layout = Layout() if layout is None else layout
         if not isinstance(layout, Layout):
             raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
@@ -416,5 +417,10 @@ def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:
         parsed = _core.layout_parse(layout)
         assert parsed is not None
         return tuple((axis, world_size) for axis, _ in parsed[0])
+    hint = ""
+    if isinstance(layout, str) and layout in ("columns", "column", "cols"):
+        hint = f"; pass Layout.columns({world_size}) for columns"
     accepted = ["a Layout", *map(repr, LAYOUT_NAMES)]
-    raise ValueError(f"layout must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {layout!r}")
+    raise ValueError(
+        f"layout must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {layout!r}{hint}"
+    )

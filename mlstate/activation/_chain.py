@@ -1,4 +1,4 @@
-"""Time and memory costs of a chain of blocks; public through `mlstate.activation`."""
+"""`Chain`: time and memory costs of a chain of blocks; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -149,6 +149,7 @@ class Chain:
         offload_bytes_per_second: float | None = None,
         load_bytes_per_second: float | None = None,
     ) -> None:
+        """Check the numbers of each block (see the class) and keep read-only copies."""
         forward = freeze_numbers("forward_seconds", forward_seconds, "float64")
         n = len(forward)
         numbers = (
@@ -287,6 +288,7 @@ class Chain:
         return json.dumps(self._as_dict())
 
     def _as_dict(self) -> dict[str, Any]:
+        """Return the chain as JSON values; None for spread and names that are unknown."""
         document: dict[str, Any] = {"format": _FORMAT, "version": 1}
         for name, array in zip(_SECONDS + _BYTES, self._arrays, strict=False):
             document[name] = array.tolist()
@@ -327,6 +329,7 @@ class Chain:
 
     @classmethod
     def _from_dict(cls, document: object) -> Chain:
+        """Return the chain of a parsed JSON text; raises ValueError if it is not one."""
         if not isinstance(document, dict):
             raise ValueError(f"a chain is a JSON object, got {type(document).__name__}")
         if document.get("format", _FORMAT) != _FORMAT or document.get("version", 1) != 1:
@@ -404,6 +407,7 @@ class Chain:
         return _HEADERS if self._spread is None else [*_HEADERS, "spread of time"]
 
     def _rows(self) -> list[list[str]]:
+        """Return one row of texts for each block, for the table of `repr`."""
         forward, backward, activations, gradients, saved, *temporary = self._arrays[:8]
         return [
             [

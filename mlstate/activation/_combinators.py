@@ -1,4 +1,4 @@
-"""Strategies composed of other strategies; public through `mlstate.activation`."""
+"""`AllOf`, `AnyOf`, `Not`, `FirstMatch`: strategies composed of others; `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ class FirstMatch(Composite):
         self.default: bool = bool(default)
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
-        """Return the decision of the first member that has one, or `default`."""
+        """Return the decision of the first member that has one, or `default`; all are asked."""
         chosen = None
         for ask in self._opinions:
             opinion = ask(layer_id, activation, layer_index)

@@ -1,4 +1,4 @@
-"""Named strategies and their settings; public through `mlstate.activation`."""
+"""`CheckpointConfig` and `create_*`: named strategies and settings; `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ class CheckpointConfig:
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        """Check and convert the fields, such as "1MiB" to bytes; raises for wrong ones."""
         chosen = layer_names("checkpoint_layers", self.checkpoint_layers)
         excluded = layer_names("exclude_layers", self.exclude_layers)
         check_overlap(chosen, excluded)
@@ -182,6 +183,7 @@ def _parse_kind(strategy: object) -> StrategyKind | str:
 
 
 def _check_positive(name: str, value: Any) -> int:
+    """Return `value` as an int from 1 to 2**63 - 1, or raise an error that names it."""
     try:
         number = index(value)
     except TypeError:

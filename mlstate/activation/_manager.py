@@ -1,4 +1,4 @@
-"""A strategy applied to a model, with statistics; public through `mlstate.activation`."""
+"""`ActivationManager`: a strategy applied to a model, with statistics; `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -275,6 +275,7 @@ class ActivationManager:
             self._layers.clear()
 
     def _title(self, layers: list[LayerDecisions]) -> str:
+        """Return one line: strategy, number of checkpointed layers, and bytes they drop."""
         chosen = [layer for layer in layers if layer.is_checkpointed]
         dropped, total = (
             bytes_text(sum(layer.activation_bytes for layer in some)) for some in (chosen, layers)
@@ -285,6 +286,7 @@ class ActivationManager:
         )
 
     def _rows(self, layers: list[LayerDecisions]) -> list[list[str]]:
+        """Return one row of texts for each layer, for the table of `repr`."""
         return [
             [
                 layer.layer_id,

@@ -1,4 +1,4 @@
-"""Measurement of memory in use; public through `mlstate.activation`."""
+"""`MemoryTracker`: measurement of memory in use; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ class MemoryTracker:
         source: Callable[[], int | tuple[int, int]] | str | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        """Check the arguments, which the class describes; measures nothing yet."""
         if isinstance(source, str):
             kind, _, number = source.partition(":")
             if source != "process" and not (
@@ -165,7 +166,7 @@ class MemoryTracker:
             self._is_reset = True
 
     def _read_memory(self) -> tuple[int, int, int, str]:
-        """Return used, peak and total bytes, and the name of the source."""
+        """Return used, peak and total bytes now, and the name of their source."""
         if callable(self.source):
             return _read_custom(self.source())
         source = self.source or ("cuda" if _torch_uses_cuda() else "process")

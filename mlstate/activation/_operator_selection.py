@@ -1,4 +1,4 @@
-"""Choice of operator outputs to keep within a budget; public through `mlstate.activation`.
+"""`select_operators`: which outputs to keep within a budget; `mlstate.activation`.
 
 Deprecated: the public functions warn, and will be removed with this file.
 """
@@ -79,6 +79,10 @@ class OperatorSelection:
         names: tuple[str, ...] | None = None,
         states: int = 0,
     ) -> None:
+        """Select the operators to save, by seconds per byte, within `budget_bytes`.
+
+        `states`: limit on the partial selections that the search keeps; 0: the default.
+        """
         _check_costs(operator_seconds, operator_bytes, budget_bytes)
         search = _KnapsackSearch(operator_seconds, operator_bytes, budget_bytes)
         most_seconds = search.add_items(states or _STATES)
@@ -145,6 +149,7 @@ class OperatorSelection:
         return backend_named("torch", ActivationBackend).operator_contexts(self.saved)
 
     def _title(self) -> str:
+        """Return one line: saved operators, bytes of the budget, and seconds to recompute."""
         method = (
             "the least possible"
             if self.exact
@@ -157,6 +162,7 @@ class OperatorSelection:
         )
 
     def _rows(self) -> list[list[str]]:
+        """Return one row of texts for each operator, slowest first."""
         order = np.argsort(-self.operator_seconds, kind="stable").tolist()
         return [
             [
@@ -269,7 +275,7 @@ def choose_operators(
     budget_bytes: MemorySize,
     names: Sequence[str] | None,
 ) -> OperatorSelection:
-    """Choose operators without a warning; see `select_operators`."""
+    """Return the selection of `select_operators`, without its warning."""
     times = freeze_numbers("seconds", seconds, "float64", each="operator")
     sizes = freeze_numbers("bytes", bytes, "int64", each="operator")
     if len(times) != len(sizes):
@@ -313,6 +319,7 @@ class _KnapsackSearch:
     """
 
     def __init__(self, seconds: NDArray, sizes: NDArray, budget: int) -> None:
+        """Sort the items that fit the budget by seconds per byte, the best first."""
         self._count = len(seconds)
         self._room = min(budget, int(sizes.sum()))
         items = np.flatnonzero((sizes > 0) & (sizes <= self._room) & (seconds > 0))
@@ -365,7 +372,7 @@ class _KnapsackSearch:
         return float(max([self.best.seconds, *bounds.tolist()]))
 
     def chosen_items(self) -> NDArray:
-        """Return a mask of the items of the best choice."""
+        """Return a mask of the operators that the best choice saves."""
         chosen = np.zeros(self._count, np.bool_)
         chosen[self._items[self.best.start : self.best.end]] = True
         first = np.append(0, np.cumsum([len(parents) for parents in self._parents]))

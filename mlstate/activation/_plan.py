@@ -1,4 +1,4 @@
-"""Schedules that fit a memory budget; public through `mlstate.activation`."""
+"""`Plan`: the steps of a schedule, simulated and drawn; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -158,6 +158,10 @@ class Plan:
         method: str = "given",
         exact: bool = False,
     ) -> None:
+        """Simulate the steps; raises CapacityError if their peak exceeds the budget.
+
+        `method`, `exact`: how the planner found them, for `repr`.
+        """
         self.chain = chain
         budget = None if budget_bytes is None else chain._budget(budget_bytes)
         self.budget_bytes: int | None = None if budget is None else budget.nbytes
@@ -478,6 +482,7 @@ class Plan:
         )
 
     def __eq__(self, other: object) -> bool:
+        """Return whether chain, budget and steps are equal."""
         if not isinstance(other, Plan):
             return NotImplemented
         return (
@@ -490,6 +495,7 @@ class Plan:
         return hash((self.budget_bytes, self._steps.tobytes()))
 
     def _title(self) -> str:
+        """Return one line: blocks, seconds, peak, and what happens to the blocks."""
         budget = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
         return (
             f"{self.chain.blocks:,} blocks: {self.predicted_seconds:.4g} s "
@@ -499,6 +505,7 @@ class Plan:
         )
 
     def _rows(self) -> list[list[str]]:
+        """Return one row of texts for each step, for the table of `repr`."""
         run = self.simulate()
         names = self.chain.names
         return [

@@ -45,7 +45,7 @@ def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
 
 
 def _continues(phase: Phase, block: int) -> bool:
-    """Return whether `block` is the next one in the direction of the phase."""
+    """Return whether a phase can take `block`: the next one in the phase's direction."""
     step = block - phase.last_block
     if abs(step) != 1:
         return False
@@ -66,6 +66,7 @@ def plan_html(
     names = [*names, "output"]  # a drop frees the input of the block with this name, or the output
 
     def row(phase: Phase) -> list[str]:
+        """Return the table row of a phase, steps of alike kinds: blocks, bytes, seconds."""
         part = slice(phase.first_step, phase.last_step + 1)
         ends = [names[phase.first_block]]
         if phase.last_block != phase.first_block:

@@ -1,4 +1,4 @@
-"""Search for fast schedules within memory budgets; public through `mlstate.activation`."""
+"""`plan` and `pareto`: search for fast schedules within budgets; `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ def plan(
 
 
 def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
-    """Search all schedules for one that is faster than the best persistent schedule."""
+    """Return the fastest plan of all schedules, or the best persistent one if none is faster.
+
+    `slots`: of the persistent schedules' search; 0: the default.
+    """
     start, how, used = None, "bytes", 0
     with suppress(_core.CapacityError):  # other schedules may need less memory
         start, how, used = _core.plan_make(chain._arrays, budget, slots, offload)
@@ -183,6 +186,7 @@ class Pareto:
     """
 
     def __init__(self, chain: Chain, slots: int | None = None, offload: bool = False) -> None:
+        """Compute the least seconds for each budget; the class describes the arguments."""
         number = _check_arguments(chain, slots, offload)
         self.chain = chain
         self.slots = slots
@@ -243,6 +247,7 @@ class Pareto:
         )
 
     def _rows(self) -> list[list[str]]:
+        """Return one row of texts for a budget, of many budgets only some at equal distances."""
         count = len(self)
         rows_shown = list(range(count))
         if count > _ROWS:

@@ -1,4 +1,4 @@
-"""Check that blocks can be recomputed; public through `mlstate.activation`."""
+"""`check`: whether blocks can be recomputed; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ class RecomputeReport:
         return [[f.block, f.where, f.kind, f.text] for f in self.findings]
 
     def __str__(self) -> str:
+        """Return the title and the first findings as lines."""
         lines = [
             f"- {f.block}{', ' if f.where else ''}{f.where} ({f.kind}): {f.text}"
             for f in self.findings[:_ROWS]

@@ -1,4 +1,4 @@
-"""Strategies for activation checkpointing; public through `mlstate.activation`.
+"""Single strategies for activation checkpointing; public through `mlstate.activation`.
 
 The C core makes the decisions. This module adds names, argument checks, and value semantics:
 equality, copies, pickles and operators.
@@ -59,6 +59,7 @@ class _Strategy(Operators):
         return {field: getattr(self, field) for field in self._fields}
 
     def __repr__(self) -> str:
+        """Return the class and its settings without empty ones."""
         settings = self._settings().items()
         text = ", ".join(
             f"{k}={shorten(repr(list(v) if isinstance(v, tuple) else v), 80)}"
@@ -128,7 +129,7 @@ class IntervalStrategy(_Strategy, _core.IntervalStrategy):
     checkpointed_count: int = _core.Strategy._checkpointed
 
     def __new__(cls, interval: int = 2) -> Self:
-        """See the class."""
+        """Check the arguments, which the class describes."""
         return super().__new__(cls, interval)
 
     @property
@@ -190,7 +191,7 @@ class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
         checkpoint_layers: Iterable[str] | None = None,
         exclude_layers: Iterable[str] | None = None,
     ) -> Self:
-        """See the class."""
+        """Check the arguments, which the class describes."""
         chosen = layer_names("checkpoint_layers", checkpoint_layers)
         excluded = layer_names("exclude_layers", exclude_layers)
         check_overlap(chosen, excluded)
@@ -254,7 +255,7 @@ class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
     def __new__(
         cls, min_size_bytes: int | str = MEBIBYTE, exclude_layers: Iterable[str] | None = None
     ) -> Self:
-        """See the class."""
+        """Check the arguments, which the class describes."""
         excluded = layer_names("exclude_layers", exclude_layers)
         if isinstance(min_size_bytes, str):
             min_size_bytes = parse_size("min_size_bytes", min_size_bytes, 1)
@@ -339,7 +340,7 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
         *,
         clock: Callable[[], float] | None = None,
     ) -> Self:
-        """See the class."""
+        """Check the arguments, which the class describes."""
         if tracker is None:
             tracker = MemoryTracker()
         elif not callable(getattr(tracker, "get_stats", None)):
@@ -435,7 +436,7 @@ class SmartStrategy(_Strategy, _core.SmartStrategy):
     layer_count: int = _core.Strategy._layer_count
 
     def __new__(cls, exclude_layers: Iterable[str] | None = None) -> Self:
-        """See the class."""
+        """Check the arguments, which the class describes."""
         excluded = layer_names("exclude_layers", exclude_layers)
         return super().__new__(cls, None, (), excluded)
 

@@ -49,7 +49,11 @@ class CheckpointBackend(Protocol):
         *,
         strict: bool,
     ) -> Any:
-        """Return the load of some units by their own methods, of entries by name."""
+        """Prepare a load of some submodules by their own `load_state_dict`, and return it.
+
+        `filling`: the target's memory. `entries`: values to load by name. `metadata`: of torch's
+        modules, None if it was not saved. `units`: the submodules.
+        """
 
     def fill_optimizer(
         self,

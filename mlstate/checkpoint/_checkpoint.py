@@ -1,4 +1,4 @@
-"""Read-only access to an existing checkpoint; public through `mlstate.checkpoint`."""
+"""`inspect` and `Checkpoint`: read-only access to a checkpoint; `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -230,6 +230,11 @@ class Checkpoint:
         *,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Open the checkpoint at `path`: read its root file and manifest, but no index or tensor.
+
+        A `RootPath` is an internal caller's: a folder that is open, with its manifest if that was
+        read.
+        """
         place = path if isinstance(path, RootPath) else open_root_path(path, storage_options)
         self._files, self._root, manifest = place
         self.path: str = self._files.path
@@ -242,6 +247,7 @@ class Checkpoint:
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
     def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle keeps: path, root, manifest as its text, and counts of the save."""
         is_text = self._manifest.weights is None
         return {
             "path": self.path,
@@ -252,6 +258,10 @@ class Checkpoint:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Open the folder of a pickle.
+
+        Its manifest and index are used, not a newer save.
+        """
         manifest = state["manifest"]
         if isinstance(manifest, bytes):
             manifest = parse(manifest, state["root"])
@@ -263,6 +273,7 @@ class Checkpoint:
 
     @property
     def _merged_index(self) -> _core.MergedIndex | WholeIndex:
+        """The index of all ranks' shards, read at the first use and kept."""
         if self._read_index is None and self._whole is not None:
             from ._load_whole import WholeIndex
 
@@ -422,6 +433,7 @@ class Checkpoint:
         return verify(self._target, **keywords)
 
     def _title(self) -> str:
+        """Return the first line of `repr` and HTML: kind, counts, sizes, ranks, step, date."""
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
         label = "Checkpoint"
         if self._manifest.weights is not None:
@@ -438,6 +450,7 @@ class Checkpoint:
         return ", ".join([*parts, self.created])
 
     def _rows(self) -> list[list[str]]:
+        """Return one row of texts for each tensor, for the table of `repr` (columns as there)."""
         return [
             [
                 t.parameter,
@@ -461,7 +474,7 @@ class Checkpoint:
 
 
 def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
-    """Return the description of a file or folder that is read whole."""
+    """Return the description of a file or folder of another program, which is read whole for it."""
     from ._load_whole import WholeIndex, manifest_of
 
     parts = foreign.read()

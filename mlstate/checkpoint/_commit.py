@@ -108,6 +108,11 @@ class Commit:
     """
 
     def __init__(self, target: SaveTarget, world_size: int | None = None) -> None:
+        """Prepare to commit to `target`, the folder to save to with rank, group and claim.
+
+        `world_size`: the ranks of the new checkpoint if one process writes all of them (`reshard`);
+        None: as many as save. Nothing is written before `begin`.
+        """
         self._target = target
         self._files = target.files
         self._folder = target.files.folder
@@ -165,7 +170,10 @@ class Commit:
             del error  # its traceback refers to this frame
 
     def _take(self, claim: Claim, *, states: bool) -> None:
-        """Take the claim and choose a generation; record the generation in the lock's file."""
+        """Take the claim to the folder, and choose the name (generation) of this save.
+
+        The generation is recorded in the lock's file, so that a later writer can delete its files.
+        """
         files = self._files
         self._folder.create(FOLDERS if states else [part for part in FOLDERS if part != "states"])
         claim.acquire()
@@ -296,7 +304,11 @@ class Commit:
     def _decide(
         self, claim: Claim, header: dict[str, Any], messages: list[tuple[bytes, bytes, bytes]]
     ) -> dict[str, Any]:
-        """Replace the manifest if every rank succeeded; return the message to the ranks."""
+        """Replace the manifest if every rank succeeded; return rank 0's message to all ranks.
+
+        `header`: the description of the state. `messages`: each rank's report and, after a line,
+        its `copies` (see `commit`).
+        """
         reports = [unpack_message(report) for report, _, _ in messages]
         refusal: dict[str, Any] = {"committed": False, "unsure": False}
         for rank, report in enumerate(reports):
@@ -315,8 +327,8 @@ class Commit:
     ) -> None:
         """Check that the ranks' files make one complete checkpoint, and replace the manifest.
 
-        Its text and, with a single rank, its index are read back before; each of several ranks
-        has read back its own.
+        `reports`: what each rank wrote. `copies`: see `commit`. The manifest and, with a single
+        rank, its index are read back before; each of several ranks has read back its own.
         """
         assert self._claim is not None
         manifest = Manifest(
@@ -354,7 +366,10 @@ class Commit:
         )
 
     def _take_back(self, *, is_unsure: bool) -> None:
-        """Delete this rank's files of a failed save."""
+        """Delete this rank's files of a failed save, unless they may belong to a committed one.
+
+        `is_unsure`: whether the save was committed is unknown; then the files stay.
+        """
         rank = None if self._group is None else self._target.rank
         if not is_unsure:
             with suppress(MLStateError):  # the next save tries again; the first error is raised
@@ -396,7 +411,7 @@ class Commit:
         return None
 
     def _delete_old_roots(self, manifest: Manifest) -> dict[str, list[Generation]]:
-        """Delete roots that a manager does not keep, which allows to delete their files.
+        """Delete the roots (steps' manifests) that a manager does not keep, before their files.
 
         Returns the generations of deleted and of kept roots, or {} if they are unknown.
         """
@@ -412,7 +427,10 @@ class Commit:
         return {}
 
     def _delete_own_replaced(self, plan: dict[str, Any]) -> str:
-        """Delete this rank's files of deleted generations; return the text of an error."""
+        """Delete this rank's files of deleted generations; return the text of an error, or "".
+
+        `plan`: rank 0's message with the generations.
+        """
         if not plan:
             return ""
         dead, live = ([Generation(*fields) for fields in plan[name]] for name in ("gone", "kept"))

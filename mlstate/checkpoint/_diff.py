@@ -1,4 +1,4 @@
-"""Compare two states, or what two paths hold; public as `mlstate.diff`."""
+"""`mlstate.diff`: compare two states, or the states at two paths."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ def _add_entries(entries: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
-    """Return the entries by name; names outside the model have a prefix."""
+    """Return the tensors and values of a loaded checkpoint by name.
+
+    Names outside the model get the prefix "optimizer" or "states". `only_model`: only the model, or
+    the optimizer of a checkpoint without a model, without a prefix.
+    """
     entries: dict[str, Any] = {}
     if only_model and loaded.model is None:
         _add_entries(entries, "", loaded.optimizer or {})

@@ -1,4 +1,4 @@
-"""Plan a save or a load without doing it; public through `mlstate.checkpoint`."""
+"""`plan_save` and `plan_load`: a save or a load without doing it; `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _core
 from .._common.arguments import check_flags, check_int
 from .._common.budget import parse_size
+from .._common.text import count_text
 from .._sharding.layout import Layout, Shard, steps_of
 from ._folder.names import MANIFEST, SECTIONS
 from ._load import chosen_names, ranks_of
@@ -140,14 +141,14 @@ class LoadPlan(NamedTuple):
 
     def __repr__(self) -> str:
         return (
-            f"LoadPlan({self.nbytes:,} bytes of {len(self.files):,} files, "
-            f"{len(self.indexes):,} indexes of {sum(self.indexes.values()):,} bytes, manifest "
-            f"{self.manifest_bytes:,} bytes)"
+            f"LoadPlan({self.nbytes:,} bytes of {count_text(len(self.files), 'file')}, "
+            f"{count_text(len(self.indexes), 'index', 'indexes')} of "
+            f"{sum(self.indexes.values()):,} bytes, manifest {self.manifest_bytes:,} bytes)"
         )
 
 
 def _shape_only(value: Any) -> Any:
-    """Replace a tensor on torch's meta device by one of its shape and dtype without memory."""
+    """Return a tensor on a device as one on the CPU without memory; other values unchanged."""
     torch = sys.modules.get("torch")
     if isinstance(value, Shard):
         array = _shape_only(value.array)
@@ -235,7 +236,14 @@ def plan_save(
         numbers += [rank, *summary.parts]
     described_bytes = len("0" * 8) + sum(len(f"{number}, ") for number in numbers)
     return SavePlan(
-        rank, world_size, shards, nbytes, merged.files(), len(text), described_bytes, text
+        rank=rank,
+        world_size=world_size,
+        shards=shards,
+        data_bytes=nbytes,
+        files=merged.files(),
+        index_bytes=len(text),
+        manifest_bytes=described_bytes,
+        index_text=text,
     )
 
 
@@ -309,6 +317,10 @@ def plan_load(
     root, read_manifest = files.open_root(root)
 
     def plan(manifest: Manifest) -> LoadPlan:
+        """Return the files and byte ranges that a load reads with this manifest.
+
+        Reads the indexes.
+        """
         manifest = without_missing(files.folder, manifest, listed)
         indexes = Indexes(files, manifest, rank)
         sections = [indexes.merged_index.keys(section) for section in range(len(SECTIONS))]

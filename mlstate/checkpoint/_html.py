@@ -67,7 +67,7 @@ def _name(text: str, limit: int = 80) -> str:
 
 
 def _bar(nbytes: dict[str, int], columns: list[str], largest: int) -> str:
-    """Return a bar with one colour for each state; the largest layer has full length."""
+    """Return a bar of a layer's bytes, by state (`columns`); the `largest` has full length."""
     parts = [
         f'<s class=c{place} style="width:{100 * nbytes[column] / largest:.1f}%"></s>'
         for place, column in enumerate(columns)
@@ -77,6 +77,11 @@ def _bar(nbytes: dict[str, int], columns: list[str], largest: int) -> str:
 
 
 def _row(parameter: Parameter, layer: str, columns: list[str]) -> str:
+    """Return a table row: name, dtype, shape, bytes by column, shards, version of a parameter.
+
+    `layer`: the name of its layer, which the shown name omits. `columns`: parameter and state
+    names.
+    """
     name = parameter.name[len(layer) + 1 :] if layer else parameter.name
     shape = "" if parameter.shape is None else str(parameter.shape)
     sizes = "".join(
@@ -90,6 +95,10 @@ def _row(parameter: Parameter, layer: str, columns: list[str]) -> str:
 
 
 def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: bool) -> str:
+    """Return a foldable layer: bar of bytes, and a table of its first `rows` parameters.
+
+    `largest`: bytes of the largest layer, whose bar has full length.
+    """
     label = _name(group.name) if group.name else "<em>without a layer</em>"
     count = count_text(len(group.parameters), "parameter")
     summary = (
@@ -130,6 +139,7 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
     head = f"<p>{escape(title)}</p><p>{legend}</p>"
 
     def make(rows: int) -> str:
+        """Return the page with about `rows` parameters; 0: only layers, and 8 of them at most."""
         first, last = GROUPS if rows else (8, 0)
         if len(groups) <= first + last + 1:
             first = len(groups)
@@ -150,6 +160,7 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
 
 
 def _files(label: str, names: Sequence[str]) -> str:
+    """Return a foldable list of the first file names, "" if there are none."""
     if not names:
         return ""
     listed = "<br>".join(_name(name, 120) for name in names[:_LIST])
@@ -162,12 +173,13 @@ def _files(label: str, names: Sequence[str]) -> str:
 
 
 def report_html(title: str, report: VerifyReport) -> str:
-    """Return whether a checkpoint is good, and its problems by file."""
+    """Return the page of a verification: whether the checkpoint is good, its problems by file."""
     state = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
     head = f"<p>{state} {escape(shorten(title, 600))}</p>"
     problems = report.problems
 
     def make(rows: int) -> str:
+        """Return the page with the first `rows` problems; 0: without problems and files."""
         body = "".join(
             f"<tr><td class=bad>{escape(p.kind)}<td>{_name(p.name or '')}<td>"
             f"{_name(p.path, 120)}<td class=r>{p.offset:,} to {p.offset + p.length:,}"
@@ -195,7 +207,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _durations(times: SaveTimes, now: float, failed: bool) -> Sequence[str]:
-    """Return the durations of the phases so far."""
+    """Return texts for the phases of an asynchronous save; `now`: `perf_counter`."""
     since = now - times.began
     if times.staged is None:
         return [f"staging for {_seconds(since)}"]
@@ -217,7 +229,10 @@ def save_html(
     now: float,
     error: BaseException | None,
 ) -> str:
-    """Return the progress of a save: state, bar, bytes, durations, and the error if it failed."""
+    """Return a page on an asynchronous save, for notebooks.
+
+    `state`: text. `progress`: bytes done, of all. `now`: `perf_counter`.
+    """
     done, total = progress
     saved = times.ended is not None and error is None
     share = done / total if total else float(saved)

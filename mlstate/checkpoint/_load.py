@@ -1,4 +1,4 @@
-"""Load a sharded checkpoint; public through `mlstate.checkpoint`.
+"""`load`: read a checkpoint, all of it or one rank's part; public through `mlstate.checkpoint`.
 
 load -> LoadRequest        the arguments, checked
 -> Loader             a root, and its sections of tensors
@@ -98,6 +98,7 @@ class LoadedState:
         step: int | None = None,
         states: dict[str, Any] | None = None,
     ) -> None:
+        """Keep the loaded states; the class describes them."""
         self.states: dict[str, Any] = {} if states is None else states
         self.model: ModelStateDict | Any = model  # Any: None, or a target of `into`
         self.optimizer: OptimizerStateDict | Any = optimizer
@@ -117,7 +118,10 @@ class LoadedState:
         )
 
     def __repr__(self) -> str:
+        """Return the number of tensors of each state, the metadata and the step."""
+
         def shown(state: object) -> str:
+            """Return a state's short text: None, its tensor count, or "filled" for a module."""
             if state is None:
                 return "None"
             if not hasattr(state, "keys") or not hasattr(state, "__len__"):
@@ -146,7 +150,11 @@ def chosen_names(
     folder: str,
     weights: WeightFiles | None = None,
 ) -> tuple[Names, list[list[str]]]:
-    """Return the name matcher, and the matching names of model and optimizer."""
+    """Return the name matcher and, for model and optimizer, the names to load.
+
+    `sections`: all names of both. `listed`: names or globs of the caller, None for all; raises
+    TensorNotFoundError for one without a match. `weights`: of a folder of Hugging Face.
+    """
     if listed is None:
         return ALL_NAMES, sections
     names = Names(listed, *sections)
@@ -190,6 +198,12 @@ class Loader:
     """Loads one root; `sections` are model, optimizer, and the named states with tensors."""
 
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
+        """Read the indexes that `request` needs and choose the names to load.
+
+        No tensor is read yet.
+
+        With `verify="first"`, all files are verified here.
+        """
         if request.options["rename"] is None:
             manifest = without_missing(request.files.folder, manifest, request.names)
         self.request = request
@@ -210,7 +224,10 @@ class Loader:
             self.verify = False
 
     def _find_pairs(self) -> Pairs | None:
-        """Find the quantized weights to compute values of, and hide their scales."""
+        """Return the quantized weights to compute values of, None if `cast` asks for none.
+
+        Their scales are hidden from the names of the model.
+        """
         if not self.request.dtype or self.manifest.weights is None:
             return None
 
@@ -260,7 +277,7 @@ class Loader:
         return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
 
     def facts(self, section: Section, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of the tensors that `load_state` returns, by name."""
+        """Return dtype and shape, as loaded, of the tensors `names` of a section, by name."""
         label, dtype = SECTIONS[section.number], self.request.dtype
         stored = {
             row[1]: (row[4], row[5]) for row in self.merged_index.tensors() if row[0] == label
@@ -296,7 +313,7 @@ class Loader:
         return section.restore(arrays, self.folder)
 
     def _pair_values(self, section: Section, keys: list[str]) -> dict[str, Any]:
-        """Return the values of quantized weights, by the keys of their codes."""
+        """Return the values of those `keys` that are quantized, by the keys of their codes."""
         if self.pairs is None or section.number != 0:
             return {}
         chosen = [pair for key in keys if (pair := self.pairs.by_codes.get(key)) is not None]
@@ -370,7 +387,10 @@ class Loader:
             raise names_error(lacking, [], [], self.folder)
 
     def zeros(self, names: list[list[str]], parameters: Any) -> dict[str, Any]:
-        """Return the lacking states of parameters as zeros."""
+        """Return zeros for the optimizer states that parameters lack, by key.
+
+        `names`: of model and optimizer. `parameters`: the loaded model, for shapes.
+        """
         import numpy as np
 
         facts = {name: tuple(parameters[name].shape) for name in names[0]}
@@ -386,7 +406,7 @@ class Loader:
 
 
 def _load_into_targets(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Check all targets of ``into``, then fill them."""
+    """Check all targets of ``into``, fill them, and return them; on an error none has changed."""
     loader = Loader(request, manifest)
     prepared = prepare(loader)
     apply_all(prepared.actions)
@@ -405,30 +425,38 @@ def _result(loader: Loader, prepared: Prepared) -> LoadedState:
     )
 
 
-def warn_of_whole_tensors(request: LoadRequest, path: str) -> None:
-    """Warn a caller that asked for one rank's part of tensors that were all saved whole."""
-    options = request.options
-    rank, world_size = options["rank"], options["world_size"]
-    if rank is None or world_size == 1 or options["layout"] is not None:
-        return
-    if options["into"] is None and options["group"] is None:
-        find_caller().warn(
-            f"{path}: no tensor was saved in parts, so rank {rank} of {world_size} gets all of "
-            "each tensor: pass layout='rows' or another layout for a part of each, or "
-            "layout='whole' for all without this warning"
-        )
+def expects_parts(options: LoadOptions) -> bool:
+    """Return whether a caller asks for one rank's part as it was saved, so without a layout."""
+    if options["rank"] is None or options["world_size"] == 1 or options["layout"] is not None:
+        return False
+    return options["into"] is None and options["group"] is None
+
+
+def warn_of_whole_tensors(options: LoadOptions, path: str) -> None:
+    """Warn a caller who expects parts: all tensors were saved whole."""
+    find_caller().warn(
+        f"{path}: no tensor was saved in parts, so rank {options['rank']} of "
+        f"{options['world_size']} gets all of each tensor: pass layout='rows' or another layout "
+        "for a part of each, or layout='whole' for all without this warning"
+    )
+
+
+def _is_whole(loader: Loader) -> bool:
+    """Return whether a checkpoint has tensors, and no rank saved a part or a state of its own."""
+    if any("ranks" in kind for kind in loader.states.values()):
+        return False
+    layouts = [
+        each[_LAYOUT] for each in loader.merged_index.tensors() if each[0] in SECTIONS[:STATES]
+    ]
+    return bool(layouts) and not any(layouts)
 
 
 def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Load new arrays or, with mmap, views of the files."""
+    """Load the requested part to new arrays or, with mmap, views of the files."""
     loader = Loader(request, manifest)
     manifest = loader.manifest
-    if not any("ranks" in kind for kind in loader.states.values()):
-        layouts = [
-            each[_LAYOUT] for each in loader.merged_index.tensors() if each[0] in SECTIONS[:STATES]
-        ]
-        if layouts and not any(layouts):
-            warn_of_whole_tensors(request, loader.folder)
+    if expects_parts(request.options) and _is_whole(loader):
+        warn_of_whole_tensors(request.options, loader.folder)
     _, chosen = loader.chosen()
     loader.refuse_lacking(chosen)
     named = {} if request.names is not None else loader.named
@@ -462,6 +490,11 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
     """
 
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
+        """Return whether all ranks read the same checkpoint; False: all open it again.
+
+        `manifest`, `error`: of this rank, one of them None. Raises on all ranks if one has an error
+        that a newer manifest does not explain.
+        """
         generation = "" if manifest is None else manifest.generation
         again = False
         can_retry = manifest is not None and attempt < TRIES - 1
@@ -512,7 +545,10 @@ def ranks_of(
     layout: Layout | str | None,
     group: ProcessGroup | None,
 ) -> Cutting:
-    """Return the part to load: steps, index, world (0: all of every tensor)."""
+    """Return the part to load: steps of a layout, index, number of ranks (0: whole tensors).
+
+    Raises if the caller's arguments contradict each other.
+    """
     if group is not None:
         if rank is not None or world_size is not None:
             raise TypeError("give group= or rank= and world_size=, not both")
@@ -538,7 +574,10 @@ def ranks_of(
 
 
 def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
-    """Return whether to convert to the dtypes of targets, and the dtype of new arrays or ""."""
+    """Check the user's ``cast=``; return whether targets are converted, and a dtype or "".
+
+    The dtype is that of new arrays.
+    """
     if is_flag(cast):
         if cast and into is None:
             raise ValueError(
@@ -587,9 +626,10 @@ def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: _core.Merged
 def find_whole(
     path: object, files: CheckpointFiles, error: StoreError | None = None
 ) -> WholePath | None:
-    """Return the path of a caller if it is read whole, else None; or raise the error instead.
+    """Return the path if its file or folder of another program is read whole, else None.
 
-    Folders are looked at only after the error that they hold no checkpoint.
+    `error`: why it is not a checkpoint; raised if it is not of another program either. Folders are
+    looked at only after such an error.
     """
     if not isinstance(path, RootPath) and (error is not None or files.folder.file):
         from ._load_whole import whole_path
@@ -609,7 +649,10 @@ def _check_request(
     mode: str,
     options: LoadOptions,
 ) -> tuple[LoadRequest, Manifest | None]:
-    """Check the arguments of a load; return them, and the manifest if `path` came with it."""
+    """Check the arguments of a load; return the request, and the manifest if `path` has one.
+
+    `step`, `monitor`, `mode`: which step to load.
+    """
     if is_module(options["into"]):
         options["into"] = {"model": options["into"]}
     into, mmap = options["into"], options["mmap"]
@@ -641,13 +684,22 @@ def _check_request(
     if group is not None:
         rank, world_size = group.rank, group.world_size
     request = LoadRequest(
-        files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
+        files=files,
+        root=root,
+        names=names,
+        rank=rank,
+        world_size=world_size,
+        cutting=cutting,
+        by_target=by_target,
+        cast=cast,
+        dtype=dtype,
+        options=options,
     )
     return request, manifest
 
 
 def open_loader(where: RootPath, options: LoadOptions) -> Loader:
-    """Return a loader that reads the tensors of a root one after the other."""
+    """Return a loader of all tensors of a root, for reading them one after the other."""
     request, manifest = _check_request(
         where, None, None, "min", complete_options(load, options, LOAD_DEFAULTS)
     )
@@ -713,8 +765,9 @@ def load(
         not exist yet are created, and the optimizer's groups receive the saved values. A
         section without a target is not loaded. With `names`, the selected names must exist in
         the checkpoint and in `into`; everything else in `into` is unchanged. Named states may
-        also be random generators, objects with ``load_state_dict``, and dicts and lists, whose
-        content is replaced; generators and objects in a dict are restored themselves. All
+        also be random generators, caches of `mlstate.kv`, objects with ``load_state_dict``, and
+        dicts and lists, whose content is replaced; generators, caches and objects in them are
+        restored themselves, and a list of such values must have the saved length. All
         objects are restored before the arrays, or none: if one refuses its state, those before
         it get their old states back, and no array is changed.
     mmap : bool, default False

@@ -73,6 +73,7 @@ def _target(into: Any, name: str) -> Any:
 
 
 def check_into(into: Any) -> None:
+    """Raise TypeError if `into` is neither a mapping nor an object with `model` and `optimizer`."""
     if hasattr(into, "get"):
         unknown = [key for key in into if key not in ("model", "optimizer", "states")]
         if unknown:
@@ -96,6 +97,10 @@ class _ArrayTarget:
     optional: frozenset[str] = frozenset()  # names that the checkpoint may lack
 
     def __init__(self, target: Any) -> None:
+        """Wrap the arrays to fill, by name.
+
+        Torch tensors are filled as arrays that share their memory.
+        """
         arrays = dict(target)
         self.tensors = [value for value in arrays.values() if is_torch(value)]
         if self.tensors:
@@ -117,7 +122,10 @@ class _ArrayTarget:
 def names_error(
     missing: list[str], unexpected: list[str], unfilled: list[str], path: str
 ) -> CompatibilityError:
-    """Return an error, in torch's words, that lists mismatched names and suggests a rename."""
+    """Return an error, in torch's words, that lists mismatched names and suggests a rename.
+
+    `missing`: names without a value. `unexpected`: without a target. `unfilled`: of the target.
+    """
     lines = [f"Error(s) in loading {path}:"]
     for words, names in (("Missing", missing), ("Unexpected", unexpected)):
         if names:
@@ -138,9 +146,10 @@ def names_error(
 def _fit_names(
     loader: Loader, section: Section, selected: list[str], filling: Any, names: Names
 ) -> list[str]:
-    """Return the names to read into a target; raise if names do not match.
+    """Return the names to read into a target; raise if its names and the stored ones differ.
 
-    With `names`, each selected name must exist in the checkpoint and in the target.
+    `selected`: stored names. `filling`: the target's memory. `names`: the user's choice; each of
+    these must exist in both.
     """
     request = loader.request
     have = set(selected)
@@ -161,7 +170,7 @@ def _fit_names(
 def _without_tied(
     loader: Loader, unfilled: list[str], selected: list[str], filling: Any
 ) -> list[str]:
-    """Return the names whose arrays receive no value under another name.
+    """Return the names of `unfilled` whose memory receives no value under another name.
 
     Hugging Face folders store tied weights under one of their names.
     """
@@ -177,7 +186,10 @@ def _without_tied(
 def _shape_of(
     loader: Loader, shape: tuple[int, ...], layout: Steps, axes: tuple[int | None, ...] | None
 ) -> tuple[int, ...]:
-    """Return the shape to load into a target that does not know its part of the tensor."""
+    """Return the shape of the part to load into a target that does not know its own part.
+
+    `shape`, `layout`, `axes`: of the stored tensor.
+    """
     steps, index, world = loader.request.cutting
     if loader.request.by_target or (steps is None and (world == 0 or len(layout) != 1)):
         return shape
@@ -189,7 +201,7 @@ def _shape_of(
 
 
 def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
-    """Return how tensors are cut, for the core: one cut for all names, or a list by name."""
+    """Return the part of each tensor that the target takes: one cut for all names, or a list."""
     if isinstance(filling, _ArrayTarget):
         return loader.request.cutting
     if loader.request.by_target:
@@ -199,7 +211,10 @@ def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
 
 
 def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> dict[str, Any]:
-    """Replace targets of another float dtype by new arrays of the stored one; return them."""
+    """Replace targets in `filling` that have another float dtype by arrays of the stored one.
+
+    Returns the replaced targets by name, which receive the converted values after the read.
+    """
     casts: dict[str, Any] = {}
     if not loader.request.cast:
         return casts
@@ -218,7 +233,7 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
 
 
 def _check(loader: Loader, ready_target: _Ready) -> None:
-    """Raise the errors of `_fill` about shapes and dtypes, before anything is changed."""
+    """Raise if a stored tensor does not fit its target in shape or dtype; nothing is read."""
     section = ready_target.section
     keys, arrays = (
         section.keys(ready_target.names),
@@ -228,7 +243,7 @@ def _check(loader: Loader, ready_target: _Ready) -> None:
 
 
 def _fill(loader: Loader, ready_target: _Ready) -> None:
-    """Read into arrays; shapes and dtypes are checked before the first byte is written."""
+    """Read a section's tensors into its target; all shapes and dtypes are checked first."""
     section, filling = ready_target.section, ready_target.filling
     keys, arrays = (
         section.keys(ready_target.names),
@@ -248,7 +263,12 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
 
 
 def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> bool:
-    """Return whether optimizer states are identified by parameter order instead of names."""
+    """Return whether an optimizer's stored states are named by the order of parameters.
+
+    Raises if they have names and the user's optimizer has none.
+
+    `module`: of the parameters; None: the user passed none.
+    """
     groups = (section.kind or {}).get("param_groups", ())
     names = section.names or [f"{name}." for g in groups for name in g.get("params", ())]
     if names and all(map(_NUMBERED.match, names)):
@@ -272,7 +292,10 @@ def _optimizer_target(
     module: Any,
     chosen_names: Names,
 ) -> Any:
-    """Return the states of a torch optimizer as targets; create those that do not exist yet."""
+    """Return memory for the states of a torch optimizer; states that it lacks are created.
+
+    `selected`: stored names. `module`: owns the parameters, or None.
+    """
     names = module
     if _is_numbered(section, loader.folder, optimizer, module):
         names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
@@ -325,7 +348,10 @@ def _optimizer_target(
 def _choose_entries(
     loader: Loader, section: Section, target: Any, names: Names
 ) -> tuple[StoredEntries, list[str]]:
-    """Return the entries of a module that are not tensors, and the selected names of these."""
+    """Return a module's stored entries that are not tensors, and the chosen names of these.
+
+    Raises if `target` cannot take them: it is not a module, and the load is strict.
+    """
     stored = stored_entries(loader, section)
     chosen = names.select(list(stored.entries), section.number)[0]
     clash = [name for name in chosen if not is_module(target) and name in target]
@@ -337,9 +363,10 @@ def _choose_entries(
 def _prepare_tensors(
     loader: Loader, section: Section, selected: list[str], target: Any, module: Any, names: Names
 ) -> tuple[_Ready, list[Action]]:
-    """Return a target of tensors, checked except for shapes and dtypes.
+    """Return memory of a target for tensors, checked except for shapes and dtypes, and actions.
 
-    The actions load the submodules that must load their own entries.
+    `selected`: stored names. `module`: of an optimizer, or None. The actions load the submodules
+    that must load their own entries.
     """
     filling: Any
     actions: list[Action] = []
@@ -363,7 +390,7 @@ def _prepare_tensors(
 
 
 def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
-    """Drop names whose array shares memory with a later name: one read fills both."""
+    """Drop names whose memory a later name shares, from the targets: one read fills both."""
     tied = _core.targets_tied(
         [(ready_target.names, ready_target.filling.arrays) for ready_target in ready]
     )
@@ -383,7 +410,10 @@ def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
 
 
 def _targets(loader: Loader) -> Prepared:
-    """Return the targets; raise if the state of a target was not saved."""
+    """Return the caller's targets of `into`; raise if the state of one was not saved.
+
+    Without `strict`, named states that were not saved are left out.
+    """
     into, folder = loader.options["into"], loader.folder
     states = _target(into, "states")
     if states is not None and not hasattr(states, "keys"):
@@ -414,7 +444,10 @@ def _targets(loader: Loader) -> Prepared:
 def _prepare_state(
     loader: Loader, prepared: Prepared, name: str, target: Any, modules: list[object]
 ) -> None:
-    """Prepare the target of one named state."""
+    """Check one named state against its target, and add to `prepared` how to fill it.
+
+    `modules`: of the other targets, which may own the parameters of an optimizer.
+    """
     section = loader.named.get(name)
     if section is None:
         prepared.actions += prepare_tree(loader, name, loader.states[name], target)
@@ -493,7 +526,7 @@ def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
 
 
 def needs_all_ranks(into: Any) -> bool:
-    """Return whether the ranks of a group must load together."""
+    """Return whether all ranks of a group must load together, because of a target in `into`."""
     if into is None:
         return False
     states = _target(into, "states")

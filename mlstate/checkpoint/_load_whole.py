@@ -81,7 +81,7 @@ def _has_parts(path: str) -> bool:
 
 
 def whole_path(folder: Folder) -> WholePath | None:
-    """Return path and format if only `read_any` reads it; None for a format with an index."""
+    """Return path and format of a folder or file that has no index and is read whole; else None."""
     if not folder.is_local:
         return None
     path = os.path.join(folder.path, folder.file) if folder.file else str(folder.path)
@@ -119,7 +119,7 @@ class WholeIndex:
         return sorted(self._sections[section])
 
     def tensors(self) -> list[tuple[Any, ...]]:
-        """Return the fields of a `TensorRecord` for each tensor."""
+        """Return the fields of a `TensorRecord` for each tensor in memory."""
         rows = []
         for number, section in enumerate(SECTIONS):
             for key in self.keys(number):
@@ -148,7 +148,7 @@ class WholeIndex:
 
 
 def manifest_of(where: WholePath, parts: Parts) -> Manifest:
-    """Return a manifest that describes parts in memory."""
+    """Return a manifest that describes a file of another program, whose parts are in memory."""
     changed = datetime.datetime.fromtimestamp(os.path.getmtime(where.path), datetime.UTC)
     root = os.path.basename(where.path)
     return Manifest(
@@ -182,7 +182,7 @@ def _step_of(parts: Parts) -> int | None:
 
 
 def _refuse_options(where: WholePath, request: LoadRequest) -> None:
-    """Raise ValueError for keywords that make no sense for the format."""
+    """Raise ValueError for options of `load` that need an index, which a whole file lacks."""
     options = request.options
     for name, is_given in (
         ("mmap=True", options["mmap"]),
@@ -203,7 +203,10 @@ def _refuse_options(where: WholePath, request: LoadRequest) -> None:
 
 
 def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
-    """Return a rank's part of a tensor as a new array; a state is cut as its parameter."""
+    """Return a rank's part of the tensor `name` as a new array.
+
+    `parameter`: of an optimizer's state, which is cut like it; None for a parameter.
+    """
     steps, index, world = cutting
     if not steps or not world:
         return array
@@ -223,7 +226,7 @@ def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
 
 
 def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]]:
-    """Return the arrays of model and optimizer, renamed."""
+    """Return the arrays of model and optimizer by name, after the caller's renaming `rules`."""
     states = [parts.model, parts.optimizer]
     arrays = [{} if state is None else dict(state) for state in states]
     if rules is None:
@@ -243,7 +246,7 @@ def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]
 
 
 def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
-    """Return a state of the same class and attributes with other arrays."""
+    """Return a copy of a state with other arrays; None for None."""
     if state is None:
         return None
     result = state.copy()
@@ -253,7 +256,10 @@ def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None
 
 
 def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) -> list[Any]:
-    """Copy into the targets of ``into``; return them."""
+    """Copy model and optimizer into the targets of ``into``, and return the targets.
+
+    `arrays`: of both, by name. All are checked before one is changed.
+    """
     into, strict = request.options["into"], request.options["strict"]
     take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)
     if take("states"):
@@ -289,11 +295,12 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
 def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     """Read a file or folder whole, and return the selected tensors, or this rank's parts."""
     from .._common.converted import converted_value
-    from ._load import LoadedState, chosen_names, warn_of_whole_tensors
+    from ._load import LoadedState, chosen_names, expects_parts, warn_of_whole_tensors
     from ._quantized.pairs import refuse_quantized_state
 
     _refuse_options(where, request)
-    warn_of_whole_tensors(request, where.path)
+    if expects_parts(request.options):
+        warn_of_whole_tensors(request.options, where.path)
     parts = where.read(checked=bool(request.options["verify"]))
     if request.dtype and where.format == "huggingface" and parts.model is not None:
         refuse_quantized_state(where.path, parts.model)
@@ -368,8 +375,11 @@ def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str |
 def verify_whole(
     where: WholePath, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
-    """Read all of it; `report.checksums` tells whether its bytes were compared with checksums."""
-    from ._verify import Problem
+    """Read all of a file or folder of another program, and add its problems to `report`.
+
+    `report.checksums` tells whether its bytes were compared with checksums.
+    """
+    from ._verify import file_problem
 
     files = _files(where.path)
     checked = 0
@@ -386,7 +396,7 @@ def verify_whole(
         if entry is not None:
             text = f"the entry {entry!r} does not match its CRC-32"
         if text:
-            report.problems.append(Problem("altered", name, entry, None, 0, 0, 0, text))
+            report.problems.append(file_problem("altered", name, text, name=entry))
     report.checksums = bool(files) and checked == len(files)
     if report.problems:
         return
@@ -394,4 +404,4 @@ def verify_whole(
         where.read()
     except (FormatError, CompatibilityError, StoreError) as error:
         name = os.path.basename(where.path)
-        report.problems.append(Problem("unreadable", name, None, None, 0, 0, 0, str(error)))
+        report.problems.append(file_problem("unreadable", name, str(error)))

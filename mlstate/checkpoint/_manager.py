@@ -1,4 +1,4 @@
-"""Manage the steps of a run in one folder; public through `mlstate.checkpoint`."""
+"""`CheckpointManager`: save and restore the steps of a run; public in `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,12 @@ from ._rank_messages import gather_bytes
 from ._retention import NO_RULES, Retention, check_retention, count_old
 from ._save import SaveFolder, save
 from ._save_timing import SaveTimer, SignalWatch
-from ._step_choice import OTHER, best_of, holds_other_checkpoint, read_roots, read_step
+from ._step_choice import OTHER, best_of, holds_other_checkpoint, no_metric, read_roots, read_step
 from ._step_roots import agreed_roots, if_alone, try_root
 from ._store.open_path import RootPath, open_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from datetime import timedelta
     from typing import Unpack
@@ -91,9 +91,11 @@ class CheckpointManager:
     Warns
     -----
     CheckpointWarning
-        `keep` will delete steps that this manager did not save. The warning is issued once,
+        `keep` will delete steps that this manager did not save, which are not those of the run
+        that it resumes: the step that it restored, and older ones. The warning is issued once,
         before the first such deletion, and names the steps; every rank of a group warns. Or the
-        model did not change between two steps: then another object may be trained than the one
+        first step that this manager saves lacks the metric of `keep_best`. Or the model did not
+        change between two steps: then another object may be trained than the one
         that is saved.
 
     Raises
@@ -136,6 +138,10 @@ class CheckpointManager:
         warn_unchanged: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Check the arguments, which the class describes, and open the folder.
+
+        Nothing is written.
+        """
         check_flags(warn_unchanged=warn_unchanged)
         if keep is not None:
             keep = check_int("keep", keep, 1, also=", or None for all")
@@ -144,6 +150,8 @@ class CheckpointManager:
         self._signals: SignalWatch | None = None
         self._warns_unchanged = warn_unchanged
         self._last_model: int | None = None  # step of the last save with a model
+        self._last_restored: int | None = None  # the run continues from this step
+        self._warns_metric = self._rules.best is not None  # until the first save
         self._checkpoints = open_files(directory, storage_options)
         self.keep: int | None = 1 if keep is None and not self._rules.is_empty() else keep
         self._own: set[int] = set()  # steps that this manager saved
@@ -164,6 +172,7 @@ class CheckpointManager:
         self._checkpoints = open_files(path)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle keeps: folder, rules, own steps; no lock, signal or running save."""
         # `_turn` creates a new lock; signals and a running save, with its memory, belong to a
         # process; no private class is named
         state = {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
@@ -173,9 +182,12 @@ class CheckpointManager:
         return {**state, "_rules": tuple(self._rules), "_timer": timer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled manager, also of an older version, which lacks newer attributes."""
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
+        added["_last_restored"] = None
+        added["_warns_metric"] = Retention(*state.get("_rules", NO_RULES)).best is not None
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
         self._timer = SaveTimer(*self.__dict__["_timer"])
@@ -185,6 +197,10 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
+        """Wait for a running save.
+
+        Its error is a note on the block's own exception, if there is one.
+        """
         try:
             self.close()
         except Exception as error:
@@ -277,6 +293,11 @@ class CheckpointManager:
     def best_step(self) -> int | None:
         """Return the step with the best metric, or None if no step has one.
 
+        Raises
+        ------
+        ValueError
+            The manager has no `monitor`, the key of the metric.
+
         Examples
         --------
         >>> import tempfile, numpy as np
@@ -287,18 +308,26 @@ class CheckpointManager:
         >>> manager.best_step(), manager.steps()
         (1, [1, 3])
         """
-        return best_of(self._roots(), self._rules)
+        if self._rules.monitor is None:
+            raise ValueError(
+                "best_step() needs the metric: pass monitor='loss' or another key of the metadata "
+                "to CheckpointManager, and mode='max' if the largest is best"
+            )
+        best = best_of(self._roots(), self._rules)
+        return None if best is None else best[1].step
 
-    def checkpoint(self, step: int) -> Checkpoint:
+    def checkpoint(self, step: int | str) -> Checkpoint:
         """Return the checkpoint of a step.
 
         Parameters
         ----------
-        step : int
-            One of `steps`.
+        step : int or {"latest", "best"}
+            One of `steps`, the step that was saved last, or that with the best metric.
 
         Raises
         ------
+        ValueError
+            `step` is ``"best"``, and the manager has no `monitor` or no step has the metric.
         StoreError
             The step does not exist; also a `FileNotFoundError`.
 
@@ -311,11 +340,29 @@ class CheckpointManager:
         >>> manager.checkpoint(5).step
         5
         """
-        if not hasattr(step, "__index__") or is_flag(step):
-            hint = "; see latest_step() and best_step()" if isinstance(step, str) else ""
-            raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}{hint}")
-        root, manifest = read_step(self._checkpoints, step)
+        root, manifest = read_step(self._checkpoints, self._number_of(step))
         return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
+
+    def _number_of(self, step: Any) -> int:
+        """Return the number of a step that may be "latest" or "best"; raise if there is none."""
+        if isinstance(step, str) and step in ("latest", "best"):
+            number = self.best_step() if step == "best" else self.latest_step()
+            if number is not None:
+                return number
+            if step == "best":
+                raise no_metric(self.directory, self._rules.monitor)
+            raise self._no_step()
+        if not hasattr(step, "__index__") or is_flag(step):
+            raise TypeError(
+                f"step must be an int, 'latest' or 'best', got {type(step).__name__}: {step!r}"
+            )
+        return int(step)
+
+    def _no_step(self) -> Exception:
+        reason = "no checkpoint there; before the first save, latest_step() is None"
+        if holds_other_checkpoint(self._checkpoints):
+            reason = f"{OTHER}: mlstate.load loads it"
+        return store_error(FileNotFoundError(2, reason), "cannot restore", self.directory)
 
     # -- saving
 
@@ -368,6 +415,7 @@ class CheckpointManager:
             self._timer.note()
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
+            self._warn_without_metric(step, options["metadata"], group)
             saved = save(
                 SaveFolder(self.directory, self._retain),
                 model,
@@ -437,6 +485,7 @@ class CheckpointManager:
             self._timer.note()
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
+            self._warn_without_metric(step, options["metadata"], group)
             if self._staging is None:
                 self._staging = OwnStaging(keeps_memory=True)
 
@@ -544,7 +593,7 @@ class CheckpointManager:
         return any(answer == b"1" for answer in replies)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
-        """Warn once if no file with the model's tensors is new since the last save."""
+        """Warn once if a save wrote no file of the model: perhaps another model is trained."""
         before, self._last_model = self._last_model, saved.step if saved.model else None
         if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
             return
@@ -566,7 +615,7 @@ class CheckpointManager:
     # -- deleting
 
     def _refuse_other(self, group: ProcessGroup | None) -> None:
-        """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
+        """Raise on all ranks if the folder has a checkpoint that is not a step."""
         is_other = False
         with if_alone(group):
             is_other = holds_other_checkpoint(self._checkpoints)
@@ -592,8 +641,8 @@ class CheckpointManager:
             rules = self._rules.without_one()  # the new step may become one of the best
             ruled = rules.kept(roots, can_load)
             steps_deleted = [m.step for _, m in roots[:count] if m.generation not in ruled]
-            later = [m.step for _, m in roots[count:] if m.step not in self._own]
-        foreign = [old_step for old_step in steps_deleted if old_step not in self._own]
+            later = [m.step for _, m in roots[count:] if not self._is_own(m.step)]
+        foreign = [old_step for old_step in steps_deleted if not self._is_own(old_step)]
         if not foreign:
             return
         more = f", and {steps_text(later, _SHOWN)} with later saves" if later else ""
@@ -604,6 +653,30 @@ class CheckpointManager:
             stacklevel=3,
         )
         self._has_warned = True  # not set if the warning was raised: then nothing is deleted
+
+    def _is_own(self, step: int | None) -> bool:
+        """Return whether this manager saved a step, or restored it or a later one."""
+        if step in self._own:
+            return True
+        last = self._last_restored
+        return step is not None and last is not None and step <= last
+
+    def _warn_without_metric(self, step: int, metadata: Any, group: ProcessGroup | None) -> None:
+        """Warn once if no step so far has the metric of `keep_best`; its name may be wrong."""
+        if not self._warns_metric or not isinstance(metadata or {}, Mapping):
+            return
+        self._warns_metric = False
+        if group is not None and group.rank > 0:
+            return
+        if self._rules.metric_in(metadata or {}) is not None:
+            return
+        keys = ", ".join(map(repr, metadata or {})) or "none"
+        warnings.warn(
+            f"step {step} has no number {self._rules.monitor!r} in metadata= (keys: {keys}), so "
+            f"keep_best={self._rules.best} does not keep it",
+            CheckpointWarning,
+            stacklevel=3,
+        )
 
     def _retain(self, newest: Manifest) -> dict[str, Manifest]:
         """Delete roots: replaced ones of a step saved again, and those beyond `keep`.
@@ -640,7 +713,7 @@ class CheckpointManager:
         return manifest.generation not in self._damaged
 
     def _can_load(self, manifest: Manifest) -> bool:
-        """Return whether a step has no known damage and complete files; indexes are read once."""
+        """Return whether a step has no known damage and all its files; an index is read once."""
         if not self._is_undamaged(manifest) or self._checkpoints.is_marked(manifest):
             return False
         sizes = self._files.get(manifest.generation)
@@ -711,13 +784,13 @@ class CheckpointManager:
     # -- restoring
 
     @show_options(LOAD_DEFAULTS)
-    def restore(self, step: int, **options: Unpack[LoadOptions]) -> LoadedState:
+    def restore(self, step: int | str, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load a step.
 
         Parameters
         ----------
-        step : int
-            One of `steps`.
+        step : int or {"latest", "best"}
+            As for `checkpoint`. `restore_latest` also skips damaged steps.
         **options
             Keywords of `mlstate.load`.
 
@@ -743,7 +816,9 @@ class CheckpointManager:
         checkpoint = self.checkpoint(step)
         try:
             path = RootPath(self._checkpoints, checkpoint._root, checkpoint._manifest)
-            return load(path, **options)
+            state = load(path, **options)
+            self._last_restored = state.step
+            return state
         except FormatError as error:
             self._note_damage(checkpoint.generation, checkpoint._root, error)
             raise
@@ -793,6 +868,7 @@ class CheckpointManager:
             for root in reversed(roots):
                 state, error = try_root(self._checkpoints, root, options)
                 if state is not None:
+                    self._last_restored = state.step
                     return state
                 self._note_damage(root.split(".")[-2], root, error)
                 is_there = self._checkpoints.folder.exists(root)
@@ -804,7 +880,4 @@ class CheckpointManager:
                 first = first or error
         if first is not None:
             raise first
-        reason = "no checkpoint there; before the first save, latest_step() is None"
-        if holds_other_checkpoint(self._checkpoints):
-            reason = f"{OTHER}: mlstate.load loads it"
-        raise store_error(FileNotFoundError(2, reason), "cannot restore", self.directory)
+        raise self._no_step()

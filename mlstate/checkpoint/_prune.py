@@ -1,4 +1,4 @@
-"""Delete unneeded files of a checkpoint's folder; public through `mlstate.checkpoint`."""
+"""`prune`: delete unneeded files of a checkpoint's folder; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ class PruneReport(NamedTuple):
 def _sort_out(
     files: CheckpointFiles, keep: int | None
 ) -> tuple[list[Root], list[int | None], list[int | None]]:
-    """Return the roots to delete, their steps, and the steps that stay."""
+    """Return the roots to delete, their steps, and the steps that stay; deletes nothing.
+
+    `keep`: number of newest steps that stay; None: all.
+    """
     manager = CheckpointManager(files.path, keep=keep)
     newest = files.read_manifest().generation
     old: list[Root] = []

@@ -18,7 +18,7 @@ def gather_bytes(group: ProcessGroup | None, data: bytes, root: int | None = Non
 
 
 def broadcast_text(group: ProcessGroup | None, text: bytes) -> bytes:
-    """Return the text of rank 0 on every rank."""
+    """Return the text of rank 0 on every rank; each rank calls this. Without a group: the text."""
     if group is None:
         return text
     import numpy as np
@@ -30,7 +30,7 @@ def broadcast_text(group: ProcessGroup | None, text: bytes) -> bytes:
 
 
 def pack_message(content: dict[str, Any]) -> bytes:
-    """Return a short JSON text; the text of an error is truncated to fit."""
+    """Return the JSON text of a message between ranks; the text of an error is cut to fit."""
     import json
 
     text = json.dumps(content).encode()

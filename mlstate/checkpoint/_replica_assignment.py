@@ -75,7 +75,7 @@ def _quote_name(name: str) -> str:
 def _array_facts(value: Any, cache: dict[Any, str]) -> str:
     """Return dtype and shape as text, equal for all array libraries; "" without a dtype.
 
-    `known` caches the texts, because many arrays of a model have the same dtype and shape.
+    `cache` keeps the texts, because many arrays of a model have the same dtype and shape.
     """
     try:
         facts = value.dtype, label_of(value.dtype), tuple(value.shape)
@@ -90,7 +90,7 @@ def _array_facts(value: Any, cache: dict[Any, str]) -> str:
 def _summarize(
     dicts: _Dicts, steps: Steps, states: Sequence[str], groups: Mapping[str, list[_Group]]
 ) -> _Summary:
-    """Return the summary of this rank's states for other ranks."""
+    """Return what this rank saves, as other ranks compare it: names, dtypes, shapes, layout."""
     cache: dict[Any, str] = {}
     entries = sorted(_entries(dicts), key=itemgetter(0))
     replicated = {name: _array_facts(v, cache) for name, v in entries if not isinstance(v, Shard)}
@@ -105,7 +105,10 @@ def _summarize(
 
 
 def _compare_sections(rank: int, first: _Summary, other: int, other_summary: _Summary) -> None:
-    """Raise ValueError if two ranks pass different arguments."""
+    """Raise ValueError if two ranks pass different arguments to a save.
+
+    `rank`, `other`: their numbers. `first`, `other_summary`: their arguments.
+    """
     both = f"ranks {rank} and {other} do not save the same:"
     for section_name in ("model", "optimizer"):
         if other_summary[section_name] != first[section_name]:
@@ -127,7 +130,7 @@ def _compare_sections(rank: int, first: _Summary, other: int, other_summary: _Su
 
 
 def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summary) -> None:
-    """Raise ValueError if one of two ranks lacks an array that a layout cuts."""
+    """Raise ValueError if one of two ranks (`rank`, `other`) lacks an array that a layout cuts."""
     lacking = other_summary["whole"].keys() ^ first["whole"].keys()
     if lacking:
         raise ValueError(
@@ -137,7 +140,7 @@ def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summa
 
 
 def _compare_arrays(summaries: dict[int, _Summary]) -> None:
-    """Raise ValueError if arrays of one name have different dtypes or shapes."""
+    """Raise ValueError if replicas of an array have different dtypes or shapes on two ranks."""
     seen: dict[str, tuple[int, str]] = {}
     for other, summary in summaries.items():
         for name, facts in summary["whole"].items():
@@ -174,7 +177,10 @@ def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:
 def _refuse_values(
     label: str, name: str, first: tuple[int, _Group], other: tuple[int, _Group]
 ) -> None:
-    """Raise ValueError if a parameter has different values on two ranks."""
+    """Raise ValueError if the groups of a parameter have different hyperparameters on two ranks.
+
+    `label`: the optimizer. `first`, `other`: rank and group of each.
+    """
     values = first[1], other[1]
     for key in {**values[0], **values[1]}:
         got = [v.get(key, "no value") for v in values]
@@ -189,7 +195,9 @@ def _merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group
     """Return the groups of an optimizer whose parameters ranks hold in part.
 
     The groups of the first rank come first, then the groups of other ranks, without parameters
-    of an earlier rank.
+    of an earlier rank. `groups_of` has the groups by rank. If a group has no names of parameters,
+    there is nothing to join by, so the groups of the first rank are returned. Raises ValueError if
+    ranks disagree about the values of a parameter's group.
     """
     if not all("params" in group for groups in groups_of.values() for group in groups):
         return next(iter(groups_of.values()))
@@ -223,7 +231,7 @@ def _pack_local(
     groups: Mapping[str, list[_Group]],
     error: BaseException | None,
 ) -> tuple[_Summary, bytes, BaseException | None]:
-    """Return this rank's summary, the names of its replicas as a message, and its error."""
+    """Return this rank's summary and names of its replicas as messages, and its error or None."""
     replicas: list[str] = []
     summary: _Summary = {}
     if error is None:
@@ -267,7 +275,7 @@ def _exchange_digests(
 
 
 def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
-    """Return an error that names the first failed rank, or None."""
+    """Return the error of the first rank that reports one, None if no rank does."""
     for rank, summary in summaries.items():
         if "error" in summary:
             error = CollectiveError(f"not saved: rank {rank}: {summary['error']}")
@@ -282,7 +290,7 @@ def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
 def _names_of_first_owner(
     rank: int, own_summary: _Summary, summaries: dict[int, _Summary]
 ) -> list[str]:
-    """Return the names of this rank's arrays that no lower rank has."""
+    """Return the names of this rank's replicas that no lower rank has: it writes these."""
     earlier = {
         name
         for other, other_summary in summaries.items()

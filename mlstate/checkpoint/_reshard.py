@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint with another layout, in one process; through `mlstate.checkpoint`."""
+"""`reshard`: rewrite a checkpoint with another layout, in one process; `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _ShardAssigner:
         self._stored: set[tuple[str, str, int]] = set()
 
     def shards(self, section: str, arrays: dict[str, Any], rank: int) -> dict[str, Shard]:
-        """Return the arrays of one rank as shards."""
+        """Return the arrays of one new rank as shards; the first rank with a part stores it."""
         shards_made = {}
         for key, array in arrays.items():
             shape, axes, _, tier = self._facts[section, key]
@@ -60,7 +60,10 @@ def _write_all_ranks(
     like: Manifest,
     progress: Callable[[int], object] | None,
 ) -> Checkpoint:
-    """Save all ranks of a world, one after the other; `states` returns a rank's dicts."""
+    """Save all ranks of the new checkpoint, one after the other, and commit it.
+
+    `states`: returns the dicts of a rank. `like`: the old manifest.
+    """
     commit = Commit(target, world_size)
     with commit.holder:
         try:
@@ -87,7 +90,7 @@ def _folders(
     target: str | os.PathLike[str],
     storage_options: Mapping[str, object] | None,
 ) -> tuple[CheckpointFiles, CheckpointFiles]:
-    """Return the files of two paths; `storage_options` apply to the URLs."""
+    """Return the folders of source and target; `storage_options` apply to the URLs."""
     urls = [is_url(path) for path in (source, target)]
     options = [storage_options if url or not any(urls) else None for url in urls]
     files = (open_files(source, options[0], reads=True), open_files(target, options[1]))
@@ -103,7 +106,7 @@ def _load(
     keys: list[str],
     cutting: Cutting,
 ) -> dict[str, Any]:
-    """Return parts of verified tensors: views of mapped files, or copies of objects."""
+    """Return the parts `cutting` of verified tensors: views of mapped files, or copies."""
     mmap = files.folder.is_local
     # objects may be replaced after the verification, so their checksums are compared again
     return files.folder.load(merged, section, keys, cutting, not mmap, mmap, None)
@@ -218,6 +221,7 @@ def reshard(
         root = choose_root(old, MANIFEST, step, monitor, mode)
 
     def write(manifest: Manifest) -> Checkpoint:
+        """Verify the old checkpoint, and write it for the new ranks, one rank after the other."""
         merged = old.load_merged_index(manifest)
         _, problems = verify_files(old, manifest, merged, None)
         if problems:
@@ -228,6 +232,7 @@ def reshard(
         replicated_keys = {key for key in merged.keys(STATES) if key.startswith(trees)}
 
         def states(rank: int) -> tuple[Any, Any, Any]:
+            """Return a new rank's model, optimizer, named states: shards by key, or None."""
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from ._save_timing import number_of_steps, seconds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from datetime import datetime
 
     from ._folder.names import Root
@@ -47,10 +47,14 @@ class Retention(NamedTuple):
 
     def metric(self, manifest: Manifest) -> float | None:
         """Return the metric of a step; None if it has none, or NaN."""
-        value = manifest.metadata.get(self.monitor) if self.monitor is not None else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return self.metric_in(manifest.metadata)
+
+    def metric_in(self, metadata: Mapping[str, Any]) -> float | None:
+        """Return the metric in metadata; None if it has none, or NaN."""
+        value = metadata.get(self.monitor) if self.monitor is not None else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return value
+        return None if isinstance(value, float) and math.isnan(value) else value
 
     def ranked(self, roots: Roots) -> Roots:
         """Return the steps with a metric, the best one first; of equal ones the newer first."""
@@ -119,7 +123,7 @@ NO_RULES = Retention(None, None, "min", None, None)
 
 
 def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: Any) -> Retention:
-    """Return the rules of a manager's arguments; raise if one of them is wrong."""
+    """Return the rules of a manager's `keep_...` arguments; raise if one of them is wrong."""
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(f"monitor must be a key of metadata, got {type(monitor).__name__}")
     if mode not in MODES:

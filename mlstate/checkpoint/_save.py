@@ -1,4 +1,4 @@
-"""Save a sharded checkpoint, from one rank or many; public through `mlstate.checkpoint`.
+"""`save`: write a checkpoint, from one rank or many; public through `mlstate.checkpoint`.
 
     save -> check_target       the arguments -> SaveTarget
          -> take_content       the states, checked but not copied -> SaveContent
@@ -132,19 +132,21 @@ def check_target(
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
-        files,
-        files.folder.claim(options["lock_timeout"]),
-        None if world_size == 1 else group,
-        rank,
-        world_size,
-        options["layout"],
-        (pack_below, *flags, options["compress"]),
-        save_folder.retain is not None,
-        save_folder.replace_steps,
-        save_folder.content,
-        partial(delete_all_roots, files) if save_folder.replace_steps else save_folder.retain,
-        save_folder.started,
-        find_caller(),
+        files=files,
+        claim=files.folder.claim(options["lock_timeout"]),
+        group=None if world_size == 1 else group,
+        rank=rank,
+        world_size=world_size,
+        layout=options["layout"],
+        how=(pack_below, *flags, options["compress"]),
+        keep_root=save_folder.retain is not None,
+        replace_steps=save_folder.replace_steps,
+        content=save_folder.content,
+        retain=partial(delete_all_roots, files)
+        if save_folder.replace_steps
+        else save_folder.retain,
+        started=save_folder.started,
+        caller=find_caller(),
     )
 
 
@@ -161,7 +163,10 @@ def is_on_device(value: Any) -> bool:
 
 
 def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
-    """Copy a value to main memory: by `copy`, or to newly allocated memory."""
+    """Return a copy of a tensor in main memory; a `Shard` stays one, with the tier "hot".
+
+    `copy`: copies to memory that it provides; None: newly allocated memory.
+    """
     array = _array_of(value)
     if array.device.type == "meta":
         raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
@@ -191,7 +196,7 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
 
 
 def _mapping_of(name: str, state: Any) -> Any:
-    """Return the mapping that an argument holds; raise TypeError if it holds none."""
+    """Return the mapping that the argument `name` holds; raise TypeError if it holds none."""
     if hasattr(state, "get_state_dict"):
         state = state.get_state_dict()
     if state is not None and not hasattr(state, "keys"):
@@ -227,7 +232,10 @@ def refuse_empty_save(*states: Any) -> None:
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
-    """Return the error for a value that is not an array, with a hint where it belongs."""
+    """Return the error for the user about a value that is not an array, with a hint.
+
+    `section`: model or optimizer. `state`: all of it.
+    """
     value = state[name]
     if is_cache(value):
         hint = (
@@ -249,7 +257,10 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
 
 
 def _as_dict(state: Any, section: str, source: Any) -> dict[str, Any] | None:
-    """Return the state of an argument as a new dict; raise if a value cannot be stored."""
+    """Return the caller's state as a new dict; raise if a value cannot be stored.
+
+    `source`: the object that the state is of, for the error.
+    """
     if state is None:
         return None
     arrays = dict(state)
@@ -272,6 +283,7 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
 
 
 def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of the caller's metadata ({} for None), or raise if it is not JSON."""
     import json
 
     if mapping is not None and not hasattr(mapping, "keys"):
@@ -303,6 +315,7 @@ class SaveContent:
         named: NamedStates = NO_STATES,
         entries: Iterable[str] = (),
     ) -> None:
+        """Keep what one rank saves: arrays, description, and an error that prevents the save."""
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest
@@ -430,7 +443,7 @@ def gather_shards(
 
 
 def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) -> Assignment:
-    """Agree on which rank writes what; every rank calls it, even after a failure."""
+    """Agree with all ranks on which rank writes what; every rank calls it, even after a failure."""
     digests: list[bytes] = []
     try:
         digests = content.named.digests()
@@ -457,7 +470,10 @@ def _copy_to_host(
     own_names: tuple[frozenset[str] | None, ...],
     copy: Callable[[Any], Any] | None,
 ) -> None:
-    """Replace tensors on devices that this rank stores by copies in main memory."""
+    """Replace the tensors on devices that this rank stores, in `dicts`, by copies in main memory.
+
+    `own_names`: of replicated tensors that this rank stores, by section; None: all.
+    """
     if sys.modules.get("torch") is None:
         return
     for state, names in zip(dicts, own_names, strict=True):
@@ -540,7 +556,8 @@ def save(
         ``mlstate[zstd]`` to save and to load.
     progress : callable, optional
         Called repeatedly with the number of bytes processed since the last call. An exception
-        from it stops the save.
+        from it stops the save. With a URL, these bytes are in temporary files; it is called with 0
+        during their upload.
     lock_timeout : float, default 0
         Seconds to wait for another process that is writing this checkpoint. Stores have no
         locks: with a URL, the writer that commits second raises.

@@ -1,4 +1,4 @@
-"""Save in the background while training continues; public through `mlstate.checkpoint`.
+"""`save_async`: save in the background while training continues; `mlstate.checkpoint`.
 
     save_async -> check_target, take_content   see _save.py
                -> SaveJob.work, in a thread
@@ -109,6 +109,11 @@ class SaveJob:
         progress: Callable[[int], object] | None,
         began: float,
     ) -> None:
+        """Keep all that a save in the background and its handle share; the thread starts later.
+
+        `budget`: limit of the staging memory or None. `progress`: the caller's callback, called
+        with bytes. `began`: `perf_counter` at the call of `save_async`.
+        """
         import threading
 
         self.began = began
@@ -162,7 +167,7 @@ class SaveJob:
             self.run()
 
     def start_thread(self, bell: Any) -> None:
-        """Start the thread if the system has one left, and release the bell."""
+        """Start the save's thread if the system can; release `bell`, for which the caller waits."""
         try:
             self.thread.start()
         except (RuntimeError, MemoryError):
@@ -171,7 +176,7 @@ class SaveJob:
             bell.release()
 
     def give_up(self) -> None:
-        """Stop a save whose handle was not returned to the caller."""
+        """Stop a save whose handle did not reach the caller, for example after an interrupt."""
         self.cancelled = self.asked = True
         with self.guard:
             begun, self.begun = self.begun, True
@@ -195,7 +200,7 @@ class SaveJob:
         return gather_shards(self.target, self.content, copy)
 
     def fail(self, error: BaseException) -> None:
-        """Raise the error if this process saves alone; else report it to the other ranks."""
+        """Raise the error if this process saves alone; otherwise report it to the other ranks."""
         if self.target.group is None:
             raise error
         if self.gathered is None:
@@ -222,7 +227,7 @@ class SaveJob:
             self.end(result, failed)
 
     def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
-        """Release all references and memory, and wake the waiting threads."""
+        """Record result or error, release all references and memory, and wake waiting threads."""
         if _groups.get(id(self.target.group)) is self:
             del _groups[id(self.target.group)]
         self.gathered = None  # before the staging memory is released to another save
@@ -239,7 +244,7 @@ class SaveJob:
             self.report()
 
     def work(self) -> Checkpoint:
-        """Stage, write and commit."""
+        """Stage, write and commit the save, in its thread; return the saved checkpoint."""
         freed: Callable[[], object] | None = None
         copies = _Copies(self)
         try:
@@ -262,7 +267,7 @@ class SaveJob:
         return write_and_commit(self.target, gathered, self.advance, freed)
 
     def memory(self, nbytes: int, overhead: int = 0) -> Any:
-        """Return memory of `wanted` bytes, or of fewer if the budget less `overhead` is smaller."""
+        """Return memory of `nbytes` bytes, or of fewer if the budget less `overhead` is smaller."""
         if self.budget is not None:
             most = self.budget.nbytes
             # even if the budget barely covers the writer, a quarter of it is used for copies
@@ -270,7 +275,10 @@ class SaveJob:
         return self.staging._take(nbytes)
 
     def stage(self, gathered: GatheredShards, copies: _Copies) -> bool:
-        """Copy the shards that fit the memory; return whether any did not fit."""
+        """Copy the shards that fit the staging memory; return whether any did not fit.
+
+        The rest is written from the caller's arrays, which must not change until then.
+        """
         memory = copies.memory
         if memory is None:
             compresses = self.target.how[3] is not None
@@ -326,7 +334,10 @@ class SaveJob:
             raise RuntimeError(f"the save of {self.path} cannot wait for itself, in its progress=")
 
     def reached(self, event: str, timeout: float | None = None) -> bool:
-        """Wait until the job is "staged" or "ended", record the wait; return whether it is."""
+        """Wait until the save is "staged" or "ended"; return False after the timeout.
+
+        The wait is recorded for the report of times.
+        """
         if getattr(self, event):
             return True
         self.refuse_own_thread()
@@ -339,7 +350,10 @@ class SaveJob:
                 add_wait(self.waits, start, now)
 
     def wait_until(self, event: str, timeout: float | None) -> bool:
-        """Wait on a lock of this thread alone, so that an interrupt affects no other thread."""
+        """Wait for "staged" or "ended" by a lock of this thread; return False after the timeout.
+
+        An interrupt affects no other thread.
+        """
         import threading
 
         end = None if timeout is None else time.monotonic() + timeout
@@ -383,7 +397,7 @@ class SaveJob:
             self.thread.join()
 
     def abandon(self) -> None:
-        """Print a pending error: the handle was collected, or the interpreter exits."""
+        """Print an error that the user never saw: the handle was collected, or Python exits."""
         if self.pid != os.getpid():
             return
         with self.guard:
@@ -393,7 +407,7 @@ class SaveJob:
             self.report()
 
     def report(self) -> None:
-        """Print an error that no call raised."""
+        """Print the save's error as that of its thread, because no call raised it."""
         import threading
 
         error = self.error
@@ -411,7 +425,7 @@ class _Copies:
         self.used = 0
 
     def take(self, tensor: Any) -> Any:
-        """Return a copy of a tensor; raise ValueError if it does not fit the budget."""
+        """Return a copy of a device tensor in staging memory; raise ValueError if too large."""
         import torch
 
         if self.memory is None:
@@ -612,7 +626,7 @@ class SaveHandle:
         return job.error is not None
 
     def _settle(self) -> None:
-        """Wait until the save has ended; raise its error unless a call has raised it before."""
+        """Wait until the save has ended; raise its error unless the user has seen it."""
         job = self._job
         if job.pid != os.getpid():
             return

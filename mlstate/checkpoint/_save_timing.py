@@ -24,7 +24,7 @@ def number_of_steps(name: str, value: object) -> int | None:
 
 
 def seconds_of(name: str, value: float | timedelta | None) -> float | None:
-    """Return a time in seconds, or None."""
+    """Return a manager's argument as positive seconds, or None; raise for other values."""
     if value is None:
         return None
     seconds = value.total_seconds() if hasattr(value, "total_seconds") else value
@@ -68,6 +68,7 @@ class SignalWatch:
     """
 
     def __init__(self, signals: tuple[int, ...]) -> None:
+        """Install a handler that only records a signal; the old handlers return with `close`."""
         self._old: dict[int, Any] = {}
         self._pid = os.getpid()
         self.received: int | None = None

@@ -33,6 +33,10 @@ class Section:
         keys: Iterable[str],
         prefix: str = "",
     ) -> None:
+        """Create a section of these index keys.
+
+        The names are the keys without `prefix` ("state/").
+        """
         self.label = label  # name in errors: model, optimizer or states['...']
         self.number = number  # of the index's section
         self.kind = kind  # description in the manifest; None if it was not saved
@@ -73,7 +77,7 @@ class Section:
         self._stored = {name: key for name, key in keys.items() if name != key}
 
     def renamed_layers(self, values: Mapping[str, object]) -> dict[str, Any]:
-        """Return values by the names of layers, which are renamed as the tensors below them."""
+        """Return `values`, by names of layers, by the names after the renaming."""
         renamed = dict(values)
         for name, old in self._stored.items():
             for layer in values:

@@ -1,4 +1,4 @@
-"""Memory for copies of a state during an asynchronous save; through `mlstate.checkpoint`.
+"""`Staging`: memory for copies of a state during an asynchronous save; `mlstate.checkpoint`.
 
 The core makes the copies. This module decides which save uses the memory, and how much of it.
 """
@@ -50,6 +50,7 @@ class Staging:
     """
 
     def __init__(self, nbytes: int) -> None:
+        """Allocate `nbytes` of staging memory and touch its pages, so that no save has to."""
         if not hasattr(nbytes, "__index__"):
             raise TypeError(f"nbytes must be an int, got {type(nbytes).__name__}")
         if nbytes < 0:
@@ -81,7 +82,7 @@ class Staging:
         """Free memory that is not kept for the next save."""
 
     def _take(self, nbytes: int) -> Any:
-        """Return memory of `wanted` bytes, or all of it if it is smaller."""
+        """Return memory of `nbytes` bytes, or all of it if it is smaller."""
         return self._memory[:nbytes]
 
 

@@ -1,4 +1,4 @@
-"""The steps of a run, and the one that ``step=``, ``monitor=`` and ``mode=`` choose."""
+"""Choose the step of a run that ``step=``, ``monitor=`` and ``mode=`` of a load mean."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import steps_text
 from ..errors import FormatError, MLStateError
-from ._folder.names import MANIFEST
+from ._folder.names import MANIFEST, Root
 from ._retention import check_retention
 
 if TYPE_CHECKING:
-    from ._folder.names import Root
     from ._retention import Retention, Roots
     from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
@@ -56,7 +55,7 @@ def read_roots(
 
 
 def read_step(files: CheckpointFiles, step: int) -> tuple[Root, Manifest]:
-    """Return the root of a step and its manifest; raise StoreError if it does not exist."""
+    """Return the root (file and name) of a step and its manifest; raise StoreError if missing."""
     roots = read_roots(files)
     for root, manifest in roots:
         if manifest.step == step:
@@ -67,33 +66,49 @@ def read_step(files: CheckpointFiles, step: int) -> tuple[Root, Manifest]:
     raise store_error(reason, "cannot find the step", files.path)
 
 
-def best_of(roots: Roots, rules: Retention) -> int | None:
+def best_of(roots: Roots, rules: Retention) -> tuple[Root, Manifest] | None:
     """Return the step with the best metric, or None if no step has one."""
     ranking = rules.ranked([entry for entry in roots if entry[1].step is not None])
-    return ranking[0][1].step if ranking else None
+    return ranking[0] if ranking else None
 
 
-def best_step(files: CheckpointFiles, monitor: str, mode: str) -> int:
-    """Return the step of a run with the best metric; raise ValueError if no step has one."""
-    _refuse_other_kinds(files)
-    best = best_of(read_roots(files), check_retention(None, monitor, mode, None, None))
+def find_best(files: CheckpointFiles, monitor: str, mode: str) -> tuple[Root, Manifest]:
+    """Return the step of a run with the best metric; raise ValueError if no step has one.
+
+    In a folder without steps, its only checkpoint is the one to choose from.
+    """
+    rules = check_retention(None, monitor, mode, None, None)
+    root = _refuse_other_kinds(files)
+    roots = read_roots(files)
+    if not roots:
+        manifest = files.read_manifest(root)
+        roots = [(Root(0, manifest.generation, root), manifest)]
+    best = best_of(roots, rules)
     if best is None:
-        raise ValueError(f"{files.path}: no step has a number {monitor!r} in its metadata")
+        raise no_metric(files.path, monitor)
     return best
+
+
+def no_metric(path: str, monitor: str | None) -> ValueError:
+    """Return the error of a run without the metric of ``step="best"``."""
+    return ValueError(f"{path}: no step has a number {monitor!r} in its metadata")
 
 
 def choose_root(
     files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str
 ) -> str:
-    """Return the root of a step; `root` if there is no step to choose."""
+    """Return the name of the root (manifest) to load for `step`; `root` itself if it is None.
+
+    `monitor`, `mode`: the metric that "best" compares.
+    """
     if step == "best":
         if monitor is None:
             raise ValueError(
                 "step='best' needs the metric: pass monitor='loss' or another key of the metadata, "
                 "and mode='max' if the largest is best"
             )
-        step = best_step(files, monitor, mode)
-    elif monitor is not None:
+        return find_best(files, monitor, mode)[0].path
+    if monitor is not None:
         raise ValueError(
             f"monitor={monitor!r} is the metric of the best step: pass step='best' too, or leave "
             "monitor= out"
@@ -102,7 +117,7 @@ def choose_root(
 
 
 def find_root(files: CheckpointFiles, step: int | str) -> str:
-    """Return the root of a step; in a folder without steps, its only root."""
+    """Return the name of a step's root; in a folder without steps, of its only root."""
     if isinstance(step, str) and step != "latest":
         raise ValueError(f"step must be an int, 'latest' or 'best', got {step!r}")
     root = _refuse_other_kinds(files)
@@ -115,7 +130,7 @@ def find_root(files: CheckpointFiles, step: int | str) -> str:
 
 
 def _refuse_other_kinds(files: CheckpointFiles) -> str:
-    """Return the current root; raise ValueError for files without steps."""
+    """Return the current root; raise ValueError if the path is not a folder of steps."""
     if files.folder.is_local and os.path.isfile(files.path):
         raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")
     root = files.current_root()

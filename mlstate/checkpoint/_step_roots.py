@@ -1,4 +1,4 @@
-"""The roots of a manager's steps, as several ranks see them."""
+"""Agreement between ranks on the roots of a run: which exist, and which all ranks can load."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
 def try_root(
     files: CheckpointFiles, root: str, options: LoadOptions
 ) -> tuple[LoadedState | None, MLStateError | None]:
-    """Load a root on all ranks; if one rank cannot read it, every rank skips it."""
+    """Load a root on all ranks; return the state, None if a rank cannot read it, and the error.
+
+    The error is this rank's own, or None.
+    """
     group = options.get("group")
     state: LoadedState | None = None
     error: MLStateError | None = None

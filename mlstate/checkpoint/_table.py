@@ -71,7 +71,7 @@ def column_of(record: TensorRecord, columns: Iterable[str]) -> str:
 
 
 def columns_of(records: Iterable[TensorRecord]) -> list[str]:
-    """Return the columns: weights, the largest states by name, then one for all others."""
+    """Return the column names of a table: weights, the largest states, and one for the rest."""
     sizes: dict[str, int] = {}
     weights = False
     for record in records:
@@ -88,7 +88,7 @@ def columns_of(records: Iterable[TensorRecord]) -> list[str]:
 
 
 def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group]:
-    """Return all layers and their parameters, sorted by the numbers in their names."""
+    """Return the layers with their parameters, in order of the numbers in their names."""
     groups: dict[str, Group] = {}
     for record in sorted(records, key=lambda record: number_order(record.parameter)):
         name = layer_of(record.parameter)

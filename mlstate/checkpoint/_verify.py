@@ -1,4 +1,4 @@
-"""Verify and repair a checkpoint; public through `mlstate.checkpoint`."""
+"""`verify`: find damage in a checkpoint, and repair it; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -85,6 +85,13 @@ class Problem(NamedTuple):
         return error
 
 
+def file_problem(
+    kind: str, path: str, text: str, *, name: str | None = None, offset: int = 0, length: int = 0
+) -> Problem:
+    """Return the problem of a file or a tensor in it that belongs to no rank of a save."""
+    return Problem(kind, path, name, None, 0, offset, length, text)
+
+
 class VerifyReport:
     """The result of `verify`; it is true if the checkpoint is good.
 
@@ -134,6 +141,7 @@ class VerifyReport:
     )
 
     def __init__(self, path: str) -> None:
+        """Create a report without problems, to be filled by `verify`."""
         self.path: str = path
         self.problems: list[Problem] = []
         self.leftover: list[str] = []
@@ -159,6 +167,7 @@ class VerifyReport:
         ]
 
     def _title(self) -> str:
+        """Return one line: path, number of problems and leftover files, bytes read."""
         count = len(self.problems)
         state = "good" if not count else f"{count} problem{'' if count == 1 else 's'}"
         extra = [f"{len(self.leftover)} files left over"] if self.leftover else []
@@ -184,6 +193,7 @@ _HEADERS = ["problem", "file", "tensor", "bytes", "what"]
 
 
 def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Problem:
+    """Return the problem of a rank's manifest or index; `kind` unless it is missing."""
     if isinstance(error, FileNotFoundError):
         kind = "missing"
     elif isinstance(error, StoreError):
@@ -194,7 +204,7 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
 def _verify_weight_files(
     files: CheckpointFiles, manifest: Manifest, progress: Callable[[int], object] | None
 ) -> tuple[int, list[Problem]]:
-    """Verify the files of a Hugging Face folder, or one file, as `verify_files` does."""
+    """Verify the files of a Hugging Face folder, or one file; return bytes read and problems."""
     from ._files.safetensors_verify import read_header, verify_file
 
     def has_checksums(path: str) -> bool:
@@ -241,7 +251,7 @@ def verify_files(
 
 
 def _index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]:
-    """Read each index separately, to report every damaged one."""
+    """Return a problem for each rank's index that is damaged; reads each separately."""
     if manifest.weights is not None:
         return _verify_weight_files(files, manifest, None)[1]
     problems = []
@@ -257,7 +267,7 @@ _NAMED = 3  # tensors of one file that a problem names
 
 
 def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Problem]:
-    """Add to problems of whole files the names of the tensors in these files."""
+    """Return the problems; problems of whole files get the names of the tensors in the file."""
     damaged_files = {problem.path for problem in problems if problem.name is None}
     if not damaged_files:
         return problems
@@ -286,7 +296,10 @@ def _verify_once(
     progress: Callable[[int], object] | None,
     indexes: dict[str, _core.MergedIndex],
 ) -> Manifest | None:
-    """Verify the current root; return it, or None if it cannot be read."""
+    """Verify the root `name`, and return its manifest, or None if that cannot be read.
+
+    Problems are added to `report`, the merged index into `indexes`, by generation.
+    """
     try:
         manifest = files.read_manifest(name)
     except MLStateError as error:
@@ -325,7 +338,7 @@ def verify_root(
     progress: Callable[[int], object] | None,
     indexes: dict[str, _core.MergedIndex],
 ) -> None:
-    """Add the problems of one root to the report, and its merged index to `known`.
+    """Add the problems of one root to the report, and its merged index to `indexes`.
 
     If files are missing and a writer has replaced the root meanwhile, start again.
     """
@@ -377,10 +390,14 @@ def _verify_names(
     report: VerifyReport,
     progress: Callable[[int], object] | None,
 ) -> None:
-    """Read the chosen tensors, one after the other, and add their problems to the report."""
+    """Read the named tensors, one after the other, and add their problems to `report`."""
     from ._load import chosen_names, ranks_of
 
     def verify_tensors(manifest: Manifest) -> None:
+        """Read the named tensors through their checksums, and put problems and bytes into `report`.
+
+        It starts `report` anew, because it is called again if a writer replaces the checkpoint.
+        """
         report.step, report.bytes, report.problems = manifest.step, 0, []
         merged = files.load_merged_index(manifest)
         sections = [merged.keys(number) for number in range(STATES)]
@@ -457,7 +474,7 @@ def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
 
 
 def _try_root(files: CheckpointFiles, name: str) -> _Trial:
-    """Verify a root; rewrite damaged headers of files whose tensors are good."""
+    """Verify a root for a repair; rewrite damaged headers of files whose tensors are good."""
     is_mended = False
     while True:
         report = VerifyReport(files.path)
@@ -647,7 +664,7 @@ def verify(
 
 
 def _find_whole(files: CheckpointFiles) -> WholePath | None:
-    """Return the path if it is read whole; folders with any root of mlstate are not."""
+    """Return the path of a file or folder that has no index and is read whole, else None."""
     folder = files.folder
     if not folder.is_local or folder.file:
         return None
@@ -659,7 +676,7 @@ def _find_whole(files: CheckpointFiles) -> WholePath | None:
 
 
 def _root_to_verify(files: CheckpointFiles, root: str) -> str:
-    """Return the root to verify; raise StoreError if there is nothing that a root describes."""
+    """Return the name of the root to verify; raise StoreError if nothing has a root."""
     folder = files.folder
     folder.require_folder()
     root = files.current_root(root)

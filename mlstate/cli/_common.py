@@ -17,7 +17,7 @@ from ..checkpoint._folder.names import FOLDERS, MANIFEST
 from ..checkpoint._folder.weight_names import is_weights_root, weights_root
 from ..checkpoint._load import chosen_names
 from ..checkpoint._load_whole import WholePath, has_safetensors_header, whole_path
-from ..checkpoint._step_choice import best_step, find_root
+from ..checkpoint._step_choice import find_best, find_root
 from ..checkpoint._store.open_path import RootPath, is_url, open_files, open_folder
 from ..errors import MLStateError
 
@@ -51,7 +51,7 @@ def add_command(
 
 
 def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the time to wait for another writer."""
+    """Add `--lock-timeout`, the seconds to wait for another writer, to a command's parser."""
     parser.add_argument(
         "--lock-timeout",
         type=float,
@@ -70,7 +70,7 @@ _step.__name__ = "step"  # argparse: "invalid step value"
 
 
 def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "run") -> None:
-    """Add the option for a step of a run."""
+    """Add `--step`, or an option of another name, to a command's parser."""
     parser.add_argument(
         f"--{name}",
         type=_step,
@@ -86,7 +86,7 @@ def add_monitor(parser: argparse.ArgumentParser) -> None:
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
-    """Add the option that selects tensors."""
+    """Add `--names`, which selects tensors, to a command's parser."""
     parser.add_argument(
         "--names",
         action="append",
@@ -102,14 +102,15 @@ def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set
 
 
 def number_of_step(path: str, step: int | str | None, arguments: argparse.Namespace) -> int | None:
-    """Return the number of a step; None for the newest."""
+    """Return the number of the step that the user chose; None for the newest."""
     if step == "latest":
         return None
     if step != "best":
         return step  # type: ignore[return-value]
     if arguments.monitor is None:
         raise ValueError("--step best needs --monitor KEY, the metadata with the metric")
-    return best_step(open_files(path, reads=True), arguments.monitor, arguments.mode)
+    files = open_files(path, reads=True)
+    return find_best(files, arguments.monitor, arguments.mode)[1].step
 
 
 # ---- finding the checkpoint ----
@@ -147,6 +148,11 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 
 
 def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
+    """Return what commands read at `path`: a checkpoint, a whole file of another program, or None.
+
+    None: one safetensors file. `reads_whole`: also look for files without an index. Raises
+    StoreError if nothing can be read.
+    """
     if is_url(path):
         store = open_files(path, reads=True)
         root = MANIFEST

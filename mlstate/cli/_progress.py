@@ -26,6 +26,7 @@ class _Line:
         self._began, self._printed = time.monotonic(), -math.inf
 
     def add(self, count: int) -> None:
+        """Count bytes, and update the line in the terminal at most a few times a second."""
         self._done += count
         now = time.monotonic()
         if now - self._printed < _LEAST_SECONDS and self._done < self._total:
@@ -56,7 +57,7 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def progress_of(label: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
-    """Yield a function that takes numbers of bytes, or None if stderr is not a terminal.
+    """Yield a function that adds bytes to the line, or None if stderr is not a terminal.
 
     `count` returns the total; if it is 0 or unknown, None is yielded too.
     """

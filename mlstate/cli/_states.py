@@ -71,6 +71,10 @@ def _add_plan(
     seq_axis: int | None,
     default: str,
 ) -> argparse.ArgumentParser:
+    """Add the subcommand `plan` for one kind of model (`which`), and return its parser.
+
+    `default`: help text on the default of `--seq-axis`.
+    """
     text = f"show the effect of moving all states from one {which.model} to another"
     plan: argparse.ArgumentParser = actions.add_parser(
         "plan",
@@ -93,6 +97,7 @@ def _add_plan(
 
 
 def _state_data(spec: Any) -> dict[str, Any]:
+    """Return a state's description as JSON values."""
     data = {
         "name": spec.name,
         "shape": list(spec.shape),
@@ -105,7 +110,7 @@ def _state_data(spec: Any) -> dict[str, Any]:
 
 
 def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
-    """Print the states of every function."""
+    """Print the states of every function of the model that the user named; return the status."""
     functions, default = which.read(getattr(arguments, which.model))
     if arguments.json:
         listed = {

@@ -76,6 +76,7 @@ def _tokens_of(prompt: PromptFile) -> int | None:
 
 
 def _layer_data(name: str, layer: LayerValues) -> dict[str, Any]:
+    """Return a layer of a cache as JSON values."""
     arrays = {
         key: {"shape": list(array.shape), "dtype": name_of(array.dtype), "bytes": array.nbytes}
         for key, array in _arrays_of(layer).items()

@@ -49,6 +49,15 @@ _COMMANDS = (
 )
 
 
+def _hint_of_abbreviation(value: str, choices: list[str]) -> str:
+    """Return a hint with the choice that a value such as "hf" abbreviates, or ""."""
+    for choice in choices:
+        letters = iter(choice)
+        if value[:1] == choice[:1] and all(letter in letters for letter in value) and value:
+            return f"; did you mean {choice!r}?"
+    return ""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a usage error in one line."""
 
@@ -56,8 +65,10 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            choices = map(str, action.choices or ())
-            error.message += names_hint(str(value), choices, listed=False)
+            choices = [str(choice) for choice in action.choices or ()]
+            error.message += names_hint(str(value), choices, listed=False) or _hint_of_abbreviation(
+                str(value), choices
+            )
             raise
 
     def parse_known_args(self, *arguments: Any, **keywords: Any) -> tuple[Any, list[str]]:
@@ -74,6 +85,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `mlstate` with all commands."""
     parser = _Parser(prog="mlstate", description="The state of machine-learning models.")
     parser.add_argument("--version", action="version", version=f"mlstate {__version__}")
     parser.add_argument("--print-completion", action=PrintCompletion)
@@ -94,7 +106,7 @@ def _print_error(text: str) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """Return one line about an error, with the file that it concerns."""
+    """Return one line about an error for the user, with the file that it concerns."""
     text = str(getattr(error, "strerror", None) or error)
     path = getattr(error, "path", None) or getattr(error, "filename", None)
     path_text = None if path is None else os.fsdecode(path)
@@ -111,7 +123,7 @@ _WITH_OPTION = re.compile(r"\w+=\S* \((--[^()]+) on the command line\)")
 
 
 def _name_options(text: str, parser: argparse.ArgumentParser | None) -> str:
-    """Replace the names of Python's keywords in an error's text by a command's options."""
+    """Replace names of Python keywords in an error by the command's options, for the user."""
     text = _WITH_OPTION.sub(r"\1", text)
     for action in () if parser is None else parser._actions:
         if action.option_strings and "_" in action.dest:
@@ -125,7 +137,7 @@ class _RefusalError(Exception):
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run the command; each warning becomes one line, once, without its source line."""
+    """Run the command and return its status; print each warning as one line, once."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
@@ -142,6 +154,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parse_and_run(argv: Sequence[str] | None) -> int:
+    """Run the command of `argv` (None: of this process) and return its exit status."""
     parser = _parser()
     try:
         arguments = parser.parse_args(argv)

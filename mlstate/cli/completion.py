@@ -22,7 +22,7 @@ class PrintCompletion(argparse.Action):
         super().__init__(option_strings, dest, choices=SHELLS, help=help_text)
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, *__: object) -> None:
-        """Print the script."""
+        """Print the completion script for `shell` and exit; argparse calls this."""
         try:
             import shtab
         except ImportError:

@@ -14,6 +14,7 @@ from .._common.dtypes import name_of, numpy_dtype
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint._files.changes import Changes
 from ..checkpoint._files.convert import (
+    FLAT,
     FORMATS,
     SUFFIXES,
     begin_write,
@@ -93,7 +94,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--dtype",
         metavar="DTYPE",
-        help="of the model's floats: float16, bfloat16, float32 or float64",
+        help="of the model's floats: float16, bfloat16, float32 or float64 (short: fp16, bf16)",
     )
     folder = parser.add_argument_group("--to huggingface")
     folder.add_argument(
@@ -165,7 +166,7 @@ def _is_torch(path: str) -> bool:
 
 
 def _read(arguments: argparse.Namespace, name: str) -> Parts:
-    """Return the chosen parts of the source."""
+    """Return the parts of the source that the user chose; `name`: its format."""
     path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
     where = None
     if name == "mlstate" or (name == "huggingface" and any(changes) and not _is_torch(path)):
@@ -211,7 +212,10 @@ def _load_folder(arguments: argparse.Namespace) -> Any:
 
 
 def _part_data(state: StateDict | None, dtype: str | None = None) -> dict[str, int] | None:
-    """Return the number of tensors, and their bytes when their floats have a dtype."""
+    """Return the number of tensors of a state and their bytes, for the summary; None for None.
+
+    `dtype`: that floats are converted to, or None.
+    """
     if state is None:
         return None
     sizes = (
@@ -256,7 +260,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
     options = _export_options(arguments, write)
     parts: dict[str, Any] = {"model": None, "optimizer": None}
     model: StateDict | None
-    optimizer, states = None, dict[str, Any]()
+    optimizer: StateDict | None
+    model, optimizer, states = None, None, dict[str, Any]()
     if is_whole:
         origin = _load_folder(arguments) if read == "mlstate" else Path(arguments.source)
         parts["model"] = convert_lightning(origin, start)
@@ -264,7 +269,10 @@ def run_convert(arguments: argparse.Namespace) -> int:
         assert isinstance(start, Target)
         parts["model"] = _export(arguments, read, options, start)
     else:
-        model, optimizer, metadata, states = _read(arguments, read)
+        read_parts = _read(arguments, read)
+        if changes.names is not None:  # they may choose tensors of one part only
+            read_parts = read_parts.without_empty()
+        model, optimizer, metadata, states = read_parts
         write_any(target, model, optimizer, metadata, states, format=write, target=start)
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
@@ -285,4 +293,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
     ]
     written += [f"states {', '.join(map(printable, sorted(states)))}"] if states else []
     print(f"{printable(arguments.target)} ({write}): {'; '.join(written)}")
+    if write in FLAT and model is not None and optimizer is not None:
+        print("names begin with model. and optimizer.; --only model writes the model's own names")
+    if write == "huggingface" and not (Path(arguments.target) / "config.json").exists():
+        print("no config.json was written: --files-from FOLDER copies it, and the tokenizer")
     return 0

@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the demo; return 1 if a check failed or damage was not repaired."""
+    """Run the demo; return the status, 1 if a check failed or damage was not repaired."""
     if arguments.picture:
         refuse_existing(LocalFolder(os.fsdecode(local_path(arguments.picture))), arguments.force)
     from ..demo.story import run

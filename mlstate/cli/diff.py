@@ -69,6 +69,7 @@ class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
     def __init__(self, where: RootPath) -> None:
+        """Read the index of a checkpoint to compare; no tensor is read."""
         self._files, self._root, _ = where
         self.path, files = where.files.path, where.files
         manifest, self._merged_index = files.read_root(
@@ -131,6 +132,7 @@ class _FileSide:
 
 
 def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
+    """Return the object that reads the tensors of one path; `step`: of a manager's folder."""
     where = find_any(path, step)
     if where is None:
         check_is_safetensors(path)
@@ -144,7 +146,7 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
 
 
 def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> Iterator[list[str]]:
-    """Yield the chosen names of both sides in batches that take little memory."""
+    """Yield the chosen names of both sides, in batches that fit the memory."""
     every = [list(dict.fromkeys([*sides[0].keys(s), *sides[1].keys(s)])) for s in _NUMBERS]
     chosen = chosen_keys(names, every)[section]
     batch: list[str] = []
@@ -166,7 +168,11 @@ def _compare(
     progress: Callable[[int], object] | None,
     arguments: argparse.Namespace,
 ) -> StateDiff:
-    total = StateDiff([], [], [], [], [], 0)
+    """Compare a section of two checkpoints in batches that fit the memory.
+
+    `section`: 0 for models, 1 for optimizers. `progress`: called with bytes of the first side.
+    """
+    total = StateDiff(missing=[], unexpected=[], shapes=[], dtypes=[], changes=[], unchanged=0)
     tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
     for batch in _batches(section, sides, arguments.names):
         part = diff(sides[0].arrays(section, batch), sides[1].arrays(section, batch), **tolerance)
@@ -187,6 +193,8 @@ def _number(value: float) -> float | None:
 
 
 def _diff_data(difference: StateDiff) -> dict[str, Any]:
+    """Return the differences as JSON values."""
+
     def pairs(differing: list[Any]) -> list[dict[str, Any]]:
         return [{"name": name, "first": a, "second": b} for name, a, b in differing]
 
@@ -206,7 +214,7 @@ def _diff_data(difference: StateDiff) -> dict[str, Any]:
 
 
 def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateDiff]:
-    """Compare models, then optimizers, then named states."""
+    """Return the differences of models, optimizers and named states, in this order."""
 
     def size() -> int:
         return sum(sides[0].size(s, key)[0] for s in _NUMBERS for key in sides[0].keys(s))
@@ -216,7 +224,10 @@ def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateD
 
 
 def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:
-    """Open and compare both sides; start again if a writer replaces one meanwhile."""
+    """Open and compare both paths; return the sides and their differences by section.
+
+    Starts again if a writer replaces one of them meanwhile.
+    """
     paths = arguments.first, arguments.second
     steps = arguments.first_step, arguments.second_step
     first, second = (

@@ -12,6 +12,7 @@ from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, number_order, printable, shorten, steps_text
 from ..checkpoint import CheckpointManager, inspect, load_metadata
 from ..checkpoint._checkpoint import in_order, stored_text
+from ..checkpoint._files.convert import PARTS
 from ..checkpoint._files.safetensors_verify import read_header
 from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._load_whole import WholePath
@@ -60,6 +61,7 @@ def _tensor_data(record: TensorRecord) -> dict[str, Any]:
 
 
 def _shard_data(record: ShardRecord) -> dict[str, Any]:
+    """Return a shard's record as JSON values; its sizes are called "bytes" there."""
     data = record._asdict()
     data["bytes"] = data.pop("nbytes")
     if record.layers is None:
@@ -110,7 +112,7 @@ def _kind(checkpoint: Checkpoint) -> str:
 
 
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
-    """Return the tensors to list."""
+    """Return the tensors of a checkpoint that the user wants listed."""
     tensors = in_order(checkpoint.tensors())
     keys = [[t.key for t in tensors if t.section == section] for section in SECTIONS]
     chosen = chosen_keys(arguments.names, keys)
@@ -120,6 +122,7 @@ def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Tens
 
 
 def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what `--json` prints of a checkpoint, with the tensors that were asked for."""
     tensors = _tensors(checkpoint, arguments)
     data = {
         "path": checkpoint.path,
@@ -158,6 +161,7 @@ def _print_value(label: str, value: object) -> None:
 
 
 def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> None:
+    """Print a checkpoint: a line with counts, its states and metadata, a table of tensors."""
     tensors = _tensors(checkpoint, arguments)
     kind = _kind(checkpoint)
     label = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
@@ -195,10 +199,11 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
 
 
 def _inspect_file(arguments: argparse.Namespace) -> None:
+    """Print one safetensors file, as text or as JSON."""
     path = arguments.path
     place = local_folder(path)
     header = read_header(place)
-    metadata = load_metadata(place)
+    metadata = {key: text for key, text in load_metadata(place).items() if key != PARTS}
     has_checksums = header.has_checksums or find_of_file(place) is not None
     parameters = sum(prod(t.shape) for t in header.tensors)
     [chosen] = chosen_keys(arguments.names, [[t.key for t in header.tensors]])

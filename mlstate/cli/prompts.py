@@ -107,6 +107,7 @@ def run_repair(arguments: argparse.Namespace) -> int:
 def _print_damage(
     arguments: argparse.Namespace, damage: list[tuple[str, int, str]], summary: str
 ) -> None:
+    """Print a line, `summary`, and the damaged records (file, offset, text), or JSON."""
     if arguments.json:
         listed = [dict(zip(("file", "offset", "text"), each, strict=True)) for each in damage]
         print(json.dumps({"path": arguments.path, "damage": listed}, indent=2))

@@ -7,6 +7,7 @@ import json
 
 from .._common.text import bytes_text, count_text, printable, sort_steps, steps_text
 from ..checkpoint import prune
+from ..checkpoint._store.open_path import is_url
 from ._common import Commands, add_command, add_lock_timeout, find, print_table
 
 __all__ = ["add"]
@@ -36,6 +37,12 @@ def run_prune(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.path} is a file: there is nothing to prune")
     if arguments.keep is not None and arguments.keep < 1:
         raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")
+    if is_url(arguments.path) and arguments.keep is None and arguments.orphan_seconds is None:
+        raise ValueError(
+            f"{arguments.path}: objects of a killed writer look like those of a running one: pass "
+            "--orphan-seconds N to delete those older than the longest save, or --keep N to delete "
+            "old steps"
+        )
     options = None
     if arguments.orphan_seconds is not None:
         options = {"orphan_seconds": arguments.orphan_seconds}

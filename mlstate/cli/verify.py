@@ -72,7 +72,7 @@ def add(commands: Commands) -> None:
 
 
 def _size(files: CheckpointFiles, roots: list[str]) -> int:
-    """Return the number of bytes to read."""
+    """Return the number of bytes that the verification reads, for the progress."""
     total = 0
     for root in roots:
         with suppress(MLStateError):  # unreadable roots and indexes are not counted
@@ -94,7 +94,7 @@ def _roots(files: CheckpointFiles) -> list[str]:
 
 
 def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
-    """Return the report on every step, and one on unneeded and foreign files."""
+    """Return a report on each step, and one on unneeded and foreign files."""
     rest = VerifyReport(files.path)
     verified = []
     names = _roots(files)
@@ -157,6 +157,7 @@ def _verify_foreign(path: str) -> VerifyReport | None:
 def _data(
     items: list[_Verified], rest: VerifyReport, kind: str, checksums: bool, good: bool
 ) -> dict[str, Any]:
+    """Return the reports as JSON values; `rest` has what belongs to the whole folder."""
     return {
         "path": rest.path,
         "format": kind,
@@ -197,6 +198,7 @@ def _problem_row(problem: Problem, folder: str) -> list[str]:
 
 
 def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
+    """Print the line and the problems of one checkpoint of the folder."""
     report = verified.report
     problems = report.problems
     parts = [_result_text(report)]
@@ -246,7 +248,7 @@ def _reason(report: VerifyReport) -> str:
 def _verify_chosen(
     arguments: argparse.Namespace,
 ) -> tuple[list[_Verified], VerifyReport, str, bool]:
-    """Return what `_verify_any` does, for the tensors that ``--names`` chooses."""
+    """Verify the tensors that ``--names`` chooses; return what `_verify_any` returns."""
     if arguments.repair or arguments.all_steps:
         raise ValueError("--names cannot be used with --repair or --all-steps")
     number = number_of_step(arguments.path, arguments.step, arguments)
@@ -260,7 +262,10 @@ def _verify_chosen(
 def _verify_any(
     arguments: argparse.Namespace,
 ) -> tuple[list[_Verified], VerifyReport, str, bool]:
-    """Return the reports, the one on the folder, the format, and whether it has checksums."""
+    """Verify the path of the user; return reports by root, one on the folder, format, checksums.
+
+    The last is whether the format has checksums.
+    """
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
     foreign = _verify_foreign(arguments.path) if is_plain else None
     if foreign is not None:

@@ -85,7 +85,7 @@ def optional_group(group: Any) -> Any:
 
 
 def failed(operation: str, rank: int, reason: str) -> CollectiveError:
-    """Return the error of a failed operation; `what` is the cause and the remedy."""
+    """Return the error of a failed operation; `reason` is the cause and the remedy."""
     error = CollectiveError(f"{operation} on rank {rank}: {reason}")
     error.name, error.rank = operation, rank
     return error
@@ -104,7 +104,7 @@ def _mismatch_error(
 
 
 def check_timeout(timeout: object) -> float | None:
-    """Return a timeout in seconds, or None for the group's own."""
+    """Return a caller's timeout as seconds, or None for the group's own; raise if invalid."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
@@ -131,7 +131,7 @@ def check_root(operation: str, root: Any, world_size: int) -> int:
 
 
 def check_bytes(operation: str, data: Any) -> bytes:
-    """Return data as immutable bytes."""
+    """Return the data of `gather_bytes` as immutable bytes; raise TypeError for others."""
     try:
         return data if type(data) is bytes else memoryview(data).tobytes()
     except TypeError:
@@ -150,7 +150,7 @@ def dtype_name(array: Any) -> str:
 
 
 def kind_of(array: Any) -> str:
-    """Return the dtype and row shape of an array as text."""
+    """Return an array's dtype and the shape of its rows as text, which ranks compare."""
     dtype = array.dtype
     if is_torch(array) or dtype.isbuiltin == 1:  # for others, the name omits the byte order
         kind = name_of(dtype)
@@ -160,7 +160,7 @@ def kind_of(array: Any) -> str:
 
 
 def check_array(operation: str, array: Any) -> Any:
-    """Return the input array; a tensor is detached."""
+    """Return a caller's input as an array without gradients; raise TypeError for objects."""
     if is_torch(array):
         return array.detach()
     if not isinstance(array, np.ndarray | np.generic):
@@ -185,7 +185,7 @@ def check_supported_tensor(operation: str, array: Any) -> None:
 
 
 def check_writable(operation: str, array: Array, rank: int) -> None:
-    """Raise ValueError if an array to be overwritten is read-only."""
+    """Raise ValueError if the caller's array cannot be overwritten: read-only, or overlapping."""
     if not is_torch(array) and not (isinstance(array, np.ndarray) and array.flags.writeable):
         raise ValueError(f"{operation}: the array of rank {rank} is read-only")
     if overlaps_itself(array):
@@ -196,7 +196,7 @@ def check_writable(operation: str, array: Array, rank: int) -> None:
 
 
 def check_op(operation: str, op: object, array: Array) -> str:
-    """Return the operation's name; raise if it is not defined for the array's dtype."""
+    """Return the name of a reduction ("sum"); raise if it is not defined for the array's dtype."""
     try:
         name = str(op.value if hasattr(op, "value") else op)
         kinds = _REDUCIBLE[name]
@@ -257,7 +257,7 @@ def counts_of(operation: str, name: str, counts: Sequence[Any], world_size: int)
 
 
 def check_rows(operation: str, array: Any) -> int:
-    """Return the length of the first dimension."""
+    """Return the length of an array's first dimension; raise if it has none."""
     if not array.ndim:
         raise _mismatch_error(
             operation,
@@ -287,7 +287,7 @@ def check_own_rows(operation: str, array: Array, counts: Sequence[int], rank: in
 
 
 def _same_place(out: Any, array: Any) -> bool:
-    """Return whether both are the same elements in the same order."""
+    """Return whether both arrays are the same elements in the same order, in one memory."""
     if out is array:
         return True
     if is_torch(out):

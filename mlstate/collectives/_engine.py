@@ -53,6 +53,7 @@ class OperationQueue:
     """
 
     def __init__(self, name: str, rank: int) -> None:
+        """Create the queue of a group; `name` is of its thread, `rank` this rank, for errors."""
         import threading  # keeps threading out of `import mlstate`
 
         self._name = name
@@ -83,6 +84,7 @@ class OperationQueue:
         return work
 
     def _enqueue(self, operation: str, task: Task) -> Work:
+        """Queue an operation for the queue's thread, and return its handle."""
         import threading
 
         work = Work(operation, self._rank)
@@ -94,7 +96,7 @@ class OperationQueue:
         return work
 
     def _drain(self) -> None:
-        """Run tasks until the queue is empty; the thread's main function."""
+        """Run queued operations until none is left, then end; the main function of the thread."""
         while True:
             with self._running:
                 with self._lock:
@@ -176,6 +178,7 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
+        """Reduce over ranks and return this rank's rows (see `ProcessGroup`)."""
         name = "reduce_scatter"
         seconds, source = check_timeout(timeout), check_array(name, array)
         kind = check_op(name, op, source)
@@ -192,6 +195,7 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
+        """Return the rows of all ranks, in rank order (see `ProcessGroup`)."""
         name = "all_gather"
         seconds, source = check_timeout(timeout), check_array(name, array)
         rows = [check_rows(name, source)] * self.world_size
@@ -210,6 +214,7 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
+        """Return the reduction over all ranks (see `ProcessGroup`)."""
         name = "all_reduce"
         seconds, source = check_timeout(timeout), check_array(name, array)
         kind = check_op(name, op, source)
@@ -228,6 +233,7 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
+        """Send rows to each rank and return those received (see `ProcessGroup`)."""
         name = "all_to_all"
         seconds, source = check_timeout(timeout), check_array(name, array)
         rows = check_rows(name, source)
@@ -247,6 +253,7 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
+        """Copy the root's array into that of each other rank, and return it."""
         name = "broadcast"
         seconds, checked = check_timeout(timeout), check_array(name, array)
         start = check_root(name, root, self.world_size)
@@ -256,6 +263,7 @@ class Engine(ProcessGroup, ABC):
         memory = (self._source if sends else self._target)(name, checked, reduced=False)
 
         def perform(link: Link) -> Any:
+            """Broadcast in the group's memory, and put the result into the caller's array."""
             link.broadcast(memory, start)
             if not sends:
                 self._put(memory, checked)
@@ -276,6 +284,7 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
+        """Return the bytes of all ranks in rank order; with `root`, only that rank gets them."""
         name = "gather_bytes"
         seconds = None if timeout is None else check_timeout(timeout)
         sent = data if type(data) is bytes else check_bytes(name, data)
@@ -312,7 +321,10 @@ class Engine(ProcessGroup, ABC):
         return self._submit(call._replace(device=_device_of(source)), perform)
 
     def _submit(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Run an operation after all earlier ones; `perform` receives its link."""
+        """Run an operation after all earlier ones; return its result, or its `Work` if async.
+
+        `perform`: does it, with the link to other ranks.
+        """
         if type(call.async_op) is not bool:
             check_flags(async_op=call.async_op)
         self._check_open(call.name)
@@ -324,7 +336,7 @@ class Engine(ProcessGroup, ABC):
         return self._run(call, task)
 
     def _check_open(self, operation: str) -> None:
-        """Raise CollectiveError if the group has ended."""
+        """Raise CollectiveError if the group has ended, or belongs to the process before a fork."""
         if self._process and self._process != os.getpid():
             raise failed(
                 operation,

@@ -106,6 +106,7 @@ class ExchangeLink(ABC):
         self.reduce(parts, op, target)
 
     def all_reduce(self, source: Any, target: Any, op: str) -> None:
+        """Write the reduction of all ranks' `source` to `target`: small arrays by one gather."""
         length, world = len(source), self.world_size
         if world == 1:
             self.reduce([source], op, target)
@@ -130,6 +131,7 @@ class ExchangeLink(ABC):
     def all_to_all(
         self, source: Array, target: Array, sent: list[int], expected: list[int]
     ) -> None:
+        """Send `sent[i]` rows to rank i, and receive `expected[i]` rows from it."""
         source_bytes, into = self.bytes_of(source), self.bytes_of(target)
         start, end = _address(source_bytes), _address(into)
         if start < end + len(into) and end < start + len(source_bytes):
@@ -139,7 +141,7 @@ class ExchangeLink(ABC):
         self.exchange(sends, receives)
 
     def broadcast(self, memory: Any, root: int) -> None:
-        """Send the bytes of `root`; if they are many, each rank passes on one part."""
+        """Send the memory of `root` to all ranks; if large, in parts that each rank passes on."""
         flat, world = self.bytes_of(memory), self.world_size
         empty, is_root = flat[:0], self.rank == root
         shared = world > 2 and len(flat) >= _SHARED_BYTES
@@ -156,7 +158,10 @@ class ExchangeLink(ABC):
         self.exchange([byte for _ in ones], split(new_like(byte, len(ones)), ones))
 
     def gather_bytes(self, data: bytes, root: int | None) -> list[bytes] | None:
-        """Gather bytes; short ones are sent together with their lengths, in one exchange."""
+        """Return the bytes of all ranks; None if there is a root and this rank is not it.
+
+        Short ones are sent together with their lengths, in one exchange.
+        """
         room, world = _SLOT_BYTES - _LENGTH_BYTES, self.world_size
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
         own_head = self.from_bytes(head.ljust(_SLOT_BYTES, b"\0"))

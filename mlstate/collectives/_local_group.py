@@ -1,4 +1,4 @@
-"""A group of processes or threads on one host, over shared memory."""
+"""`LocalGroup`: processes or threads of one host, over shared memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _check_numbers(operation: str, array: Any) -> None:
 
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple of int."""
+    """Return a shape that the caller passed, an int or a sequence, as a tuple of int."""
     axes: Sequence[int]
     try:
         axes = (index(shape),)  # type: ignore[arg-type]
@@ -103,6 +103,7 @@ class _Link:
     def all_to_all(
         self, source: Array, target: Array, sent: list[int], expected: list[int]
     ) -> None:
+        """Send `sent[i]` rows to rank i, and receive `expected[i]` rows from it."""
         source_bytes, into = bytes_of(source), bytes_of(target)
         input_bytes = (
             source_bytes.copy() if np.may_share_memory(source_bytes, into) else source_bytes
@@ -164,6 +165,7 @@ class LocalGroup(Engine):
     """
 
     def __init__(self, link: _core.LocalLink, rank: int, world_size: int, timeout: float) -> None:
+        """Wrap a link of the core; callers use `threads`, `run`, `from_env` or `join` instead."""
         if not isinstance(link, _core.LocalLink):
             raise TypeError(
                 "create a LocalGroup by LocalGroup.threads, run, from_env or join, not by its "

@@ -23,7 +23,7 @@ MEET_SECONDS = 120.0  # for spawned processes to import their modules
 
 
 def _end_with_parent() -> None:
-    """Make the system end this process with SIGTERM when its parent ends."""
+    """Make the system end this process, a rank, when its parent, which called `run`, ends."""
     import signal
     import sys
 
@@ -55,7 +55,10 @@ def _run_rank(
     function: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
-    """Join the group, call the function, and send the parent its result or error."""
+    """Join the group as `rank`, call the user's function, and send its result to the parent.
+
+    Runs in the rank's process. `name`: of the group. An exception is sent too.
+    """
     from ._local_group import LocalGroup
 
     group = None
@@ -79,7 +82,10 @@ def _run_rank(
 
 
 def _send_message(pipe: Connection, message: tuple[str, object, str]) -> None:
-    """Send a message; if it cannot be pickled, send a text instead."""
+    """Send a rank's message to the parent; if it cannot be pickled, a text instead.
+
+    `message`: kind ("result", "error", "interrupted"), value, traceback.
+    """
     import pickle
 
     kind, value, text = message
@@ -109,7 +115,10 @@ class _Rank:
         self.done = False
 
     def receive_message(self, order: int) -> None:
-        """Receive the rank's message, or wait until a silent process has ended."""
+        """Receive the rank's message, or wait until a silent process has ended; in the parent.
+
+        `order`: number of messages before, to find the rank that failed first.
+        """
         import pickle
 
         try:
@@ -132,7 +141,7 @@ class _Rank:
         return 2 if consequence or self.message[0] == "interrupted" else 1, self.order
 
     def error(self) -> BaseException:
-        """Return the exception of a failed rank."""
+        """Return the exception for the caller of `run` about this failed rank."""
         if self.message is None:
             return failed("LocalGroup.run", self.rank, _describe_exit(self.process))
         kind, value, text = self.message
@@ -145,7 +154,7 @@ class _Rank:
 
 
 def _describe_exit(process: BaseProcess) -> str:
-    """Return how a process ended that sent no message."""
+    """Return a text for the user: how the process of a rank ended that sent no message."""
     import signal
 
     code = process.exitcode
@@ -159,7 +168,7 @@ def _describe_exit(process: BaseProcess) -> str:
 
 
 def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
-    """Wait until all have ended, a grace period after a failure is over, or the deadline."""
+    """Wait for the messages of all ranks, a grace period after a failure, or the deadline."""
     from multiprocessing.connection import wait
 
     order = 0
@@ -176,7 +185,7 @@ def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
 
 
 def _end_processes(processes: Iterable[BaseProcess]) -> None:
-    """End all processes: wait, then terminate, then kill."""
+    """Wait for the ranks' processes to end; terminate, then kill those that do not."""
     alive = [process for process in processes if process.pid is not None]
     end = time.monotonic() + GRACE_SECONDS
     for stop in ("", "terminate", "kill"):
@@ -197,7 +206,7 @@ def run(
     start_method: str | None,
     timeout: float | None,
 ) -> list[Any]:
-    """Implement `LocalGroup.run`."""
+    """Implement `LocalGroup.run`: start a process for each rank, and return their results."""
     import multiprocessing
     import secrets
 
@@ -234,7 +243,7 @@ def run(
 
 
 def _find_error(ranks: list[_Rank], timeout: float | None) -> BaseException:
-    """Return the error of the rank that failed first, or of the ranks that are late."""
+    """Return the error for the caller of `run`: of the rank that failed first, or of late ranks."""
     ended = [rank for rank in ranks if rank.done and not rank.has_result()]
     if ended:
         return min(ended, key=_Rank.failure_order).error()

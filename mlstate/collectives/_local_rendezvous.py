@@ -43,7 +43,7 @@ def _join_error(rank: int, reason: str) -> CollectiveError:
 
 
 def _socket_address(name: str) -> str:
-    """Return the socket's address, unique for user and job."""
+    """Return the address of a job's socket, on which its rank 0 listens."""
     import hashlib
 
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
@@ -56,7 +56,7 @@ def _socket_address(name: str) -> str:
 
 
 def _get_credentials(peer: socket.socket) -> tuple[int, int]:
-    """Return the process id (0 if unknown) and the user id of the other process."""
+    """Return process id (0: unknown) and user id of the process at the socket's other end."""
     import socket
     import struct
 
@@ -96,7 +96,7 @@ def _open_listener(address: str) -> socket.socket | None:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a process that was killed while it listened."""
+    """Remove the socket file at `path` if no process listens: its process was killed."""
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -121,7 +121,7 @@ def _send_line(peer: socket.socket, message: dict[str, Any]) -> None:
 def _receive_line(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]:
     """Return a line, and the descriptor that came with it or -1.
 
-    Raises `_GoneError` if the other process is gone, and TimeoutError after the deadline.
+    Raises `_PeerLostError` if the other process is gone, and TimeoutError after the deadline.
     """
     import socket
 
@@ -154,7 +154,7 @@ def _receive_hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
 
 
 def _parse_line(data: bytes) -> dict[str, Any]:
-    """Return the message in a line; raise `_GoneError` if it is not a JSON object."""
+    """Return the message in a line; raise `_PeerLostError` if it is not a JSON object."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
@@ -212,7 +212,7 @@ class _Host:
             peer.close()
 
     def send_error(self, reason: str) -> CollectiveError:
-        """Send an error to all ranks, also to slightly late ones, and return it."""
+        """Send an error to all ranks, also to slightly late ones; return it as an exception."""
         informed = len(self.ranks) + len(self._unidentified)
         for peer in (*self.ranks.values(), *self._unidentified):
             _send_line(peer, {"error": reason})
@@ -227,7 +227,10 @@ class _Host:
         return _join_error(0, reason)
 
     def gather(self, deadline: float, seconds: float) -> None:
-        """Wait until all ranks have connected; raise CollectiveError at the deadline."""
+        """Wait until all ranks have connected; raise CollectiveError at the deadline.
+
+        `deadline`: on `time.monotonic`. `seconds`: the same as duration, for the error.
+        """
         import select
 
         while len(self.ranks) < self._world_size - 1:
@@ -249,6 +252,10 @@ class _Host:
             )
 
     def _handle_sockets(self, ready: list[socket.socket], deadline: float) -> None:
+        """Accept new peers, read their ranks, and drop ranks whose connection has ended.
+
+        `ready`: sockets with something to read. `deadline`: of the rendezvous, on `time.monotonic`.
+        """
         for peer in ready:
             if peer is self._listener:
                 self._accept_peer()
@@ -265,6 +272,7 @@ class _Host:
                 self.ranks.pop(rank).close()
 
     def _accept_peer(self) -> None:
+        """Accept a connection; its rank is not known yet. Other users' processes are refused."""
         try:
             peer, _ = self._listener.accept()
         except OSError:
@@ -318,7 +326,10 @@ class _Host:
 def _host_group(
     name: str, world_size: int, listener: socket.socket, deadline: float, seconds: float
 ) -> Any:
-    """Run the rendezvous as rank 0, and return its link."""
+    """Run the rendezvous as rank 0, and return rank 0's link to the group.
+
+    `deadline`: on `time.monotonic`. `seconds`: the same as duration, for the error.
+    """
     import socket
 
     host = _Host(name, world_size, listener)
@@ -404,7 +415,7 @@ def _join_group(name: str, rank: int, world_size: int, address: str, deadline: f
 
 
 def meet(name: str, rank: int, world_size: int, seconds: float) -> Any:
-    """Wait for all ranks of a job, and return this rank's link."""
+    """Wait for all ranks of the job `name`, and return this rank's link to them."""
     address = _socket_address(name)
     deadline = time.monotonic() + seconds
     while True:

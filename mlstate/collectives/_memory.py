@@ -53,7 +53,7 @@ def target_for(operation: str, place: Any, *, native: bool = False) -> Any:
 
 
 def copy_back(flat: Any, place: Any) -> None:
-    """Copy a result to `place`, unless it is the same memory."""
+    """Copy a flat result to the caller's array `place`, unless it is the same memory."""
     if not is_torch(place):
         if not np.may_share_memory(flat, place):
             place[...] = flat.reshape(place.shape)
@@ -115,7 +115,7 @@ def _wide_like(flat: Any) -> Any:
 
 
 def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
-    """Reduce dtypes that only NumPy supports."""
+    """Reduce flat arrays into `out`, for dtypes that only NumPy supports."""
     steps: dict[str, Any] = {"min": np.minimum, "max": np.maximum}
     total = parts[0].copy()
     for part in parts[1:]:

@@ -1,4 +1,4 @@
-"""The interface of process groups; public through `mlstate.collectives`."""
+"""`ProcessGroup`: the interface of all groups; public through `mlstate.collectives`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group of one process; public through `mlstate.collectives`."""
+"""`SingleGroup`: a group of one process; public through `mlstate.collectives`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An asynchronous operation; public through `mlstate.collectives`."""
+"""`Work`: the handle of an asynchronous operation; public through `mlstate.collectives`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Work:
     __slots__ = ("_error", "_finished", "_result", "operation", "rank")
 
     def __init__(self, operation: str, rank: int) -> None:
+        """Create the handle of an operation that has not run yet."""
         import threading  # keeps threading out of `import mlstate`
 
         self.operation: str = operation

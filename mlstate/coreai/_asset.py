@@ -53,6 +53,7 @@ def _check_metadata(path: str) -> None:
 
 
 def _read_hash(path: str) -> str:
+    """Return the SHA-256 that a .aimodel has in a file, as hex digits."""
     expected = read_file(path, _HASH_BYTES)
     if len(expected) < _HASH_BYTES:
         raise format_error(

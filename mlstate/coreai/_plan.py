@@ -1,4 +1,4 @@
-"""Plan the transition of states between Core AI models; public through `mlstate.coreai`."""
+"""`plan_transition`: whether Core AI states fit, and the bytes to move; `mlstate.coreai`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _with_size(
 
 
 def _fixed_lengths(specs: StateSpecs, axes: Mapping[str, int | None]) -> list[int | None]:
-    """Return the different sequence lengths of states with fixed shapes."""
+    """Return the different sequence lengths of the states; `axes`: their sequence axes by name."""
     lengths = dict[int | None, None]()
     for name, spec in specs.items():
         axis = axes.get(name)

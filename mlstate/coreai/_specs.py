@@ -1,4 +1,4 @@
-"""Read the states that a Core AI model declares; public through `mlstate.coreai`."""
+"""`state_specs`: read the states that a Core AI model declares; public in `mlstate.coreai`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _spec(name: str, shape: Shape, dtype: NumpyDType) -> StateSpec:
 
 
 def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
-    """Return the spec for a line of a summary."""
+    """Return the spec of a state from its text in the summary that Core AI makes of a model."""
     match = _STATE.fullmatch(text)
     if match is None:
         error = format_error(
@@ -158,7 +158,7 @@ def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
 
 
 def _read_asset(path: str, asset: Any) -> _Functions:
-    """Read the summary of an AIModelAsset."""
+    """Return the states of each function by name, from the summary of an AIModelAsset."""
     try:
         summary = asset.summary(include_statistics=False)
     except RuntimeError as error:
@@ -186,7 +186,7 @@ def _load_asset(path: str) -> Any:
 
 
 def _read_function(function: Any) -> dict[str, StateSpec]:
-    """Read the descriptor of an InferenceFunction."""
+    """Return the states by name of an InferenceFunction of Core AI."""
     states = {}
     for name in function.desc.state_names:
         descriptor = function.desc.state_descriptor(name)
@@ -196,7 +196,7 @@ def _read_function(function: Any) -> dict[str, StateSpec]:
 
 
 def _as_spec(name: str, value: Any) -> StateSpec:
-    """Return a state's spec; a shape is converted to a spec with dtype float16."""
+    """Return the caller's spec of a state; from a shape, one with dtype float16."""
     if isinstance(value, StateSpec):
         return value
     try:
@@ -210,7 +210,7 @@ def _as_spec(name: str, value: Any) -> StateSpec:
 
 
 def read_functions(source: Source, *, verified: bool = True) -> tuple[_Functions, str | None]:
-    """Return the states of every function, and the name of the default function."""
+    """Return the states of each function by name, and the name of the default function or None."""
     functions: _Functions
     if isinstance(source, StateSpecs):
         return source.functions, source.function
@@ -246,7 +246,10 @@ def choose(
     *,
     verified: bool = True,
 ) -> StateSpecs:
-    """Return the states of a function, with the given sequence axis."""
+    """Return the states of one function of a model; None: of the default one.
+
+    `seq_axis`: the sequence axis of states without one dynamic dimension.
+    """
     functions, default = read_functions(source, verified=verified)
     chosen = choose_function(functions, function or default)
     if seq_axis is not None:
@@ -256,7 +259,11 @@ def choose(
 
 
 def _with_axis(states: dict[str, StateSpec], axis: int) -> dict[str, StateSpec]:
-    """Set the sequence axis of the states that have it; dynamic states keep theirs."""
+    """Return the states with another sequence axis.
+
+    States with one dynamic dimension, and states without this axis, keep theirs. Raises
+    CompatibilityError if then no state has a sequence axis.
+    """
     changed = {}
     for name, spec in states.items():
         rank = len(spec.shape)

@@ -1,4 +1,4 @@
-"""The states of Core AI models with several context sizes; public through `mlstate.coreai`."""
+"""`StateManager`: the state of Core AI models of several context sizes; `mlstate.coreai`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._specs import StateSpec, check_axes, choose, usual_axis
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from .._types import Array
+    from .._types import Array, NDArray
     from ..kv._context_ladder import LadderStep, Overflow
 
 
@@ -93,6 +93,9 @@ class StateManager(StateManagerBase):
     Memory of a move: the states of both sizes, and, for one state at a time, an array of each
     size: Core AI copies arrays that enter and leave it.
 
+    ``mlstate.save(path, states={"kv": manager, "position": position})`` saves the manager, and
+    ``manager.load_state_dict(mlstate.load(path).states["kv"])`` restores it, with its size.
+
     Not thread-safe: use one manager for each conversation, and do not move its states while a
     call of the model runs.
 
@@ -128,6 +131,7 @@ class StateManager(StateManagerBase):
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
+        """Check the arguments; one model with `sizes` becomes a mapping of sizes to models."""
         is_mapping = isinstance(models, Mapping)
         if is_mapping and sizes is not None and not all(isinstance(key, str) for key in models):
             raise TypeError("sizes is for a single model: a mapping of models has its sizes")
@@ -152,7 +156,7 @@ class StateManager(StateManagerBase):
         specs: Mapping[int, Any] | None,
         seq_axis: int | None,
     ) -> tuple[dict[int, Any], Mapping[int, Any] | None]:
-        """Return a single model for each size, and its states, which are read once."""
+        """Return the one model as a mapping from sizes, and its states by size, or `specs`."""
         if sizes is None:
             raise TypeError(
                 "sizes is missing: pass the context sizes of the model, such as sizes=(256, 512), "
@@ -188,6 +192,12 @@ class StateManager(StateManagerBase):
     def _make_target(self, model: Any, specs: Mapping[str, StateSpec]) -> Any:
         return {}
 
+    def _read_array(self, state: Any, name: str) -> NDArray:
+        return np.asarray(state[name].numpy())
+
+    def _write_array(self, target: Any, name: str, array: NDArray) -> None:
+        target[name] = import_coreai("runtime").NDArray(np.ascontiguousarray(array))
+
     def _move_state(
         self,
         source: Any,
@@ -197,6 +207,10 @@ class StateManager(StateManagerBase):
         positions: int | None,
         compact: bool,
     ) -> None:
+        """Put the state `name` of the source into the target; `positions` None: it does not grow.
+
+        `specs`: of source and target. `compact`: the target is the shorter one.
+        """
         have, want = specs
         _check_array(name, source[name], have)
         if positions is None and have.dtype == want.dtype:

@@ -40,6 +40,7 @@ _EXTENSIONS = (".mlmodelc", ".mlpackage", ".mlmodel")
 _CHUNK = re.compile(r"(.+)_chunk_(\d{1,4})(?:of(\d{1,4}))?", re.ASCII | re.DOTALL)
 _NUMBER = re.compile(r"[1-9]\d{0,9}", re.ASCII)
 _CONTEXT = "{context}"
+_NULLS = ("", "~", "null", "Null", "NULL")  # of YAML
 
 
 class Chunks(NamedTuple):
@@ -52,7 +53,10 @@ class Chunks(NamedTuple):
 
 
 def find_chunks(source: Any) -> Chunks | None:
-    """Return the chunks of a model; None for a single model, in any form."""
+    """Return the chunks of a model that is stored as several; None for a single model.
+
+    `source`: models in a list, a folder or file of ANEMLL's meta.yaml, or a glob pattern.
+    """
     if isinstance(source, list | tuple):
         return _chunks_of_list(source)
     if not isinstance(source, str | os.PathLike):
@@ -73,25 +77,35 @@ def find_chunks(source: Any) -> Chunks | None:
 
 
 def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
+    """Return the chunks that the caller listed in order; paths must be numbered so."""
     if not sources:
         raise TypeError("source is an empty sequence of chunk models")
     for source in sources:
         if isinstance(source, list | tuple):
             raise TypeError("source is a sequence of sequences; pass one model for each chunk")
     paths = [os.fsdecode(source) for source in sources if isinstance(source, str | os.PathLike)]
-    if len(paths) == len(sources):
-        _chunk_numbers(paths)
+    numbers = _chunk_numbers(paths) if len(paths) == len(sources) else None
+    if numbers is not None and numbers != sorted(numbers):
+        raise incompatible(
+            f"{quoted(map(_file_name, paths))} are not in the order of their numbers, in which "
+            "the chunks run",
+            None,
+            _numbers_text(sorted(numbers)),
+            _numbers_text(numbers),
+        )
     return Chunks(tuple(sources), {}, None, None)
 
 
 def _chunks_of_pattern(pattern: str) -> Chunks:
+    """Return the chunks whose paths match a glob pattern, ordered by their numbers."""
     paths = sorted(glob.glob(pattern))
     if not paths:
-        raise _missing(pattern, "no file or folder matches this pattern")
+        hint = "; write [[] for a bracket in a name" if "[" in pattern else ""
+        raise _missing(pattern, f"no file or folder matches this pattern{hint}")
     numbers = _chunk_numbers(paths)
     if numbers is None and len(paths) > 1:
         raise incompatible(
-            f"{pattern}: {quoted(map(os.path.basename, paths))} are not numbered as chunks, such "
+            f"{pattern}: {quoted(map(_file_name, paths))} are not numbered as chunks, such "
             "as model_chunk_01of02.mlpackage; pass a list",
             None,
             "numbered chunks",
@@ -102,11 +116,14 @@ def _chunks_of_pattern(pattern: str) -> Chunks:
     return Chunks(tuple(paths), {}, None, None)
 
 
-def _stem(path: str) -> str:
-    """Return the name of a package without the extension."""
-    name = os.path.basename(path.rstrip("/"))
+def _file_name(path: str) -> str:
+    return os.path.basename(path.rstrip("/"))
+
+
+def _split_extension(name: str) -> tuple[str, str]:
+    """Return the name of a package without its extension, and the extension, if it has one."""
     stem, extension = os.path.splitext(name)
-    return stem if extension in _EXTENSIONS else name
+    return (stem, extension) if extension in _EXTENSIONS else (name, "")
 
 
 def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
@@ -114,11 +131,11 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
 
     CompatibilityError: the names do not belong to all chunks of one model.
     """
-    matches = [_CHUNK.fullmatch(_stem(path)) for path in paths]
+    labels = [_file_name(path) for path in paths]
+    matches = [_CHUNK.fullmatch(_split_extension(label)[0]) for label in labels]
     named = [match for match in matches if match is not None]
     if not named:
         return None
-    labels = [os.path.basename(path.rstrip("/")) for path in paths]
     kinds = sorted({(match[1], match[3] or "") for match in named})
     if len(named) < len(paths) or len(kinds) > 1 or len(paths) > _MOST_CHUNKS:
         raise incompatible(
@@ -128,7 +145,8 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
             count_text(len(paths), "name"),
         )
     numbers = [int(match[2]) for match in named]
-    total = int(kinds[0][1] or len(numbers))
+    first = 1 if kinds[0][1] else min(1, *numbers)  # names without a total may count from 0
+    total = int(kinds[0][1] or max(numbers) + 1 - first)
     repeated = sorted({number for number in numbers if numbers.count(number) > 1})
     if repeated:
         again = [labels[i] for i, number in enumerate(numbers) if number == repeated[0]]
@@ -138,20 +156,21 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
             "one package for each chunk",
             quoted(again),
         )
-    absent = [number for number in range(1, min(total, _MOST_CHUNKS) + 1) if number not in numbers]
-    if absent or max(numbers) > total:
+    last = first + total - 1
+    absent = [i for i in range(first, min(last, _MOST_CHUNKS) + 1) if i not in numbers]
+    if absent or max(numbers) > last:
         raise incompatible(
-            f"{quoted(labels)}: {_listed(absent)} of {total} missing"
+            f"{quoted(labels)}: {_numbers_text(absent)} of {total} missing"
             if absent
             else f"{quoted(labels)}: chunk {max(numbers)} of {total}",
             None,
-            f"chunks 1 to {total}",
-            _listed(numbers),
+            f"chunks {first} to {last}",
+            _numbers_text(numbers),
         )
     return numbers
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _numbers_text(numbers: Iterable[int]) -> str:
     listed = list(numbers)
     text = ", ".join(map(str, listed[:8]))
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
@@ -199,7 +218,8 @@ def _text(file: str, parameters: dict[str, Any], key: str) -> str | None:
     value = parameters.get(key, "")
     if not isinstance(value, str):
         raise format_error(file, f"{key}: expected text, got a {type(value).__name__}")
-    return value.strip() or None
+    text = value.strip()
+    return None if text in _NULLS else text
 
 
 def _number(file: str, key: str, value: Any, most: int) -> int:
@@ -210,8 +230,10 @@ def _number(file: str, key: str, value: Any, most: int) -> int:
 
 
 def _read_contexts(file: str, parameters: dict[str, Any]) -> dict[int, str]:
+    """Return the function name of each context size from a meta.yaml, {} if it lists none."""
     key = "state_transition_infer_contexts"
-    values = parameters.get(key, [])
+    values = parameters.get(key, "")
+    values = [] if values in _NULLS else values
     if not isinstance(values, list) or len(values) > _MOST_CONTEXTS:
         raise format_error(file, f"{key}: expected a list of at most {_MOST_CONTEXTS} integers")
     contexts = [_number(file, key, value, (1 << 31) - 1) for value in values]
@@ -226,7 +248,10 @@ def _read_contexts(file: str, parameters: dict[str, Any]) -> dict[int, str]:
 
 
 def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
-    """Return the names of all chunks; they may lack the extension, or have another one."""
+    """Return the file names of all chunks from the parameters of a meta.yaml.
+
+    They may lack the extension, or have another one.
+    """
     monolithic = _text(file, parameters, "monolithic_model")
     if monolithic is not None:
         return [monolithic]
@@ -238,28 +263,25 @@ def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
             raise format_error(file, "neither ffn nor model_prefix, which name the chunks")
         bits = _text(file, parameters, "lut_ffn")
         first = f"{prefix}_FFN_PF" + (f"_lut{bits}" if bits not in (None, "none", "-1") else "")
-    stem, extension = os.path.splitext(first)
-    if extension not in _EXTENSIONS:
-        stem, extension = first, ""
+    stem, extension = _split_extension(first)
     match = _CHUNK.fullmatch(stem)
     if match is not None:
         stem = match[1]
         if int(match[3] or count) != count:
             name = shorten(first, 80)
             raise format_error(file, f"num_chunks is {count}, but ffn is {name!r}")
-    elif count == 1 and os.path.lexists(os.path.join(os.path.dirname(file), first)):
+    elif count == 1 and _chunk_path(file, first) is not None:
         return [first]
     return [f"{stem}_chunk_{i:02d}of{count:02d}{extension}" for i in range(1, count + 1)]
 
 
 def _chunk_path(file: str, name: str) -> str | None:
-    """Return the path of a chunk, compiled or not, or None if it is missing."""
+    """Return the path of the chunk `name` beside `file`, compiled or not; None if it is missing."""
     if not is_inside(name):
         got = shorten(repr(name), 80)
         raise format_error(file, f"the name of a chunk leads outside of the folder: {got}")
     folder = os.path.dirname(file) or "."
-    stem, extension = os.path.splitext(name)
-    stem = stem if extension in _EXTENSIONS else name
+    stem, _ = _split_extension(name)
     for candidate in dict.fromkeys([name, *(stem + other for other in _EXTENSIONS)]):
         path = os.path.join(folder, candidate)
         if os.path.exists(path):
@@ -271,14 +293,15 @@ def _chunk_path(file: str, name: str) -> str | None:
 
 
 def _read_meta(file: str) -> Chunks:
+    """Return the chunks that ANEMLL's meta.yaml lists; raises if a file is missing."""
     parameters = _read_parameters(file)
     contexts = _read_contexts(file, parameters)
     names = _chunk_names(file, parameters)
     paths = [_chunk_path(file, name) for name in names]
     absent = [i for i, path in enumerate(paths) if path is None]
     if absent:
-        numbers = _listed(i + 1 for i in absent)
-        name = shorten(names[absent[0]], 80)
+        numbers = _numbers_text(i + 1 for i in absent)
+        name = shorten(repr(names[absent[0]]), 80)
         raise _missing(file, f"{numbers} of {len(names)} missing in the folder, such as {name}")
     default = _text(file, parameters, "state_transition_infer_default_function")
     return Chunks(tuple(paths), contexts, default, file)

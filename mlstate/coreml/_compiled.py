@@ -1,4 +1,4 @@
-"""Read the states of a compiled Core ML model (``.mlmodelc``) from its metadata.json."""
+"""Read the states that a compiled model (``.mlmodelc``) declares, from its metadata.json."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def _states(file: str, owner: dict[str, Any]) -> list[State]:
 
 
 def _state(file: str, entry: dict[str, Any]) -> State:
+    """Return name, dtype and shape of a state from its JSON in a .mlmodelc."""
     name = _text(file, entry, "name")
     dtype = _DTYPES.get(_text(file, entry, "dataType"))
     if dtype is None:

@@ -1,4 +1,4 @@
-"""Read the states that a Core ML model declares, from its package or its specification.
+"""Read the states that a ``.mlpackage`` or ``.mlmodel`` declares, from its specification.
 
 A package is a folder: Manifest.json names the specification, a protobuf file under Data/. A bare
 specification file (.mlmodel) can be read too. Only the model's description is fetched, with a few
@@ -100,6 +100,7 @@ def _read_shape(array: Fields, name: str) -> tuple[int, ...]:
     shape: list[int] = []
 
     def add(value: int, offset: int) -> None:
+        """Add a dimension that was read at `offset`; raises FormatError if it is not positive."""
         if len(shape) == _MOST_RANK:
             raise error_at(offset, f"state {name} has more than {_MOST_RANK} dimensions")
         if not 0 < value < 1 << 63:
@@ -127,7 +128,7 @@ def _read_shape(array: Fields, name: str) -> tuple[int, ...]:
 
 
 def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape; Core ML does not allow flexible shapes for states."""
+    """Return dtype and shape of a state from its protobuf message; `name`: for errors."""
     shape = _read_shape(array, name)
     number, offset = 0, array.offset
     for field in array.of(2):
@@ -151,6 +152,7 @@ def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _read_state(feature: Fields) -> State:
+    """Return name, dtype and shape of a state from its protobuf message."""
     name = _read_name(feature, "the name of a state")
     try:
         kind = feature.only(3, "a type")
@@ -185,6 +187,7 @@ def _read_states(owner: Fields, number: int, total: int) -> list[State]:
 
 
 def _read_functions(description: Fields) -> Functions:
+    """Return the states of each function by name, from a model description."""
     functions: Functions = {}
     total = 0
     for message in description.messages(20, "a function"):
@@ -311,12 +314,19 @@ def _name_file(error: FormatError, path: str, file: str, source: Any) -> FormatE
 
 def is_inside(path: str) -> bool:
     """Return whether a manifest's path stays inside its package, on every system."""
-    is_plain = "\\" not in path and "\0" not in path and len(path.encode()) <= _MOST_NAME_BYTES
+    is_plain = (
+        "\\" not in path
+        and "\0" not in path
+        and len(path.encode(errors="replace")) <= _MOST_NAME_BYTES
+    )
     return is_plain and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
 def _read_manifest(folder: str, source: Any) -> str:
-    """Return the path of the specification that a package's manifest names."""
+    """Return the path of the specification in a package, from its Manifest.json.
+
+    `source`: the caller's path, for errors.
+    """
     file = "Manifest.json"
     name = os.path.join(folder, file)
     try:

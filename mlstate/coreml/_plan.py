@@ -1,4 +1,4 @@
-"""Plan the transition of states between Core ML models; public through `mlstate.coreml`."""
+"""`plan_transition`: whether Core ML states fit, and the bytes to move; `mlstate.coreml`."""
 
 from __future__ import annotations
 

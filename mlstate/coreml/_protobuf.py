@@ -59,7 +59,7 @@ def length_error(field: int, offset: int, length: int, left: int, text: str) -> 
 
 
 def read_varint(message: Message, at: int) -> tuple[int, int]:
-    """Return a number and the position after it: seven bits per byte, lowest first."""
+    """Return the number of a protobuf message at a position, and the position after it."""
     if at < len(message.data) and message.data[at] < 0x80:  # nearly all are this short
         return message.data[at], at + 1
     value = 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._common.local_path import local_path
 from .._common.text import shorten
-from ..errors import MLStateWarning
+from ..errors import FormatError, MLStateWarning
 from ..kv._arguments import incompatible
 from ..kv._model_states import FunctionStates, choose_function, format_error, quoted
 from ..kv._moved_positions import AXES, SEQUENCE
@@ -82,7 +82,7 @@ class StateSpecs(FunctionStates[StateSpec]):
 
 
 def as_spec(name: str, value: Any) -> StateSpec:
-    """Return a state's spec; a shape is converted to a spec with dtype float16."""
+    """Return the caller's spec of a state; from a shape, one with dtype float16."""
     if isinstance(value, StateSpec):
         return value
     try:
@@ -112,6 +112,7 @@ def _serialized(source: Any) -> bytes | None:
 
 
 def _read(source: Source) -> tuple[Functions, str | None]:
+    """Return the states of each function, and the default function or None, of any source."""
     if isinstance(source, (str, os.PathLike)):
         path = local_path(source)
         compiled = metadata_path(path)
@@ -151,9 +152,11 @@ def _read_model(source: Source) -> tuple[ModelFunctions, str | None]:
     return functions, default
 
 
-def _listed(states: Mapping[str, StateSpec]) -> str:
+def _states_text(states: Mapping[str, StateSpec]) -> str:
     """Return states as text, such as "kv (2, 1, 256, 32)"."""
-    return ", ".join(f"{shorten(name, 40)} {spec.shape}" for name, spec in states.items()) or "none"
+    return (
+        shorten(", ".join(f"{name} {spec.shape}" for name, spec in states.items()), 200) or "none"
+    )
 
 
 def _disagreement(labels: tuple[str, str], expected: str, got: str, remedy: str) -> Exception:
@@ -177,7 +180,7 @@ def _check_functions(
     has the same number of positions.
     """
     (functions, default), (other_functions, other_default) = first, other
-    names = tuple(", ".join(map(str, model)) for model in (functions, other_functions))
+    names = [shorten(", ".join(model), 200) for model in (functions, other_functions)]
     if set(functions) != set(other_functions):
         raise _disagreement(labels, f"functions {names[0]}", names[1], "")
     if default != other_default:
@@ -192,21 +195,31 @@ def _check_functions(
         if shared_state and states != others:
             raise _disagreement(
                 labels,
-                f"function {shorten(name, 40)} has the states {_listed(states)}",
-                _listed(others),
-                "; chunks that share a state declare the same ones: pass shared_state=False if "
-                "each chunk has its own",
+                f"function {shorten(name, 40)} has the states {_states_text(states)}",
+                _states_text(others),
+                "; chunks that share a state declare the same ones. If each has its own, pass "
+                "shared_state=False (--no-shared-state of a plan), or read them one by one",
             )
+
+
+def _read_chunk(source: Source, label: str) -> tuple[ModelFunctions, str | None]:
+    """As `_read_model`; errors name the chunk."""
+    try:
+        return _read_model(source)
+    except (FormatError, TypeError) as error:
+        if label not in str(error):
+            error.args = (f"{label}: {error}",)
+        raise
 
 
 def _read_chunks(
     chunks: Chunks, shared_state: bool
 ) -> tuple[list[tuple[ModelFunctions, str | None]], int]:
     """Return the functions and default function of each chunk, and the first chunk with states."""
-    models = [_read_model(source) for source in chunks.sources]
+    labels = [_label(source, i) for i, source in enumerate(chunks.sources)]
+    models = list(map(_read_chunk, chunks.sources, labels))
     if chunks.default is not None:
         models = [(functions, chunks.default) for functions, _ in models]
-    labels = [_label(source, i) for i, source in enumerate(chunks.sources)]
     stateful = [i for i, (functions, _) in enumerate(models) if any(functions.values())]
     first = stateful[0] if stateful else 0
     for i in stateful[1:]:
@@ -242,6 +255,7 @@ def read_functions(source: Source) -> tuple[ModelFunctions, str | None]:
 def _choose_of(
     source: Source, functions: ModelFunctions, default: str | None, function: str | None
 ) -> StateSpecs:
+    """Return the states of one function: `function`, that of the source, or the default."""
     if isinstance(source, StateSpecs):
         name: str | None = function or source.function
     else:
@@ -311,6 +325,7 @@ def _engine_faults(shape: tuple[int, ...]) -> Iterator[int]:
 
 
 def warn_of_shapes(specs: StateSpecs, stacklevel: int) -> None:
+    """Warn of states whose shapes may fail on the Neural Engine."""
     for spec in specs.values():
         for axis in _engine_faults(spec.shape):
             label = f" ({AXES[axis]})" if len(spec.shape) == len(AXES) else ""

@@ -1,4 +1,4 @@
-"""The state of Core ML models with several context sizes; public through `mlstate.coreml`."""
+"""`StateManager`: the state of Core ML models of several context sizes; `mlstate.coreml`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
-from ._specs import StateSpec, StateSpecs, choose, choose_states, states_of_contexts
-from ._transfer import move_state
+from ._specs import StateSpec, StateSpecs, choose, choose_states, read_functions, states_of_contexts
+from ._transfer import move_state, written_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .._types import NDArray
     from ..kv._state_manager import Context
 
 
@@ -86,6 +89,9 @@ class StateManager(StateManagerBase):
     states are freed after the move unless the caller holds them. The models of both sizes are
     loaded during a move; `release` lets go of the former one.
 
+    ``mlstate.save(path, states={"kv": manager, "position": position})`` saves the manager, and
+    ``manager.load_state_dict(mlstate.load(path).states["kv"])`` restores it, with its size.
+
     Not thread-safe: use one manager for each conversation. Without coremltools 9 or newer,
     states cannot be moved: the error names the installed version.
 
@@ -117,10 +123,12 @@ class StateManager(StateManagerBase):
         return callable(model) and not hasattr(model, "make_state")
 
     def _as_specs(self, specs: Any) -> dict[int, Any]:
+        """Return the caller's specs by context size; also from the path of a meta.yaml."""
         if not isinstance(specs, str | os.PathLike):
             return super()._as_specs(specs)
         states = states_of_contexts(specs, self._ladder.sizes, shared_state=self._shared_state)
         if states is None:
+            read_functions(specs)  # raises unless it is a model
             raise incompatible(
                 f"specs: {os.fsdecode(specs)} does not list contexts as ANEMLL's meta.yaml does; "
                 "pass a mapping of context sizes",
@@ -131,9 +139,15 @@ class StateManager(StateManagerBase):
         return dict(states)
 
     def _read_context(self, size: int, model: Any) -> Context:
+        """Return a model with its states, checked against the caller's specs if there are any."""
         if size in self._given_specs:
             source = self._given_specs[size]
-            parts = choose_states(source, None, shared_state=self._shared_state)
+            listed = states_of_contexts(source, (size,), shared_state=self._shared_state)
+            parts = (
+                choose_states(source, None, shared_state=self._shared_state)
+                if listed is None
+                else listed[size]
+            )
             count = len(model) if isinstance(model, list | tuple) else 1
             if len(parts) not in (1, count):
                 raise incompatible(
@@ -147,6 +161,7 @@ class StateManager(StateManagerBase):
         return super()._read_context(size, model)
 
     def _read_specs(self, size: int, model: object, chunk: int) -> Mapping[str, StateSpec]:
+        """Return the states of a model, or of its chunk number `chunk`, from specs or itself."""
         if not callable(getattr(model, "make_state", None)):
             if type(model).__module__.partition(".")[0] == "coremltools":
                 raise _too_old("the model has no make_state")
@@ -168,6 +183,13 @@ class StateManager(StateManagerBase):
                 raise _too_old(f"the state has no {method}")
         return state
 
+    def _read_array(self, state: Any, name: str) -> NDArray:
+        return np.asarray(state.read_state(name=name))
+
+    def _write_array(self, target: Any, name: str, array: NDArray) -> None:
+        value = np.require(array, written_dtype(name, array.dtype), ["C", "W"])
+        target.write_state(name=name, value=value)
+
     def _move_state(
         self,
         source: Any,
@@ -177,6 +199,10 @@ class StateManager(StateManagerBase):
         positions: int | None,
         compact: bool,
     ) -> None:
+        """Copy the state `name` from source to target; `positions` None: it does not grow.
+
+        `specs`: of source and target. `compact`: the target is the shorter one.
+        """
         have, want = specs
         move_state(
             source,

@@ -1,4 +1,4 @@
-"""Move a state between Core ML state objects; public through `mlstate.coreml`."""
+"""`transition_coreml_state`: copy states between Core ML state objects; `mlstate.coreml`."""
 
 from __future__ import annotations
 
@@ -43,16 +43,22 @@ _WRITABLE_DTYPES = ("float32", "float64", "int32")  # accepted by `write_state`
 # ---- moving states ----
 
 
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
 def _check_names(
     names: str | Sequence[str], specs: Mapping[str, StateSpec | Sequence[int]] | None
 ) -> tuple[str, ...]:
-    """Return the names of states; raise TypeError if they or `specs` have another type."""
+    """Return the names of the states to move as a list; raise TypeError for wrong arguments."""
     if specs is not None and not isinstance(specs, Mapping):
         raise TypeError(
             "specs must be the target model's state_specs(...) or a mapping of names to shapes, "
             f"got {type(specs).__name__}"
         )
-    listed = tuple(names) if isinstance(names, list | tuple) else (names,)
+    if isinstance(names, str):
+        return (names,)
+    listed = _as_tuple(names)
     if not listed or not all(isinstance(name, str) for name in listed):
         hint = "state_specs(model) lists them" if specs is None else f"there are {quoted(specs)}"
         raise TypeError(
@@ -85,8 +91,8 @@ def _target_state(
     return as_spec(name, spec).shape, spec.dtype if isinstance(spec, StateSpec) else None
 
 
-def _written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return a dtype that `write_state` accepts and that holds every value of `found`."""
+def written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a dtype that `write_state` accepts and that holds every value of `dtype`."""
     native = dtype.newbyteorder("=")
     if name_of(native) in ("float16", "bfloat16"):
         return np.dtype(np.float32)
@@ -134,7 +140,7 @@ def _read_moved(
         )
     seq_axis = move.seq_axis
     positions = moved_positions(name, value.shape, shape, move.position, seq_axis)
-    dtype = _written_dtype(name, value.dtype)
+    dtype = written_dtype(name, value.dtype)
     if expected is not None and (expected.kind == "i") != (dtype.kind == "i"):
         raise incompatible(
             f"{name}: read_state gave {value.dtype}, and the target state is {expected}; use "
@@ -180,39 +186,57 @@ def move_state(
     target.write_state(name=name, value=value)
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+class _Pair(NamedTuple):
+    """The state objects of a chunk."""
+
+    number: int  # of the chunk, from 1
+    source: Any
+    target: Any
+    specs: Any
 
 
-def _state_pairs(sources: Any, targets: Any, specs: Any) -> list[tuple[int, Any, Any, Any]]:
-    """Return number, source, target and specs of each chunk with states.
+class _Write(NamedTuple):
+    """A state that was read and checked."""
+
+    pair: _Pair
+    name: str
+    value: NDArray
+    shape: tuple[int, ...]  # in the source
+
+
+def _state_pairs(sources: tuple[Any, ...], targets: tuple[Any, ...], specs: Any) -> list[_Pair]:
+    """Return the state objects of each chunk with states.
 
     Chunks that share a pair of state objects count once.
     """
-    chunks = _listed(sources), _listed(targets)
-    count = len(chunks[0])
-    has_list = isinstance(sources, list | tuple) and isinstance(specs, list | tuple)
-    each = _listed(specs) if has_list else (specs,) * count
-    if count == 0 or not count == len(chunks[1]) == len(each):
+    count = len(sources)
+    each = tuple(specs) if isinstance(specs, list | tuple) else (specs,) * count
+    if not 0 < count == len(targets) == len(each):
         raise incompatible(
-            f"{count} source states, {len(chunks[1])} target states and {len(each)} specs; pass "
-            "one for each chunk",
+            f"{count} source states, {len(targets)} target states and {len(each)} specs; pass one "
+            "for each chunk",
             None,
             count,
-            len(chunks[1]),
+            len(targets),
         )
-    pairs: dict[int, tuple[int, Any, Any, Any]] = {}
-    for number, (source, target, spec) in enumerate(zip(*chunks, each, strict=True), 1):
+    pairs: dict[int, _Pair] = {}
+    for number, (source, target, spec) in enumerate(zip(sources, targets, each, strict=True), 1):
         if source is None and target is None:
             continue
         if source is None or target is None:
             which = "source" if source is None else "target"
             text = f"chunk {number}: the {which} has no state, and the other one has"
             raise incompatible(text, None, "a state", None)
-        if id(target) in pairs and pairs[id(target)][1] is not source:
+        pair = pairs.setdefault(id(target), _Pair(number, source, target, spec))
+        if pair.source is not source:
             text = f"chunk {number}: its target state is also the target of another chunk"
             raise incompatible(text, None, "one target for each source", f"chunk {number}")
-        pairs.setdefault(id(target), (number, source, target, spec))
+    if not pairs:
+        raise incompatible("no chunk has a state", None, "a state", None)
+    for pair in pairs.values():
+        if pairs.get(id(pair.source), pair) is not pair:
+            text = f"chunk {pair.number}: its source state is also the target of another chunk"
+            raise incompatible(text, None, "other states as targets", f"chunk {pair.number}")
     return list(pairs.values())
 
 
@@ -220,44 +244,71 @@ def _move_all(
     sources: Any, targets: Any, names: str | Sequence[str], specs: Any, move: _Move
 ) -> None:
     """Move states of all chunks: read and check all, then write all, or restore the targets."""
-    pairs = _state_pairs(sources, targets, specs)
-    each_name = [_check_names(names, spec) for _, _, _, spec in pairs]
+    pairs = [_Pair(1, sources, targets, specs)]
+    if isinstance(sources, list | tuple) or isinstance(targets, list | tuple):
+        pairs = _state_pairs(_as_tuple(sources), _as_tuple(targets), specs)
+    each_name = [_check_names(names, pair.specs) for pair in pairs]
     writes = [
-        (number, target, name, *_read_moved(source, target, name, spec, move))
-        for (number, source, target, spec), listed in zip(pairs, each_name, strict=True)
+        _Write(pair, name, *_read_moved(pair.source, pair.target, name, pair.specs, move))
+        for pair, listed in zip(pairs, each_name, strict=True)
         for name in listed
     ]
-    if len(writes) > 1:
-        axis = move.seq_axis
-        contexts = common_contexts((shape, value.shape, axis) for *_, value, shape in writes)
-        for _, _, name, value, shape in writes:
-            moved_positions(name, shape, value.shape, move.position, axis, contexts=contexts)
-    former: list[tuple[int, Any, str, NDArray]] = []
+    if len(writes) == 1:  # a write that fails changes nothing
+        writes[0].pair.target.write_state(name=writes[0].name, value=writes[0].value)
+        return
+    axis = move.seq_axis
+    contexts = common_contexts((write.shape, write.value.shape, axis) for write in writes)
+    for _, name, value, shape in writes:
+        moved_positions(name, shape, value.shape, move.position, axis, contexts=contexts)
+    former = [write._replace(value=_read_former(write)) for write in writes]
+    begun: list[_Write] = []
     try:
-        for number, target, name, value, _ in writes:
-            if len(writes) > 1:  # a single write that fails changes nothing
-                before = np.asarray(target.read_state(name=name))
-                before = np.require(before, _written_dtype(name, before.dtype), ["C", "W"])
-                former.append((number, target, name, before))
-            target.write_state(name=name, value=value)
+        for write, before in zip(writes, former, strict=True):
+            begun.append(before)
+            write.pair.target.write_state(name=write.name, value=write.value)
     except BaseException as error:
-        _restore(former, error)
+        _restore(begun, error)
         raise
 
 
-def _restore(former: list[tuple[int, Any, str, NDArray]], error: BaseException) -> None:
-    """Write former values back, the newest first; raise MLStateError if one cannot be written."""
-    failures = []
-    for number, target, name, value in reversed(former):
+def _read_former(write: _Write) -> NDArray:
+    """Return a copy of the state that a write replaces, in the form that can be written back."""
+    value = np.asarray(write.pair.target.read_state(name=write.name))
+    if value.shape != write.value.shape:
+        raise incompatible(
+            f"{write.name}: the target state has the shape {value.shape}, and specs declare "
+            f"{write.value.shape}",
+            write.name,
+            write.value.shape,
+            value.shape,
+        )
+    return np.array(value, written_dtype(write.name, value.dtype), order="C")
+
+
+def _restore(former: Sequence[_Write], error: BaseException) -> None:
+    """Write former values back, the newest first; raise if one cannot be written.
+
+    MLStateError, or the interrupt among the errors, with a note.
+    """
+    failures: list[BaseException] = []
+    texts = []
+    for pair, name, value, _ in reversed(former):
         try:
-            target.write_state(name=name, value=value)
-        except Exception as failure:
-            failures.append(f"state {name!r} of chunk {number}: {failure}")
-    if failures:
-        raise MLStateError(
-            f"the states were not moved: {error}. Former values could not be written back: "
-            f"{'; '.join(failures)}. Make new target states"
-        ) from error
+            pair.target.write_state(name=name, value=value)
+        except BaseException as failure:  # of an interrupt too, others can be written
+            failures.append(failure)
+            texts.append(f"state {name!r} of chunk {pair.number}: {failure}")
+    if not failures:
+        return
+    text = (
+        f"the states were not moved: {error}. Former values could not be written back: "
+        f"{'; '.join(texts)}. Make new target states"
+    )
+    for interrupt in (error, *failures):
+        if not isinstance(interrupt, Exception):
+            interrupt.add_note(text)
+            raise interrupt
+    raise MLStateError(text) from error
 
 
 def transition_coreml_state(
@@ -298,14 +349,16 @@ def transition_coreml_state(
         `specs` lacks the state, the shapes differ in another axis than `seq_axis` (such as layers,
         heads or head dimension), states of different shapes do not have 2 to 8 dimensions or have
         no axis `seq_axis`, one state is of integers and the other is not, `read_state` returned
-        a dtype that Core ML does not accept, or the numbers of chunks differ.
+        a dtype that Core ML does not accept, the numbers of chunks differ, no chunk has a state,
+        or the target of a chunk belongs to another chunk too.
     CapacityError
         `current_position` is negative, or the shapes differ and it is beyond one of them or the
         target is shorter than the source.
     RuntimeError
         Raised by Core ML if a model lacks the state.
     MLStateError
-        A write failed, and so did writing the former values back.
+        A write failed, and so did writing the former values back. An interrupt such as
+        KeyboardInterrupt stays what it is and gets a note.
     TypeError, ValueError
         `state_name` is not a name or a list of names, or has one twice, `specs` is not a mapping,
         or `seq_axis` is not an integer.
@@ -444,6 +497,7 @@ float64 or int32
     """
 
     def __init__(self, states: Mapping[str, StateSpec | Sequence[int]]) -> None:
+        """Allocate states of zeros; raises CompatibilityError for dtypes that Core ML lacks."""
         self._states: dict[str, NDArray] = {}
         self.reads: int = 0
         self.writes: int = 0

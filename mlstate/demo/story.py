@@ -213,7 +213,11 @@ def _draw(
     say: Callable[[str], None],
     target: Target | None = None,
 ) -> Path | None:
-    """Write the plot of the cache's occupancy, if matplotlib is installed."""
+    """Write the plot of the cache's occupancy to `path`, if matplotlib is installed.
+
+    `target` is what was at `path` when the demo began, or None. Returns None if nothing was
+    written, else `path`.
+    """
     if path is None:
         return None
     from ..plot import plot_occupancy

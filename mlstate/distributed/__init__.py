@@ -64,7 +64,11 @@ show_exports(globals())
 def _collect_torch_state(
     source: Any, model: Any, fill: bool
 ) -> tuple[StateDict, Callable[[], None] | None] | None:
-    """Return the state of a torch module or optimizer; None for other objects."""
+    """Return the state of a torch module or optimizer, and a function that stores it back.
+
+    None for other objects. The function is None if the state's tensors are the object's own.
+    `fill`: the state is to be overwritten.
+    """
     if is_optimizer(source):
         if model is not None and not is_module(model):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -80,7 +84,10 @@ def _collect_torch_state(
 
 
 def _collection_mode(source: Any, model: Any) -> str:
-    """Return how all ranks must collect a state together, if torch requires that."""
+    """Return a text, equal on all ranks, for how they must collect a state together.
+
+    Torch requires that for some wrappers; otherwise "of any kind".
+    """
     if not is_module(source) and not is_optimizer(source):
         return "of any kind"
     module = source if model is None else model
@@ -90,7 +97,7 @@ def _collection_mode(source: Any, model: Any) -> str:
 
 
 def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
-    """Return a state with shards in place of DTensors; the state itself if it has none."""
+    """Return a state with a `Shard` for each DTensor; the state itself if it has no DTensor."""
     shards = {
         name: value
         for name, value in state.items()
@@ -111,7 +118,10 @@ def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
 def _collect_state(
     source: Any, model: Any, *, fill: bool = False
 ) -> tuple[StateDict, Callable[[], None] | None]:
-    """Return this rank's state, and a function that stores it back if the state is a copy."""
+    """Return this rank's state of a module, optimizer or mapping, and a function or None.
+
+    The function stores the state back into `source` if it is a copy. `model`: of an optimizer.
+    """
     collected = _collect_torch_state(source, model, fill)
     if collected is not None:
         return collected
@@ -132,7 +142,7 @@ def _collect_state(
 
 
 def _select_tensors(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
-    """Return the tensors that `names` select, in the state's order."""
+    """Return a state with the tensors that `names` select; None: all. Raises for unused names."""
     if names is None:
         return state
     from ..checkpoint._store.name_globs import Names, listed_names
@@ -485,6 +495,11 @@ class DistributedStateCollector:
             return {**same, "the state": _collection_mode(target, model)}
 
         def prepare() -> tuple[Any, list[Entry], list[Entry]]:
+            """Return state, store function and source of this rank, and two lists for all ranks.
+
+            The lists describe the tensors to fill and those to send. Only the root has a source.
+            Raises if this rank cannot take part.
+            """
             state, store = _collect_state(target, model, fill=True)
             check_writable(state)
             entries = describe(state)
@@ -520,7 +535,7 @@ def _collect_states(states: Any) -> list[StateDict]:
 
 
 def _match_shards(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:
-    """Return the tensors, and the differences that prevent assembling shards."""
+    """Return the tensors of all ranks' states, and the differences between their shards."""
     from ._merge import match_entries
 
     tensors, differences = match_entries([describe(state) for state in states], partial=True)

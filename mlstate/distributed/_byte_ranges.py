@@ -137,7 +137,7 @@ def _elements(array: Any, data: NDArray) -> Any:
 
 
 def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any, Any]]:
-    """Yield the boxes of a range, each with its elements in `data`."""
+    """Yield views of the array for the elements `begin` to `end`, each with its part of `data`."""
     if begin >= end:
         return
     elements = _elements(array, data)
@@ -166,7 +166,7 @@ def bytes_of(array: Any, begin: int, end: int) -> NDArray:
 
 
 def take(array: Array, begin: int, end: int, data: NDArray) -> None:
-    """Copy a range of elements to bytes."""
+    """Copy the elements `begin` to `end` of an array, in C order, to the bytes `data`."""
     place = place_of(array, begin, end)
     if place is not None:
         data[:] = place
@@ -176,7 +176,7 @@ def take(array: Array, begin: int, end: int, data: NDArray) -> None:
 
 
 def put(array: Any, begin: int, end: int, data: NDArray) -> None:
-    """Copy bytes to a range of elements."""
+    """Copy the bytes `data` to the elements `begin` to `end` of an array, in C order."""
     place = place_of(array, begin, end)
     if place is not None:
         place[:] = data

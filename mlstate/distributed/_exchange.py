@@ -86,7 +86,10 @@ def exchange(
 
 
 def _check_same_options(operation: str, rank: int, everyone: list[Any]) -> None:
-    """Raise if ranks did not pass the same options."""
+    """Raise CollectiveError if a rank passed other options than rank 0.
+
+    `everyone`: the options of each rank, by name.
+    """
     for other, options in enumerate(everyone):
         for name, value in options.items():
             if value != everyone[0][name]:
@@ -149,7 +152,10 @@ def _align_up(count: int) -> int:
 
 
 def _take_ranges(queue: deque[tuple[Job, int]], room: int) -> tuple[list[Piece], int]:
-    """Take ranges from a queue of (job, elements done) up to `room` bytes; at least one element."""
+    """Take element ranges from a queue for a message of `room` bytes; at least one element.
+
+    `queue`: (job, elements done), updated.
+    """
     pieces: list[Piece] = []
     at = 0
     while queue:
@@ -252,7 +258,7 @@ def _digests(state: Mapping[str, object], tensors: list[Tensor], rank: int) -> l
 
 
 def _compare_digests(tensors: list[Tensor], everyone: list[list[str]]) -> list[RankDifference]:
-    """Return the differences between the digests of all ranks."""
+    """Return the replicas that differ between ranks, from the digests of all ranks."""
     lists = [iter(digests) for digests in everyone]
     differences = []
     for tensor, index, ranks in _iter_replicas(tensors):
@@ -267,7 +273,7 @@ class Gathering(_Transfer):
     operation = "gather_full_state"
 
     def _prepare(self, state: Mapping[str, Any], tensors: list[Tensor], verify: bool) -> Any:
-        """Do everything that may fail: hash replicas, and allocate memory on the root."""
+        """Do all that may fail: return digests of replicas, allocate `wholes` on the root."""
         digests = _digests(state, tensors, self.group.rank) if verify else []
         self.wholes: dict[str, Any] = {}  # assembled tensors; on the root only
         if self.group.rank == self.root:
@@ -278,7 +284,7 @@ class Gathering(_Transfer):
         return digests
 
     def _jobs(self, state: Mapping[str, object], tensors: list[Tensor]) -> list[Job]:
-        """Copy the root's own parts; list the other transfers, in the same order on every rank."""
+        """Copy the root's own parts; return the other transfers, in one order on all ranks."""
         jobs = []
         for tensor in tensors:
             if tensor.steps is None or tensor.tied is not None:
@@ -295,6 +301,10 @@ class Gathering(_Transfer):
         return jobs
 
     def _move(self, state: Mapping[str, object], jobs: list[Job]) -> None:
+        """Send this rank's pieces to the root, one message at a time; the root puts them in place.
+
+        `jobs`: the pieces that each rank sends, equal on all ranks.
+        """
         me, world = self.group.rank, self.group.world_size
         room = MessageBuffer()  # of what this rank sends, or the root receives
         for message in split_messages(jobs, self.max_bytes):
@@ -316,7 +326,10 @@ class Gathering(_Transfer):
     def run(
         self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool
     ) -> StateDict | None:
-        """Return the state on the root, and None on other ranks."""
+        """Gather the state: return it on the root, and None on other ranks; all ranks call this.
+
+        `entries`: descriptions of each rank's tensors. `verify`: compare replicas by digests.
+        """
         tensors, differences = match_entries(entries)
         if differences:
             raise differences_error(self.operation, differences)
@@ -338,6 +351,7 @@ class Gathering(_Transfer):
         return self._result(state, tensors) if self.group.rank == self.root else None
 
     def _result(self, state: Mapping[str, Any], tensors: list[Tensor]) -> StateDict:
+        """Return the gathered state: `tensors` from the wholes, replicated ones from this rank."""
         gathered = like(state)
         for tensor in tensors:
             if tensor.steps is not None:
@@ -352,7 +366,7 @@ class Gathering(_Transfer):
 
 
 def _why_not_filled(raw: Any) -> str:
-    """Return why an array cannot be filled, or an empty string."""
+    """Return why an array cannot be overwritten, or ""."""
     if is_torch(raw):
         array = raw.detach()
         if array.is_conj() or array.is_neg():
@@ -382,7 +396,10 @@ class Broadcasting(_Transfer):
     operation = "broadcast_state"
 
     def _differences(self, sent: list[Entry], entries: list[list[Entry]]) -> list[RankDifference]:
-        """Return the differences between the ranks' states and the root's."""
+        """Return why ranks cannot take the root's tensors: missing, or another dtype or shape.
+
+        `sent`: descriptions of the root's tensors. `entries`: those to fill, of each rank.
+        """
         source = {entry.name: entry for entry in sent}
         differences: list[RankDifference] = []
 
@@ -463,7 +480,7 @@ class Broadcasting(_Transfer):
                     self._copy(job, box, part.begin, array_of(state[job.tensor.name]))
 
     def _copy(self, job: Job, source: Array, first: int, target: Array) -> None:
-        """Copy elements between the root's own arrays; the first one has number `first`."""
+        """Copy a part between the root's own arrays; `first`: number of its first element."""
         for begin, end in steps_of(target, job.length, self.max_bytes):
             place = place_of(target, begin, end)
             if place is not None:
@@ -474,7 +491,10 @@ class Broadcasting(_Transfer):
     def _to_all(
         self, state: Mapping[str, object], source: Mapping[str, object] | None, jobs: list[Job]
     ) -> None:
-        """Broadcast ranges; contiguous ones are sent and received directly in the arrays."""
+        """Send the parts that all ranks receive alike; contiguous ones from array to array.
+
+        `source`: the root's tensors; None: the tensors of `state`.
+        """
         if self.group.world_size == 1:
             return
         sends = self.group.rank == self.root

@@ -87,7 +87,7 @@ class Tensor(NamedTuple):
 
 
 def describe(state: Mapping[str, object]) -> list[Entry]:
-    """Return the descriptions of a state's tensors; elements are not read."""
+    """Return the description of each tensor of a state, for other ranks; reads no element."""
     entries = []
     seen: dict[Any, str] = {}
     for name, value in state.items():
@@ -131,7 +131,10 @@ def difference(
 
 
 def _find_outliers(kind: str, name: str, values: Mapping[int, object]) -> list[RankDifference]:
-    """Return a difference for each group of ranks except the largest."""
+    """Return a difference for each group of ranks whose value is not the most frequent one.
+
+    `kind`: of the difference, such as "dtype". `values`: by rank.
+    """
     (usual, most), *others = groups_of(values)
     return [
         difference(
@@ -148,7 +151,10 @@ _KINDS = {True: "a whole array", False: "a Shard"}
 
 
 def _compare_metadata(name: str, entries: Mapping[int, Entry]) -> list[RankDifference]:
-    """Return the differences between ranks in a tensor's properties, without its elements."""
+    """Return the differences of one tensor between ranks, except of its elements.
+
+    `entries`: its description on each rank.
+    """
     kinds = {rank: _KINDS[entry.steps is None] for rank, entry in entries.items()}
     differences = _find_outliers("kind", name, kinds)
     differences += _find_outliers(
@@ -166,7 +172,7 @@ def _compare_metadata(name: str, entries: Mapping[int, Entry]) -> list[RankDiffe
 
 
 def _find_gaps(tensor: Tensor) -> list[RankDifference]:
-    """Return a difference for parts that no rank has; empty parts are not required."""
+    """Return a difference if no rank has some part of a tensor; empty parts are not required."""
     layout = Layout(tensor.steps or ())
     lost = [
         index
@@ -226,7 +232,10 @@ def match_entries(
 def differences_error(
     label: str, differences: Sequence[RankDifference], hint: str = ""
 ) -> CompatibilityError:
-    """Return one error for all differences."""
+    """Return one error that lists the differences between ranks.
+
+    `label`: the operation. `hint`: a remedy, or "".
+    """
     lines = [f"{label}: the states of the ranks do not match:"]
     lines += [difference.text for difference in differences[:LISTED]]
     if len(differences) > LISTED:
@@ -252,7 +261,7 @@ def _compare_elements(name: str, array: Array, other: Any) -> TensorChange | boo
 
 
 def _change_text(change: TensorChange | bool) -> str:
-    """Return the size of a change as text."""
+    """Return the extent of a difference between replicas as text; "" if it is not known."""
     if isinstance(change, bool):
         return ""
     text = f" in {change.changed:,} of {change.size:,} elements"
@@ -268,7 +277,7 @@ def _on_host(array: Any) -> Any:
 def replicas(
     tensors: Iterable[Tensor], states: Sequence[Mapping[str, Any]]
 ) -> list[RankDifference]:
-    """Compare all replicas with the first one, element by element."""
+    """Return the replicas that differ from the first one, compared element by element."""
     differences = []
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()) if tensor.tied is None else ():
@@ -290,7 +299,10 @@ def replicas(
 
 
 def compare_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
-    """Return a difference for each group of ranks whose replica differs from the majority's."""
+    """Return a difference for each group of ranks whose replica is not the most frequent one.
+
+    `index`: part of the tensor. `digests`: by rank.
+    """
     (_, most), *others = groups_of(digests)
     where = "" if tensor.steps is None else f" of part {index}"
     return [

@@ -185,7 +185,10 @@ def clip_grad_norm(
 
 
 def _collect_squares(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
-    """Return the sum of squares of each rank; raise if a rank makes another call."""
+    """Return each rank's sum of squares from the ranks' messages (`texts`) of one clip call.
+
+    Raises if a rank's message is another call, or has another limit.
+    """
     squares_of_ranks = []
     for other, text in enumerate(texts):
         command, _, rest = text.partition(b" ")

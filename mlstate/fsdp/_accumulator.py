@@ -1,4 +1,4 @@
-"""Accumulation of gradients over micro-batches; public through `mlstate.fsdp`."""
+"""`GradientAccumulator`: sums of gradients over micro-batches; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ class _Sum:
     )
 
     def __init__(self, array: Any, dtype: str, memory: Any = None) -> None:
+        """Start a sum with the first gradient of a parameter.
+
+        `array`: the sum, a NumPy array or torch tensor. `dtype`: of the gradients. `memory`: its
+        bytes.
+        """
         self.array = array
         self.given = dtype  # dtype of the gradients, which `array` need not have
         self.memory = memory  # the bytes of `array`, or None if torch owns them
@@ -82,7 +87,10 @@ _NO_OTHER_REFERENCE = _count_references(_Sum(None, "", np.empty(0, np.uint8)))
 
 
 def _find_memory(size: int, before: _Sum | None) -> Any:
-    """Return memory for a sum: the last round's if nothing else refers to it, else new memory."""
+    """Return `size` bytes for a sum: the last round's if nothing else refers to it, else new ones.
+
+    `before`: the sum of the last round, or None.
+    """
     if (
         before is not None
         and before.memory is not None
@@ -100,7 +108,7 @@ def _copy_gradients(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
 
 
 def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
-    """Copy first gradients into newly allocated sums."""
+    """Copy the first gradients (`batch`, by name) into the new sums in `started`."""
     targets, sources = {}, {}
     for name, total in started.items():
         gradient = batch[name]
@@ -162,6 +170,7 @@ def _readable(gradient: Any) -> Any:
 
 
 def _check_dtype(dtype: DType | None) -> str | None:
+    """Return the dtype of the sums, "float32" or None (as the gradients); raises for others."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -224,6 +233,7 @@ class GradientAccumulator:
     __slots__ = ("__weakref__", "_dtype", "_lock", "_steps", "_sums")
 
     def __init__(self, accumulation_steps: int = 1, *, dtype: DType | None = None) -> None:
+        """Check the arguments (see the class); no memory is allocated yet."""
         try:
             if isinstance(accumulation_steps, bool):
                 raise TypeError
@@ -305,7 +315,7 @@ class GradientAccumulator:
             self._sums.update(started)
 
     def _allocate_sums(self, others: dict[str, Any]) -> dict[str, _Sum]:
-        """Check gradients against existing sums, and allocate sums for the others."""
+        """Check gradients against existing sums, and return new sums for the others by name."""
         started = {}
         for name, gradient in others.items():
             total = self._sums.get(name)
@@ -316,7 +326,7 @@ class GradientAccumulator:
         return started
 
     def _allocate_sum(self, name: str, gradient: Any) -> _Sum:
-        """Allocate a sum for the first gradient of a parameter, which the caller copies into it."""
+        """Return a new sum for a parameter; the caller copies the first gradient into it."""
         gradient_dtype = dtype_name(gradient)
         dtype = (self._dtype if gradient_dtype in NARROW_FLOATS else None) or gradient_dtype
         in_core = dtype in _ADDED and _readable(gradient) is not None
@@ -341,7 +351,7 @@ class GradientAccumulator:
         return _Sum(memory.view(native).reshape(gradient.shape), gradient_dtype, memory)
 
     def _add_checked(self, core_sums: dict[str, Any], others: dict[str, Any]) -> None:
-        """Add checked gradients; the core reads `plain` ones without conversion."""
+        """Add checked gradients by name: `core_sums` in the core, `others` in the core or torch."""
         rest = []
         for name, gradient in others.items():
             total = self._sums[name]
@@ -445,7 +455,7 @@ class GradientAccumulator:
         return {name: count for name, (_, count) in self._figures().items() if count}
 
     def _figures(self) -> dict[str, tuple[float, int]]:
-        """Return the sum of squares and the number of non-finite elements of each sum."""
+        """Return (sum of squares, number of non-finite elements) of each sum by name."""
         with self._lock:
             live = {name: t for name, t in self._sums.items() if t.array is not None}
             unknown = [name for name, t in live.items() if t.figures is None and t.in_core]

@@ -81,4 +81,8 @@ class GradientBackend(Protocol):
         is_full: bool,
         keep: bool,
     ) -> ModuleHooks:
-        """Register hooks on the parameters of a module; `receive` gets each gradient."""
+        """Register hooks on a module's parameters; `receive` gets each name and parameter.
+
+        `is_full`: reduced gradients are stored in ``parameter.grad``. `keep`: unreduced ones stay
+        there.
+        """

@@ -1,4 +1,4 @@
-"""Gradient scattering during the backward pass; public through `mlstate.fsdp`."""
+"""`FSDPBackwardHook`: scatter gradients during the backward pass; public in `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ class FSDPBackwardHook:
     """
 
     def __init__(self, fsdp: FSDP) -> None:
+        """Create a hook without parameters; `register_hooks` connects it to a model."""
         if not isinstance(fsdp, FSDP):
             raise TypeError(
                 f"fsdp must be an FSDP, got {type(fsdp).__name__}; make one of your group: "
@@ -206,7 +207,7 @@ class FSDPBackwardHook:
             raise ValueError("this object already has hooks; close it, or create another one")
 
     def _receive_gradient(self, name: str, _: object) -> None:
-        """Receive the gradient that torch has just computed for a parameter."""
+        """Add the gradient of the parameter `name`, just computed by torch, to the current pass."""
         hooks = self._module_hooks
         assert hooks is not None
         if not self._sync:
@@ -382,7 +383,7 @@ class FSDPBackwardHook:
                     self._report = BackwardReport(current.times, ended, current.session.events)
 
     def _add_missing(self, current: BackwardPass) -> None:
-        """Add the sums from `no_sync` of gradients that this pass did not compute."""
+        """Add gradients that this pass did not compute: the sums from `no_sync`, or none."""
         hooks = self._module_hooks
         for name in [name for name in self._plan.units if name not in current.arrived]:
             gradient, on_failure = None, None
@@ -706,7 +707,7 @@ def _is_empty(name: str, gradients: object) -> bool:
 
 
 def _check_local(unit: FSDPShardingUnit, gradient: Array) -> None:
-    """Raise an error unless a part fits the local gradient of a unit."""
+    """Raise an error unless a part, the user's `gradient`, fits the local gradient of a unit."""
     local = unit.local_gradient
     if not is_torch(gradient) and not isinstance(gradient, np.ndarray | np.generic):
         raise TypeError(

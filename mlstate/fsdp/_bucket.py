@@ -65,6 +65,7 @@ class Entry:
         allow_unused: bool = False,
         absence: str = "",
     ) -> None:
+        """Check a gradient of `unit`. A fault becomes `problem`, because all ranks must go on."""
         self.unit = unit
         self.is_unused = gradient is None and not problem and allow_unused
         if self.is_unused:
@@ -92,7 +93,10 @@ class Entry:
         return 0 if self.gradient is None else int(self.gradient.nbytes)
 
     def find_memory(self, terms: Terms) -> None:
-        """Pack the gradient if necessary, and choose the memory of the sum."""
+        """Pack the gradient if necessary, and choose the memory `out` of the sum.
+
+        An error becomes this entry's `problem`, which all ranks raise together.
+        """
         if self.problem:
             return
         try:
@@ -115,7 +119,7 @@ class Entry:
         return memory_of(self.source), self.unit.counts, memory_of(self.out)
 
     def store(self, *, accumulate: bool) -> None:
-        """Store or add the sum as the local gradient; free the full gradient."""
+        """Store the sum as the unit's local gradient, or add it; drop the full gradient."""
         unit = self.unit
         if accumulate and unit.local_gradient is not None:
             self.replaces = False
@@ -157,7 +161,7 @@ def _is_dense_on_cpu(gradient: Any) -> bool:
 
 
 def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
-    """Return why a gradient does not fit its unit, or an empty string."""
+    """Return why a gradient does not fit its unit, as a text for the error, or ""."""
     like = unit.like  # comparing torch shapes and dtypes is faster than comparing names
     is_common = like is not None and type(gradient) is type(like) and _is_dense_on_cpu(gradient)
     if is_common and gradient.shape == like.shape and gradient.dtype is like.dtype:
@@ -180,7 +184,7 @@ def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
 
 
 def _output_memory(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
-    """Return memory for the sum: the existing local gradient if it fits, else new memory."""
+    """Return memory for this rank's part of the sum: the local gradient if it fits, or new."""
     name = terms.reduce_dtype or unit.dtype
     local = unit.local_gradient
     fits = (
@@ -203,7 +207,7 @@ def _output_memory(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
 
 
 def _check_sum(local: Any, out: Any) -> None:
-    """Raise ValueError if the sum `out` cannot be added to the local gradient."""
+    """Raise ValueError if the sum `out` cannot be added to the local gradient (None: it can)."""
     if local is None:
         return
     for label, got, expected in (

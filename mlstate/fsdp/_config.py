@@ -1,4 +1,4 @@
-"""The ranks and settings of gradient reduction; public through `mlstate.fsdp`."""
+"""`FSDP`: the ranks and settings of gradient reduction; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ class FSDP:
         timeout: float | None = None,
         record: bool = False,
     ) -> None:
+        """Check the arguments, which the class describes; sends nothing to other ranks."""
         process_group = check_group(process_group)
         self._group = process_group
         self._op = str(ReduceOp(op))
@@ -126,6 +127,7 @@ class FSDP:
         )
 
     def _divisor(self, factor: float | None) -> float:
+        """Return the number that sums are divided by: `factor`, the ranks for "mean", or 1."""
         if factor is None:
             return float(self.world_size) if self._op == "mean" else 1.0
         divisor = check_number("gradient_divide_factor", factor)

@@ -32,7 +32,10 @@ class Result(NamedTuple):
 
 
 def _describe_difference(facts: dict[int, str], label: str) -> tuple[int | None, str]:
-    """Return the rank at fault, if exactly one rank differs, and a text with each rank's fact."""
+    """Return the rank at fault, None unless exactly one differs, and a text for the error.
+
+    `facts`: of each rank. `label`: of the fact.
+    """
     groups: dict[str, list[int]] = {}
     for rank, fact in facts.items():
         groups.setdefault(fact, []).append(rank)

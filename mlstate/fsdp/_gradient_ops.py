@@ -84,7 +84,7 @@ def _divide(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def add(targets: Mapping[str, object], gradients: Mapping[str, Any]) -> None:
-    """Add gradients to targets of the same names, shapes and dtypes."""
+    """Add gradients in place to targets of the same names, shapes and dtypes."""
     near, far = _divide(targets)
     if near:
         sources = [detached(gradients[name]) for name in near]
@@ -110,7 +110,10 @@ class LocalSums:
             self._sums[name] = copy_gradient(gradient)
 
     def take(self, name: str, gradient: object) -> tuple[object, str]:
-        """Remove a sum; return it plus the last gradient, and an error text or ""."""
+        """Remove the sum `name`, add the last gradient, and return it and an error text or "".
+
+        `gradient` None: the last pass has none. Without a sum, the gradient itself is returned.
+        """
         total = self._sums.pop(name, None)
         if total is None or gradient is None:
             return gradient if total is None else total, ""

@@ -22,6 +22,10 @@ class Hooks:
     """
 
     def __init__(self, names: Mapping[Hashable, str]) -> None:
+        """Start a set of hooks, without any; raises if another set has one on the same parameter.
+
+        `names`: for each parameter, by a key that identifies it in this process, its name.
+        """
         self._names = names
         self._handles: list[Any] = []
         for other in live_hooks():
@@ -58,6 +62,7 @@ class ModelHooks(Hooks):
     def __init__(
         self, model: Any, names: Iterable[str], scatter: Callable[[str, Any], Any]
     ) -> None:
+        """Register `scatter(name, gradient)` as the model's backward hook of each parameter."""
         super().__init__({(id(model), name): name for name in names})
         self._model = model  # keeps the id from being reused
         for name in names:

@@ -27,6 +27,7 @@ class BucketPlan:
     def __init__(
         self, units: Mapping[str, FSDPShardingUnit], reducer: Reducer, *, accumulate: bool
     ) -> None:
+        """Divide the units into buckets; `accumulate`: sums are added to the local gradients."""
         self.units = dict(units)
         self.accumulate = accumulate
         self.buckets = list(reducer.divide(reversed(self.units.values())))
@@ -50,6 +51,7 @@ class BackwardPass:
     """
 
     def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
+        """Start a pass without gradients. It locks the reductions of this FSDP until it ends."""
         self.session = Session(reducer)
         self.arrived: dict[str, Entry] = {}
         self.token: Callable[[], object] | None = (
@@ -71,7 +73,10 @@ class BackwardPass:
         on_failure: Callable[[], None] | None = None,
         problem: str = "",
     ) -> None:
-        """Add a gradient, and submit the buckets that are now full, in order."""
+        """Add a gradient, and submit the buckets that are now full, in order.
+
+        `on_failure`: called if the shard is not stored. `problem`: why it cannot be reduced, or "".
+        """
         if name in self.arrived:
             if on_failure is not None:
                 on_failure()
@@ -93,7 +98,10 @@ class BackwardPass:
     def add_missing(
         self, name: str, gradient: object, on_failure: Callable[[], None] | None, problem: str
     ) -> None:
-        """Add this rank's value of a gradient that the pass did not compute; None is an error."""
+        """Add this rank's value of a gradient that the pass did not compute; None is an error.
+
+        `on_failure`: called if the shard is not stored. `problem`: why it cannot be reduced, or "".
+        """
         absence = "the backward pass gave no gradient"
         self.arrived[name] = Entry(
             self._plan.units[name],
@@ -106,7 +114,7 @@ class BackwardPass:
         self._full_at[self._plan.bucket_of[name]] = perf_counter()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, end the session, and raise the failures."""
+        """Reduce the remaining buckets, end the session with all ranks, and raise the failures."""
         try:
             error = self._wait()
             if error is not None:
@@ -136,7 +144,7 @@ class BackwardPass:
                     self.arrived[unit.parameter_name].fail()
 
     def _wait(self) -> BaseException | None:
-        """Wait until the thread has reduced all submitted buckets; return the first error."""
+        """Wait until the thread has reduced all submitted buckets; return its error or None."""
         error: BaseException | None = None
         for work in self._works:
             try:
@@ -146,7 +154,7 @@ class BackwardPass:
         return error
 
     def _reduce_submitted(self) -> None:
-        """Reduce submitted buckets that earlier calls have not; called once for each bucket."""
+        """Reduce the submitted buckets that no earlier call has reduced; called once for each."""
         first, end = self._reduced, min(self._submitted, self._reduced + _BUCKETS_PER_HEADER)
         if first == end:
             return

@@ -1,4 +1,4 @@
-"""The reduce-scatter of one gradient; public through `mlstate.fsdp`."""
+"""`ReduceScatterOperation`: reduce and scatter one gradient; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class ReduceScatterOperation:
         *,
         layout: str = "flat",
     ) -> None:
+        """Prepare a reduction of one gradient (see the class); sends nothing to other ranks."""
         self._reducer = FSDP(group, op=op)._reducer
         self._unit = FSDPShardingUnit("gradient", shape, dtype, shard_index, layout=layout)
         bind_unit(self._unit, self._reducer.rank, self._reducer.world_size)

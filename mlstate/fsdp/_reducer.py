@@ -187,6 +187,7 @@ class Session:
     """
 
     def __init__(self, reducer: Reducer) -> None:
+        """Begin a session; raises if another one of this FSDP is under way."""
         if not reducer.lock.acquire(blocking=False):
             raise failed(
                 "reduce_scatter",
@@ -246,6 +247,12 @@ class Session:
     def _reduce(
         self, buckets: Sequence[FullBucket], entries: Sequence[Entry], plan: bytes, started: float
     ) -> tuple[int, list[Entry] | None]:
+        """Exchange one header, then reduce the first buckets if all ranks agree.
+
+        Returns the number of reduced buckets and None. If ranks disagree on the first bucket,
+        nothing is reduced: returns 1 and the entries on which they agree, to be reduced alone.
+        `entries`: all of the first bucket. `plan`: digest of the buckets, equal on all ranks.
+        """
         first, terms, _ = buckets[0]
         handles = self._reducer.prepare(buckets)
         can_pack = handles[0] is not None and not terms.compression
@@ -307,7 +314,10 @@ class Session:
         agreed: float,
         headers: Sequence[Header],
     ) -> None:
-        """Record a reduced bucket, or the end of the session (no entries)."""
+        """Record a reduced bucket, or the end of the session (no entries), for the report.
+
+        Times are of `perf_counter`: bucket full, header sent, headers received.
+        """
         if self.events is not None:
             size = sum(entry.bytes for entry in entries)
             names = tuple(entry.unit.parameter_name for entry in entries)
@@ -317,7 +327,7 @@ class Session:
     # ---- results ----
 
     def _store_pending(self, headers: Sequence[Header]) -> None:
-        """Store the sums since the last header; fail those that are not finite."""
+        """Store the sums since the last header; fail those that are not finite on some rank."""
         pending, self._pending = self._pending, []
         bad: dict[str, tuple[int | None, str]] = {}
         if any(header.nonfinite for header in headers):
@@ -330,7 +340,7 @@ class Session:
                 entry.store(accumulate=self._pending_terms.accumulate)
 
     def _find_nonfinite(self, entries: Sequence[Entry]) -> dict[str, tuple[int | None, str]]:
-        """Return the gradients and sums of all ranks with non-finite elements, with reasons."""
+        """Return the failures, by name, of gradients and sums that are not finite on any rank."""
         own_counts = {}
         for entry in entries:
             name = entry.unit.parameter_name
@@ -353,7 +363,7 @@ class Session:
         return bad
 
     def _undo_unused(self) -> None:
-        """Restore the gradients of the parameters that no rank used."""
+        """Restore the earlier gradients of those parameters that no rank used."""
         entries = {entry.unit.parameter_name: entry for entry in self._unused}
         texts = self._reducer.group.gather_bytes(
             json.dumps(list(entries)).encode(), timeout=self._reducer.timeout
@@ -362,7 +372,10 @@ class Session:
             entries[name].undo_unused()
 
     def finish(self, operation: str) -> None:
-        """Wait until all ranks end their session, and raise the failures."""
+        """Wait until all ranks end their session, and raise the failures, on all ranks.
+
+        `operation`: for the error.
+        """
         has_ended = self._is_refused
         while not has_ended:
             started = perf_counter()
@@ -406,6 +419,7 @@ class Reducer:
         timeout: float | None,
         record: bool = False,
     ) -> None:
+        """Keep the group and the terms; `settings` are compared between ranks. Sends nothing."""
         self.rank, self.world_size = int(group.rank), int(group.world_size)
         self.group, self.timeout = group, timeout
         self.lock = threading.Lock()
@@ -419,7 +433,7 @@ class Reducer:
         self._terms_of: dict[tuple[str, bool], Terms] = {}  # by dtype and accumulate
 
     def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
-        """Return the reduction terms of a unit's gradient."""
+        """Return the reduction terms of a unit's gradient; they depend on its dtype."""
         terms = self._terms_of.get((unit.dtype, accumulate))
         if terms is None:
             terms = self._terms_of[unit.dtype, accumulate] = self._terms._replace(
@@ -430,7 +444,7 @@ class Reducer:
         return terms
 
     def divide(self, units: Iterable[FSDPShardingUnit]) -> Iterator[list[FSDPShardingUnit]]:
-        """Yield buckets of consecutive units."""
+        """Yield buckets of consecutive units with equal terms, up to the limit of bytes."""
         bucket: list[FSDPShardingUnit] = []
         size = 0
         for unit in units:
@@ -474,7 +488,10 @@ class Reducer:
         *,
         accumulate: bool = False,
     ) -> Any:
-        """Reduce one gradient, or report its problem to all ranks; return this rank's part."""
+        """Reduce the gradient of `unit`, and return this rank's part.
+
+        `problem`: why it cannot be reduced; then all ranks raise it.
+        """
         entry = Entry(unit, gradient, problem, allow_unused=self.allow_unused)
         self.reduce_now("scatter_gradient", [entry], accumulate=accumulate)
         return unit.local_gradient
@@ -502,7 +519,7 @@ class Reducer:
             session.close()
 
     def reduce_entries(self, session: Session, entries: list[Entry], *, accumulate: bool) -> None:
-        """Divide entries into buckets and reduce them; divide again if ranks disagree."""
+        """Divide gradients into buckets and reduce them; divide again if ranks disagree."""
         while entries:
             buckets, start = [], 0
             for units in self.divide([entry.unit for entry in entries]):
@@ -539,7 +556,10 @@ class Reducer:
         return prepared
 
     def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
-        """Find memory for all entries; return the core's handle of the bucket, or None."""
+        """Find memory for all entries; return the core's handle of the bucket.
+
+        None if an entry has a problem, or is not in main memory.
+        """
         if not terms.accumulate and not terms.compression:
             handle = self._reuse_outputs(entries, terms)
             if handle is not None:
@@ -621,7 +641,7 @@ class Reducer:
     def _sum_compressed(
         self, handle: Any, entries: list[Entry], compression: str
     ) -> list[tuple[float, int]]:
-        """Reduce gradients that are sent compressed."""
+        """Send and sum gradients compressed; return sum of squares and non-finite count of each."""
         sizes, own_bytes = _core.bucket_sizes(handle, compression)
         self._send = _ensure_size(self._send, sum(sizes))
         self._own_message = _ensure_size(self._own_message, own_bytes)
@@ -633,7 +653,10 @@ class Reducer:
         return _core.bucket_reduce(handle, compression, self._own_message, self._receive)
 
     def _exchange_parts(self, sizes: list[int], own_bytes: int) -> None:
-        """Send each rank its packed part, and receive this rank's part from each of them."""
+        """Send each rank its part of the packed message, and receive this rank's part from each.
+
+        `sizes`: bytes for each rank. `own_bytes`: from each.
+        """
         expected = [own_bytes] * self.world_size
         expected[self.rank] = 0
         self._receive = _ensure_size(self._receive, sum(expected))
@@ -671,7 +694,11 @@ def _failed_gradients(
     result: str,
     failures: Mapping[str, tuple[int | None, str]],
 ) -> CollectiveError:
-    """Return the error of all ranks; only its class and the rank in its text differ."""
+    """Return the error that lists the failed gradients, for all ranks.
+
+    `failures`: by name, the rank at fault (None: several) and the reason. `result`: what holds for
+    all.
+    """
     lines = [f"{name!r}: {reason}" for name, (_, reason) in failures.items()]
     more = f"\n  … {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
     listed = "\n  ".join(lines[:_LISTED]) if len(lines) > 1 else lines[0]

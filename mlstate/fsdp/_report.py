@@ -1,4 +1,4 @@
-"""Timing of the gradients of one backward pass; public through `mlstate.fsdp`."""
+"""`BackwardReport`: times of the gradients of one backward pass; public in `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -90,6 +90,10 @@ class BackwardReport:
     def __init__(
         self, gradients: Sequence[tuple[str, float]], ended: float, events: Sequence[Bucket]
     ) -> None:
+        """Make all times relative to the first gradient's arrival.
+
+        `gradients`: names with the time of arrival. `ended`: when the backward pass ended.
+        """
         began = gradients[0][1] if gradients else ended
         self.gradients: list[tuple[str, float]] = [(name, at - began) for name, at in gradients]
         self.backward: float = ended - began
@@ -139,6 +143,7 @@ class BackwardReport:
         return (last, lost) if lost > 0.1 * self.total else None
 
     def _title(self) -> str:
+        """Return one line: bytes, buckets, times, overlap, and the rank that others waited for."""
         size = bytes_text(sum(bucket.bytes for bucket in self.buckets))
         text = (
             f"{size} of gradients in {len(self.buckets)} buckets: backward pass "
@@ -151,6 +156,7 @@ class BackwardReport:
         return text
 
     def _rows(self) -> list[list[str]]:
+        """Return one row of texts for each bucket."""
         rows = []
         for number, b in enumerate(self.buckets):
             last = f" … {b.names[-1]}" if len(b.names) > 1 else ""

@@ -1,4 +1,4 @@
-"""The part of a parameter's gradient that one rank keeps; public through `mlstate.fsdp`."""
+"""`FSDPShardingUnit`: one rank's part of a parameter's gradient; public in `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -119,6 +119,7 @@ class FSDPShardingUnit:
         world_size: int | None = None,
         layout: str = "flat",
     ) -> None:
+        """Check the arguments (see the class). Part shapes need `world_size`, or `bind` later."""
         if not isinstance(parameter_name, str) or not parameter_name:
             raise ValueError(
                 f"parameter_name must be a str that is not empty, got {parameter_name!r}"

@@ -1,4 +1,4 @@
-"""Verification of scattered gradients; public through `mlstate.fsdp`."""
+"""Comparison of scattered gradients with full ones or sums; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ class GradientReport:
         return f"{wrong} of {self.compared} gradients {verb} by more than {self.atol:g}"
 
     def _rows(self) -> tuple[list[str], list[list[str]]]:
+        """Return the headers and one row of texts for each mismatch."""
         headers = ["parameter", "rank", "element", "expected", "actual"]
         rows = [
             [m.parameter, str(m.rank), f"{m.element:,}" if m.element is not None else ""]
@@ -103,7 +104,7 @@ class GradientReport:
 
 
 def _iterate_blocks(array: Array) -> Iterator[Any]:
-    """Yield the elements in blocks: floats as float64, integers unchanged."""
+    """Yield the elements as NumPy blocks: floats as float64, integers unchanged."""
     flat = packed(array).reshape(-1)
     for start in range(0, len(flat), _BLOCK):
         block = flat[start : start + _BLOCK]
@@ -129,6 +130,10 @@ def _find_differences(expected: Any, actual: Any, atol: float) -> Any:
 
 
 def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch | None:
+    """Return the first element where a unit's gradient differs from its part of `full`, or None.
+
+    `full`: the expected gradient of the whole parameter. `atol`: absolute tolerance.
+    """
     name, rank, local = unit.parameter_name, unit.shard_index, unit.local_gradient
     if local is None:
         return Mismatch(name, rank, None, "a gradient", "none")
@@ -175,7 +180,7 @@ def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
 
 
 def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
-    """Return this rank's description of a parameter: sketches of its local part and all parts."""
+    """Return this rank's message about a parameter: sketches of its local part and all parts."""
     starts = list(accumulate(unit.counts, initial=0))
     wrong = ""
     facts: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}
@@ -192,7 +197,7 @@ def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
 
 
 def _find_obstacle(unit: FSDPShardingUnit, full: Array) -> str:
-    """Return why gradients cannot be compared, or an empty string."""
+    """Return why a unit's gradients cannot be compared, or "". `full`: of the parameter."""
     for label, array, shape in (
         ("local", unit.local_gradient, unit.local_shape),
         ("full", full, unit.shape),
@@ -218,7 +223,7 @@ def _rounding_bound(world: int, dtype: str, count: int, norms: float, atol: floa
 def compare_sums(
     fsdp: FSDP, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
 ) -> GradientReport:
-    """Compare signed sums of the local parts with signed sums of all ranks' gradients."""
+    """Return mismatches of signed sums: of the local parts, and of all ranks' full `gradients`."""
     if fsdp.op not in ("sum", "mean"):
         raise ValueError(f"unreduced= needs op='sum' or 'mean', got op={fsdp.op!r}")
     text = json.dumps(
@@ -237,7 +242,10 @@ def compare_sums(
 def _find_wrong_sum(
     name: str, rank_facts: list[Any], divisor: float, atol: float
 ) -> Mismatch | None:
-    """Return the first rank whose part of one parameter has a wrong sum, or None."""
+    """Return the first rank whose part of one parameter has a wrong sum, or None.
+
+    `rank_facts`: the message of each rank about it. `atol`: absolute tolerance of an element.
+    """
     for rank, facts in enumerate(rank_facts):
         if facts is None:
             return Mismatch(name, rank, None, "a sharding unit", "none")

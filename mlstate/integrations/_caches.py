@@ -16,19 +16,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from .._types import Array
+    from ..errors import CompatibilityError
     from ..kv import CacheSpec
 
 
 class LaidOutState(CacheState):
-    """A state that knows the classes of the cache that it was made from."""
+    """A state that knows the classes of the cache that it was made from.
 
-    __slots__ = ("_layouts",)
+    A checkpoint stores it as a `CacheState`. `unstored` is the text about values of the layers
+    without which the arrays would get another meaning.
+    """
+
+    __slots__ = ("_layouts", "_unstored")
 
     def __init__(
-        self, spec: CacheSpec, arrays: Mapping[str, Array], length: int, layouts: Any
+        self,
+        spec: CacheSpec,
+        arrays: Mapping[str, Array],
+        length: int,
+        layouts: Any,
+        unstored: str = "",
     ) -> None:
         super().__init__(spec, arrays, length)
-        self._layouts = layouts
+        self._layouts, self._unstored = layouts, unstored
+
+
+def unknown_classes() -> CompatibilityError:
+    """Return the exception for a new cache of a state without its classes, or with others."""
+    text = "from_cache of this library did not make the state, so the classes of its layers are"
+    return incompatible(f"{text} unknown: pass into=", None, "into=", None)
 
 
 class EntryReader:

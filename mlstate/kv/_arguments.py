@@ -44,7 +44,7 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def as_count(name: str, value: object, least: int = 0) -> int:
-    """Return a number of tokens or positions as an int, or raise the error for the argument."""
+    """Return the argument `name` as an int of at least `least`, or raise."""
     number = as_integer(name, value)
     if number < least:
         text = f"{name} must be at least {least}, got {number}"

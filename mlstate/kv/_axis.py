@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def sequence_axis(shape: Sequence[int], seq_axis: int, label: str = "source_state") -> int:
     """Return the sequence axis of a cache, counted from 0, or raise the core's error.
 
-    `what` names the cache in errors. torch.compile can trace this function if the axis is valid.
+    `label` names the cache in errors. torch.compile can trace this function if the axis is valid.
     """
     rank = len(shape)
     if type(seq_axis) is int and 2 <= rank <= 8 and -rank <= seq_axis < rank:

@@ -1,4 +1,4 @@
-"""The arrays of a cache and how each depends on the sequence; public through `mlstate.kv`."""
+"""`CacheSpec`: the arrays of a cache, and how each depends on the sequence; `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -128,6 +128,7 @@ class CacheEntry:
     next_slot: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        """Check and normalise the fields, such as a negative axis; raises for wrong ones."""
         _check_names(self)
         put = object.__setattr__  # the instance is frozen
         put(self, "shape", as_counts(f"{self.name}: shape", self.shape))
@@ -177,7 +178,7 @@ class CacheEntry:
         return replace(self, shape=shape, next_slot=None)
 
     def _facts(self) -> tuple[str, str]:
-        """Return the kind and its parameters as text, for tables."""
+        """Return the kind, and its parameters such as the window, as texts for tables."""
         facts = []
         if self.window is not None:
             facts.append(f"window {self.window:,}")
@@ -189,7 +190,7 @@ class CacheEntry:
 
 
 def _check_names(entry: CacheEntry) -> None:
-    """Raise unless name, kind and role are valid."""
+    """Raise unless the entry's name, kind and role are valid."""
     if not isinstance(entry.name, str):
         raise TypeError(f"name must be a str, got {type(entry.name).__name__}")
     if not entry.name:
@@ -252,7 +253,7 @@ def _checked_slot(entry: CacheEntry) -> int | None:
 
 
 def _check_quantization(entry: CacheEntry) -> None:
-    """Raise unless bits and group belong to the kind and fit the shape."""
+    """Raise unless an entry's `bits` and `group` belong to its kind and fit its shape."""
     name, bits, group = entry.name, entry.bits, entry.group
     if entry.kind != "quantized":
         if bits is not None or group is not None:
@@ -321,6 +322,7 @@ class CacheSpec(CopiedByValue):
     entries: tuple[CacheEntry, ...]
 
     def __init__(self, entries: Iterable[CacheEntry]) -> None:
+        """Check the entries, whose names must differ and whose lengths must have one capacity."""
         if isinstance(entries, CacheEntry) or not hasattr(entries, "__iter__"):
             raise TypeError(
                 f"entries must be an iterable of CacheEntry, got {type(entries).__name__}"
@@ -414,6 +416,7 @@ class CacheSpec(CopiedByValue):
         return f"CacheSpec({self._title()})"
 
     def _repr_html_(self) -> str:
+        """Return the entries as an HTML table for notebooks."""
         rows = [
             (e.name, *e._facts(), str(e.shape), _axis_text(e), e.dtype, bytes_text(e.nbytes))
             for e in self.entries

@@ -1,4 +1,4 @@
-"""A cache of several arrays that change together; public through `mlstate.kv`."""
+"""`CacheState`: several arrays of a cache that change together; public through `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch, overwrite
 from .._common.dtypes import name_of
 from .._common.set_module import set_module
@@ -134,6 +135,7 @@ class CacheState(CopiedByValue):
     __slots__ = ("_cache", "_history")
 
     def __init__(self, spec: CacheSpec, arrays: Mapping[str, Array], length: int) -> None:
+        """Check that the arrays are those of `spec`; they are used, not copied."""
         if not isinstance(spec, CacheSpec):
             raise TypeError(f"spec must be a CacheSpec, got {type(spec).__name__}")
         if not isinstance(arrays, Mapping):
@@ -423,7 +425,7 @@ class CacheState(CopiedByValue):
         self._cut(new_length)
 
     def _cut(self, new_length: int) -> None:
-        """Keep the first tokens, or raise if an entry cannot drop the others."""
+        """Keep the first `new_length` tokens, or raise if an entry cannot drop the others."""
         spec, length = self._cache.spec, self._cache.length
         for entry in spec if new_length < length else ():
             text = _NO_TRIM.get(entry.kind)
@@ -522,7 +524,7 @@ class CacheState(CopiedByValue):
         self._set_length(snapshot.length)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
-        """Raise unless `restore` can go back to a snapshot."""
+        """Raise unless `restore` can go back to a snapshot: of this state, and not outdated."""
         spec, arrays, _, _, identity = self._cache
         if snapshot._history is not self._history:
             text = "the snapshot is of another CacheState"
@@ -660,6 +662,7 @@ class CacheState(CopiedByValue):
         >>> list(state.arrays), before / state.nbytes
         (['keys', 'keys.scales', 'keys.biases'], 3.5555555555555554)
         """
+        check_flags(report=report)
         parameters = {"bits": bits, "group": group}
         before = self._cache
         chosen, converted = self._convert(names, "full", parameters, capacity)
@@ -717,7 +720,7 @@ class CacheState(CopiedByValue):
         parameters: Mapping[str, Any],
         capacity: int | None,
     ) -> tuple[set[str], _Cache]:
-        """Return the names of entries of a kind, and the cache that has them converted."""
+        """Return the names of converted entries and a new cache; this one is unchanged."""
         cache = self._cache
         chosen = chosen_entries(cache.spec, names, kind)
         resized = cache.spec if capacity is None else _resized_spec(cache, capacity)
@@ -743,6 +746,7 @@ class CacheState(CopiedByValue):
         return f"CacheState({_tokens_text(spec, length)}; {spec._title().split(';')[0]})"
 
     def _repr_html_(self) -> str:
+        """Return the entries as an HTML table for notebooks."""
         spec, length = self._cache.spec, self._cache.length
         rows = []
         for entry in spec:
@@ -763,7 +767,7 @@ def _tokens_text(spec: CacheSpec, length: int) -> str:
 
 
 def _check_names(spec: CacheSpec, arrays: Mapping[str, Any]) -> None:
-    """Raise unless the arrays have the names of the spec."""
+    """Raise unless the arrays that the caller passed have the names of the spec."""
     expected_entries = [(name, entry) for entry in spec for name in entry.arrays]
     missing = [(name, entry) for name, entry in expected_entries if name not in arrays]
     expected_names = {name for name, _ in expected_entries}
@@ -792,7 +796,7 @@ def _names_text(names: list[str]) -> str:
 def _check_array(
     entry: CacheEntry, name: str, array: Any, shape: tuple[int, ...], dtype: str
 ) -> None:
-    """Raise unless an array has the shape and the dtype of its entry."""
+    """Raise unless an array has the shape and dtype that the spec gives `name`, of `entry`."""
     if not isinstance(array, np.ndarray) and not is_torch(array):
         raise TypeError(
             f"{name} must be a NumPy array or a torch tensor, got {type(array).__name__}"
@@ -841,7 +845,10 @@ def _move_entry(
     arrays: dict[str, Any],
     shifts: dict[str, int],
 ) -> None:
-    """Replace the arrays of an entry by longer or shorter ones, if its length changed."""
+    """Replace the arrays of an entry in `arrays` by longer or shorter ones, if its length changed.
+
+    `old`, `new`: its description before and after. `shifts`: of rings, updated too.
+    """
     if new is old or new.seq_axis is None:
         return
     for name in old.arrays:
@@ -882,7 +889,7 @@ def _move_tokens(array: Any, entry: CacheEntry, ring: Ring) -> Any:
 
 
 def _refuse_negative(number: int) -> int:
-    """Raise for the argument of `crop` of transformers, which `trim` takes without a sign."""
+    """Raise for a negative length, as `crop` of transformers takes it; `trim` does not."""
     raise capacity_error(
         f"n must be at least 0, got {number}: crop keeps the first n tokens; to drop {-number} "
         f"tokens, as crop of transformers does, use trim({-number})",

@@ -1,4 +1,4 @@
-"""Prefill large, generate small with reduced attention; public through `mlstate.kv`."""
+"""`CombinedStrategy`: prefill large, generate small; public through `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _as_stage(name: str, value: object) -> tuple[int, int | None]:
 
 
 def _as_attention(name: str, value: object, size: int) -> int | None:
-    """Return an attention size, or None for full attention."""
+    """Return an attention size as an int; None, for full attention, stays None."""
     if value is None:
         return None
     attention_size = as_count(name, value, 1)
@@ -104,6 +104,7 @@ class CombinedStrategy:
         generate: int | tuple[int, int | None],
         expand_at: int | None = None,
     ) -> None:
+        """Check the arguments (see the class): the cache to generate with is the smaller one."""
         self._prefill = _as_stage("prefill", prefill)
         self._generate = _as_stage("generate", generate)
         large, small = self._prefill[0], self._generate[0]
@@ -347,6 +348,10 @@ class CombinedStrategy:
         fill: float,
         sinks: int = 0,
     ) -> NDArray:
+        """Return the attention mask of `new_tokens` rows and `size` columns, after checking them.
+
+        `attention_size`: positions that a token sees; None: all. `fill`: value of masked elements.
+        """
         position = as_count("position", position)
         new_tokens = as_count("new_tokens", new_tokens, 1)
         size = as_size(self._ladder.sizes, size)
@@ -372,6 +377,7 @@ class CombinedStrategy:
         )
 
     def _repr_html_(self) -> str:
+        """Return the stages as an HTML table for notebooks."""
         from .._common.text import table_html
 
         def cells(stage: tuple[int, int | None]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Decisions on the size of a cache, from positions alone; public through `mlstate.kv`."""
+"""`ContextLadder`: when to grow, shrink or refill a cache, from positions alone; `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def as_size(sizes: tuple[int, ...], size: object) -> int:
 
 
 def check_room(position: int, size: int, new_tokens: int) -> None:
-    """Raise CapacityError if the new tokens do not fit into a cache."""
+    """Raise CapacityError if the new tokens do not fit after `position` tokens of `size`."""
     if position + new_tokens > size:
         raise capacity_error(
             f"{new_tokens} new tokens after {position} do not fit into {size} positions: follow "
@@ -138,6 +138,7 @@ class LadderStep(NamedTuple):
         return [i for part in self.kept for i in part]
 
     def __repr__(self) -> str:
+        """Return all fields; of many batches only the first and the last."""
         batches = repr(self.batches)
         if len(self.batches) > _LISTED:
             first, last = self.batches[0], self.batches[-1]
@@ -215,6 +216,7 @@ class ContextLadder:
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
+        """Check the arguments, which the class describes."""
         self._sizes = as_sizes(sizes)
         if overflow not in _OVERFLOWS:
             choices = ", ".join(map(repr, _OVERFLOWS))
@@ -577,7 +579,10 @@ class ContextLadder:
         return self._batch_size
 
     def _refilled_tokens(self, prompt: int, size: int, batch: int) -> int:
-        """Return how many tokens a refill keeps: the prompt, and at least one other token."""
+        """Return how many tokens a refill of `size` positions keeps: the prompt and the newest.
+
+        `batch`: tokens of a batch; one more must fit. At least one token is kept beyond the prompt.
+        """
         most = max(1, size - batch)  # one more batch fits
         token_count = min(max(1, size // batch - self._reserve_batches) * batch, most)
         if token_count > prompt:
@@ -587,7 +592,10 @@ class ContextLadder:
         return max(prompt + 1, min(prompt + batch, most))
 
     def _prompt_error(self, prompt: int, addition: str, size: int, most: int) -> CapacityError:
-        """Return the exception for a prompt that leaves no room for the newest tokens."""
+        """Return the error for a prompt that leaves no room; `addition`: text on what needs it.
+
+        `most`: the largest prompt that fits.
+        """
         return capacity_error(
             f"prompt_tokens keeps {prompt} tokens, which do not fit into {size} positions together "
             f"with {addition}: pass prompt_tokens of at most {max(most, 0)}, or a larger size",
@@ -600,7 +608,7 @@ class ContextLadder:
         return self._overflow == "roll" and size == self._sizes[-1]
 
     def _roll(self, position: int, new_tokens: int) -> LadderStep:
-        """Return the step that replaces the oldest tokens after the prompt."""
+        """Return the step that replaces the oldest tokens after the prompt, in the largest size."""
         top, sinks = self._sizes[-1], self._prompt_tokens
         if sinks >= top:
             raise self._prompt_error(sinks, "one new token", top, top - 1)
@@ -636,7 +644,7 @@ class ContextLadder:
         )
 
     def _top_text(self) -> str:
-        """Return what follows when the largest size is full, as text."""
+        """Return a text, for tables, on the step that follows when the largest size is full."""
         top = self._sizes[-1]
         try:
             step = self.next_step(top, top)
@@ -652,6 +660,7 @@ class ContextLadder:
         return "stop"
 
     def _repr_html_(self) -> str:
+        """Return the sizes as an HTML table for notebooks."""
         from .._common.text import table_html
 
         names = [f"{size:,}" for size in self._sizes]

@@ -30,7 +30,10 @@ def result_dtype(dtype: object, out: Array) -> str:
 
 
 def convert_source(source: NDArray, move: KVMove, out: Array) -> NDArray:
-    """Return a cache, or its tokens in the dtype of the result if the core cannot convert them."""
+    """Return `source`, or its tokens in the result's dtype if the core cannot convert them.
+
+    `out`: memory for the result, whose dtype counts, or None.
+    """
     target = result_dtype(move.dtype, out)
     if not converts(name_of(source.dtype), target):
         return source
@@ -42,7 +45,7 @@ def convert_source(source: NDArray, move: KVMove, out: Array) -> NDArray:
 
 
 def convert_tokens(tokens: NDArray, target: str) -> NDArray:
-    """Convert tokens, or raise ValueError if one does not fit."""
+    """Return tokens as the dtype `target`; raise ValueError if one does not fit."""
     name, tokens = name_of(tokens.dtype), as_numbers(tokens)
     if target in FLOATS:
         with np.errstate(over="ignore"):  # overflow is checked below

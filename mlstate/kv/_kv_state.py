@@ -1,4 +1,4 @@
-"""A cache that grows in place; public through `mlstate.kv`."""
+"""`KVState`: a cache array that grows in place; public through `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ class KVState(CopiedByValue):
         *,
         seq_axis: int = -2,
     ) -> None:
+        """Allocate an empty buffer with room for `capacity` positions (see the class)."""
         if hasattr(shape, "__array__") and np.ndim(shape) > 1:
             raise TypeError(
                 "shape must be a sequence of integers, got an array: KVState.from_array(array, "
@@ -295,6 +296,7 @@ class KVState(CopiedByValue):
         return f"KVState(shape={shape}, capacity={self.capacity}, dtype={dtype}{where})"
 
     def _repr_html_(self) -> str:
+        """Return shape, capacity and bytes as an HTML table for notebooks."""
         from .._common.text import bytes_text, table_html
 
         shape, capacity = self._buffer.extent()

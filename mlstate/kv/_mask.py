@@ -1,4 +1,4 @@
-"""Attention masks; public through `mlstate.kv`."""
+"""Attention masks, for decoding, prefill and windows; public through `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def _mask(
     fill: float,
     out: Any,
 ) -> Any:
-    """Create a mask in the core. `rows` is True for the row of `position`."""
+    """Return an attention mask made by the core, written into `out` if that is given.
+
+    `rows`: first and last row; None: all; True: the row of `position`. `fill`: of masked elements.
+    """
 
     def run(target: Any) -> Any:
         return _core.kv_mask(seq_length, attention_size, position, sinks, rows, dtype, fill, target)

@@ -32,12 +32,14 @@ class FunctionStates(dict[str, Spec]):
         *,
         default_function: str | None = None,
     ) -> None:
+        """Become the mapping of states of one `function`; `functions` has those of all."""
         super().__init__(functions[function])
         self.functions = {name: dict(states) for name, states in functions.items()}
         self.function = function
         self.default_function = default_function
 
     def _repr_html_(self) -> str:
+        """Return the states as an HTML table for notebooks."""
         count = count_text(len(self), "state")
         title = f"{type(self).__name__}: {count} of function {shorten(self.function, 100)!r}"
         others = [name for name in self.functions if name != self.function]
@@ -78,7 +80,7 @@ def format_error(path: str, text: str) -> FormatError:
 
 
 def read_file(path: str, most_bytes: int) -> bytes:
-    """Read a small file of a model."""
+    """Return the bytes of a small file of a model; raise FormatError above `most_bytes`."""
     try:
         with open_regular(path) as file:
             data = file.read(most_bytes + 1)

@@ -86,7 +86,7 @@ def moved_positions(
 def differ_in_sequence(
     source: tuple[int, ...], target: tuple[int, ...], seq_axis: int | None
 ) -> bool:
-    """Return whether two shapes differ in the sequence axis, and in no other axis."""
+    """Return whether two shapes differ in the sequence axis only."""
     rank = len(source)
     if (
         seq_axis is None
@@ -117,7 +117,10 @@ def common_contexts(
 
 
 def _check_window(name: str, lengths: tuple[int, int], contexts: tuple[int, int]) -> None:
-    """Raise unless two lengths are ``min(window, context)`` for one window."""
+    """Raise unless both lengths are ``min(window, context)`` for one window.
+
+    `lengths`, `contexts`: of source and target.
+    """
     window = max(lengths)
     if lengths == (min(window, contexts[0]), min(window, contexts[1])):
         return
@@ -134,6 +137,10 @@ def _check_window(name: str, lengths: tuple[int, int], contexts: tuple[int, int]
 def _target_error(
     name: str, target: tuple[int, ...], position: int, seq_axis: int, kind: str | None
 ) -> CapacityError:
+    """Return the error for a target with fewer positions than tokens.
+
+    `kind`: of a cache's entry; None: a state of a model, for which the remedy is another model.
+    """
     length, text = target[seq_axis], f"{name}: {position} tokens do not fit"
     if kind is not None:
         text = f"{text} into {length} positions: use a capacity of at least {position}"
@@ -149,6 +156,7 @@ def _target_error(
 def _source_error(
     name: str, source: tuple[int, ...], target: tuple[int, ...], position: int, seq_axis: int
 ) -> CapacityError:
+    """Return the error for a `position` beyond the end of the source."""
     length = source[seq_axis]
     return capacity_error(
         f"{name}: position {position} is beyond the source state's {length} positions"
@@ -162,7 +170,10 @@ def _source_error(
 
 
 def _check_layout(name: str, label: str, shape: tuple[int, ...], seq_axis: int) -> None:
-    """Raise if the `label` state has a wrong rank or no such sequence axis."""
+    """Raise unless a state of this shape has 2 to 8 dimensions and the sequence axis.
+
+    `label`: "source" or "target".
+    """
     rank = len(shape)
     if not 2 <= rank <= 8:
         raise incompatible(
@@ -190,7 +201,7 @@ def _is_named(rank: int, seq_axis: int) -> bool:
 def _check_shapes(
     name: str, source: tuple[int, ...], target: tuple[int, ...], seq_axis: int
 ) -> None:
-    """Raise if the shapes of two states differ in more than the sequence."""
+    """Raise unless source and target of the state `name` differ only in the sequence axis."""
     states = (
         f"the source state is {source}, the target state {target}; use models that were converted "
         "from the same weights"

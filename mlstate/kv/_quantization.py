@@ -1,4 +1,4 @@
-"""Conversion between full and quantized entries of a `CacheState`; public through `mlstate.kv`."""
+"""Quantize entries of a `CacheState`, and back, and measure the loss; in `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ class QuantizationLoss(NamedTuple):
 
 
 def chosen_entries(spec: CacheSpec, names: Iterable[str] | None, kind: str) -> set[str]:
-    """Return the names of the entries to convert, or raise if one has another kind."""
+    """Return the names of the entries to convert; raise if one does not have `kind`.
+
+    `names`: the caller's; None: all entries of `kind`.
+    """
     if isinstance(names, str):
         raise TypeError(f"names must be an iterable of names, got the str {names!r}")
     if names is None:
@@ -153,7 +156,10 @@ def convert_entry(
 def measure_loss(
     old: CacheEntry, new: CacheEntry, full: Any, coded: Mapping[str, Any], length: int
 ) -> QuantizationLoss:
-    """Compare the tokens of a full array with those of its quantized entry."""
+    """Return how far the tokens of a quantized entry are from those of the full array.
+
+    `full`: the array. `coded`: codes, scales and biases by name. `length`: number of tokens.
+    """
     largest, squares, value_squares = _run("kv_quantization_loss", new, full, coded, length)
     axis = old.seq_axis or 0
     count = prod(old.shape[:axis]) * length * prod(old.shape[axis + 1 :])

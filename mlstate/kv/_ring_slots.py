@@ -61,7 +61,7 @@ class Ring(NamedTuple):
 
 
 def joined(runs: list[range]) -> list[range]:
-    """Return the ranges that are not empty, with adjacent ones joined."""
+    """Return the ranges without empty ones; adjacent ranges become one."""
     result: list[range] = []
     for run in runs:
         if result and run and result[-1].stop == run.start:

@@ -1,4 +1,4 @@
-"""A cache that evicts its oldest tokens; public through `mlstate.kv`."""
+"""`RollingKVState`: a cache array that evicts its oldest tokens; public through `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ class RollingKVState(CopiedByValue):
         sinks: int = 0,
         seq_axis: int = -2,
     ) -> None:
+        """Allocate an empty ring of `capacity` positions (see the class)."""
         self._buffer = _core.RollingBuffer(shape, capacity, dtype, seq_axis, sinks)
 
     @property
@@ -276,6 +277,7 @@ class RollingKVState(CopiedByValue):
         )
 
     def _repr_html_(self) -> str:
+        """Return shape, tokens and capacity as an HTML table for notebooks."""
         from .._common.text import bytes_text, table_html
 
         length, evicted, following, _ = self._buffer.counts()

@@ -1,4 +1,4 @@
-"""Moving keys with rotary position embeddings; public through `mlstate.kv`."""
+"""`rotate_keys`: keys with rotary position embeddings at other positions; `mlstate.kv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A moment that a `CacheState` can go back to; public through `mlstate.kv`."""
+"""`Snapshot`: a moment that a `CacheState` can go back to; public through `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def is_copied(entry: CacheEntry) -> bool:
 def new_snapshot(
     spec: CacheSpec, arrays: dict[str, object], length: int, history: History, identity: object
 ) -> Snapshot:
-    """Copy the arrays that later tokens overwrite."""
+    """Return a snapshot with copies of those arrays that later tokens overwrite.
+
+    `identity`: object that is replaced with the arrays, to detect an outdated snapshot.
+    """
     changing = {name: arrays[name] for e in spec if is_copied(e) for name in e.arrays}
     snapshot = object.__new__(Snapshot)
     snapshot.length = length
@@ -97,7 +100,7 @@ def new_snapshot(
 
 
 def check_writable(entry: CacheEntry, array: Any) -> None:
-    """Raise unless all elements of an array can be replaced."""
+    """Raise unless `restore` can overwrite all elements of an entry's array."""
     if is_torch(array):
         kind, is_readonly = "tensor", False
     else:

@@ -19,13 +19,14 @@ from ..errors import CompatibilityError, MLStateError
 from ._arguments import as_count, capacity_error, incompatible
 from ._axis import valid_axis
 from ._context_ladder import ContextLadder, as_size
+from ._model_states import quoted
 from ._moved_positions import differ_in_sequence, moved_positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TypeAlias
 
-    from .._types import Array, NumpyDType
+    from .._types import Array, NDArray, NumpyDType
     from ._context_ladder import LadderStep, Overflow
 
     # States by name; each has `shape`, of the model's context, and a NumPy `dtype`.
@@ -57,6 +58,44 @@ def _select(tokens: Any, parts: tuple[range, ...]) -> Any:
     return [token for part in slices for token in part]
 
 
+def _saved_content(state: Any) -> tuple[Any, list[Any] | None]:
+    """Return size and arrays of a result of `state_dict`; raise TypeError for other values."""
+    if isinstance(state, Mapping) and state.keys() == {"size", "states"}:
+        arrays = state["states"]
+        if arrays is None or (
+            isinstance(arrays, list)
+            and all(each is None or isinstance(each, Mapping) for each in arrays)
+        ):
+            return state["size"], arrays
+    content = f" with {quoted(state)}" if isinstance(state, Mapping) else ""
+    raise TypeError(
+        "state must be a result of state_dict(), a dict of 'size' and 'states', got "
+        f"{type(state).__name__}{content}"
+    )
+
+
+def _check_saved(declared: Specs, saved: Mapping[str, Any] | None) -> None:
+    """Raise CompatibilityError unless saved arrays are those that a model declares."""
+    saved = saved or {}
+    expected = {name: (tuple(spec.shape), np.dtype(spec.dtype)) for name, spec in declared.items()}
+    for name in (*declared, *saved):
+        got = None
+        if name in saved:
+            array = saved[name]
+            got = tuple(getattr(array, "shape", ())), getattr(array, "dtype", None)
+        if got != expected.get(name):
+            have, want = (
+                "no such state" if each is None else f"{each[1]} {each[0]}"
+                for each in (got, expected.get(name))
+            )
+            raise incompatible(
+                f"state {name!r}: the saved state has {have}, the model has {want}",
+                name,
+                want,
+                have,
+            )
+
+
 class StateManagerBase:
     """Holds the state of the current context size, and moves it to other sizes.
 
@@ -78,6 +117,7 @@ class StateManagerBase:
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
+        """Check the arguments, and the states of all models that are loaded already."""
         if not isinstance(models, Mapping):
             raise TypeError(
                 "models must be a mapping of context sizes to models, such as "
@@ -110,6 +150,7 @@ class StateManagerBase:
         )
 
     def _as_specs(self, specs: Mapping[int, object] | None) -> dict[int, Any]:
+        """Return the caller's specs by context size, {} for None; raises for an unknown size."""
         if specs is None:
             return {}
         if not isinstance(specs, Mapping):
@@ -141,6 +182,14 @@ class StateManagerBase:
         """Create the state object that a move writes every state of `specs` into."""
         return self._make_state(model, specs)
 
+    def _read_array(self, state: Any, name: str) -> NDArray:
+        """Return a new array with the content of a state."""
+        raise NotImplementedError
+
+    def _write_array(self, target: Any, name: str, array: NDArray) -> None:
+        """Write an array of the shape and dtype of a state into a target of `_make_target`."""
+        raise NotImplementedError
+
     def _axis_of(self, spec: Any) -> int:
         """Return the sequence axis of a state; it may not have this axis."""
         return self._seq_axis
@@ -163,7 +212,7 @@ class StateManagerBase:
     # ---- models ----
 
     def _context(self, size: int) -> Context:
-        """Return the models of a size; load them and check their states if needed."""
+        """Return the models of a size with their states; load and check them at the first use."""
         context = self._contexts.get(size)
         if context is None:
             model = self._given[size]
@@ -175,7 +224,7 @@ class StateManagerBase:
         return context
 
     def _read_context(self, size: int, model: Any) -> Context:
-        """Return the models of a size with their states, and which of them create states."""
+        """Return `model`, for `size` positions, as its chunks with the specs of their states."""
         is_chunked = isinstance(model, list | tuple)
         chunks = tuple(model) if is_chunked else (model,)
         if not chunks:
@@ -203,6 +252,7 @@ class StateManagerBase:
         return -len(shape) <= axis < len(shape) and shape[axis] == size
 
     def _check_growing(self, size: int, specs: tuple[Specs, ...]) -> None:
+        """Raise if no state of a model has the length that the caller says, `size`."""
         declared = [spec for group in specs for spec in group.values()]
         if any(self._grows(size, spec) for spec in declared):
             return
@@ -247,6 +297,10 @@ class StateManagerBase:
     def _check_state(
         self, models: str, name: str, former: tuple[int, Any], new: tuple[int, Any]
     ) -> None:
+        """Raise if a state cannot move between two models; each is given as size and spec.
+
+        `models`: text that names them in the error.
+        """
         (size, spec), (new_size, new_spec) = former, new
         shapes = tuple(spec.shape), tuple(new_spec.shape)
         expected, got = f"{spec.dtype} {shapes[0]}", f"{new_spec.dtype} {shapes[1]}"
@@ -335,7 +389,10 @@ class StateManagerBase:
     def _make_states(
         self, size: int, make: Callable[[object, Specs], object] | None = None
     ) -> tuple[object, ...]:
-        """Create empty states, or those of `make`; None for a chunk model that declares none."""
+        """Return new states for the models of `size`; `make` creates one of a chunk.
+
+        None for a chunk that declares none.
+        """
         context = self._context(size)
         make = make or self._make_state
         return tuple(
@@ -355,11 +412,17 @@ class StateManagerBase:
         return self._states[0] if len(self._states) == 1 else self._states
 
     def _move(self, size: int, position: int) -> None:
-        """Move the state to another size; after an error the manager is unchanged."""
+        """Move the state, with `position` tokens, to the models of `size`.
+
+        After an error the manager is unchanged.
+        """
         if self._states is None and position > 0:
+            call = f"grow_if_needed(0, new_tokens={position + 1})"
+            if size < self._size:
+                call = f"shrink(0, size={size})"
             raise capacity_error(
                 f"position is {position}, but the state is empty: write tokens into `state` first, "
-                "or pass position 0",
+                f"restore a saved state by load_state_dict, or move the empty state by {call}",
                 0,
                 position,
             )
@@ -397,7 +460,7 @@ class StateManagerBase:
     def _planned_moves(
         self, size: int, position: int, have: Specs, want: Specs
     ) -> dict[str, tuple[int | None, tuple[object, object]]]:
-        """Return the positions to move of each state, as `moved_positions`, and its specs."""
+        """Return each state's positions to move (as `moved_positions`) and both specs, by name."""
         contexts = self._size, size
         return {
             name: (
@@ -541,7 +604,7 @@ class StateManagerBase:
     def _plan_refill(
         self, tokens: Sequence[int], prefill: object, size: int | None
     ) -> tuple[LadderStep, list[tuple[Any, int]]]:
-        """Check the arguments of `refill`; return the step, and the batches with their starts."""
+        """Check the arguments of `refill`; return the step, and batches of tokens with starts."""
         if not callable(prefill):
             raise TypeError(
                 f"prefill must be a callable (tokens, position, state), got "
@@ -561,7 +624,7 @@ class StateManagerBase:
 
     @contextmanager
     def _replacing_state(self, size: int) -> Iterator[object]:
-        """Make a new, empty state the current one; restore the former one after an exception."""
+        """Make an empty state the current one; if the block raises, restore the former one."""
         former = self._size, self._states
         self._context(size)
         self._size, self._states = size, None
@@ -575,7 +638,109 @@ class StateManagerBase:
         """Drop the state: the next one is empty and has the smallest size."""
         self._size, self._states = self._ladder.sizes[0], None
 
+    # ---- save and restore ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the current size and its states, as ``mlstate.save(states=)`` stores them.
+
+        Returns
+        -------
+        dict
+            ``size``, and ``states``: a list with an entry for each state object, a dict of new
+            arrays by name in the dtypes that the models declare, or None for a chunk model
+            without states. ``states`` is None if the state is empty. The position is not
+            included: save it next to the manager.
+
+        Raises
+        ------
+        CompatibilityError
+            A state does not have the shape that its model declares.
+        """
+        if self._states is None:
+            return {"size": self._size, "states": None}
+        groups = zip(self._states, self._specs[self._size], strict=True)
+        states = [
+            {name: self._read_declared(state, name, spec) for name, spec in specs.items()} or None
+            for state, specs in groups
+        ]
+        return {"size": self._size, "states": states}
+
+    def _read_declared(self, state: object, name: str, spec: Any) -> NDArray:
+        array = self._read_array(state, name)
+        if array.shape != tuple(spec.shape):
+            raise incompatible(
+                f"{name}: the state has the shape {array.shape}, and its model declares "
+                f"{tuple(spec.shape)}",
+                name,
+                tuple(spec.shape),
+                array.shape,
+            )
+        return array.astype(spec.dtype, copy=False)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a result of `state_dict`: its size becomes the current one.
+
+        The states are written into new state objects, so read `state` again. After an error the
+        manager is unchanged.
+
+        Parameters
+        ----------
+        state : mapping
+            A result of `state_dict`, also of a manager with other sizes that include its size.
+
+        Raises
+        ------
+        CompatibilityError
+            The manager does not have the saved size, or the model of this size declares states
+            of other names, shapes or dtypes. A ValueError.
+        MLStateError
+            A state could not be written.
+        TypeError
+            `state` is not a result of `state_dict`.
+        """
+        size, arrays = _saved_content(state)
+        if size not in self._ladder.sizes:
+            sizes = ", ".join(map(str, self._ladder.sizes))
+            raise incompatible(
+                f"the saved state has {size} positions, and the manager has models of {sizes}: "
+                f"add the model of {size} positions, restore, and then grow or shrink",
+                "size",
+                sizes,
+                size,
+            )
+        specs = self._context(size).specs
+        if arrays is None:
+            self._size, self._states = size, None
+            return
+        if len(arrays) != len(specs):
+            raise incompatible(
+                f"the saved state has {len(arrays)} state objects, and the models of {size} "
+                f"positions have {len(specs)}: chunk models share one or have one each, as "
+                "shared_state= tells",
+                None,
+                len(specs),
+                len(arrays),
+            )
+        for declared, saved in zip(specs, arrays, strict=True):
+            _check_saved(declared, saved)
+        targets = self._make_states(size, self._make_target)
+        for target, saved in zip(targets, arrays, strict=True):
+            for name, array in (saved or {}).items():
+                try:
+                    self._write_array(target, name, array)
+                except MLStateError:
+                    raise
+                except Exception as error:
+                    failure = MLStateError(
+                        f"state {name!r} of {size} positions was not restored: {error}. The "
+                        "manager is unchanged"
+                    )
+                    failure.name = name
+                    raise failure from error
+        self._size, self._states = size, targets
+
     def __repr__(self) -> str:
+        """Return class, sizes, loaded models, and the size of the current state."""
         sizes = ", ".join(map(str, self._ladder.sizes))
         loaded = ", ".join(map(str, self.loaded)) or "none"
         kind = "empty" if self._states is None else "in use"
@@ -585,6 +750,7 @@ class StateManagerBase:
         )
 
     def _repr_html_(self) -> str:
+        """Return the models as an HTML table for notebooks."""
         rows = []
         for size in self._ladder.sizes:
             specs = self._specs.get(size)

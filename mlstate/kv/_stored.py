@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from .._common.arrays import overwrite
+from .._common.arrays import is_torch, overwrite
+from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import name_of
-from ..errors import CompatibilityError
+from ..errors import CompatibilityError, UnstorableError
 from ._cache_spec import CacheEntry, CacheSpec
 from ._cache_state import CacheState
 from ._kv_state import KVState
@@ -17,6 +18,13 @@ from ._rolling import RollingKVState
 from ._snapshot import check_writable
 
 _CLASSES: dict[str, type] = {cls.__name__: cls for cls in (KVState, RollingKVState, CacheState)}
+
+
+def refuse_unstored(cache: Any, where: str) -> None:
+    """Raise UnstorableError for a cache of an integration with more than `cache_values` returns."""
+    text = getattr(cache, "_unstored", "")
+    if text:
+        raise UnstorableError(f"{where}: {text}")
 
 
 def cache_values(cache: Any) -> tuple[str, dict[str, Any]]:
@@ -70,7 +78,8 @@ def cache_from_values(name: str, values: dict[str, Any]) -> Any:
 
 
 def check_cache(target: Any, cache: Any, where: str) -> None:
-    """Raise CompatibilityError unless a target can hold the content of a cache, in place."""
+    """Raise CompatibilityError unless `target` can take the content of `cache`, a stored one."""
+    refuse_unstored(target, where)
     of_target, of_cache = _facts_of(target), _facts_of(cache)
     for name in of_target:
         if of_target[name] != of_cache.get(name):
@@ -94,7 +103,7 @@ def _mismatch(where: str, text: str, expected: Any, got: Any) -> CompatibilityEr
 
 
 def _facts_of(cache: Any) -> dict[str, Any]:
-    """Return the facts by name that must be equal to overwrite the content of a cache."""
+    """Return properties of a cache by name; they must be equal to overwrite it in place."""
     facts: dict[str, Any] = {"class": _class_name(cache)}
     if isinstance(cache, CacheState):
         return facts | {f"entry {entry.name!r}": entry for entry in cache.spec}
@@ -110,7 +119,7 @@ def overwrite_cache(target: Any, cache: Any) -> None:
     """Write the content of a cache into another one, in place; `check_cache` accepts the two."""
     if isinstance(target, CacheState):
         for name, array in target.arrays.items():
-            overwrite(array, cache.arrays[name])
+            overwrite(array, _like(cache.arrays[name], array))
         target._take_tokens(cache)
     elif isinstance(target, KVState):
         target.resize(cache.seq_length)
@@ -118,3 +127,12 @@ def overwrite_cache(target: Any, cache: Any) -> None:
     else:
         slots, _, _, _, *counts = cache._content()
         target._buffer.fill(slots.astype(target.dtype, copy=False), *counts)
+
+
+def _like(source: Any, target: Any) -> Any:
+    """Return an array or a tensor as the one of both that the target is, over the same memory."""
+    if is_torch(source) == is_torch(target):
+        return source
+    backend = backend_of(target if is_torch(target) else source, TensorBackend)
+    convert = backend.tensors_of if is_torch(target) else backend.arrays_of
+    return convert({"": source})[""]

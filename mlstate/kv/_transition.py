@@ -1,4 +1,4 @@
-"""Move a KV cache to another sequence length; public through `mlstate.kv`."""
+"""`transition_kv_state`: copy a cache array to another sequence length; public in `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def _run_move(source: Array, move: KVMove, out: Any) -> Any:
-    """Run a transition in the core, or in torch if the core cannot access the data."""
+    """Return the moved state: by the core, or by torch if the core cannot access the arrays.
+
+    `move`: all parameters. `out`: memory for the result, or None.
+    """
     if not isinstance(move.low_memory, int):  # 0 and 1 are accepted too
         check_flags(low_memory=move.low_memory)
     if not isinstance(source, np.ndarray):
@@ -267,7 +270,7 @@ def validate_state_shapes(
 
 @contextmanager
 def name_errors(name: str) -> Iterator[None]:
-    """Add the name of a state to errors of the core."""
+    """Put the name of a state before the text of errors that the block raises."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Models with several context sizes, and transitions between them; public through `mlstate.kv`."""
+"""`StateTransitionManager`: transitions between registered models; public in `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -133,6 +133,7 @@ class StateTransitionManager:
         }
 
     def _config(self, model_name: str) -> ModelConfig:
+        """Return the configuration of a registered model; raises ValueError for others."""
         try:
             return self.models[model_name]
         except KeyError:

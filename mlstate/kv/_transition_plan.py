@@ -1,4 +1,4 @@
-"""Plan the transition of states between two models.
+"""`TransitionPlan`: the moves of a model's states to another model, and what prevents them.
 
 Shared by `mlstate.coreml`, which exports the classes, and `mlstate.coreai`.
 """
@@ -101,6 +101,7 @@ class TransitionPlan(NamedTuple):
         }
 
     def _rows(self) -> list[tuple[str, ...]]:
+        """Return one row of texts for each state, for the tables."""
         return [
             (
                 move.name,
@@ -115,6 +116,8 @@ class TransitionPlan(NamedTuple):
 
     def _summary(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
+        if self.moves and all(move.direction == "same" for move in self.moves):
+            verdict = "every state has the same shape in both models, so length is not checked"
         return (
             f"{self.position} tokens: {verdict}; {bytes_text(self.copied_bytes)} copied, "
             f"{bytes_text(self.zeroed_bytes)} zeroed; states take "
@@ -122,6 +125,7 @@ class TransitionPlan(NamedTuple):
         )
 
     def __str__(self) -> str:
+        """Return the states as a table of text, a summary, and the problems."""
         rows = [_HEADINGS, *([printable(cell) for cell in row] for row in self._rows())]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
         lines = []
@@ -183,6 +187,10 @@ def _plan_state(
     seq_axis: int | None,
     contexts: tuple[int, int] | None,
 ) -> StateMove:
+    """Return the move of one state; None as source or target: that model lacks it.
+
+    `position`: tokens to keep. `contexts`: sizes of both models, or None if unknown.
+    """
     shapes = (source and source.shape, target and target.shape)
     problem, positions = _problem(name, source, target, position, seq_axis, contexts)
     if source is None or target is None or problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from .._common.set_module import set_module_of_exports
@@ -87,7 +88,10 @@ def _stack(
 
 
 def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: int) -> Figure:
-    """Plot the bytes of groups as bars, in one part of the figure for each title."""
+    """Return a figure of bars: the bytes of groups, in one panel for each title.
+
+    `columns`: the names of a bar's parts.
+    """
     shortened = {title: _shortened(groups) for title, groups in panels.items()}
     most = max(
         (sum(nbytes.values()) for rows in shortened.values() for _, nbytes in rows), default=0
@@ -107,7 +111,7 @@ def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: 
 
 
 def _legend(figure: Figure, axes: Any, columns: int) -> None:
-    """Add a legend below a figure; the labels may contain any text."""
+    """Add a legend of the bars in `axes` below a figure; the labels may contain any text."""
     bars = axes.containers
     if not bars:
         return
@@ -119,14 +123,14 @@ def _legend(figure: Figure, axes: Any, columns: int) -> None:
         text.set_text(shorten(each.get_label(), 38))  # matplotlib omits labels that begin with _
 
 
-def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
+def plot_checkpoint(checkpoint: Checkpoint | str | os.PathLike[str]) -> Figure:
     """Plot a checkpoint's bytes by layer, and by the rank that stored them.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
+    checkpoint : Checkpoint, str or os.PathLike
         A result of `mlstate.save`, `mlstate.checkpoint.inspect` or
-        ``CheckpointManager.checkpoint(step)``.
+        ``CheckpointManager.checkpoint(step)``, or a path for `mlstate.checkpoint.inspect`.
 
     Returns
     -------
@@ -138,6 +142,10 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     ------
     ImportError
         matplotlib is not installed (``pip install 'mlstate[plot]'``).
+    StoreError, FormatError
+        A path cannot be inspected.
+    TypeError
+        `checkpoint` is neither a checkpoint nor a path.
 
     Examples
     --------
@@ -148,8 +156,16 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     >>> len(plot_checkpoint(checkpoint).axes)
     2
     """
+    from ..checkpoint import Checkpoint, inspect
     from ..checkpoint._table import Group, column_of, columns_of, groups_of
 
+    if isinstance(checkpoint, str | os.PathLike):
+        checkpoint = inspect(checkpoint)
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            "checkpoint must be a path or a Checkpoint, such as a result of mlstate.inspect, got "
+            f"{type(checkpoint).__name__}"
+        )
     records = checkpoint.tensors()
     columns = columns_of(records)
     kinds = {(record.section, record.key): column_of(record, columns) for record in records}
@@ -387,7 +403,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
 
 
 def _clock(plan: Plan) -> tuple[NDArray, float, str]:
-    """Return when each step begins and the last one ends, and unit and label of the axis.
+    """Return the begin of each step and the end of the last, and the unit and label of the axis.
 
     If no step takes time, each step counts as one.
     """

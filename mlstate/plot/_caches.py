@@ -101,7 +101,7 @@ def _contents(used: NDArray, length: int, sinks: int) -> NDArray:
 
 
 def _ring_contents(state: RollingKVState) -> NDArray:
-    """Classify all positions so far: (layers, positions)."""
+    """Return the kind of content of each position so far, as integers (layers, positions)."""
     used, positions = _nonzero(state.array, state.seq_axis), state.positions()
     end = max(state.next_position, state.capacity)
     kinds = np.full((len(used), end), _ZERO)
@@ -203,7 +203,7 @@ def plot_cache(
 
 
 def _draw_pixels(axes: Any, kinds: NDArray, colours: Sequence[str], extent: Any) -> None:
-    """Draw small integers as pixels of their colours."""
+    """Draw an array of small integers as pixels; `colours`: of each integer."""
     from matplotlib.colors import ListedColormap
     from matplotlib.ticker import MaxNLocator
 

@@ -1,7 +1,8 @@
-"""Check whether two states match; public through `mlstate.state`."""
+"""`check_compatibility`: whether two states match; public through `mlstate.state`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class CompatibilityResult:
     __slots__ = ("_counts", "_is_refused", "differences", "errors", "renames", "warnings")
 
     def __init__(self) -> None:
+        """Create a result without differences, to be filled by `check_compatibility`."""
         self.errors: list[str] = []
         self.warnings: list[str] = []
         self.differences: list[Difference] = []
@@ -162,7 +164,7 @@ class CompatibilityResult:
         ]
 
     def _verdict(self) -> str:
-        """Return the first line: `is_compatible`, and how many tensors would be loaded."""
+        """Return the first line of the text: the result, and the number of loadable tensors."""
         matched, source, target = self._counts
         if not self.is_compatible:
             return "not compatible"
@@ -194,12 +196,14 @@ class CompatibilityResult:
 
 
 def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict unchanged, and a module or any other mapping as a dict.
-
-    The core rejects other types.
-    """
+    """Return a module's or another mapping's entries as a dict; a dict is returned unchanged."""
     if is_module(state):
         return backend_of(state, StateBackend).module_entries(state)
+    if isinstance(state, str | os.PathLike):
+        raise TypeError(
+            f"expected a mapping of str to array, got {state!r}: mlstate.load reads a path, and "
+            "mlstate.diff compares two"
+        )
     if not isinstance(state, dict) and isinstance(state, Mapping):
         return dict(state)
     if not isinstance(state, dict) and hasattr(state, "state_dict"):
@@ -344,7 +348,10 @@ def differences_of(
     shapes: list[tuple[str, Any, Any]],
     dtypes: list[tuple[str, Any, Any]],
 ) -> list[Difference]:
-    """Return the core's results as one list of `Difference`s."""
+    """Return the core's results as one list of `Difference`s.
+
+    `shapes`, `dtypes`: (name, in the source, in the target).
+    """
     return [
         *(Difference("missing", name) for name in missing),
         *(Difference("unexpected", name) for name in unexpected),
@@ -359,7 +366,10 @@ def rename_hint(
     source_only: list[str],
     target_only: list[str],
 ) -> tuple[dict[str, str], str]:
-    """Return rules that turn names of the source into the target's, and a line about them."""
+    """Return rename rules that would turn source names into target names, and a line for the user.
+
+    `source_only`, `target_only`: names without a counterpart. Without a guess: {} and "".
+    """
     if not source_only or not target_only:
         return {}, ""
     rules = guess_rules(source_only, target_only)

@@ -1,4 +1,4 @@
-"""Compare two states element by element; public through `mlstate.state`."""
+"""`diff`: compare two states element by element; public through `mlstate.state`."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ class StateDiff(NamedTuple):
         return not (self.missing or self.unexpected or self.shapes or self.dtypes or self.changes)
 
     def _title(self) -> str:
+        """Return one line with the number of tensors of each kind of difference."""
         if self.identical:
             return f"identical: {self.unchanged:,} tensor{'' if self.unchanged == 1 else 's'}"
         parts = [

@@ -39,6 +39,7 @@ _STYLE = """
 
 
 def _title(state: StateDict) -> str:
+    """Return one line: class, tensors, bytes, and additions of the class."""
     try:
         size = bytes_text(state.nbytes)
     except UNREADABLE:
@@ -49,7 +50,7 @@ def _title(state: StateDict) -> str:
 
 
 def _facts(array: Array) -> tuple[str, str]:
-    """Return dtype and shape of an array as text."""
+    """Return the texts of an array's dtype and shape; "" for an unreadable shape."""
     dtype_value = getattr(array, "dtype", type(array).__name__)
     dtype = label_of(dtype_value) or str(dtype_value).removeprefix("torch.")
     try:
@@ -59,7 +60,7 @@ def _facts(array: Array) -> tuple[str, str]:
 
 
 def state_repr(state: StateDict) -> str:
-    """Return the first and last tensors, and the number of tensors between them."""
+    """Return the text of a state: first and last tensors, and the number between them."""
     copied = dict.copy(state)  # in one step: other threads may change the state
     items = sorted(copied.items(), key=lambda item: number_order(str(item[0])))
     cut = len(items) > FIRST + LAST + 1
@@ -73,7 +74,7 @@ def state_repr(state: StateDict) -> str:
 
 
 def _line(row: Row) -> str:
-    """Return the HTML of one row: name, dtype, shape, size."""
+    """Return the HTML of a row of the tree: name, dtype, shape, size."""
     leaves = row.leaves
     sums = f"{count_text(len(leaves), 'tensor')}, {bytes_text(sum(leaf.nbytes for leaf in leaves))}"
     if len(row.nodes) > 1:
@@ -116,6 +117,7 @@ class _Opener:
         self.room = room  # bytes left
 
     def rows(self, children: tuple[tuple[str, Kind], ...]) -> str:
+        """Return the rows of a node's children that still fit; equal neighbours share one."""
         runs: list[tuple[list[str], Kind]] = []
         for name, kind in children:
             if runs and runs[-1][1] == kind:
@@ -154,7 +156,7 @@ class _Opener:
 
 
 def _tree(rows: list[Row], opener: _Opener | None) -> str:
-    """Nest the rows, which are in pre-order."""
+    """Return the HTML of rows in pre-order, nested; `opener` writes the hidden ones, if given."""
     parts: list[str] = []
     depth = 1  # of the next row; one <details> is open for each level above
     top = sum(row.depth == 1 for row in rows)

@@ -26,7 +26,7 @@ _ATTRIBUTES: dict[str, tuple[type[StateDict], tuple[str, ...]]] = {
 
 
 def describe(state: object) -> str | None:
-    """Return the metadata text for a state, or None if its class has no attributes."""
+    """Return the JSON text of a state's class and attributes; None if it has no attributes."""
     for kind, (cls, names) in _ATTRIBUTES.items():
         if isinstance(state, cls):
             import json
@@ -63,7 +63,7 @@ def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict
 
 
 def kind_of_text(text: str | None, path: object) -> Any:
-    """Return what `describe` described; errors carry `path`."""
+    """Return the parsed text of `describe`, a plain state for None; `path`: for errors."""
     if text is None:
         return {"kind": "state"}
     import json

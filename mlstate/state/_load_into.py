@@ -1,4 +1,4 @@
-"""Load one state into another, and rename tensors; public through `mlstate.state`."""
+"""`load_into` and `rename`: copy one state into another; public through `mlstate.state`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def _refusal(
     shapes: list[tuple[str, object, object]],
     dtypes: list[tuple[str, object, object]],
 ) -> CompatibilityError:
-    """Return an error that lists all mismatches, in torch's words."""
+    """Return an error that lists all mismatches, in torch's words.
+
+    `missing`, `unexpected`: names. `shapes`, `dtypes`: (name, in the source, in the target).
+    """
     lines = []
     if strict and missing:
         lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
@@ -146,7 +149,10 @@ def load_into(
 
 
 def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: bool) -> None:
-    """Fill the memory of a module; submodules with own load methods or hooks load themselves."""
+    """Fill the tensors of a torch module from `source`.
+
+    Submodules with own load methods or hooks load themselves.
+    """
     backend = backend_of(module, StateBackend)
     filling, memory, own_load = backend.module_target(module, source, strict=strict)
     arrays = {name: value for name, value in source.items() if not filling.loads_itself(name)}
@@ -202,10 +208,10 @@ def rename(
         The state; it is not changed.
     rules : mapping of str to str
         Old prefix to new prefix: ``{"module.": ""}`` removes a prefix, ``{"": "model."}`` adds
-        one. A prefix ends at a dot or at the end of the name: ``"layers.1"`` matches
-        ``layers.1.w``, not ``layers.10.w``. With a leading star, a prefix also matches at the
-        start of any later part of the name: ``{"*_orig_mod.": ""}``. Each rule is applied once
-        to each name, in the order given.
+        one, and ``{"module": ""}`` removes the dot too. A prefix ends at a dot or at the end of
+        the name: ``"layers.1"`` matches ``layers.1.w``, not ``layers.10.w``. With a leading
+        star, a prefix also matches at the start of any later part of the name:
+        ``{"*_orig_mod.": ""}``. Each rule is applied once to each name, in the order given.
     unused : {"error", "ignore"}, default "error"
         Whether to raise if a rule matches no name.
 
@@ -220,7 +226,8 @@ def rename(
     CompatibilityError
         Two names would become the same.
     ValueError
-        A rule matches no name, leaves an empty name, or is only a star.
+        A rule matches no name, leaves an empty name or an empty part of one (``layers..w``), or
+        is only a star.
     TypeError
         `state` is not a mapping of str to array, or a rule is not a str.
 

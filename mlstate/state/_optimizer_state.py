@@ -1,4 +1,4 @@
-"""The state of an optimizer; public through `mlstate.state`."""
+"""`OptimizerStateDict`: the state of an optimizer; public through `mlstate.state`."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ class OptimizerStateDict(StateDict):
         param_groups: Sequence[Mapping[str, Any]] = (),
         **kwargs: Any,
     ) -> None:
+        """Set the hyperparameters first, then the entries, as `dict` takes them."""
         self.optimizer_type = optimizer_type
         self.step = step
         self.learning_rate = learning_rate

@@ -66,7 +66,10 @@ def guess_rules(unexpected: list[str], missing: list[str]) -> Rules:
 
 
 def _prefix_guesses(unexpected: list[str], missing: list[str]) -> list[Rules]:
-    """Return the rules about one prefix that have the most votes of a few names."""
+    """Return the most frequent guesses of a rename that adds or removes one prefix.
+
+    `unexpected`, `missing`: names of source and target without a counterpart.
+    """
     is_shorter = len(unexpected) <= len(missing)
     names, others = (unexpected, missing) if is_shorter else (missing, unexpected)
     positions = {name: i for i, name in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Dicts that accept only arrays as values; public through `mlstate.state`."""
+"""`StateDict`: dicts that accept only arrays as values; public through `mlstate.state`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_count(name: str, value: Any) -> int:
 
 
 def _set_state(target: object, state: Any) -> None:
-    """Restore attributes in the same way as `copy` and `pickle`."""
+    """Restore a copied object's attributes from the state of `__reduce_ex__`, as `copy` does."""
     if hasattr(target, "__setstate__"):
         target.__setstate__(state)
         return
@@ -492,6 +492,7 @@ class StateDict(_core.StateDict):
         return super().__reduce_ex__(max(index(protocol), 2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy arrays and attributes; arrays that are one object stay one."""
         # Same result as copy.deepcopy through __reduce_ex__, with less work for each array.
         reduced = self.__reduce_ex__(4)
         if isinstance(reduced, str):

@@ -1,4 +1,4 @@
-"""Compare two states within a tolerance."""
+"""Compare two states within a tolerance; see `diff`."""
 
 from __future__ import annotations
 

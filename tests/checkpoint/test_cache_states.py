@@ -1,6 +1,7 @@
 """KV caches among the named states of a checkpoint."""
 
 import json
+import operator
 
 import numpy as np
 import pytest
@@ -110,6 +111,27 @@ def test_other_layouts_are_refused_and_nothing_changes(tmp_path, make, target, t
     assert not model["w"].any()
 
 
+def test_caches_in_lists_are_filled_in_place(tmp_path):
+    caches = [make() for make in CACHES.values()]
+    expected = [facts(cache) for cache in caches]
+    mlstate.save(tmp_path / "c", states={"kv": caches, "run": {"kv": [[caches[0]], 7]}})
+    caches[0].array[:] = 0
+    caches[1].trim(2)
+    caches[2].advance(1)
+    changed = [facts(cache) for cache in caches]
+    for wrong in (caches[:2], [*caches[:2], caches[0]]):
+        with pytest.raises(CompatibilityError, match=r"states\['kv'\]"):
+            mlstate.load(tmp_path / "c", into={"states": {"kv": list(wrong)}})
+        assert [facts(cache) for cache in caches] == changed
+    target, inner = list(caches), grown_cache()
+    inner.resize(100)
+    run = {"kv": [[inner], 0]}
+    mlstate.load(tmp_path / "c", into={"states": {"kv": target, "run": run}})
+    assert all(map(operator.is_, target, caches)) and run["kv"][0][0] is inner
+    assert [facts(cache) for cache in caches] == expected
+    assert facts(inner) == expected[0] and run["kv"][1] == 7
+
+
 def test_cache_states_with_other_entries_are_refused(tmp_path):
     cache = hybrid_cache()
     mlstate.save(tmp_path / "c", states={"kv": cache, "n": 1})
@@ -162,6 +184,26 @@ def test_caches_of_torch_tensors_load_as_tensors_into_their_cache(tmp_path):
     assert mlstate.load(tmp_path / "c").states["kv"].length == 5
     on_device = mlstate.load(tmp_path / "c", device="cpu").states["kv"]
     assert torch.equal(on_device.arrays["0.keys"], expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_caches_of_arrays_and_of_tensors_fill_each_other(tmp_path, dtype):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ml_dtypes")
+    from mlstate.integrations.torch import arrays_of
+
+    entry = CacheEntry("0.keys", "full", (1, 2, 16, 4), dtype)
+    tensor = torch.arange(128).reshape(entry.shape).to(getattr(torch, dtype))
+    array = arrays_of({"": tensor})[""].copy()
+    for source in (array, tensor):
+        cache = CacheState(CacheSpec([entry]), {"0.keys": source}, 5)
+        mlstate.save(tmp_path / "c", states={"kv": cache})
+        for target in (np.zeros_like(array), torch.zeros_like(tensor)):
+            other = CacheState(CacheSpec([entry]), {"0.keys": target}, 9)
+            mlstate.load(tmp_path / "c", into={"states": {"kv": other}})
+            assert other.arrays["0.keys"] is target and other.length == 5
+            got = target if isinstance(target, np.ndarray) else arrays_of({"": target})[""]
+            assert got.tobytes() == array.tobytes()
 
 
 def test_a_cache_as_a_model_names_the_call_to_use(tmp_path):

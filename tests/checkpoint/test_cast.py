@@ -8,6 +8,7 @@ from weight_folder import write_folder
 import mlstate
 from mlstate import OptimizerStateDict
 from mlstate.checkpoint import CheckpointManager, Shard
+from mlstate.errors import CompatibilityError
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 FLOATS = {
@@ -134,3 +135,15 @@ def test_short_names_of_floats_are_dtypes(tmp_path, short, name):
     loaded = mlstate.load(tmp_path / "c", cast=short).model
     assert str(loaded["w"].dtype) == name
     assert mlstate.load(tmp_path / "c").model.astype(short).nbytes == loaded.nbytes
+
+
+@pytest.mark.parametrize(("dtype", "has_hint"), [("float16", True), ("int32", False)])
+def test_a_target_of_another_float_dtype_is_shown_the_cast(tmp_path, dtype, has_hint):
+    mlstate.save(tmp_path / "c", {"w": np.ones(3, "float32")})
+    target = {"w": np.zeros(3, dtype)}
+    with pytest.raises(CompatibilityError, match="the target is") as caught:
+        mlstate.load(tmp_path / "c", into={"model": target})
+    assert str(caught.value).endswith(": cast=True converts floats") == has_hint
+    if has_hint:
+        assert mlstate.load(tmp_path / "c", into={"model": target}, cast=True)
+        assert target["w"].tolist() == [1, 1, 1]

@@ -258,3 +258,8 @@ def test_a_trillion_parameters_on_4096_ranks_move_to_3072(tmp_path):
     assert load.nbytes == save.data_bytes  # parts consist of whole blocks, as they were written
     part = 14 * moe.count() / 3072
     assert part * 0.99 < reshard.nbytes < part + (2 << 20) * len(reshard.reads)
+
+
+def test_a_plan_prints_counts_in_the_singular(tmp_path):
+    mlstate.save(tmp_path / "c", {"w": np.ones(3)})
+    assert "bytes of 1 file, 1 index of" in repr(plan_load(tmp_path / "c"))

@@ -105,6 +105,32 @@ def test_reads_take_the_best_step_by_its_metric(tmp_path):
         assert copy.step == step
 
 
+def test_the_only_step_of_a_folder_can_be_the_best(tmp_path):
+    mlstate.save(tmp_path / "c", state(4), step=4, metadata={"loss": 0.5})
+    best = {"step": "best", "monitor": "loss"}
+    for call in (mlstate.load, mlstate.verify, mlstate.inspect):
+        assert call(tmp_path / "c", **best).step == 4
+    with pytest.raises(ValueError, match="no step has a number 'acc'"):
+        mlstate.load(tmp_path / "c", step="best", monitor="acc")
+    mlstate.save(tmp_path / "no step", state(4), metadata={"loss": 0.5})
+    with pytest.raises(ValueError, match="no step has a number 'loss'"):
+        mlstate.load(tmp_path / "no step", **best)
+
+
+def test_the_best_step_of_no_folder_says_that_there_is_none(tmp_path):
+    for call in (mlstate.load, mlstate.verify, mlstate.inspect, plan_load):
+        with pytest.raises(mlstate.StoreError, match="there is no such folder"):
+            call(tmp_path / "absent", step="best", monitor="loss")
+
+
+def test_integers_beyond_floats_are_metrics(tmp_path):
+    with CheckpointManager(tmp_path / "run", keep=1, keep_best=1, monitor="n") as manager:
+        for step, number in enumerate([10**400, 5, 10**401, 2.5, -(10**400), 1]):
+            manager.save(step, state(step), metadata={"n": number})
+        assert manager.best_step() == 4
+        assert manager.steps() == [4, 5]
+
+
 def test_a_wrong_choice_of_the_best_step_shows_the_call(manager):
     save_all(manager, 1)
     for call in (mlstate.load, mlstate.verify, mlstate.inspect, plan_load):
@@ -119,7 +145,7 @@ def test_a_wrong_choice_of_the_best_step_shows_the_call(manager):
             call(manager.directory, step="best", monitor="loss", mode="low")
         with pytest.raises(ValueError, match="'latest' or 'best'"):
             call(manager.directory, step="newest")
-    with pytest.raises(TypeError, match=r"latest_step\(\) and best_step\(\)"):
+    with pytest.raises(ValueError, match=r"pass monitor='loss'.*mode='max'"):
         manager.restore("best")
 
 
@@ -461,7 +487,7 @@ def test_a_lost_file_is_reported_with_the_tensors_in_it(manager, damage):
 
 def test_non_integer_steps_and_keep_are_refused(manager):
     manager.save(2, state(2))
-    with pytest.raises(TypeError, match="step must be an int, got str: '2'"):
+    with pytest.raises(TypeError, match="step must be an int, 'latest' or 'best', got str: '2'"):
         manager.restore("2")
     with pytest.raises(TypeError, match="keep must be an int, or None for all, got str"):
         CheckpointManager(manager.directory, keep="3")

@@ -35,8 +35,57 @@ def test_the_best_steps_and_the_newest_are_kept(tmp_path):
 def test_steps_without_a_number_are_not_the_best(tmp_path):
     manager = CheckpointManager(tmp_path, keep_best=1, monitor="loss")
     strange = [None, 5, True, "0.1", [1], None]
-    assert save_all(manager, strange) == [1, 5] and manager.best_step() == 1
-    assert CheckpointManager(tmp_path).best_step() is None  # no metric is named
+    with pytest.warns(UserWarning, match=r"step 0 has no number 'loss' .*keys: none"):
+        assert save_all(manager, strange) == [1, 5] and manager.best_step() == 1
+
+
+def test_a_wrong_name_of_the_metric_is_warned_of_once(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=1, keep_best=2, monitor="loss")
+    with pytest.warns(UserWarning, match=r"'loss' .*keys: 'val_loss'\), so keep_best=2") as caught:
+        for step in (1, 2):
+            manager.save(step, {"w": np.full(3, step)}, metadata={"val_loss": 0.5})
+    assert len(caught) == 1 and manager.steps() == [2]
+    assert caught[0].filename == __file__
+    other = CheckpointManager(tmp_path / "other", keep_best=1, monitor="loss")
+    assert save_all(other, [0.5, None]) == [0, 1]  # evaluated at some steps only
+
+
+def test_the_best_step_needs_the_name_of_the_metric(tmp_path):
+    save_all(CheckpointManager(tmp_path), [0.5, 0.2, 0.4])
+    with pytest.raises(ValueError, match="pass monitor='loss' or another key of the metadata to"):
+        CheckpointManager(tmp_path).best_step()
+    with pytest.raises(ValueError, match="pass monitor='loss'"):
+        CheckpointManager(tmp_path).restore("best")
+    manager = CheckpointManager(tmp_path, monitor="loss")
+    assert manager.best_step() == 1 and manager.restore("best").step == 1
+    assert manager.restore("latest").step == 2 and manager.checkpoint("best").step == 1
+    with pytest.raises(ValueError, match="no step has a number 'acc' in its metadata"):
+        CheckpointManager(tmp_path, monitor="acc").restore("best")
+    with pytest.raises(FileNotFoundError, match="latest_step"):
+        CheckpointManager(tmp_path / "none").restore("latest")
+    with pytest.raises(TypeError, match="an int, 'latest' or 'best', got NoneType: None"):
+        manager.restore(None)
+
+
+@pytest.mark.parametrize("restore", ["restore_latest", "restore"])
+def test_a_resumed_run_deletes_steps_without_a_warning(tmp_path, restore):
+    save_all(CheckpointManager(tmp_path, keep=1), [0.5, 0.2])
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.restore_latest() if restore == "restore_latest" else manager.restore(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert save_all(manager, [0.3], start=2) == [2]
+    other = CheckpointManager(tmp_path, keep=1)
+    with pytest.warns(UserWarning, match="did not save: 2"):
+        save_all(other, [0.3], start=3)
+
+
+def test_a_run_that_goes_back_warns_before_it_deletes_newer_steps(tmp_path):
+    save_all(CheckpointManager(tmp_path), [0.5, 0.2, 0.1])
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.restore(1)
+    with pytest.warns(UserWarning, match="did not save: 2;"):
+        save_all(manager, [0.3], start=1)
 
 
 def test_the_newer_of_equal_steps_is_the_best(tmp_path):

@@ -545,7 +545,10 @@ def test_reshard_refuses_a_damaged_source_and_the_source_itself(place, run):
 def test_convert_there_and_back(place, run, run_json):
     status, out, err = run("convert", "ckpt", "state.npz")
     assert (status, err) == (0, [])
-    assert out == ["state.npz (npz): model of 2 tensors, 72 B; optimizer of 1 tensor, 48 B"]
+    assert out == [
+        "state.npz (npz): model of 2 tensors, 72 B; optimizer of 1 tensor, 48 B",
+        "names begin with model. and optimizer.; --only model writes the model's own names",
+    ]
     status, data = run_json("convert", "state.npz", "back")
     assert status == 0
     assert (data["source_format"], data["target_format"]) == ("npz", "mlstate")
@@ -662,6 +665,18 @@ def test_prune_gives_up_steps(place, run, run_json):
     assert out[1:3] == ["2 steps gone: 10, 20", "kept: 30"]
     assert CheckpointManager("run").steps() == [30]
     assert run("verify", "run", "--all-steps")[0] == 0
+
+
+def test_prune_of_a_url_names_its_options(place, run):
+    status, _, err = run("prune", "s3://bucket/run", "--dry-run")
+    assert status == 2 and "pass --orphan-seconds N to delete" in err[0]
+
+
+def test_an_abbreviated_choice_names_the_choice(place, run):
+    for word, choice in (("hf", "huggingface"), ("st", "safetensors"), ("tensor", "safetensors")):
+        status, _, err = run("convert", "ckpt", "new", "--to", word)
+        assert status == 2 and f"did you mean {choice!r}?" in err[0]
+    assert "did you mean" not in run("convert", "ckpt", "new", "--to", "xyz")[2][0]
 
 
 def test_prune_refuses(place, run):

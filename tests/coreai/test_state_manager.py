@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import mlstate
 from mlstate.coreai import StateManager, state_specs
 from mlstate.coreai import _state_manager as module
 from mlstate.errors import CompatibilityError
@@ -266,3 +267,16 @@ def test_without_core_ai_a_state_names_the_extra(monkeypatch):
     assert manager.grow_if_needed(0, 9).action == "grow"
     with pytest.raises(ImportError, match=r"mlstate\[coreai\]"):
         manager.state  # noqa: B018
+
+
+def test_a_saved_manager_continues_in_another_one(tmp_path, fake_arrays):
+    manager = StateManager({"k": (2, 1, 2, None, 8), "conv": (5,)}, sizes=(8, 16))
+    fill(manager)
+    manager.grow_if_needed(8)
+    before = {name: array.numpy().copy() for name, array in manager.state.items()}
+    mlstate.save(tmp_path / "session", states={"kv": manager, "position": 8})
+    new = StateManager({"k": (2, 1, 2, None, 8), "conv": (5,)}, sizes=(8, 16))
+    mlstate.load(tmp_path / "session", into={"states": {"kv": new}})
+    assert new.size == 16 and new.state.keys() == before.keys()
+    for name, array in before.items():
+        assert np.array_equal(new.state[name].numpy(), array)

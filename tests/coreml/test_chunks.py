@@ -22,6 +22,7 @@ from mlstate.coreml import (
     FakeMLState,
     StateManager,
     StateShapeWarning,
+    StateSpecs,
     compact_coreml_state,
     plan_transition,
     state_specs,
@@ -207,6 +208,41 @@ def test_packages_replace_compiled_chunks_that_were_not_distributed(tmp_path):
     assert state_specs(folder)[STATE].shape == SHAPES[256]
 
 
+@pytest.mark.parametrize(("named", "stored"), [(".mlmodelc", ".mlpackage"), ("", ".mlmodelc")])
+def test_only_package_may_have_another_extension_than_its_name(tmp_path, named, stored):
+    write = write_compiled if stored == ".mlmodelc" else write_uncompiled
+    write(tmp_path / f"gemma{stored}", {"infer": {"kv": SHAPES[256]}})
+    lines = f"    ffn: gemma{named}\n    num_chunks: 1\n"
+    (tmp_path / "meta.yaml").write_text(f"model_info:\n  parameters:\n{lines}")
+    assert state_specs(tmp_path)["kv"].shape == SHAPES[256]
+
+
+@pytest.mark.parametrize("null", ["", "null", "~", "''"])
+def test_empty_values_of_meta_yaml_count_as_absent(tmp_path, null):
+    chunks(tmp_path, "llama_FFN_PF_chunk_01of02.mlmodelc", "llama_FFN_PF_chunk_02of02.mlmodelc")
+    lines = "    num_chunks: 2\n    model_prefix: llama\n"
+    for key in ("ffn", "lut_ffn", "monolithic_model", "state_transition_infer_contexts"):
+        lines += f"    {key}: {null}\n"
+    (tmp_path / "meta.yaml").write_text(f"model_info:\n  parameters:\n{lines}")
+    assert state_specs(tmp_path)["kv"].shape == SHAPES[256]
+
+
+@pytest.mark.parametrize("name", ["\\ud800", "a\\e[31m", "a\\n"])
+def test_names_with_control_characters_and_halves_of_pairs_are_shown_escaped(tmp_path, name):
+    (tmp_path / "meta.yaml").write_text(f'model_info:\n  parameters:\n    ffn: "{name}x"\n')
+    with pytest.raises(StoreNotFoundError, match="chunk 1 of 1 missing") as caught:
+        state_specs(tmp_path)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("newline", ["\r\n", "\r"])
+def test_meta_yaml_of_other_editors_is_read(folder, encoding, newline):
+    text = (folder / "meta.yaml").read_text()
+    (folder / "meta.yaml").write_bytes(text.replace("\n", newline).encode(encoding))
+    assert state_specs(folder)[STATE].shape == SHAPES[1024]
+
+
 def test_pattern_of_one_package_and_literal_names_with_brackets(tmp_path):
     write_compiled(tmp_path / "m[1].mlmodelc", {"infer": {"kv": SHAPES[256]}})
     assert state_specs(tmp_path / "m[1].mlmodelc") == state_specs(tmp_path / "*.mlmodelc")
@@ -217,6 +253,11 @@ def test_more_than_nine_chunks_are_ordered_by_number(tmp_path):
         write_compiled(tmp_path / f"m_chunk_{i}.mlmodelc", {"infer": {f"kv{i}": SHAPES[256]}})
     plan = plan_transition(tmp_path / "m_*", tmp_path / "m_*", 8, shared_state=False)
     assert [move.name for move in plan.moves] == [f"chunk {i}: kv{i}" for i in range(1, 12)]
+
+
+def test_numbers_without_a_total_may_begin_with_zero(tmp_path):
+    listed = chunks(tmp_path, "m_chunk_0.mlmodelc", "m_chunk_1.mlmodelc")
+    assert state_specs(listed)["kv"].shape == state_specs(tmp_path / "m_*")["kv"].shape
 
 
 def test_links_of_a_download_cache_are_followed(tmp_path):
@@ -275,7 +316,9 @@ def chunks(tmp_path, *names):
         (["a_chunk_01of02.mlmodelc", "b_chunk_02of02.mlmodelc"], "not the chunks of one model"),
         (["a_chunk_01of02.mlmodelc", "a_chunk_02of03.mlmodelc"], "not the chunks of one model"),
         (["a_chunk_01of02.mlmodelc", "a_embeddings.mlmodelc"], "not the chunks of one model"),
-        (["a_chunk_1.mlmodelc", "a_chunk_3.mlmodelc"], "chunk 2 of 2 missing"),
+        (["a_chunk_1.mlmodelc", "a_chunk_3.mlmodelc"], "chunk 2 of 3 missing"),
+        (["a_chunk_0.mlmodelc", "a_chunk_2.mlmodelc"], "chunk 1 of 3 missing"),
+        (["a_chunk_2.mlmodelc"], "chunk 1 of 2 missing"),
         (["a_chunk_1of1.mlmodelc", "a_chunk_2of1.mlmodelc"], "chunk 2 of 1"),
         (["a_chunk_0of2.mlmodelc", "a_chunk_1of2.mlmodelc"], "chunk 2 of 2 missing"),
         (
@@ -289,6 +332,29 @@ def test_names_of_several_models_are_refused(tmp_path, names, text):
     for source in (listed, tmp_path / "*"):
         with pytest.raises(CompatibilityError, match=text):
             state_specs(source)
+
+
+def test_list_in_another_order_than_its_numbers_is_refused(tmp_path):
+    listed = chunks(tmp_path, "a_chunk_01of02", "a_chunk_02of02")
+    with pytest.raises(CompatibilityError, match="02', 'a_chunk_01of02' are not in the order"):
+        plan_transition(listed, listed[::-1], 9, shared_state=False)
+
+
+def test_damaged_chunk_is_named(tmp_path):
+    listed = chunks(tmp_path, "a_chunk_1.mlmodelc")
+    (tmp_path / "a_chunk_2.mlpackage").mkdir()
+    second = tmp_path / "a_chunk_2.mlpackage"
+    for source, label in ((second, "a_chunk_2.mlpackage"), (b"\x03", "chunk 2"), (None, "chunk 2")):
+        error = TypeError if source is None else FormatError
+        with pytest.raises(error, match=f"^{label}: "):
+            state_specs([*listed, source])
+
+
+def test_pattern_for_a_folder_with_brackets_names_the_remedy(tmp_path):
+    chunks(tmp_path, "b[1]/a_chunk_1.mlmodelc", "b[1]/a_chunk_2.mlmodelc")
+    with pytest.raises(StoreNotFoundError, match=r"write \[\[\] for a bracket"):
+        state_specs(tmp_path / "b[1]" / "a_*")
+    assert state_specs(f"{tmp_path}/b[[]1]/a_*")["kv"].shape == SHAPES[256]
 
 
 def test_unnumbered_packages_need_a_list(tmp_path):
@@ -339,6 +405,16 @@ def test_chunks_with_other_default_functions_are_refused(tmp_path):
     specs = [state_specs(listed[0], function=name) for name in "ab"]
     with pytest.raises(CompatibilityError, match=r"chunk 1 and chunk 2 .*function a and b"):
         plan_transition(specs, specs, 9)
+
+
+def test_errors_of_chunks_with_many_states_and_functions_are_short():
+    pairs = [{f"{i}{'x' * 99}": (1, 1, 32, 32) for i in range(first, 999)} for first in (0, 1)]
+    states = state_specs({"k": (1, 1, 32, 32)})
+    many = [StateSpecs(dict.fromkeys(names, states), min(names)) for names in pairs]
+    for source in (pairs, many):
+        with pytest.raises(CompatibilityError) as caught:
+            plan_transition(source, source, 3)
+        assert len(str(caught.value)) < 900
 
 
 def test_chunks_without_states_are_skipped(tmp_path):
@@ -500,7 +576,7 @@ def test_interrupt_at_any_line_moves_no_chunk():
     assert at > 100 and values(*targets) != before[4:]
 
 
-def test_failures_before_the_first_write_change_nothing():
+def test_failures_before_the_first_write_keep_the_states():
     sources = [filled(SMALL, 1), filled({"k": (2, 1, 64, 32)}, 2)]  # no state "v"
     targets = [filled(LARGE, 3), filled(LARGE, 4)]
     before = values(*targets)
@@ -519,6 +595,74 @@ def test_former_values_that_cannot_be_written_back_are_named():
         transition_coreml_state([filled(SMALL, 1), filled(SMALL, 2)], targets, "k", 50)
 
 
+class InterruptedState(FakeMLState):
+    """Raises at every write, like a second Ctrl-C while former values are written."""
+
+    failure = None
+
+    def write_state(self, name, value):
+        if self.failure is not None:
+            raise self.failure
+        super().write_state(name, value)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), SystemExit()])
+def test_second_interrupt_restores_other_chunks_and_keeps_its_type(failure):
+    targets = [filled(LARGE, 3), filled(LARGE, 4, InterruptedState)]
+    targets[1].failure = failure
+    before = values(targets[0])
+    with pytest.raises(type(failure)) as caught:
+        transition_coreml_state([filled(SMALL, 1), filled(SMALL, 2)], targets, "k", 50)
+    assert values(targets[0]) == before
+    assert "state 'k' of chunk 2" in caught.value.__notes__[0]
+
+
+class SharingState:
+    """Its reads return the memory of the state; Core ML makes a copy."""
+
+    def __init__(self, shapes, seed):
+        rng = np.random.default_rng(seed)
+        self._states = {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
+        self.fails_at = 99
+
+    def read_state(self, name):
+        return self._states[name]
+
+    def write_state(self, name, value):
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise RuntimeError("out of memory")
+        self._states[name][...] = value
+
+
+def test_failed_write_restores_states_that_are_read_in_place():
+    source, target = SharingState(SMALL, 1), SharingState(LARGE, 2)
+    target.fails_at = 2
+    before = values(source, target)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        transition_coreml_state(source, target, ["k", "v"], 50)
+    assert values(source, target) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda value: value.astype(np.int8), "k: read_state gave int8, and Core ML takes"),
+        (lambda value: value[0], r"k: the target state has the shape \(1, 96, 32\), and specs"),
+        (lambda value: None, r"k: the target state has the shape \(\), and specs declare"),
+    ],
+)
+def test_former_values_that_could_not_be_written_back_are_refused(change, text):
+    class ChangedState(FakeMLState):
+        def read_state(self, name):
+            return change(super().read_state(name))
+
+    target = ChangedState(LARGE)
+    with pytest.raises(CompatibilityError, match=text):
+        transition_coreml_state(filled(SMALL, 1), target, ["k", "v"], 50, specs=LARGE)
+    assert target.writes == 0
+
+
 def test_lists_of_states_that_do_not_match_are_refused():
     source, target = filled(SMALL, 1), filled(LARGE, 2)
     before = values(target)
@@ -528,6 +672,8 @@ def test_lists_of_states_that_do_not_match_are_refused():
         ([], [], None, "0 source states"),
         ([source, None], [target, target], None, "chunk 2: the source has no state"),
         ([source, filled(SMALL, 3)], [target, target], None, "chunk 2: its target state is also"),
+        ([source, target], [target, source], None, "chunk 1: its source state is also the target"),
+        ([None, None], [None, None], None, "no chunk has a state"),
     ):
         with pytest.raises(CompatibilityError, match=text):
             transition_coreml_state(sources, targets, "k", 5, specs=specs)
@@ -551,6 +697,17 @@ def test_manager_takes_the_states_of_all_contexts_from_a_folder(folder):
         StateManager({128: Model((128,))}, specs=folder)
     with pytest.raises(CompatibilityError, match="does not list contexts"):
         StateManager(models, specs=folder / "*_chunk_*")
+    with pytest.raises(StoreNotFoundError, match="missing_folder"):
+        StateManager(models, specs=folder / "missing_folder")
+
+
+def test_manager_takes_the_function_of_each_size_from_a_folder_of_all_contexts(folder):
+    models = {size: [Model((size,)), Model((size,))] for size in (256, 512)}
+    manager = StateManager(models, specs=dict.fromkeys(models, folder))
+    assert manager.state.read_state(STATE).shape == SHAPES[256]
+    assert manager.grow_if_needed(256).size == 512
+    with pytest.raises(CompatibilityError, match="no context of 128 positions; there are 256, 512"):
+        StateManager({128: Model((128,))}, specs={128: folder})
 
 
 def test_manager_takes_lists_and_folders_for_each_size(tmp_path):

@@ -812,3 +812,9 @@ def test_several_states_move_by_the_plan():
         copied_bytes = np.count_nonzero(target.read_state(name)) * 2
         assert copied_bytes == move.copied_bytes
     assert (source.reads, target.writes) == (2, 2)
+
+
+def test_a_plan_between_equal_states_does_not_claim_that_tokens_fit():
+    plan = plan_transition(specs_of(model(256)), specs_of(model(256)), 300)
+    assert plan.fits and "300 tokens: fits" not in str(plan)
+    assert "same shape in both models, so length is not checked" in str(plan)

@@ -9,6 +9,7 @@ import pytest
 from mlpackage_writer import spec_bytes, state, write_package
 from traced_memory import traced
 
+import mlstate
 from mlstate.coreml import FakeMLState, StateManager, StateSpec, state_specs
 from mlstate.errors import CapacityError, CompatibilityError, MLStateError
 
@@ -578,3 +579,112 @@ def test_an_old_coremltools_is_named_with_its_version(monkeypatch, version):
     old = type("MLModel", (), {"__module__": "coremltools.models.model"})
     with pytest.raises(CompatibilityError, match=f"the model has no make_state: {text}"):
         StateManager({8: old()})
+
+
+# ---- save and restore ----
+
+
+@pytest.mark.parametrize("sizes", [(8, 16), (16, 32)])
+def test_a_saved_manager_continues_in_another_one_with_its_size(tmp_path, sizes):
+    manager = managed(8, 16)
+    fill(manager.state)
+    manager.grow_if_needed(8)
+    before = fill(manager.state, seed=1)
+    mlstate.save(tmp_path / "session", states={"kv": manager, "position": 12})
+    new, other = managed(*sizes), managed(*sizes)
+    mlstate.load(tmp_path / "session", into={"states": {"kv": new}})
+    assert new.size == 16 and np.array_equal(new.state.read_state("kv"), before)
+    saved = mlstate.load(tmp_path / "session").states
+    assert saved["position"] == 12 and saved["kv"]["states"][0]["kv"].dtype == np.float16
+    other.load_state_dict(saved["kv"])
+    assert other.size == 16 and np.array_equal(other.state.read_state("kv"), before)
+
+
+def test_restore_names_the_size_that_the_manager_lacks(tmp_path):
+    manager = managed(8)
+    fill(manager.state)
+    mlstate.save(tmp_path / "session", states={"kv": manager})
+    new = managed(16)
+    before = fill(new.state, seed=1)
+    with pytest.raises(CompatibilityError, match="has 8 positions, and the manager has models of"):
+        mlstate.load(tmp_path / "session", into={"states": {"kv": new}})
+    assert np.array_equal(new.state.read_state("kv"), before)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "text"),
+    [
+        (
+            {"size": 8, "states": [{"kv": np.zeros((2, 1, 8, 8), np.float32)}]},
+            CompatibilityError,
+            "the saved state has float32",
+        ),
+        ({"size": 8, "states": [{"k": np.zeros(1)}]}, CompatibilityError, "has no such state"),
+        (
+            {"size": 8, "states": [{"kv": np.zeros((2, 1, 8, 8), np.float16), "x": np.ones(1)}]},
+            CompatibilityError,
+            "'x': the saved state has float64",
+        ),
+        ({"size": 8, "states": [None, None]}, CompatibilityError, "2 state objects"),
+        ({"size": 8, "states": [3]}, TypeError, "a result of state_dict"),
+        ({"kv": np.zeros(1)}, TypeError, "dict with 'kv'"),
+        (None, TypeError, "got NoneType"),
+    ],
+)
+def test_other_saved_states_are_refused_before_a_change(state, error, text):
+    manager = managed(8, 16)
+    before = fill(manager.state)
+    with pytest.raises(error, match=text):
+        manager.load_state_dict(state)
+    assert manager.size == 8 and np.array_equal(manager.state.read_state("kv"), before)
+
+
+def test_an_empty_state_and_separate_chunk_states_are_restored():
+    bias = Model(8, bias=(3,))
+    manager = StateManager({8: [Model(8), bias], 16: [Model(16), bias]}, shared_state=False)
+    manager.grow_if_needed(0, 9)
+    empty = manager.state_dict()
+    assert empty == {"size": 16, "states": None}
+    expected = [fill(manager.state[0]), fill(manager.state[1], "bias")]
+    saved = manager.state_dict()
+    manager.reset()
+    manager.load_state_dict(saved)
+    assert np.array_equal(manager.state[0].read_state("kv"), expected[0])
+    assert np.array_equal(manager.state[1].read_state("bias"), expected[1])
+    manager.reset()
+    manager.load_state_dict(empty)
+    assert manager.size == 16 and not manager.state[0].read_state("kv").any()
+
+
+def test_a_failed_write_keeps_the_former_state():
+    class Failing(FakeMLState):
+        def write_state(self, name, value):
+            raise RuntimeError("no memory")
+
+    saved = managed(8, 16)
+    fill(saved.state)
+    saved.grow_if_needed(8)
+    manager = StateManager({8: Model(8), 16: Model(16, Failing)})
+    before = fill(manager.state)
+    with pytest.raises(MLStateError, match="'kv' of 16 positions was not restored: no memory"):
+        manager.load_state_dict(saved.state_dict())
+    assert manager.size == 8 and np.array_equal(manager.state.read_state("kv"), before)
+
+
+def test_a_bare_state_names_the_manager_and_its_arrays(tmp_path):
+    manager = managed(8)
+    with pytest.raises(TypeError, match=r"pass its mlstate.coreml.StateManager, or its arrays"):
+        mlstate.save(tmp_path / "session", states={"kv": manager.state})
+    mlstate.save(tmp_path / "session", states={"kv": manager})
+    with pytest.raises(TypeError, match=r"pass its mlstate.coreml.StateManager, or take"):
+        mlstate.load(tmp_path / "session", into={"states": {"kv": manager.state}})
+
+
+def test_a_move_of_an_empty_state_names_the_call_for_it():
+    manager = managed(8, 16)
+    with pytest.raises(CapacityError, match=r"grow_if_needed\(0, new_tokens=9\)"):
+        manager.grow_if_needed(8)
+    assert manager.grow_if_needed(0, new_tokens=9).size == 16
+    with pytest.raises(CapacityError, match=r"shrink\(0, size=8\)"):
+        manager.shrink(8)
+    assert manager.shrink(0, size=8).size == 8

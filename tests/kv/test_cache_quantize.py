@@ -273,6 +273,8 @@ def test_only_full_entries_are_quantized():
         ({"names": "k"}, TypeError, "names must be an iterable of names, got the str 'k'"),
         ({"names": ["k", "v"]}, TensorNotFoundError, "the cache has no array 'v'"),
         ({"names": [3]}, TensorNotFoundError, "the cache has no array 3"),
+        ({"report": "no"}, TypeError, "report must be True or False, got str"),
+        ({"report": None}, TypeError, "report must be True or False, got NoneType"),
     ],
 )
 def test_invalid_arguments_are_refused(change, error, text):

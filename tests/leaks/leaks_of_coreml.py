@@ -92,6 +92,8 @@ def managed(_):
         raises(ValueError, manager.shrink, 9, 8)()
         manager.shrink(5)
         manager._repr_html_()
+        manager.load_state_dict(manager.state_dict())
+        raises(ValueError, manager.load_state_dict, {"size": 4, "states": None})()
         manager.reset()
         manager.grow_if_needed(0, 16)
         manager.release()

@@ -272,3 +272,11 @@ def test_many_saves_fit_a_picture():
     figure = plot_saves(many)
     assert figure.get_size_inches()[1] < 25
     assert len(figure.axes[0].get_yticklabels()) <= 31
+
+
+def test_a_checkpoint_is_plotted_from_its_path(tmp_path):
+    saved(tmp_path, 3)
+    for path in (tmp_path / "whole", str(tmp_path / "whole")):
+        assert len(plot_checkpoint(path).axes) == 2
+    with pytest.raises(TypeError, match=r"checkpoint must be a path or a Checkpoint, .*got dict"):
+        plot_checkpoint({"w": np.ones(2)})

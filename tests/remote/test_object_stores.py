@@ -502,6 +502,7 @@ def test_a_bad_option_is_one_error_without_its_value(url, store, change, error, 
         with pytest.raises(error, match=text) as caught:
             CALLS[name](url, {**store.options(), **change})
         assert "hidden" not in str(caught.value)
+        assert not isinstance(caught.value, FormatError) and str(caught.value).count(url) <= 1
 
 
 def test_only_saves_and_verifications_need_the_temporary_folder(url, options):

@@ -269,7 +269,8 @@ def python_rename(name, rules):
                 and name.startswith(old, at)
                 and (not old or not rest or rest[0] == "." or old[-1] == ".")
             ):
-                out, end = out + name[end:at] + new, at + len(old)
+                takes_dot = old and not new and rest and old[-1] != "."
+                out, end = out + name[end:at] + new, at + len(old) + bool(takes_dot)
                 used.add(rule)
         name = out + name[end:]
     return name, used
@@ -289,8 +290,10 @@ def test_rename_follows_its_rules(names, rules):
     duplicate_index = next(
         (i for i, name in enumerate(names_after) if name in names_after[:i]), len(names)
     )
-    if "" in names_after[:duplicate_index]:  # the error names the first invalid name
-        with pytest.raises(ValueError, match="remove all of the name"):
+    invalid = [name for name in names_after[:duplicate_index] if "" in name.split(".")]
+    if invalid:  # the error names the first invalid name
+        text = "with an empty part" if invalid[0] else "remove all of the name"
+        with pytest.raises(ValueError, match=text):
             rename(source, rules)
     elif duplicate_index < len(names):
         with pytest.raises(CompatibilityError, match="would both become"):

@@ -1,6 +1,7 @@
 """The public module `mlstate.state`: one pass through its functions."""
 
 import numpy as np
+import pytest
 
 import mlstate
 from mlstate import state
@@ -22,3 +23,39 @@ def test_wrapped_checkpoint_is_renamed_loaded_and_saved(tmp_path):
     assert type(back) is state.ModelStateDict and back == saved
     assert (back.model_type, back.layer_count) == ("example", 3)
     assert back.get_layer_state("module.layers.1") == model.get_layer_state("layers.1")
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "expected"),
+    [
+        ("module.a", {"module": ""}, "a"),
+        ("module.a", {"module.": ""}, "a"),
+        ("a._orig_mod.b", {"*_orig_mod": ""}, "a.b"),
+        ("module._orig_mod.b", {"module": "", "_orig_mod": ""}, "b"),
+        ("a..b", {"a": "c"}, "c..b"),
+    ],
+)
+def test_a_removed_prefix_takes_its_dot_along(name, rules, expected):
+    assert list(state.rename({name: np.ones(1)}, rules)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "text"),
+    [
+        ("enc.a", {"enc": "layers."}, r"'layers..a' of the name 'enc.a'.*mean \{'enc.': 'layers.'"),
+        ("x.enc.a", {"*enc": "layers."}, r"mean \{'\*enc.': 'layers.'\}"),
+        ("enc.a", {"": "."}, r"'.enc.a' of the name 'enc.a', with an empty part$"),
+        ("a.bias", {"*bias": ""}, "'a.' of the name 'a.bias'"),
+    ],
+)
+def test_a_rename_to_an_empty_part_is_refused(name, rules, text):
+    with pytest.raises(ValueError, match=text):
+        state.rename({name: np.ones(1)}, rules)
+
+
+def test_a_path_names_the_functions_that_read_it(tmp_path):
+    for call in (state.diff, state.load_into):
+        with pytest.raises(TypeError, match=r"got 'a'.*mlstate.load .*mlstate.diff compares"):
+            call({"w": np.ones(1)}, "a")
+        with pytest.raises(TypeError, match=r"mlstate.diff compares"):
+            call(tmp_path, {"w": np.ones(1)})

@@ -112,7 +112,8 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
     return MLS_OK;
 }
 
-/* Both rates or none: every offload needs a load. */
+/* Checks the transfer rates, bytes per second: both or none (0), since every offload
+ * needs a load. */
 static mls_code check_rates(const mls_chain *c, mls_status *st)
 {
     const bool none = c->offload_rate == 0 && c->load_rate == 0;
@@ -127,8 +128,8 @@ static mls_code check_rates(const mls_chain *c, mls_status *st)
                     c->offload_rate, c->load_rate);
 }
 
-/* No planner's schedule runs a block more often than there are blocks, so with the last
- * check no schedule's time overflows. */
+/* Checks all numbers of a chain. No planner's schedule runs a block more often than there
+ * are blocks, so with the last check no schedule's time overflows. */
 mls_code mls_chain_check(const mls_chain *c, mls_status *st)
 {
     if (c->blocks == 0 || c->blocks > MLS_CHAIN_MAX_BLOCKS) {
@@ -152,7 +153,8 @@ mls_code mls_chain_check(const mls_chain *c, mls_status *st)
 
 /* ---- schedules ---- */
 
-/* Grows by doubling: a schedule may have as many steps as blocks squared. */
+/* Appends one step. Grows by doubling: a schedule may have as many steps as blocks
+ * squared. */
 mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
                            mls_status *st)
 {
@@ -205,8 +207,9 @@ static bool activation_is_stored(const machine *m, size_t k)
     return m->alone[k] != 0 || (k > 0 && m->saved[k - 1] == ON_DEVICE);
 }
 
-/* Rules of both forward and save: the block has its backward pass before it, the input is
- * held, and the output is not, in any form. */
+/* Returns whether block i may run forward or be saved: its backward pass is still to
+ * come, its input is held, and its output is not, in any form. If not, `*why` tells the
+ * reason. */
 static bool can_run(const machine *m, size_t i, refusal *why)
 {
     if (i >= m->left) {
@@ -224,7 +227,8 @@ static bool can_run(const machine *m, size_t i, refusal *why)
     return true;
 }
 
-/* Only the output is kept, in its own memory. */
+/* Runs block i: only its output, activation i + 1, is kept, in its own memory. Like all
+ * steps, returns false with the reason if the rules forbid it. */
 static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
 {
     if (!can_run(m, i, why)) {
@@ -237,7 +241,7 @@ static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* The saved tensors contain the output. */
+/* Runs block i and keeps its saved tensors, which contain the output. */
 static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 {
     if (m->saved[i] != NOWHERE) {
@@ -254,7 +258,8 @@ static bool run_save(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* Only one gradient is held at a time, which fixes the order. */
+/* Runs the backward pass of block i, which frees its saved tensors. Only one gradient is
+ * held at a time, which fixes the order. */
 static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
@@ -281,7 +286,8 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* An activation inside saved tensors is freed with them, not by a drop. */
+/* Frees activation k. An activation inside saved tensors is freed with them, not by a
+ * drop. */
 static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
 {
     if (k == 0) {
@@ -297,8 +303,8 @@ static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
     return true;
 }
 
-/* Saved i contains activation i + 1, which stays in its own memory: the step makes
- * nothing and frees less. */
+/* Moves saved i to host memory. Saved i contains activation i + 1, which stays in its own
+ * memory: the step makes nothing and frees less. */
 static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
@@ -317,7 +323,8 @@ static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* The activation that stayed must be dropped first, because it returns inside saved i. */
+/* Moves saved i back from host memory. The activation that stayed must be dropped first,
+ * because it returns inside saved i. */
 static bool run_load(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
@@ -345,8 +352,8 @@ static const runner runners[MLS_STEP_KINDS] = {
     [MLS_STEP_OFFLOAD] = run_offload,   [MLS_STEP_LOAD] = run_load,
 };
 
-/* Runs one step with all checks. Kind and index are checked first, because they select a
- * function and array entries. */
+/* Runs step `number` with all checks, and updates totals and record (NULL: none). Kind
+ * and index are checked first, because they select a function and array entries. */
 static mls_code run_step(machine *m, size_t number, mls_step step,
                          mls_step_record *record, mls_status *st)
 {
@@ -374,7 +381,8 @@ static mls_code run_step(machine *m, size_t number, mls_step step,
     return MLS_OK;
 }
 
-/* All bytes together fit 62 bits and nothing is held twice, so no sum overflows. */
+/* Runs all steps, and writes the totals. At the end nothing may be left to do. All bytes
+ * together fit 62 bits and nothing is held twice, so no sum overflows. */
 static mls_code run_all(machine *m, const mls_step *steps, size_t count,
                         mls_step_record *records, mls_totals *out, mls_status *st)
 {
@@ -400,6 +408,8 @@ static mls_code run_all(machine *m, const mls_step *steps, size_t count,
     return MLS_OK;
 }
 
+/* Simulates a schedule: at the beginning only activation 0, the input, is held.
+ * `records`, unless NULL, has an entry for each step. */
 mls_code mls_chain_simulate(const mls_chain *chain, const mls_step *steps, size_t count,
                             mls_step_record *records, mls_totals *out, mls_status *st)
 {

@@ -11,9 +11,10 @@ int64_t mls_backward_makes(const mls_chain *chain, size_t i)
     return chain->gradient_bytes[i] + last + chain->backward_temporary_bytes[i];
 }
 
-/* Every schedule saves each block once, runs its backward pass once, and loads it as
- * often as it offloads it. So a load is charged to its offload, and only forwards and
- * offloads differ between schedules. */
+/* Returns the seconds of a step that other schedules may not need. Every schedule saves
+ * each block once, runs its backward pass once, and loads it as often as it offloads it.
+ * So a load is charged to its offload, and only forwards and offloads differ between
+ * schedules. */
 double mls_run_extra(const mls_chain *chain, const mls_compute_step *run)
 {
     const double bytes = (double)chain->saved_bytes[run->index];
@@ -29,7 +30,8 @@ double mls_run_extra(const mls_chain *chain, const mls_compute_step *run)
 
 /* ---- lists ---- */
 
-/* Drops are omitted: mls_compute_steps_tidy places them again, possibly better. */
+/* Copies all steps but drops, and returns their number. Drops are omitted:
+ * mls_compute_steps_tidy places them again, possibly better. */
 size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_step *out)
 {
     size_t run_count = 0;
@@ -52,8 +54,9 @@ typedef struct demand {
     unsigned char *saved;  /* n: location of saved i */
 } demand;
 
-/* Returns whether a later step needs the output of this one. Before this step the output
- * is not needed. */
+/* Undoes a step's effect on the demand, since steps are visited backwards: what it makes
+ * is not needed before it. Returns false for a forward whose output no later step
+ * needs. */
 static bool consume_output(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
@@ -81,7 +84,8 @@ static bool consume_output(demand *d, mls_compute_step *run)
     }
 }
 
-/* Marks the step's input as needed, unless it is inside saved tensors. */
+/* Marks the step's input, activation i of block i, as needed before the step, unless it
+ * is inside saved tensors. `drops` is set if no later step needs it. */
 static void require_input(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
@@ -93,8 +97,10 @@ static void require_input(demand *d, mls_compute_step *run)
     d->needed[i] = 1;
 }
 
-/* An omitted forward needs no input, so a single pass removes chains of unused forwards.
- * The kept steps collect at the end of the array, which always has room. */
+/* Removes unused forwards and marks where activations are dropped; false: a needed
+ * activation is never made. An omitted forward needs no input, so a single pass removes
+ * chains of unused forwards. The kept steps collect at the end of the array, which always
+ * has room. */
 bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size_t *count,
                             unsigned char *scratch)
 {
@@ -114,8 +120,8 @@ bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size
     return memchr(d.needed, 1, chain->blocks + 1) == NULL;
 }
 
-/* Drops follow directly after the step: memory held longer would count against the budget
- * of all later steps. */
+/* Appends all steps with their drops. Drops follow directly after the step: memory held
+ * longer would count against the budget of all later steps. */
 mls_code mls_compute_steps_write(const mls_compute_step *runs, size_t count,
                                  mls_schedule *out, mls_status *st)
 {

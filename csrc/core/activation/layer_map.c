@@ -22,8 +22,8 @@ static uint32_t mix_hash(uint64_t hash)
     return (uint32_t)(hash ^ (hash >> 32));
 }
 
-/* Compares names. Faster than memcmp, because names are short and usually equal. The last
- * word overlaps the one before. */
+/* Returns whether two names of equal length are the same. Faster than memcmp, because
+ * names are short and usually equal. The last word overlaps the one before. */
 static bool same_bytes(const char *a, const char *b, size_t length)
 {
     uint64_t x, y;
@@ -71,7 +71,7 @@ static mls_layer_slot *slot_of(const mls_layer_map *table, const mls_layer_key *
     }
 }
 
-/* An empty table has no slots. */
+/* Returns the layer with this name, or NULL. An empty table has no slots. */
 mls_table_layer *mls_layer_find(const mls_layer_map *table, const mls_layer_key *key)
 {
     if (table->slot_count == 0) {
@@ -81,8 +81,9 @@ mls_table_layer *mls_layer_find(const mls_layer_map *table, const mls_layer_key 
     return number == 0 ? NULL : &table->layers[number - 1];
 }
 
-/* Doubles the slots and inserts all layers again. The layers are distinct, so each takes
- * its first empty slot without comparisons. */
+/* Replaces the table by one of `slot_count` slots and inserts all layers again. The
+ * layers are distinct, so each takes its first empty slot without comparisons. Returns
+ * false if memory runs out; nothing is changed then. */
 static bool grow_slots(mls_layer_map *table, size_t slot_count)
 {
     mls_layer_slot *slots = mls_alloc(slot_count, sizeof *slots);
@@ -103,8 +104,8 @@ static bool grow_slots(mls_layer_map *table, size_t slot_count)
     return true;
 }
 
-/* Ensures room for one more layer and its slot. A partial enlargement is kept on failure;
- * it is harmless. */
+/* Ensures room for one more layer and its slot. Returns false if memory runs out. A
+ * partial enlargement is kept on failure; it is harmless. */
 static bool reserve_layer(mls_layer_map *table)
 {
     mls_table_layer *layers =
@@ -117,8 +118,8 @@ static bool reserve_layer(mls_layer_map *table)
            grow_slots(table, 2 * table->room);
 }
 
-/* Ensures room for a name. Reserves twice the size needed, so that copying stays linear
- * in the total length. */
+/* Ensures room for a name of `length` bytes. Reserves twice the size needed, so that
+ * copying stays linear in the total length. Returns false if memory runs out. */
 static bool reserve_text(mls_layer_map *table, size_t length)
 {
     size_t needed, room;
@@ -141,7 +142,8 @@ static bool reserve_text(mls_layer_map *table, size_t length)
     return true;
 }
 
-/* Reserves all memory before writing, so a failure leaves no partial layer. */
+/* Returns the layer with this name in `*out`, and adds it if it is new. Reserves all
+ * memory before writing, so a failure leaves no partial layer. */
 mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
                        mls_table_layer **out, mls_status *st)
 {
@@ -170,7 +172,8 @@ mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
     return MLS_OK;
 }
 
-/* If the call fails after adding the layer, the layer is plain, which is harmless. */
+/* Sets the mark of a layer, which may be new. If the call fails after adding the layer,
+ * the layer is plain, which is harmless. */
 mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
                               mls_layer_choice mark, mls_status *st)
 {

@@ -56,8 +56,8 @@ int mls_decide_memory_aware(mls_strategy *s, const mls_layer_question *q, mls_st
     return is_multiple(q->index, s->interval);
 }
 
-/* Finds or adds a layer. The sum is checked first, so every added layer's bytes are in
- * the sum. */
+/* Returns the layer in `*out`; a new one is added with its size of `bytes`. The sum is
+ * checked first, so every added layer's bytes are in the sum. */
 static mls_code find_or_add_layer(mls_strategy *s, const mls_layer_key *key, size_t bytes,
                                   mls_table_layer **out, mls_status *st)
 {
@@ -80,7 +80,9 @@ static mls_code find_or_add_layer(mls_strategy *s, const mls_layer_key *key, siz
     return MLS_OK;
 }
 
-/* The three heuristics, with the source's types: an integer is compared with a double. */
+/* Returns whether one of three heuristics asks for a checkpoint: a layer larger than 1.5
+ * times the average, in its first call, or among the last 30 % of the layers. With the
+ * source's types: an integer is compared with a double. */
 static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
                         int64_t layer_index)
 {
@@ -90,8 +92,9 @@ static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
            (double)layer_index > count * 0.7;
 }
 
-/* Checkpoints nothing up to and including the first layer beyond index 10. Excluded
- * layers are counted too: they are part of the average. */
+/* Returns 1 to checkpoint the layer of the question, 0 not to, -1 on failure. Checkpoints
+ * nothing up to and including the first layer beyond index 10. Excluded layers are
+ * counted too: they are part of the average. */
 int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     mls_table_layer *layer = NULL;
@@ -109,6 +112,8 @@ int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *s
 
 /* ---- settings and state ---- */
 
+/* Initialises a strategy. `number` (NULL: none) must be above 0, `max_share` above 0 and
+ * at most 1 as a float32. The two names are for messages; `now` is in ticks. */
 mls_code mls_strategy_init(mls_strategy *out, const int64_t *number,
                            const char *number_name, double max_share,
                            const char *share_name, int64_t now, mls_status *st)
@@ -129,6 +134,8 @@ mls_code mls_strategy_init(mls_strategy *out, const int64_t *number,
     return MLS_OK;
 }
 
+/* Forgets all layers and counters, and begins the interval again at time `now`, in
+ * ticks. */
 void mls_strategy_reset(mls_strategy *s, int64_t now)
 {
     mls_layer_map_fini(&s->seen);
@@ -140,8 +147,8 @@ void mls_strategy_reset(mls_strategy *s, int64_t now)
     s->high = 0;
 }
 
-/* A pickle may be written by another program: states that no sequence of decisions
- * reaches are refused. */
+/* Restores the counters of a pickled strategy. A pickle may be written by another
+ * program: states that no sequence of decisions reaches are refused. */
 mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
                               int64_t adjusted_at, int64_t high, mls_status *st)
 {
@@ -159,7 +166,7 @@ mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t int
     return MLS_OK;
 }
 
-/* A known layer has had at least one call. */
+/* Restores one layer of a pickled strategy. A known layer has had at least one call. */
 mls_code mls_strategy_restore_layer(mls_strategy *s, const mls_layer_key *layer,
                                     size_t bytes, uint64_t calls, mls_status *st)
 {
@@ -197,8 +204,8 @@ bool mls_strategy_is_due(const mls_strategy *s, int64_t now)
     return now - s->adjusted_at >= 10 * MLS_TICKS_PER_SECOND;
 }
 
-/* Between 80 and 100 % of the share the interval is unchanged, so that it does not
- * oscillate. */
+/* Adjusts the interval to the memory in use: `used` of `total` bytes. Between 80 and 100
+ * % of the share the interval is unchanged, so that it does not oscillate. */
 void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t total)
 {
     if (!mls_strategy_is_due(s, now)) {
@@ -220,8 +227,8 @@ void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t t
     s->adjusted_at = now;
 }
 
-/* Linux's coarse clock costs a few nanoseconds; the fine one would take longer than the
- * rest of a decision. */
+/* Returns a monotonic time. Linux's coarse clock costs a few nanoseconds; the fine one
+ * would take longer than the rest of a decision. */
 int64_t mls_ticks_now(void)
 {
 #if defined(CLOCK_MONOTONIC_COARSE)
@@ -236,7 +243,7 @@ int64_t mls_ticks_now(void)
     return (int64_t)now.tv_sec * MLS_TICKS_PER_SECOND + now.tv_nsec / 100;
 }
 
-/* NaN fails too. */
+/* Converts seconds to ticks. NaN fails too. */
 mls_code mls_ticks_from_seconds(double seconds, int64_t *out, mls_status *st)
 {
     const double ticks = seconds * (double)MLS_TICKS_PER_SECOND;

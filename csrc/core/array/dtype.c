@@ -39,7 +39,8 @@ const mls_dtype_info *mls_dtype_of(mls_dtype dtype)
     return &infos[dtype];
 }
 
-/* Linear search: the table is short, and each name is looked up once. */
+/* Look up NumPy's name of a dtype, or its safetensors name (`in_files`); false: unknown.
+ * Linear search: the table is short, and each name is looked up once. */
 static bool find_dtype(const char *name, size_t length, bool in_files, mls_dtype *out)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
@@ -62,7 +63,8 @@ bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out)
     return find_dtype(name, length, true, out);
 }
 
-/* Convert `count` units of `from` bits each to units of `to` bits. */
+/* Convert `count` units of `from` bits each to units of `to` bits; false: not a whole
+ * number of units, or too large. */
 static bool convert_count(size_t count, size_t from, size_t to, size_t *out)
 {
     size_t bits;

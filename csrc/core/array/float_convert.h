@@ -61,7 +61,8 @@ static inline uint64_t mls_round_shift(uint64_t value, unsigned shift)
     return quotient + (uint64_t)(rest > half || (rest == half && (quotient & 1U) != 0));
 }
 
-/* Exact: every float16 is representable. A signalling NaN becomes quiet. */
+/* Convert the bits of a float16. Exact: every float16 is representable. A signalling NaN
+ * becomes quiet. */
 static inline float mls_f32_from_f16(uint16_t half)
 {
     const uint32_t sign = (uint32_t)(half & 0x8000U) << 16;
@@ -79,8 +80,9 @@ static inline float mls_f32_from_f16(uint16_t half)
     return mls_f32_from_bits(sign | mls_f32_bits(small));
 }
 
-/* The exponent is rebiased by subtraction, so that rounding may carry from the mantissa
- * into the exponent, and from the largest subnormal to the smallest normal number. */
+/* Return the bits of the nearest float16, ties to even. The exponent is rebiased by
+ * subtraction, so that rounding may carry from the mantissa into the exponent, and from
+ * the largest subnormal to the smallest normal number. */
 static inline uint16_t mls_f16_from_f32(float value)
 {
     const uint32_t bits = mls_f32_bits(value);
@@ -102,7 +104,8 @@ static inline uint16_t mls_f16_from_f32(float value)
     return (uint16_t)(sign | half);
 }
 
-/* Not by way of float: rounding twice could give the wrong result at a tie. */
+/* Return the bits of the nearest float16, ties to even. Not by way of float: rounding
+ * twice could give the wrong result at a tie. */
 static inline uint16_t mls_f16_from_f64(double value)
 {
     const uint64_t bits = mls_f64_bits(value);
@@ -130,7 +133,8 @@ static inline float mls_f32_from_bf16(uint16_t bf16)
     return mls_f32_from_bits((uint32_t)bf16 << 16);
 }
 
-/* Rounding the bits rounds the value and keeps infinity. A NaN must not be rounded. */
+/* Return the bits of the nearest bfloat16, ties to even. Rounding the bits rounds the
+ * value and keeps infinity. A NaN must not be rounded. */
 static inline uint16_t mls_bf16_from_f32(float value)
 {
     const uint32_t bits = mls_f32_bits(value);
@@ -146,8 +150,8 @@ static inline double mls_f64_power(int exponent)
     return mls_f64_from_bits((uint64_t)(exponent + 1023) << 52);
 }
 
-/* Decode 8 bits with sign, exponent and `digits` bits of mantissa. Special codes
- * (infinity, NaN) are not recognised here. */
+/* Decode 8 bits with sign, exponent and `digits` bits of mantissa; `bias` is subtracted
+ * from the exponent. Special codes (infinity, NaN) are not recognised here. */
 static inline double mls_f64_from_f8(uint8_t bits, unsigned digits, int bias)
 {
     const unsigned exponent = (bits & 0x7FU) >> digits;

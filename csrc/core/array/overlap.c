@@ -25,8 +25,8 @@ typedef struct sum {
     int64_t common[MAX_TERMS + 1]; /* their greatest common divisor; 0 without terms */
 } sum;
 
-/* Add the term step * (0 .. most). Steps stay in descending order; a term with the same
- * step is joined. */
+/* Add the term step * n, with n from 0 to `most`. Terms stay sorted by descending step; a
+ * term with the same step is joined. */
 static void add_term(sum *s, int64_t step, int64_t most)
 {
     int at = s->count;
@@ -48,6 +48,8 @@ static void add_term(sum *s, int64_t step, int64_t most)
     s->most[at] = most;
 }
 
+/* Euclid's algorithm. Returns the greatest common divisor of two numbers that are not
+ * negative. */
 static int64_t common_divisor(int64_t a, int64_t b)
 {
     while (b != 0) {
@@ -58,7 +60,8 @@ static int64_t common_divisor(int64_t a, int64_t b)
     return a;
 }
 
-/* Compute the largest sum and the divisor of the terms from each index on. */
+/* Compute, for each index, the largest sum of the terms from it on, and their common
+ * divisor. `is_huge` is set on overflow. */
 static void finish_terms(sum *s)
 {
     s->reach[s->count] = s->common[s->count] = 0;
@@ -83,10 +86,12 @@ static bool is_possible(const sum *s, int from, int64_t low, int64_t high)
                                         high / s->common[from] * s->common[from] >= low));
 }
 
-/* Return whether a sum is in an interval, or whether that is too hard to decide. */
+/* Return whether some sum of the terms is in the interval low .. high, both included.
+ * Also true if that takes more than MAX_STEPS steps to decide. A search by backtracking:
+ * term by term, only factors from which the interval can still be reached. */
 static bool has_sum(sum *s, int64_t low, int64_t high)
 {
-    int64_t at[MAX_TERMS],
+    int64_t factor[MAX_TERMS],
         last[MAX_TERMS]; /* the factor of a term, and the last to try */
     int64_t used = 0;    /* the sum of the terms before `k` */
     int k = 0;
@@ -102,22 +107,22 @@ static bool has_sum(sum *s, int64_t low, int64_t high)
         const int64_t step = s->step[k];
         if (enters) {
             const int64_t least = low - used - s->reach[k + 1];
-            at[k] = least <= 0 ? 0 : (least + step - 1) / step;
+            factor[k] = least <= 0 ? 0 : (least + step - 1) / step;
             last[k] = (high - used) / step;
             last[k] = last[k] > s->most[k] ? s->most[k] : last[k];
             enters = false;
         }
-        if (at[k] > last[k]) {
+        if (factor[k] > last[k]) {
             if (k == 0) {
                 return false;
             }
             k--;
-            used -= s->step[k] * at[k]++;
+            used -= s->step[k] * factor[k]++;
             continue;
         }
-        const int64_t next = used + step * at[k];
+        const int64_t next = used + step * factor[k];
         if (!is_possible(s, k + 1, low - next, high - next)) {
-            at[k]++;
+            factor[k]++;
         } else if (k + 1 == s->count) {
             return true;
         } else {
@@ -135,8 +140,10 @@ static int64_t step_of(const mls_tensor *t, int axis)
     return stride < 0 ? -stride : stride;
 }
 
-/* A negative stride has the elements of a positive one from the lowest address on. The
- * factors of `b` are counted from its highest address, so that all terms are positive. */
+/* Return whether two views share a byte: whether any two of their element addresses are
+ * close enough. A negative stride has the elements of a positive one from the lowest
+ * address on. The factors of `b` are counted from its highest address, so that all terms
+ * are positive. */
 bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
 {
     uintptr_t low_a, high_a, low_b, high_b;
@@ -158,7 +165,8 @@ bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
     return has_sum(&s, distance - (items_a - 1), distance + items_b - 1);
 }
 
-/* Sort the axes with several elements by descending stride; return their number. */
+/* Sort the axes with several elements by descending stride into `axes`, which has room
+ * for all axes; return their number. The sign of a stride does not matter. */
 static int sort_axes(const mls_tensor *t, int *axes)
 {
     int count = 0;
@@ -175,7 +183,7 @@ static int sort_axes(const mls_tensor *t, int *axes)
 }
 
 /* Return whether each stride exceeds the extent of all smaller ones: true for slices,
- * transposes and reversals of packed arrays. */
+ * transposes and reversals of packed arrays. `axes` are sorted by descending stride. */
 static bool is_nested(const mls_tensor *t, const int *axes, int count)
 {
     int64_t reach = (int64_t)mls_tensor_item_bytes(t);
@@ -190,8 +198,9 @@ static bool is_nested(const mls_tensor *t, const int *axes, int count)
     return true;
 }
 
-/* Two different elements differ in a first axis, where the second one has the higher
- * index. Along the later axes their indices may differ in both directions. */
+/* Return whether two elements of a view share a byte. Two different elements differ in a
+ * first axis, where the second one has the higher index. Along the later axes their
+ * indices may differ in both directions. */
 bool mls_tensor_overlaps_itself(const mls_tensor *t)
 {
     uintptr_t low, high;

@@ -15,7 +15,8 @@ static size_t magnitude(ptrdiff_t stride)
     return stride < 0 ? (size_t)0 - (size_t)stride : (size_t)stride;
 }
 
-/* Insert an axis so that the first view's strides stay in descending order. */
+/* Insert an axis so that the first view's strides stay in descending order, without
+ * regard to signs. Strides are in bytes. */
 static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
                         ptrdiff_t b_stride)
 {
@@ -32,8 +33,8 @@ static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
     w->rank++;
 }
 
-/* Merge an axis with the one inside it if its stride equals the length of the inner axis
- * times the inner stride, in both views. */
+/* Merge an axis with the one inside it (the next one: strides descend) if its stride
+ * equals the length of the inner axis times the inner stride, in both views. */
 static void merge_axes(mls_strided_iter *w)
 {
     int axis_count = 0;
@@ -52,7 +53,9 @@ static void merge_axes(mls_strided_iter *w)
     w->rank = axis_count + 1;
 }
 
-/* The innermost axis becomes the run; mls_strided_iter_next counts the others. */
+/* Sort and merge the axes, and start at the first run; false: the views are empty. `b`
+ * NULL means the strides of `a`. The innermost axis becomes the run;
+ * mls_strided_iter_next counts the others. */
 bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b)
 {
     w->rank = 0;
@@ -80,6 +83,8 @@ bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_t
 
 /* ---- stepping ---- */
 
+/* Split the run's number into one index for each axis, the last axis fastest. `*a` and
+ * `*b` are the byte offsets of the run in the two views. */
 void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
 {
     ptrdiff_t a_at = 0, b_at = 0;
@@ -95,7 +100,8 @@ void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdif
 
 /* ---- items ---- */
 
-/* Inlined with a constant `item`, so that each copy is one load and one store. */
+/* Collect `count` items of `item` bytes that are `stride` bytes apart. Inlined with a
+ * constant `item`, so that each copy is one load and one store. */
 static inline __attribute__((always_inline)) void gather_items(unsigned char *packed,
                                                                const unsigned char *from,
                                                                ptrdiff_t stride,
@@ -106,7 +112,8 @@ static inline __attribute__((always_inline)) void gather_items(unsigned char *pa
     }
 }
 
-/* Each item size has its own loop; the default is 8. */
+/* Collect `count` items of 1, 2, 4 or 8 bytes, `stride` bytes apart. Each item size has
+ * its own loop; the default is 8. */
 void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
                 size_t item, size_t count)
 {
@@ -132,6 +139,7 @@ size_t mls_swap_unit(mls_dtype dtype)
     return dtype == MLS_C64 ? 4 : mls_dtype_of(dtype)->item_bytes;
 }
 
+/* Reverse the bytes of each unit in place, which converts the byte order. */
 void mls_swap_items(unsigned char *items, size_t bytes, size_t unit)
 {
     for (size_t start = 0; start < bytes; start += unit) {

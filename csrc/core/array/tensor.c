@@ -12,8 +12,9 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* Strides are computed from the last axis outwards. Sizes must fit a ptrdiff_t, since
- * strides are signed and pointers are subtracted. */
+/* Make a C-contiguous view of `data`, which may be NULL. Strides are computed from the
+ * last axis outwards. Sizes must fit a ptrdiff_t, since strides are signed and pointers
+ * are subtracted. */
 mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
                          const size_t *shape, mls_status *st)
 {
@@ -45,8 +46,8 @@ size_t mls_tensor_item_bytes(const mls_tensor *t)
     return mls_dtype_of(t->dtype)->item_bytes;
 }
 
-/* All axes are read before an overflow is reported, since a later empty axis makes the
- * product 0. */
+/* Multiply the dimensions; false on overflow. All axes are read before an overflow is
+ * reported, since a later empty axis makes the product 0. */
 bool mls_tensor_count(const mls_tensor *t, size_t *out)
 {
     size_t count = 1;
@@ -72,7 +73,8 @@ bool mls_tensor_bytes(const mls_tensor *t, size_t *out)
            mls_size_mul(count, mls_tensor_item_bytes(t), out);
 }
 
-/* The strides of axes of length 1 are never used, so they do not count. */
+/* Return whether the elements are packed in C order. The strides of axes of length 1 are
+ * never used, so they do not count. */
 bool mls_tensor_is_contiguous(const mls_tensor *t)
 {
     ptrdiff_t expected = (ptrdiff_t)mls_tensor_item_bytes(t);
@@ -87,7 +89,8 @@ bool mls_tensor_is_contiguous(const mls_tensor *t)
     return packed;
 }
 
-/* An empty slice may start at the very end: its address is never read. An empty view may
+/* Return the part of a view that has `length` indices of `axis`, from `start` on. An
+ * empty slice may start at the very end: its address is never read. An empty view may
  * have a null pointer, to which nothing may be added. */
 mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t length)
 {
@@ -99,6 +102,7 @@ mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t 
     return part;
 }
 
+/* Return whether any dimension is 0. A tensor of rank 0 has one element. */
 static bool is_empty(const mls_tensor *t)
 {
     for (int axis = 0; axis < t->rank; axis++) {
@@ -109,6 +113,8 @@ static bool is_empty(const mls_tensor *t)
     return false;
 }
 
+/* Return whether the lowest and the highest address of an element can be computed without
+ * overflow: positive strides lead forth from `data`, negative ones back. */
 bool mls_tensor_is_addressable(const mls_tensor *t)
 {
     ptrdiff_t forth = 0, back = 0;
@@ -128,8 +134,9 @@ bool mls_tensor_is_addressable(const mls_tensor *t)
            !__builtin_add_overflow((uintptr_t)t->data, back, &last);
 }
 
-/* The sums cannot wrap, because all addresses are inside the owner's memory. The strides
- * of an empty view may be any numbers. */
+/* Compute the lowest address of a view and the end of its highest element; false: the
+ * view is empty. The sums cannot wrap, because all addresses are inside the owner's
+ * memory. The strides of an empty view may be any numbers. */
 bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
 {
     *low = (uintptr_t)t->data;
@@ -148,6 +155,7 @@ bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
     return true;
 }
 
+/* Compare addresses and strides of two views of equal shapes. */
 bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b)
 {
     bool same = a->data == b->data;
@@ -157,8 +165,9 @@ bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b)
     return same;
 }
 
-/* snprintf returns the untruncated length, so `used` may exceed the room; printing then
- * ends. A single dimension has Python's comma: "(3,)". */
+/* Write a shape into `text`, which has `room` bytes, and return it. snprintf returns the
+ * untruncated length, so `used` may exceed the room; printing then ends. A single
+ * dimension has Python's comma: "(3,)". */
 char *mls_shape_text(char *text, size_t room, int rank, const size_t *shape)
 {
     size_t used = (size_t)snprintf(text, room, "(");

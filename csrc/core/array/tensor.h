@@ -31,6 +31,7 @@ typedef struct mls_tensor {
 mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
                          const size_t *shape, mls_status *st);
 
+/* Return the bytes of one element of the dtype, as it is stored in an array. */
 size_t mls_tensor_item_bytes(const mls_tensor *t);
 
 /* Compute the number of elements, or their bytes when packed. Return false on overflow.

@@ -5,15 +5,19 @@
  */
 #include "base/address_ranges.h"
 
+/* Return the end of the run that starts at `from`: ranges whose `low` does not decrease.
+ * `from` may be `count`. */
 static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
 {
-    size_t at = from < count ? from + 1 : count;
-    while (at < count && spans[at - 1].low <= spans[at].low) {
-        at++;
+    size_t end = from < count ? from + 1 : count;
+    while (end < count && spans[end - 1].low <= spans[end].low) {
+        end++;
     }
-    return at;
+    return end;
 }
 
+/* Merge the ascending runs [0, half) and [half, count) of `from` into `to`; of equal
+ * ranges the left one comes first. */
 static void merge_runs(const mls_address_range *from, size_t half, size_t count,
                        mls_address_range *to)
 {
@@ -25,8 +29,8 @@ static void merge_runs(const mls_address_range *from, size_t half, size_t count,
     }
 }
 
-/* Each pass merges neighbouring pairs into the other array, until one sequence is left.
- */
+/* Sort the ranges by `low`, with a merge sort that uses existing runs. Each pass merges
+ * neighbouring pairs into the other array, until one sequence is left. */
 mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
                                            mls_address_range *spare, size_t count)
 {
@@ -45,7 +49,8 @@ mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
     return spans;
 }
 
-/* Packed arrays overlap only if they are tied, so the inner loop mostly ends at once. */
+/* Find owners that share memory. Packed arrays overlap only if they are tied, so the
+ * inner loop mostly ends at once. */
 bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
                              mls_sharing (*compare)(const void *data, size_t a, size_t b),
                              const void *data, bool *tied, size_t *pair)

@@ -14,7 +14,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* A block of one byte represents an empty one, so that NULL always means failure. */
+/* Allocate a zeroed block. A block of one byte represents an empty one, so that NULL
+ * always means failure. */
 void *mls_alloc(size_t count, size_t size)
 {
     size_t bytes;
@@ -24,7 +25,8 @@ void *mls_alloc(size_t count, size_t size)
     return calloc(bytes == 0 ? 1 : bytes, 1);
 }
 
-/* Never asks for 0 bytes: realloc may then free the block and return NULL. */
+/* Resize a block; new bytes are not initialised. Never asks for 0 bytes: realloc may then
+ * free the block and return NULL. */
 void *mls_realloc(void *block, size_t count, size_t size)
 {
     size_t bytes;
@@ -34,6 +36,8 @@ void *mls_realloc(void *block, size_t count, size_t size)
     return realloc(block, bytes == 0 ? 1 : bytes);
 }
 
+/* Grow a block to at least 16 elements, or to twice its `*room`; `size` is the size of an
+ * element. */
 void *mls_double(void *block, size_t *room, size_t size)
 {
     size_t more = 16;
@@ -50,6 +54,7 @@ void mls_free(void *block)
     free(block);
 }
 
+/* Round up to whole pages, at least one. Returns false on overflow. */
 static bool round_to_pages(size_t bytes, size_t *out)
 {
     const size_t page = mls_page_bytes();
@@ -86,6 +91,7 @@ static void unmap(void *data, size_t bytes)
     munmap(data, bytes);
 }
 
+/* Map `bytes` bytes of zero pages, in whole pages; at least one. */
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {
     size_t mapped;
@@ -97,7 +103,8 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
     return MLS_OK;
 }
 
-/* Never shrinks: a smaller size fails like one that the system refuses. */
+/* Grow a mapping; new bytes are zero, and the address may change. Never shrinks: a
+ * smaller size fails like one that the system refuses. */
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     size_t mapped;
@@ -160,6 +167,8 @@ static void advise(void *data, size_t bytes, int advice)
 }
 #endif
 
+/* Ask for the huge pages that are completely inside the range; a no-op on other
+ * systems. */
 void mls_advise_inner_huge_pages(void *data, size_t bytes)
 {
 #if defined(__linux__)
@@ -172,6 +181,8 @@ void mls_advise_inner_huge_pages(void *data, size_t bytes)
 #endif
 }
 
+/* Ask for huge pages, or for none, in the whole pages of the range; a no-op on other
+ * systems. */
 void mls_advise_pages(void *data, size_t bytes, bool huge)
 {
 #if defined(__linux__)
@@ -181,7 +192,8 @@ void mls_advise_pages(void *data, size_t bytes, bool huge)
 #endif
 }
 
-/* Systems without this request clear each page when it is first accessed. */
+/* Ask the system to provide memory for a range at once. Systems without this request
+ * clear each page when it is first accessed. */
 void mls_populate_pages(void *data, size_t bytes)
 {
 #if defined(MADV_POPULATE_WRITE) /* Linux 5.14 */

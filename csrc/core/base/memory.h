@@ -40,6 +40,7 @@ typedef struct mls_pages {
     size_t mapped;
 } mls_pages;
 
+/* Return the size of a (small) page of the system in bytes. */
 size_t mls_page_bytes(void);
 
 /* Map `bytes` (may be 0) of zero pages. The caller frees them with mls_pages_fini.

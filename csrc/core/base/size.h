@@ -16,8 +16,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* a + b for sizes in memory. The compiler's builtins read the processor's carry or
- * overflow flag, so the check costs no extra comparison. */
+/* Add sizes in memory. Returns false on overflow; `*out` is then unchanged. The
+ * compiler's builtins read the processor's carry or overflow flag, so the check costs no
+ * extra comparison. */
 static inline bool mls_size_add(size_t a, size_t b, size_t *out)
 {
     size_t sum;
@@ -28,7 +29,7 @@ static inline bool mls_size_add(size_t a, size_t b, size_t *out)
     return true;
 }
 
-/* a * b for sizes in memory. */
+/* Multiply sizes in memory. Returns false on overflow; `*out` is then unchanged. */
 static inline bool mls_size_mul(size_t a, size_t b, size_t *out)
 {
     size_t product;
@@ -39,7 +40,7 @@ static inline bool mls_size_mul(size_t a, size_t b, size_t *out)
     return true;
 }
 
-/* The same for sizes in files: a sum, and below it a product. */
+/* Add sizes in files. Returns false on overflow; `*out` is then unchanged. */
 static inline bool mls_u64_add(uint64_t a, uint64_t b, uint64_t *out)
 {
     /* a local result: the builtin stores the wrapped value even if it overflows */
@@ -51,6 +52,7 @@ static inline bool mls_u64_add(uint64_t a, uint64_t b, uint64_t *out)
     return true;
 }
 
+/* Multiply sizes in files. Returns false on overflow; `*out` is then unchanged. */
 static inline bool mls_u64_mul(uint64_t a, uint64_t b, uint64_t *out)
 {
     uint64_t product;
@@ -61,7 +63,7 @@ static inline bool mls_u64_mul(uint64_t a, uint64_t b, uint64_t *out)
     return true;
 }
 
-/* The sum of `count` sizes in memory. */
+/* Add `count` sizes in memory. Returns false on overflow. */
 static inline bool mls_size_sum(const size_t *sizes, size_t count, size_t *out)
 {
     size_t sum = 0;

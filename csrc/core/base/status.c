@@ -58,6 +58,7 @@ static void set_failure(mls_status *st, mls_code code, const char *format, va_li
     print_into(st->text, sizeof st->text, format, args);
 }
 
+/* Fill a status with code and text, clear its other fields, and return the code. */
 mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
 {
     va_list args;
@@ -90,7 +91,8 @@ static const char *error_text(int os_error, char *buffer, size_t room)
         char *: choose_gnu_text)(strerror_r(os_error, buffer, room), buffer);
 }
 
-/* The message comes first and the reason is appended as far as there is room. */
+/* Fill a status with MLS_E_IO, a text, and the system's reason for errno `os_error`. The
+ * message comes first and the reason is appended as far as there is room. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
 {
     va_list args;
@@ -106,6 +108,7 @@ mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
     return MLS_E_IO;
 }
 
+/* Fill a status with MLS_E_FORMAT, a text, and the byte offset of the failure. */
 mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
 {
     va_list args;
@@ -117,7 +120,8 @@ mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
     return MLS_E_FORMAT;
 }
 
-/* Names from files may hold a NUL; the part after it is not shown. */
+/* Add to a filled status the name of the tensor or member that it is about, and return
+ * its code. Names from files may hold a NUL; the part after it is not shown. */
 mls_code mls_status_name(mls_status *st, const char *name, size_t length)
 {
     const size_t stored_length =
@@ -128,6 +132,8 @@ mls_code mls_status_name(mls_status *st, const char *name, size_t length)
     return st->code;
 }
 
+/* Add to a filled status the expected value, a phrase such as "at least 4", and return
+ * its code. */
 mls_code mls_status_expected(mls_status *st, const char *format, ...)
 {
     va_list args;
@@ -137,6 +143,7 @@ mls_code mls_status_expected(mls_status *st, const char *format, ...)
     return st->code;
 }
 
+/* Add to a filled status the value that caused the failure, and return its code. */
 mls_code mls_status_got(mls_status *st, const char *format, ...)
 {
     va_list args;

@@ -6,8 +6,10 @@
 
 #include <string.h>
 
-/* Follows the Unicode standard's table of well-formed sequences: the lead byte determines
- * the length, and four lead bytes restrict the range of the second byte. */
+/* Return the length of the first character, 1 to 4 bytes; 0 if it is invalid or exceeds
+ * `room` bytes. Follows the Unicode standard's table of well-formed sequences: the lead
+ * byte determines the length, and four lead bytes restrict the range of the second
+ * byte. */
 size_t mls_utf8_length(const unsigned char *bytes, size_t room)
 {
     if (room == 0) {
@@ -33,7 +35,7 @@ size_t mls_utf8_length(const unsigned char *bytes, size_t room)
     return bad ? 0 : length;
 }
 
-/* A NUL character is valid UTF-8. */
+/* Return whether all bytes are UTF-8. A NUL character is valid UTF-8. */
 bool mls_utf8_valid(const char *text, size_t length)
 {
     size_t at = 0;
@@ -48,7 +50,8 @@ bool mls_utf8_valid(const char *text, size_t length)
     return true;
 }
 
-/* The reverse of mls_utf8_length. The caller has checked the code point. */
+/* Write a code point as UTF-8, without a NUL, and return its 1 to 4 bytes. The reverse of
+ * mls_utf8_length. The caller has checked the code point. */
 size_t mls_utf8_put(char *out, unsigned long code)
 {
     if (code < 0x80) {
@@ -73,8 +76,8 @@ size_t mls_utf8_put(char *out, unsigned long code)
     return 4;
 }
 
-/* Byte by byte: the expected keys and words are short, and most others differ in the
- * first byte. */
+/* Return whether a text equals a C string. Byte by byte: the expected keys and words are
+ * short, and most others differ in the first byte. */
 bool mls_str_is(mls_str text, const char *expected)
 {
     size_t same = 0;
@@ -107,6 +110,7 @@ bool mls_str_starts(mls_str text, mls_str prefix)
            (prefix.length == 0 || memcmp(text.data, prefix.data, prefix.length) == 0);
 }
 
+/* Return how often a character occurs in a text. */
 size_t mls_str_count(mls_str text, char character)
 {
     size_t count = 0;
@@ -116,7 +120,9 @@ size_t mls_str_count(mls_str text, char character)
     return count;
 }
 
-/* Each number has one spelling, so equal lists are equal strings. */
+/* Read the next number of a comma-separated list, and move `*at` behind its comma; false:
+ * the text is not such a list. Each number has one spelling, so equal lists are equal
+ * strings. */
 bool mls_str_next_number(const char **at, const char *end, uint64_t *out)
 {
     const char *p = *at;
@@ -146,8 +152,9 @@ static uint64_t mix_word(uint64_t hash, uint64_t word)
     return hash ^ (hash >> 32);
 }
 
-/* Return the last 0 to 8 bytes as a number. Lengths below 8 use overlapping reads; the
- * length, mixed in elsewhere, distinguishes them. */
+/* Return the last 0 to 8 bytes of a text of `length` bytes as a number, for hashing.
+ * Lengths below 8 use overlapping reads; the length, mixed in elsewhere, distinguishes
+ * them. */
 static uint64_t tail_word(const char *data, size_t length)
 {
     if (length >= 4) {
@@ -164,7 +171,8 @@ static uint64_t tail_word(const char *data, size_t length)
            ((unsigned)bytes[length - 1] << 16);
 }
 
-/* Byte order does not matter: no hash leaves the process. */
+/* Return a 64-bit hash of a text, eight bytes at a time. Byte order does not matter: no
+ * hash leaves the process. */
 uint64_t mls_str_hash(uint64_t seed, mls_str text)
 {
     uint64_t hash = mix_word(seed, text.length);

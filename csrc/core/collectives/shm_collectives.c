@@ -48,7 +48,8 @@ static void fill_gather(void *context, unsigned char *slot)
     s->sent += s->g->shape.slot_bytes;
 }
 
-/* This rank's own bytes are copied from its array, not through a slot. */
+/* Copies one slot of each rank into `out`. This rank's own bytes are copied from its
+ * array, not through a slot. */
 static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -77,23 +78,25 @@ static void publish_address(void *context, unsigned char *slot)
     memcpy(slot, &s->data, sizeof s->data);
 }
 
+/* Copies the bytes of all ranks directly from their arrays, in rank order, into `out`. */
 static mls_code read_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
     const gather *s = context;
     unsigned char *place = s->out;
-    size_t all = 0;
+    size_t total = 0;
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
-        all += s->sizes[rank];
+        total += s->sizes[rank];
     }
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
         mls_shm_copy_direct(s->g, place, mls_shm_address(s->g, rank, step, 0),
-                            s->sizes[rank], all);
+                            s->sizes[rank], total);
         place += s->sizes[rank];
     }
     return MLS_OK;
 }
 
+/* Returns the state of a gather that has not begun; `most` is the largest size. */
 static gather gather_of(mls_shm *g, const void *data, const size_t *sizes, void *out)
 {
     gather s = {.g = g, .data = data, .out = out, .sizes = sizes};
@@ -103,7 +106,8 @@ static gather gather_of(mls_shm *g, const void *data, const size_t *sizes, void 
     return s;
 }
 
-/* The fingerprint contains all sizes, so ranks with different sizes fail. */
+/* Gathers the bytes of all ranks, directly or through the slots. The fingerprint contains
+ * all sizes, so ranks with different sizes fail. */
 mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sizes, void *out, mls_status *st)
 {
@@ -126,8 +130,8 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
     return mls_shm_run(g, &flow, call, st);
 }
 
-/* Each rank copies a part of the root's bytes to all others; otherwise only the root
- * would work. */
+/* Copies this rank's share of the root's bytes to all other ranks, directly between their
+ * arrays; otherwise only the root would work. */
 static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -148,7 +152,8 @@ static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* After the first step the other ranks wait only for the root. */
+/* Copies the root's bytes to all ranks. After the first step the other ranks wait only
+ * for the root. */
 mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
                            size_t root, mls_status *st)
 {
@@ -171,7 +176,8 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
     return mls_shm_run(g, &flow, call, st);
 }
 
-/* Compares nothing: the ranks compared their calls when the operation began. */
+/* Gathers within an operation that has begun. Compares nothing: the ranks compared their
+ * calls when the operation began. */
 mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
                            const size_t *sizes, void *out, mls_shm_clock *clock,
                            mls_status *st)
@@ -199,7 +205,8 @@ typedef struct exchange_state {
     bool began;
 } exchange_state;
 
-/* The first step sends the two size tables, the following ones a range for each peer. */
+/* Fills this rank's slot for one step. The first step sends the two size tables, the
+ * following ones a range for each peer. */
 static void fill_exchange(void *context, unsigned char *slot)
 {
     exchange_state *s = context;
@@ -261,6 +268,9 @@ static void copy_own(const exchange_state *s)
     mls_shm_copy(s->g, s->out + to, s->data + from, s->sizes[0][s->g->rank]);
 }
 
+/* Reads one step of all peers. The first step has their sizes: they are compared, and
+ * this rank's own bytes are copied. Later steps have up to `piece_bytes` bytes of each
+ * peer for this rank. */
 static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
 {
     exchange_state *s = context;
@@ -293,8 +303,8 @@ static bool more_exchange(void *context)
     return s->sent < s->most;
 }
 
-/* Sizes may differ between ranks, so they are not part of the fingerprint: the first step
- * compares them. */
+/* Exchanges different bytes with each peer. Sizes may differ between ranks, so they are
+ * not part of the fingerprint: the first step compares them. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sent, void *out, const size_t *receive_sizes,
                             mls_status *st)
@@ -331,8 +341,8 @@ static size_t first_step_bytes(const mls_shm *g)
     return g->shape.slot_bytes - sizeof(uint64_t);
 }
 
-/* The first slot contains the size and the first bytes; the following slots only bytes.
- */
+/* Fills this rank's slot for one step. The first slot contains the size and the first
+ * bytes; the following slots only bytes. */
 static void fill_collect(void *context, unsigned char *slot)
 {
     collect_state *s = context;
@@ -348,6 +358,8 @@ static void fill_collect(void *context, unsigned char *slot)
     mls_shm_copy(t->g, slot + sizeof size, t->data, mls_size_least(own_size, t->sent));
 }
 
+/* Reads the sizes from the first slots of all ranks, and asks the caller for buffers if
+ * this rank receives (`takes`). MLS_E_MEMORY: the caller has none. */
 static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
 {
     gather *t = &s->gather;
@@ -364,7 +376,7 @@ static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Copies into the buffers, this rank's own bytes too. */
+/* Copies one step of all ranks into the caller's buffers, this rank's own bytes too. */
 static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
 {
     collect_state *s = context;
@@ -395,7 +407,8 @@ static bool more_collect(void *context)
     return more_gather(&s->gather);
 }
 
-/* Ranks that receive no bytes take part in every step. */
+/* Gathers bytes of any length; only receiving ranks get buffers. Ranks that receive no
+ * bytes take part in every step. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,
                               size_t bytes, int root, const mls_shm_places *places,
                               mls_status *st)

@@ -31,6 +31,8 @@ enum { VERSION = 3, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 
  * widest elements. */
 static const size_t piece_least = (size_t)MLS_NORM_BLOCK * 8;
 
+/* Returns a constant string; "?" for a number that is not an operation, since it may come
+ * from another process. */
 const char *mls_shm_kind_name(mls_shm_kind kind)
 {
     static const char *const names[MLS_SHM_KIND_COUNT] = {
@@ -59,7 +61,8 @@ static size_t area_bytes(void)
     return (sizeof(mls_shm_area) + MLS_SHM_PAGE - 1) / MLS_SHM_PAGE * MLS_SHM_PAGE;
 }
 
-/* Slots have whole pages, so that ranges are aligned. */
+/* Replaces zeros in a shape by defaults. Slots have whole pages, so that ranges are
+ * aligned. */
 static void fill_defaults(mls_shm_shape *shape)
 {
     const size_t least = peers_of(shape->world) * piece_least;
@@ -76,7 +79,8 @@ static void fill_defaults(mls_shm_shape *shape)
     }
 }
 
-/* Slots above 1 GiB gain nothing, and the limit keeps the products from overflowing. */
+/* Fills in defaults, checks the shape, and computes the bytes of its memory. Slots above
+ * 1 GiB gain nothing, and the limit keeps the products from overflowing. */
 mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st)
 {
     enum { SLOT_MOST = 1 << 30 };
@@ -156,7 +160,8 @@ static void wake_rank(_Atomic(uint32_t) *bell)
 #endif
 }
 
-/* The exchange avoids a second wake-up of a rank that already cleared `sleeping`. */
+/* Wakes every rank that sleeps on its bell. The exchange avoids a second wake-up of a
+ * rank that already cleared `sleeping`. */
 void mls_shm_wake(const mls_shm *g)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -177,7 +182,8 @@ void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame)
     mls_shm_wake(g);
 }
 
-/* Writes the reason, in words that suit any rank. */
+/* Writes the reason why the group is broken, in words that suit any rank; `text` has
+ * `room` bytes. */
 static void describe_blame(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
 {
     const char *kind = mls_shm_kind_name(b.kind);
@@ -208,6 +214,8 @@ static void describe_blame(const mls_shm *g, mls_shm_blame b, char *text, size_t
     }
 }
 
+/* Fails an operation because the group is broken. `more` replaces the common reason
+ * unless it is "". */
 mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
                              mls_status *st)
 {
@@ -220,6 +228,7 @@ mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
     return mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
 }
 
+/* Returns whether the group is broken; then `text`, unless NULL, receives the reason. */
 bool mls_shm_ended(mls_shm *g, char *text, size_t room)
 {
     const uint64_t word = atomic_load(&mls_shm_header_of(g)->broken);
@@ -229,8 +238,8 @@ bool mls_shm_ended(mls_shm *g, char *text, size_t room)
     return word != 0;
 }
 
-/* This rank is both culprit and reporter. A forked child is not a member and cannot
- * abort. */
+/* Breaks the group on behalf of this rank. This rank is both culprit and reporter. A
+ * forked child is not a member and cannot abort. */
 void mls_shm_abort(mls_shm *g)
 {
     if (g->process != getpid()) {
@@ -295,6 +304,8 @@ static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
     return g;
 }
 
+/* Registers this process as its rank. The first rank to join records the shape; all
+ * others must have the same. MLS_E_VALUE: the shape differs, or the rank is taken. */
 static mls_code claim_rank(mls_shm *g, mls_status *st)
 {
     uint64_t stored_shape = 0;
@@ -314,6 +325,8 @@ static mls_code claim_rank(mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
+/* Checks that the file has at least `bytes` bytes, and locks the rank's byte without
+ * waiting. The lock shows other ranks that this process lives. */
 static mls_code lock_rank_byte(int fd, size_t rank, size_t bytes, mls_status *st)
 {
     struct stat about;
@@ -333,7 +346,8 @@ static mls_code lock_rank_byte(int fd, size_t rank, size_t bytes, mls_status *st
     return MLS_OK;
 }
 
-/* `fd` is owned from the start, so every failure closes it. */
+/* Joins a group in the memory of the file `fd`. `fd` is owned from the start, so every
+ * failure closes it. */
 mls_code mls_shm_join(const mls_shm_shape *shape, size_t rank, int fd,
                       const mls_kernels *kernels, mls_shm **out, mls_status *st)
 {
@@ -366,7 +380,8 @@ done:
     return MLS_OK;
 }
 
-/* One mapping is shared by all handles. */
+/* Creates a group of threads: `out` receives `shape->world` handles. One mapping is
+ * shared by all handles. */
 mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
                          mls_shm **out, mls_status *st)
 {
@@ -398,7 +413,8 @@ mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
     return MLS_OK;
 }
 
-/* A forked child owns neither the lock nor the rank: both stay the parent's. */
+/* Leaves the group and frees the handle. A forked child owns neither the lock nor the
+ * rank: both stay the parent's. */
 void mls_shm_free(mls_shm *g)
 {
     if (g == NULL) {

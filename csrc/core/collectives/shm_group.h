@@ -123,9 +123,9 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
 mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sizes, void *out, mls_status *st);
 
-/* Sends sent[r] bytes to each rank r and receives wanted[r] bytes from each. Both buffers
- * are packed in rank order and must not overlap. All sizes are compared before any data
- * is copied; a mismatch is MLS_E_PEER on all ranks. */
+/* Sends sent[r] bytes to each rank r and receives receive_sizes[r] bytes from each. Both
+ * buffers are packed in rank order and must not overlap. All sizes are compared before
+ * any data is copied; a mismatch is MLS_E_PEER on all ranks. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sent, void *out, const size_t *receive_sizes,
                             mls_status *st);

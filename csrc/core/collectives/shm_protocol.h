@@ -114,6 +114,7 @@ struct mls_shm {
 
 /* ---- shm_group.c: the memory ---- */
 
+/* The shared structures of the group and of one rank; valid until the handle is freed. */
 mls_shm_header *mls_shm_header_of(const mls_shm *g);
 mls_shm_area *mls_shm_area_of(const mls_shm *g, size_t rank);
 
@@ -224,7 +225,7 @@ static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint
     return address;
 }
 
-/* Returns a write lock on a rank's byte of the group's file. */
+/* Returns a write lock on a rank's byte of the group's file, for fcntl. */
 static inline struct flock mls_shm_lock_on(size_t rank)
 {
     struct flock lock;

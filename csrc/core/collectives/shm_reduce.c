@@ -21,7 +21,7 @@
 
 /* ---- helpers ---- */
 
-/* Mixes in everything that decides the bits of a result. */
+/* Mixes everything of a reduction that decides the bits of its result into a hash. */
 static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
 {
     uint64_t divisor;
@@ -37,8 +37,8 @@ PREFETCHES static inline void prefetch_for_write(const void *address)
     __builtin_prefetch(address, 1, 3);
 }
 
-/* memcpy into a slot. The slot's lines are in the cache of the rank that read them last
- * and are slow to fetch, so both source and target are prefetched. */
+/* Copies `bytes` bytes into a slot. The slot's lines are in the cache of the rank that
+ * read them last and are slow to fetch, so both source and target are prefetched. */
 PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
                                   size_t bytes)
 {
@@ -73,7 +73,7 @@ typedef struct share_range {
 } share_range;
 
 /* Advances to the first segment that has elements left for `rank`; returns false at the
- * end. */
+ * end. `base` becomes the position of the rank's share in that segment. */
 static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
 {
     while (c->segment < s->count) {
@@ -90,9 +90,9 @@ static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
     return false;
 }
 
-/* Finds the next elements of `rank` for a range with `*used` bytes already filled.
- * Returns false if the range is full or nothing is left. Shares are split at whole norm
- * blocks, so that norms do not depend on the split. */
+/* Finds the next elements of `rank` for a range of a slot with `*used` bytes already
+ * filled, and adds theirs. Returns false if the range is full or nothing is left. Shares
+ * are split at whole norm blocks, so that norms do not depend on the split. */
 static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
                        share_range *out)
 {
@@ -127,8 +127,9 @@ static const unsigned char *own_elements(const scatter *s, const share_range *pa
     return (const unsigned char *)segment->data + part->at * item;
 }
 
-/* Fills a range for each peer. The cursor of this rank advances too, so that more_scatter
- * knows when all shares are done. */
+/* Fills this rank's slot: a range for each peer, with elements of the peer's share. The
+ * cursor of this rank advances too, so that more_scatter knows when all shares are
+ * done. */
 static void fill_scatter(void *context, unsigned char *slot)
 {
     scatter *s = context;
@@ -147,6 +148,7 @@ static void fill_scatter(void *context, unsigned char *slot)
     }
 }
 
+/* Returns the bytes of this rank's share of all results. */
 static size_t share_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -158,8 +160,8 @@ static size_t share_bytes(const scatter *s)
     return bytes;
 }
 
-/* Sums the ranges of all ranks in rank order; this rank's elements come from its own
- * array. */
+/* Sums the next elements of this rank's share from the slots of all ranks, in rank order;
+ * this rank's elements come from its own array. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -185,6 +187,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
+/* Returns whether any rank's share has elements that are not sent yet. */
 static bool more_scatter(void *context)
 {
     scatter *s = context;
@@ -198,6 +201,7 @@ static bool more_scatter(void *context)
 
 /* ---- reduce_scatter of threads, by address ---- */
 
+/* Returns the bytes of the whole arrays of this rank. */
 static size_t total_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -209,6 +213,8 @@ static size_t total_bytes(const scatter *s)
     return bytes;
 }
 
+/* Publishes the addresses of this rank's arrays in its slot, for a direct operation
+ * between threads. */
 static void fill_addresses(void *context, unsigned char *slot)
 {
     const scatter *s = context;
@@ -218,6 +224,8 @@ static void fill_addresses(void *context, unsigned char *slot)
     }
 }
 
+/* Sums this rank's share of each segment directly from the arrays of all ranks, whose
+ * addresses are in their slots, in rank order. */
 static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -242,7 +250,8 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Hashes everything that decides the contents of the slots and the bits of the sums. */
+/* Returns a hash of everything that decides the contents of the slots and the bits of the
+ * sums; ranks compare it. */
 static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
                               const mls_segment *segments, size_t count)
 {
@@ -256,7 +265,8 @@ static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
     return print;
 }
 
-/* Returns the steps of a scatter through the slots, and resets the cursors. */
+/* Returns the functions of a scatter through the slots, for the protocol, and resets the
+ * cursors. */
 static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
 {
     memset(s->g->cursors, 0, sizeof s->g->cursors);
@@ -269,7 +279,8 @@ static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
                           .context = s};
 }
 
-/* All reductions are checked before anything is sent. */
+/* Sums all segments; each rank gets its share. All reductions are checked before anything
+ * is sent. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
                                 mls_segment *segments, size_t count, bool wants_norms,
                                 mls_status *st)
@@ -312,7 +323,8 @@ static void fill_total(void *context, unsigned char *slot)
     mls_shm_copy(s->g, slot, s->data, s->bytes);
 }
 
-/* `out` may be this rank's own array: the kernels allow that. */
+/* Sums the slots of all ranks, in rank order, into `out`, which may be this rank's own
+ * array: the kernels allow that. */
 static mls_code drain_total(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -326,8 +338,8 @@ static mls_code drain_total(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Divides n elements into shares of a multiple of 64 elements, so of whole cache lines;
- * the last shares may be smaller or empty. */
+/* Divides n elements into shares, one count for each of `world` ranks: multiples of 64
+ * elements, so of whole cache lines; the last shares may be smaller or empty. */
 static void divide_evenly(size_t n, size_t world, size_t *counts)
 {
     enum { MULTIPLE = 64 };
@@ -339,7 +351,8 @@ static void divide_evenly(size_t n, size_t world, size_t *counts)
     }
 }
 
-/* Returns the byte offset of this rank's share, and all shares in `counts`. */
+/* Returns the byte offset of this rank's share of the elements, and the number of
+ * elements of all shares in `counts`. */
 static size_t find_share(const total *s, size_t *counts)
 {
     size_t start = 0;
@@ -415,8 +428,9 @@ static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t 
     return code;
 }
 
-/* An array is small if it fits a slot and if all ranks sum it faster than they would
- * exchange the shares of the result. */
+/* Sums an array over all ranks; every rank gets all of it. An array is small if it fits a
+ * slot and if all ranks sum it faster than they would exchange the shares of the
+ * result. */
 mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *data,
                             void *out, size_t n, const mls_reduction *reduction,
                             mls_status *st)

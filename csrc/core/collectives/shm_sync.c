@@ -49,7 +49,8 @@ static inline void pause_cpu(void)
 
 /* ---- ranks that are not ready ---- */
 
-/* Returns the first rank that has not published the next step to read, or -1. */
+/* Returns the first rank that has not published the next step to read, or -1; checks only
+ * rank `source` unless that is negative. */
 static int find_unpublished(const mls_shm *g, int source)
 {
     const size_t first = source < 0 ? 0 : (size_t)source;
@@ -98,7 +99,8 @@ static int find_blocking_rank(const mls_shm *g, wait_condition w)
 
 /* ---- sleeping ---- */
 
-/* Sleeps until the bell differs from `value`, at most `length` nanoseconds. */
+/* Sleeps until the bell differs from `value`, at most `length` nanoseconds; may also
+ * return early. */
 static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 {
 #if defined(__linux__)
@@ -114,6 +116,8 @@ static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t lengt
 #endif
 }
 
+/* Returns whether the process of another rank has ended, by the lock on its byte. Threads
+ * (`fd` below 0) cannot die alone. */
 static bool is_dead(const mls_shm *g, size_t rank)
 {
     struct flock lock = mls_shm_lock_on(rank);
@@ -125,7 +129,8 @@ static bool is_dead(const mls_shm *g, size_t rank)
 
 /* ---- failing ---- */
 
-/* Describes how far a rank is, for the message of a rank that waited in vain. */
+/* Writes how far a rank is to `text` (`room` bytes), for the message of a rank that
+ * waited for it in vain. */
 static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
                               char *text, size_t room)
 {
@@ -147,6 +152,8 @@ static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
     }
 }
 
+/* Marks the group as broken: `why`, by `peer`, reported by this rank. Fails with the
+ * reason that was recorded first, or with `more` unless it is "". */
 static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t peer,
                             const char *more, mls_status *st)
 {
@@ -156,7 +163,8 @@ static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size
     return mls_shm_failed_rank(g, kind, more, st);
 }
 
-/* The deadline passed while this rank waited for `peer`. */
+/* Fails because the deadline passed while this rank waited for `peer`; breaks the
+ * group. */
 static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
                                 size_t peer, mls_status *st)
 {
@@ -166,8 +174,9 @@ static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_
     return break_group(g, kind, MLS_SHM_TIMEOUT, peer, more, st);
 }
 
-/* Checks now and then, while waiting or working: is the group broken, has the deadline
- * passed, does the caller want to stop? */
+/* Checks now and then, while waiting (for `peer`) or working: is the group broken, has
+ * the deadline passed, does the caller want to stop? MLS_E_PEER, MLS_E_STOPPED; breaks
+ * the group in the last two cases. */
 static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                                int peer, mls_status *st)
 {
@@ -190,9 +199,10 @@ static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind ki
     return MLS_E_STOPPED;
 }
 
-/* Checks whether the rank that this one waits for has left or died. Tests the lock before
- * the state, because a leaving rank changes them in the other order. Steps that it
- * published before still count, so the condition is checked once more. */
+/* Checks whether the rank that this one waits for has left or died; then breaks the
+ * group. Tests the lock before the state, because a leaving rank changes them in the
+ * other order. Steps that it published before still count, so the condition is checked
+ * once more. */
 static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int peer,
                             mls_status *st)
 {
@@ -209,6 +219,8 @@ static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int
 
 /* ---- waiting ---- */
 
+/* Polls for a while before sleeping, since most waits are short. Returns true if no rank
+ * blocks `w` any more, false if it took too long or the group is broken. */
 static bool spin_until_ready(const mls_shm *g, wait_condition w)
 {
     const int64_t end = g->spins == 0 ? 0 : read_clock() + g->spins;
@@ -226,6 +238,10 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
     return false;
 }
 
+/* Waits until no rank blocks the condition `w`: first spins, then sleeps on this rank's
+ * bell, in short naps between which it checks deadline, caller and peer. `sleeping` is
+ * set before the condition is tested once more, so that no wake-up is lost. MLS_E_PEER,
+ * MLS_E_STOPPED. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                          wait_condition w, mls_status *st)
 {
@@ -257,6 +273,8 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
 
 /* ---- steps ---- */
 
+/* Fills this rank's next slot, publishes it, and wakes the others. The caller has waited
+ * until the slot is free. */
 static void publish_step(mls_shm *g, const mls_shm_flow *flow)
 {
     if (flow->fill != NULL) {
@@ -274,9 +292,10 @@ static void consume_step(mls_shm *g)
     mls_shm_wake(g);
 }
 
-/* A rank that breaks the group reads `direct` afterwards, and a rank that sets `direct`
- * reads `broken` afterwards, so at least one of them sees the other. If the group is
- * broken, the arrays of other ranks may be freed already. */
+/* Reads a step of all ranks, if the group is intact. A rank that breaks the group reads
+ * `direct` afterwards, and a rank that sets `direct` reads `broken` afterwards, so at
+ * least one of them sees the other. If the group is broken, the arrays of other ranks may
+ * be freed already. */
 static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     if (flow->drain == NULL || !flow->direct) {
@@ -291,8 +310,8 @@ static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st
     return code;
 }
 
-/* Reads a step. If that fails, the other ranks go on without this one, so the group is
- * marked as broken. */
+/* Reads a step, and tells the writers that it was read. If that fails, the other ranks go
+ * on without this one, so the group is marked as broken. */
 static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     const mls_code code = drain_slots(g, flow, st);
@@ -307,6 +326,8 @@ static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
     return code;
 }
 
+/* Writes a record of this rank's next call, which the other ranks compare with theirs. It
+ * is visible only after publish_step. */
 static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
 {
     mls_shm_area *area = mls_shm_area_of(g, g->rank);
@@ -319,7 +340,7 @@ static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
-/* Fails for a call that differs from the call of another rank; the message quotes the
+/* Fails for a call that differs from the call of rank `rank`; the message quotes the
  * difference. */
 static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *own_record,
                               size_t rank, const mls_shm_record *other, mls_status *st)
@@ -358,6 +379,7 @@ static mls_code compare_records(const mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
+/* Refuses an operation in a forked child or in a broken group. MLS_E_PEER. */
 static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
 {
     const char *name = mls_shm_kind_name(kind);
@@ -373,7 +395,8 @@ static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
     return MLS_OK;
 }
 
-/* Publishes nothing else before all records were compared. */
+/* Publishes and compares the records of a call, with the first step. Publishes nothing
+ * else before all records were compared. */
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st)
 {
@@ -404,7 +427,7 @@ mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call 
     return drain_step(g, flow, st);
 }
 
-/* Writing comes first: other ranks wait for it. */
+/* Runs the steps after the first one. Writing comes first: other ranks wait for it. */
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st)
 {
@@ -455,9 +478,8 @@ static void await_direct(const mls_shm *g)
     }
 }
 
-/* The last wait of a direct operation lets the other ranks finish with this rank's
- * arrays.
- */
+/* Runs a whole operation. The last wait of a direct operation lets the other ranks finish
+ * with this rank's arrays. */
 mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                      mls_status *st)
 {

@@ -58,8 +58,9 @@ static const uint32_t table[256] = {
 /* x**8 in the register's bit order: x**0 is the highest bit. */
 #define X_TO_THE_8 0x00800000U
 
-/* The register starts with all bits set, so that leading zeros count. It is inverted at
- * the end, so that a finished value can be continued. */
+/* Continue the checksum `crc` (0 at first) over more bytes, with a table. The register
+ * starts with all bits set, so that leading zeros count. It is inverted at the end, so
+ * that a finished value can be continued. */
 static uint32_t update_scalar(uint32_t crc, const void *data, size_t bytes)
 {
     const unsigned char *from = data;
@@ -70,7 +71,8 @@ static uint32_t update_scalar(uint32_t crc, const void *data, size_t bytes)
     return ~crc;
 }
 
-/* The same loop with a store, kept separate so that both stay simple. */
+/* Copy bytes and continue the checksum over them: the loop of update_scalar with a store,
+ * kept separate so that both stay simple. */
 static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t bytes,
                             mls_store store)
 {
@@ -89,9 +91,9 @@ const mls_crc_kernels mls_crc_scalar = {.update = update_scalar,
                                         .copy = copy_scalar,
                                         .copy_variants = MLS_STORE_BIT(MLS_STORE_CACHED)};
 
-/* A machine with AVX2 has SSE4.2 and PCLMULQDQ (see cpu_features.c) but not always
- * VPCLMULQDQ. An early ARMv8 may lack the CRC extension and then uses the scalar table.
- */
+/* Return the fastest kernels for an instruction set. A machine with AVX2 has SSE4.2 and
+ * PCLMULQDQ (see cpu_features.c) but not always VPCLMULQDQ. An early ARMv8 may lack the
+ * CRC extension and then uses the scalar table. */
 const mls_crc_kernels *mls_crc_of(mls_cpu cpu)
 {
 #if defined(__x86_64__)
@@ -111,6 +113,8 @@ const mls_crc_kernels *mls_crc_of(mls_cpu cpu)
 #endif
 }
 
+/* Copy bytes and continue the checksum over them, part by part: each part uses the kind
+ * of store that the trial asks for. `destination` describes the whole result. */
 uint32_t mls_crc_copy(const mls_crc_kernels *crc32c, mls_store_choices *choices,
                       uint32_t crc, void *dst, const void *src, size_t bytes,
                       mls_destination destination)
@@ -129,8 +133,9 @@ uint32_t mls_crc_copy(const mls_crc_kernels *crc32c, mls_store_choices *choices,
     return crc;
 }
 
-/* Each zero byte multiplies the checksum by x**8. Repeated squaring
- * computes the power, so the time grows with the logarithm of the length. */
+/* Return the factor by which `bytes` zero bytes multiply a checksum. Each zero byte
+ * multiplies the checksum by x**8. Repeated squaring computes the power, so the time
+ * grows with the logarithm of the length. */
 uint32_t mls_crc_zeros(uint64_t bytes)
 {
     uint32_t shift = MLS_CRC_X_TO_THE_0;

@@ -34,7 +34,8 @@ typedef struct lane_size {
 
 static const lane_size sizes[] = {{8192, 0x28461564U, 0xbf455269U}};
 
-/* Asks the system, because user code may not read the feature registers. */
+/* Return whether the processor has the CRC extension. Asks the system, because user code
+ * may not read the feature registers. */
 bool mls_crc_arm_offered(void)
 {
 #    if defined(__linux__)

@@ -47,8 +47,8 @@ TARGET_INLINE void store(unsigned char *dst, vector value)
     memcpy(dst, &value, sizeof value);
 }
 
-/* Load the vector `ahead` bytes after the position, and store it if the purpose is a
- * copy. */
+/* Load and return the vector `ahead` bytes after the position, and store it if the
+ * purpose is a copy. */
 TARGET_INLINE vector take_vector(const mls_crc_run *r, size_t ahead, purpose why)
 {
     const size_t at = r->at + ahead;
@@ -97,7 +97,7 @@ TARGET_INLINE vector fold_lanes(vector total, mls_crc_run *r, const mls_crc_lane
     return fold_vector(c, move_constants(lane->past_one), d);
 }
 
-/* Return the checksum register for a remainder. */
+/* Return the checksum register for a remainder: the CRC instruction divides it. */
 TARGET_INLINE uint32_t reduce_vector(vector total)
 {
     uint64_t words[WIDTH / 8];
@@ -131,8 +131,8 @@ TARGET_INLINE uint32_t checksum_vectors(uint32_t crc, mls_crc_run *r, purpose wh
     return ~reduce_vector(total);
 }
 
-/* Use the CRC instruction: for a short range, and for the bytes before alignment and
- * after the last vector. */
+/* Continue the checksum over the next `bytes` bytes with the CRC instruction: for a short
+ * range, and for the bytes before alignment and after the last vector. */
 TARGET_INLINE uint32_t checksum_bytes(uint32_t crc, mls_crc_run *r, size_t bytes,
                                       purpose why)
 {
@@ -143,7 +143,8 @@ TARGET_INLINE uint32_t checksum_bytes(uint32_t crc, mls_crc_run *r, size_t bytes
                : mls_crc_x86.copy(crc, r->to + at, r->from + at, bytes, MLS_STORE_CACHED);
 }
 
-/* For short ranges the reduction costs more than folding saves. */
+/* Continue the checksum over a whole run. For short ranges the reduction costs more than
+ * folding saves, so they use the CRC instruction only. */
 TARGET_INLINE uint32_t checksum_range(uint32_t crc, mls_crc_run r, purpose why)
 {
     if (why == COPY_PAST_CACHE) {

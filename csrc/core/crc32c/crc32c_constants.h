@@ -28,8 +28,8 @@
 #define MLS_CRC_POLYNOMIAL 0x82F63B78U
 #define MLS_CRC_X_TO_THE_0 0x80000000U
 
-/* Return a * b in the checksum's field. Schoolbook multiplication, one bit of `a` at a
- * time. */
+/* Return a times b in the field of the checksum. Schoolbook multiplication, one bit of
+ * `a` at a time. */
 static inline uint32_t mls_crc_multiply(uint32_t a, uint32_t b)
 {
     uint32_t product = 0;

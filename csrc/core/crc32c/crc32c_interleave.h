@@ -24,8 +24,8 @@ TARGET_INLINE uint64_t load8(const unsigned char *from)
     return word;
 }
 
-/* Read three consecutive lanes and join their checksums. `to` is used only if `copies`.
- */
+/* Continue a checksum over three consecutive lanes of `size->bytes` bytes, read in
+ * parallel, and join their checksums. `to` is used only if `copies`. */
 TARGET_INLINE crc_word checksum_lanes(crc_word crc, unsigned char *to,
                                       const unsigned char *from, const lane_size *size,
                                       bool copies)
@@ -49,9 +49,10 @@ TARGET_INLINE crc_word checksum_lanes(crc_word crc, unsigned char *to,
            third;
 }
 
-/* Long lanes first, then shorter ones, then words and bytes, so that short ranges do not
- * pay for joining long lanes. `copies` is constant after inlining, so the stores vanish
- * if it is false. */
+/* Continue the checksum `start` over a range, and copy it if `copies`. Long lanes first,
+ * then shorter ones, then words and bytes, so that short ranges do not pay for joining
+ * long lanes. `copies` is constant after inlining, so the stores vanish if it is
+ * false. */
 TARGET_INLINE uint32_t checksum_range(uint32_t start, unsigned char *to,
                                       const unsigned char *from, size_t bytes,
                                       bool copies)

@@ -77,7 +77,7 @@ TARGET_INLINE __m128i move_constants(mls_crc_move move)
     return _mm_set_epi64x(power.upper, power.lower);
 }
 
-/* Move a remainder by the two products of crc32c_constants.h and add `there`, the data at
+/* Move a remainder by the two products of crc32c_constants.h and add `next`, the data at
  * the new position. */
 TARGET_INLINE __m128i fold_vector(__m128i remainder, __m128i power, __m128i next)
 {
@@ -92,8 +92,8 @@ TARGET_INLINE crc_word add_words(crc_word crc, const unsigned char *from)
     return add_word(add_word(crc, load8(from + 16)), load8(from + 24));
 }
 
-/* Read one block: three CRC lanes over its first half, and six remainders over its second
- * half. Six hide the latency of the multiplication. */
+/* Continue the checksum over one block: three CRC lanes over its first half, and six
+ * remainders over its second half. Six hide the latency of the multiplication. */
 TARGET_INLINE crc_word add_block(crc_word crc, const unsigned char *from)
 {
     const unsigned char *half = from + 3 * LANE;
@@ -125,7 +125,8 @@ TARGET_INLINE crc_word add_block(crc_word crc, const unsigned char *from)
            add_word(first8, (uint64_t)_mm_extract_epi64(f, 1));
 }
 
-/* Whole blocks, then the rest. Copies do not use this: memory limits them anyway. */
+/* Continue the checksum `start`: whole blocks, then the rest. Copies do not use this:
+ * memory limits them anyway. */
 TARGET static uint32_t update_blocks(uint32_t start, const void *data, size_t bytes)
 {
     const unsigned char *from = data;

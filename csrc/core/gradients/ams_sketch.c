@@ -39,7 +39,8 @@ static bool read_element(const unsigned char *at, mls_dtype dtype, double *out)
 #undef ELEMENT_CASE
 }
 
-/* Works on a copy, so an error leaves the caller's sketch unchanged. */
+/* Add `count` elements to a sketch. Works on a copy, so an error leaves the caller's
+ * sketch unchanged. */
 mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype dtype,
                             size_t start, size_t count, uint64_t seed, mls_status *st)
 {

@@ -19,6 +19,8 @@ bool mls_bucket_takes(const mls_tensor *t)
            (uintptr_t)t->data % (item < 8 ? item : 8) == 0;
 }
 
+/* Checks that the counts of all ranks add up to `data`, that `out` has this rank's count,
+ * and that the two arrays are separate or exactly equal there. */
 mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
                            const size_t *counts, size_t world, size_t rank,
                            mls_status *st)
@@ -52,7 +54,8 @@ size_t mls_segment_elements(const mls_segment *segment, size_t ranks)
     return total;
 }
 
-/* Computes the bytes of a part in a message, with padding; returns false on overflow. */
+/* Computes the bytes of rank `of`'s part of a segment in a message, with padding; returns
+ * false on overflow. */
 static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
 {
     size_t bytes;
@@ -65,7 +68,8 @@ static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
     return true;
 }
 
-/* Checks every product and sum: part_bytes and the copies below rely on it. */
+/* Computes the bytes of the message to rank `of`. Checks every product and sum:
+ * part_bytes and the copies below rely on it. */
 mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st)
 {
     size_t total = 0;
@@ -83,8 +87,8 @@ mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_statu
     return MLS_OK;
 }
 
-/* Returns the total bytes of the messages to all other ranks (`sent`) or from all of
- * them. */
+/* Returns in `*out` the total bytes of the messages from this rank to all others
+ * (`sent`), or to it from all others. MLS_E_SIZE: they exceed memory. */
 static mls_code message_bytes(const mls_bucket *b, bool sent, size_t *out, mls_status *st)
 {
     size_t total = 0;
@@ -128,8 +132,8 @@ static const unsigned char *part_of(const mls_segment *s, size_t of)
            mls_segment_elements(s, of) * mls_dtype_of(s->reduction.dtype)->item_bytes;
 }
 
-/* Zeroes the padding: the message does not depend on old memory contents, and no stray
- * bytes leave the process. */
+/* Packs the messages to all other ranks, in rank order. Zeroes the padding: the message
+ * does not depend on old memory contents, and no stray bytes leave the process. */
 void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
 {
     for (size_t to = 0; to < b->world; to++) {
@@ -147,7 +151,7 @@ void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
 }
 
 /* Returns rank `of`'s contribution to this rank's part of segment i: `at` bytes into its
- * message, or in the array itself. */
+ * message, which has `message` bytes, or in this rank's own array. */
 static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
                                       const unsigned char *received, size_t message,
                                       size_t at)
@@ -160,9 +164,9 @@ static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
     return received + before * message + at;
 }
 
-/* All messages to this rank have the same length, since all senders have the same counts.
- * `out` may be the rank's own part of `data`: the kernels read an element of all sources
- * before they write it. */
+/* Reduces this rank's part of every segment. All messages to this rank have the same
+ * length, since all senders have the same counts. `out` may be the rank's own part of
+ * `data`: the kernels read an element of all sources before they write it. */
 void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
                        const unsigned char *received, const void **sources)
 {

@@ -27,6 +27,7 @@ static size_t encoded_bytes(mls_gradient_compression compression, size_t n)
                                                         : 2 * n;
 }
 
+/* Looks up a name; returns false if it is unknown, and `*out` is then unchanged. */
 bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out)
 {
     static const char *const names[MLS_GRADIENT_COMPRESSION_COUNT] = {
@@ -74,8 +75,8 @@ static void clamp_values(float *block, size_t count, float limit)
     }
 }
 
-/* Writes the codes of a block and returns its scale. The scale is NaN if any element is
- * not finite; the whole block then decodes as NaN, including its finite elements. */
+/* Writes the int8 codes of a block and returns its scale. The scale is NaN if any element
+ * is not finite; the whole block then decodes as NaN, including its finite elements. */
 static float quantize_block(const float *block, signed char *codes, size_t count)
 {
     /* 1.5 * 2^23: floats of this size are 1 apart, so adding it rounds to the nearest
@@ -110,8 +111,9 @@ static void dequantize_block(const signed char *codes, float scale, float *block
     }
 }
 
-/* Stores the difference between intended and decoded values. Stores 0 if either is not
- * finite: a NaN residual would spoil every later step, and this step is lost anyway. */
+/* Stores the difference between intended (`meant`) and decoded (`arrives`) values. Stores
+ * 0 if either is not finite: a NaN residual would spoil every later step, and this step
+ * is lost anyway. */
 static void store_residual(float *residual, const float *meant, const float *arrives,
                            size_t count)
 {
@@ -128,8 +130,9 @@ static mls_dtype dtype_of_format(mls_gradient_compression compression)
     return compression == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
 
-/* `n` determines where the codes begin, after the scales of all blocks, even if the
- * caller decodes only some of them. */
+/* Decodes elements `start` .. `start + count` of a part of n elements. `n` determines
+ * where the codes begin, after the scales of all blocks, even if the caller decodes only
+ * some of them. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const unsigned char *src, size_t n, size_t start,
@@ -150,8 +153,9 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
     }
 }
 
-/* The three blocks take 3 KiB of stack. The residual is computed from the decoded output,
- * so it is exact with all kernels. */
+/* Encodes n elements block by block, and updates the residual. The three blocks take 3
+ * KiB of stack. The residual is computed from the decoded output, so it is exact with all
+ * kernels. */
 void mls_gradient_compression_encode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const float *src, float *residual,
@@ -189,6 +193,7 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
 
 /* ---- buckets ---- */
 
+/* Checks that all reductions of the bucket are float32 sums. */
 mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
 {
     for (size_t i = 0; i < b->count; i++) {
@@ -200,7 +205,8 @@ mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
     return MLS_OK;
 }
 
-/* All ranks have equal counts, so sender and receiver compute the same size. */
+/* Returns the bytes of the message to rank `of`. All ranks have equal counts, so sender
+ * and receiver compute the same size. */
 size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
                                              mls_gradient_compression compression,
                                              size_t of)
@@ -212,7 +218,8 @@ size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
     return total;
 }
 
-/* The messages are smaller than the arrays in memory, so the sum cannot overflow. */
+/* Returns the bytes of the messages to all other ranks. The messages are smaller than the
+ * arrays in memory, so the sum cannot overflow. */
 size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
                                            mls_gradient_compression compression)
 {
@@ -225,9 +232,8 @@ size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
     return total;
 }
 
-/* Messages in rank order, and segments in order within a message, as sum_segment reads
- * them.
- */
+/* Encodes all parts: of other ranks into `send`, of this rank into `local`. Messages are
+ * in rank order, and segments in order within a message, as sum_segment reads them. */
 void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,
                                    mls_gradient_compression compression,
                                    float *const *residuals, unsigned char *send,
@@ -250,7 +256,7 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
 /* Sums one segment over all ranks. The segment begins `at` bytes into each message of
  * `message` bytes. All ranks of a block come before the next block, so that the block
  * stays in the L1 cache. `out` may be this rank's part of the array, which is not read
- * any more: `own` holds it as the other ranks would decode it. */
+ * any more: `local` holds it as the other ranks would decode it. */
 static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
                         mls_gradient_compression compression, const unsigned char *local,
                         const unsigned char *received, size_t message, size_t at,
@@ -276,7 +282,8 @@ static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
     }
 }
 
-/* The output already holds the decoded sum, so the reduction has one source. */
+/* Sums this rank's part of every segment from the messages. The output already holds the
+ * decoded sum, so the reduction has one source. */
 void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const unsigned char *local,

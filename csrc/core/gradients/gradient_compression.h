@@ -60,7 +60,7 @@ size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
                                            mls_gradient_compression compression);
 
 /* Encodes all parts: those of the other ranks into `send`, in rank order, and this rank's
- * part into `own`, so that the sum uses it as the other ranks would decode it.
+ * part into `local`, so that the sum uses it as the other ranks would decode it.
  * residuals[i] has as many elements as segment i; `residuals` is NULL for no error
  * feedback. */
 void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,

@@ -37,9 +37,9 @@ static mls_code fail_not_regular(mls_status *st)
     return mls_status_expected(st, "a regular file");
 }
 
-/* Examine the opened file instead of the path, which could name another file by now.
- * `opened` is negative if opening failed with `reason`. Takes `opened`: it becomes `*fd`
- * or is closed. */
+/* Accept only a regular file; `*length` is its size in bytes. Examines the opened file
+ * instead of the path, which could name another file by now. `opened` is negative if
+ * opening failed with `reason`. Takes `opened`: it becomes `*fd` or is closed. */
 static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length,
                                mls_status *st)
 {
@@ -72,8 +72,9 @@ mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* Does not follow links in a folder of ours: it may contain files of others, and a link
- * could point out of it. */
+/* Open a regular file in an open folder for reading; `*length` is its size in bytes. Does
+ * not follow links in a folder of ours: it may contain files of others, and a link could
+ * point out of it. */
 mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
                           uint64_t *length, mls_status *st)
 {
@@ -85,8 +86,9 @@ mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* Only saves work and memory for a file that cannot be right. The result is not binding:
- * the file is examined again when it is opened. */
+/* Check that a path is a regular file of `bytes` bytes, without opening it. Only saves
+ * work and memory for a file that cannot be right. The result is not binding: the file is
+ * examined again when it is opened. */
 mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t bytes,
                          mls_status *st)
 {
@@ -117,6 +119,7 @@ static mls_code fail_shorter(uint64_t offset, size_t missing, mls_status *st)
                        missing);
 }
 
+/* Read exactly `bytes` bytes at `offset`. */
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st)
 {
@@ -142,6 +145,8 @@ mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
     return MLS_OK;
 }
 
+/* Return the loaded range of the source's file that contains byte `offset`, or NULL.
+ * Ranges are few, so they are searched one by one. */
 const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset)
 {
     for (size_t i = 0; i < source->range_count; i++) {
@@ -154,6 +159,7 @@ const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset
     return NULL;
 }
 
+/* Read from the source: from its file, or from the loaded ranges if it has any. */
 mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
                             uint64_t offset, mls_status *st)
 {
@@ -163,13 +169,13 @@ mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
     }
     while (bytes > 0) {
         const mls_file_range *range = mls_source_range(source, offset);
-        const uint64_t at = range == NULL ? 0 : offset - range->begin;
-        if (range == NULL || at >= range->bytes) {
+        const uint64_t start = range == NULL ? 0 : offset - range->begin;
+        if (range == NULL || start >= range->bytes) {
             return fail_shorter(offset, bytes, st);
         }
-        const size_t left = range->bytes - (size_t)at;
+        const size_t left = range->bytes - (size_t)start;
         const size_t step = bytes < left ? bytes : left;
-        memcpy(to, range->data + at, step);
+        memcpy(to, range->data + start, step);
         to += step;
         bytes -= step;
         offset += step;
@@ -177,8 +183,8 @@ mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
     return MLS_OK;
 }
 
-/* A write of 0 bytes is an error: some file systems return 0 when they are full, and
- * retrying would never end. */
+/* Write exactly `bytes` bytes at `offset`. A write of 0 bytes is an error: some file
+ * systems return 0 when they are full, and retrying would never end. */
 mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offset,
                            mls_status *st)
 {
@@ -201,7 +207,8 @@ mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offs
     return MLS_OK;
 }
 
-/* On macOS F_FULLFSYNC also flushes the drive's cache, if the file system supports it. */
+/* Make a file or folder durable; returns 0 or errno. On macOS F_FULLFSYNC also flushes
+ * the drive's cache, if the file system supports it. */
 int mls_file_sync(int fd)
 {
     int result;
@@ -225,8 +232,9 @@ int mls_folder_sync(int fd)
 
 /* ---- renaming without replacing ---- */
 
-/* By number: the C libraries of older systems have no function for it. The flags are
- * those of <linux/fs.h>, which not every system with the call has. */
+/* Rename with the flag of `mode`: replace nothing, or exchange both. Returns 0, or -1
+ * with errno. By number: the C libraries of older systems have no function for it. The
+ * flags are those of <linux/fs.h>, which not every system with the call has. */
 static int rename_by_mode(const char *from, const char *to, mls_rename_mode mode)
 {
 #if defined(__APPLE__)
@@ -243,6 +251,8 @@ static int rename_by_mode(const char *from, const char *to, mls_rename_mode mode
 #endif
 }
 
+/* Rename without replacing anything; returns 0 or errno, with ENOTSUP for systems that
+ * lack the operation. */
 int mls_path_rename(const char *from, const char *to, mls_rename_mode mode)
 {
     if (rename_by_mode(from, to, mode) == 0) {
@@ -265,7 +275,8 @@ static void *map_private(size_t length, int fd)
     return data != MAP_FAILED ? data : mmap(NULL, length, PROT_READ, MAP_SHARED, fd, 0);
 }
 
-/* An empty file has no mapping, because mmap refuses a length of 0. */
+/* Map the first `bytes` bytes of an open file for reading. An empty file has no mapping,
+ * because mmap refuses a length of 0. */
 mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *st)
 {
     size_t length;
@@ -284,6 +295,7 @@ mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *
     return MLS_OK;
 }
 
+/* Map a file in an open folder, which must have exactly `bytes` bytes. */
 mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path, bool links,
                              uint64_t bytes, mls_status *st)
 {
@@ -300,8 +312,8 @@ mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path, boo
     return code;
 }
 
-/* No array over the mapping may exist any more: accessing one afterwards crashes the
- * process. */
+/* End a mapping. No array over the mapping may exist any more: accessing one afterwards
+ * crashes the process. */
 void mls_mapping_fini(mls_mapping *mapping)
 {
     if (mapping->data != NULL) {
@@ -388,8 +400,9 @@ static mls_code resolve_links(const char *path, char **out, mls_status *st)
     return mls_fail_os(st, ELOOP, "cannot write the file");
 }
 
-/* The folder stays open from here on, so the temporary, the rename and the sync use the
- * same folder even if another process moves it. */
+/* Open the folder that contains `path`; the caller closes `*out`. The folder stays open
+ * from here on, so the temporary, the rename and the sync use the same folder even if
+ * another process moves it. */
 static mls_code open_folder(const char *path, int *out, mls_status *st)
 {
     const size_t length = folder_length(path);
@@ -403,8 +416,9 @@ static mls_code open_folder(const char *path, int *out, mls_status *st)
     return *out >= 0 ? MLS_OK : mls_fail_os(st, reason, "cannot open the file's folder");
 }
 
-/* Examine the file to be replaced; `*exists` tells whether it exists. Renaming would also
- * replace a file without write permission, but users rely on that protection. */
+/* Check that the file to be replaced is regular and writable; `*exists` tells whether it
+ * exists, and `info` is filled then. Renaming would also replace a file without write
+ * permission, but users rely on that protection. */
 static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
                                bool *exists, mls_status *st)
 {
@@ -432,8 +446,9 @@ static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
 
 /* ---- the temporary ---- */
 
-/* A random name prevents an attack with a prepared file; O_EXCL covers a guessed name.
- * The mode of a replaced file is set afterwards (copy_owner_and_mode). */
+/* Create the temporary file in the open folder. A random name prevents an attack with a
+ * prepared file; O_EXCL covers a guessed name. The mode of a replaced file is set
+ * afterwards (copy_owner_and_mode). */
 static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status *st)
 {
     for (int tries = 0; tries < NAME_TRIES; tries++) {
@@ -500,8 +515,9 @@ static mls_code begin_named(mls_atomic_file *file, unsigned mode, mls_status *st
     return code == MLS_OK && exists ? copy_owner_and_mode(file->fd, &old, st) : code;
 }
 
-/* All refusals happen here, before any byte is written. `file` can be aborted at every
- * step, and a failure does so. */
+/* Begin to replace the file `path`, in a temporary file in the same folder. All refusals
+ * happen here, before any byte is written. `file` can be aborted at every step, and a
+ * failure does so. */
 mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
                           mls_status *st)
 {
@@ -524,6 +540,8 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     return code;
 }
 
+/* Start to write bytes `*started` .. `end` to the disk, once they are at least
+ * START_STEP; a no-op on other systems. */
 void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end)
 {
 #if defined(__linux__)
@@ -537,8 +555,9 @@ void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end)
 #endif
 }
 
-/* Writes to the temporary: other processes still see the old file. After a failure the
- * temporary holds an unknown part of the bytes and can only be aborted. */
+/* Write bytes of the new file at `offset`. Writes to the temporary: other processes still
+ * see the old file. After a failure the temporary holds an unknown part of the bytes and
+ * can only be aborted. */
 mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
                           uint64_t offset, mls_status *st)
 {
@@ -577,9 +596,10 @@ void mls_atomic_abort(mls_atomic_file *file)
     release_file(file);
 }
 
-/* The order makes the commit safe: the bytes are on the disk before the name refers to
- * them, and the name is on the disk before success is reported. An interrupted close has
- * closed the file, so it counts as done. */
+/* Replace the file by its new content, durably. The order makes the commit safe: the
+ * bytes are on the disk before the name refers to them, and the name is on the disk
+ * before success is reported. An interrupted close has closed the file, so it counts as
+ * done. */
 mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
 {
     int reason = mls_file_sync(file->fd);
@@ -621,6 +641,7 @@ static mls_code write_whole(mls_atomic_file *file, const void *data, size_t byte
     return mls_atomic_commit(file, st);
 }
 
+/* Replace a file by `bytes` bytes in one call: begin, write, commit. */
 mls_code mls_file_replace(const char *path, unsigned mode, const void *data, size_t bytes,
                           mls_status *st)
 {

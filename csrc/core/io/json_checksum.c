@@ -22,12 +22,12 @@ void mls_crc_to_digits(uint32_t crc, char *digits)
     }
 }
 
-/* Accepts exactly the output of mls_crc_to_digits. Capitals are refused, so that a
- * flipped bit that turns a small letter into a capital is noticed.
- *
- * All eight digits are tested at once, since an index has a checksum for each shard. Each
- * sum sets the top bit of every byte that is at least a given character. ASCII bytes plus
- * less than 0x80 never carry into the next byte. */
+/* Convert 8 hexadecimal digits to a checksum; false: they are not such digits. Accepts
+ * exactly the output of mls_crc_to_digits. Capitals are refused, so that a flipped bit
+ * that turns a small letter into a capital is noticed. All eight digits are tested at
+ * once, since an index has a checksum for each shard. Each sum sets the top bit of every
+ * byte that is at least a given character. ASCII bytes plus less than 0x80 never carry
+ * into the next byte. */
 bool mls_crc_from_digits(const char *digits, uint32_t *out)
 {
     const uint64_t ones = 0x0101010101010101U, tops = ones * 0x80U;
@@ -65,8 +65,9 @@ uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels 
     return checksum;
 }
 
-/* The start must be compared, because the checksum is computed over the expected start. A
- * changed byte in the start is reported as a missing checksum. */
+/* Verify the checksum at the start of a text, which covers all other bytes. The start
+ * must be compared, because the checksum is computed over the expected start. A changed
+ * byte in the start is reported as a missing checksum. */
 mls_code mls_json_checksum_check(const char *text, size_t length,
                                  const mls_crc_kernels *crc, mls_status *st)
 {

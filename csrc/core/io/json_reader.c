@@ -119,9 +119,9 @@ static int byte_at(const json_parser *p, size_t at)
     return at < p->end ? (unsigned char)p->doc->text[at] : -1;
 }
 
-/* Report the unexpected byte at p->at. Printable characters are shown as they are, others
- * as numbers, so that a message never contains a control character or half a UTF-8
- * character. */
+/* Report the unexpected byte at p->at; `expected` is a noun phrase. Printable characters
+ * are shown as they are, others as numbers, so that a message never contains a control
+ * character or half a UTF-8 character. Returns MLS_E_FORMAT. */
 static mls_code fail_unexpected(json_parser *p, const char *expected)
 {
     const int c = byte_at(p, p->at);
@@ -141,6 +141,7 @@ static mls_code fail_unexpected(json_parser *p, const char *expected)
 
 /* ---- strings ---- */
 
+/* Read the four hexadecimal digits of a \u escape, and move p->at behind them. */
 static mls_code read_hex4(json_parser *p, unsigned long *out)
 {
     unsigned long value = 0;
@@ -163,9 +164,9 @@ static mls_code read_hex4(json_parser *p, unsigned long *out)
     return MLS_OK;
 }
 
-/* Read a \u escape; p->at is after the 'u'. A high surrogate needs its low half. A lone
- * half has no UTF-8 form and is refused; other readers insert a replacement character,
- * which could make two names equal. */
+/* Read a \u escape as a code point; p->at is after the 'u'. A high surrogate needs its
+ * low half. A lone half has no UTF-8 form and is refused; other readers insert a
+ * replacement character, which could make two names equal. */
 static mls_code read_unicode(json_parser *p, unsigned long *out)
 {
     const size_t start = p->at - 2;
@@ -193,7 +194,8 @@ static mls_code read_unicode(json_parser *p, unsigned long *out)
 }
 
 /* Read an escape; p->at is on the backslash. The character overwrites text that has been
- * read: every escape is at least as long as its character. */
+ * read, at `*write`, which advances: every escape is at least as long as its
+ * character. */
 static mls_code read_escape(json_parser *p, size_t *write)
 {
     static const char letters[] = "\"\\/bfnrt";
@@ -219,7 +221,8 @@ static mls_code read_escape(json_parser *p, size_t *write)
     return MLS_OK;
 }
 
-/* Copy the characters up to the next special one: most texts are plain ASCII. */
+/* Move the characters up to the next special one from p->at to `*write`, and advance
+ * both: most texts are plain ASCII. */
 static inline void copy_unescaped(json_parser *p, size_t *write)
 {
     char *text = p->doc->text;
@@ -288,8 +291,8 @@ static mls_code fail_memory(json_parser *p)
     return mls_fail(p->st, MLS_E_MEMORY, "no memory for %zu JSON values", p->doc->count);
 }
 
-/* Make room for more values; the next one is at offset `at`. Grows by half, so that the
- * unused part stays below half of the used part. */
+/* Make room for more values; the next one is at offset `at` of the text. Grows by half,
+ * so that the unused part stays below half of the used part. */
 static mls_code add_room(json_parser *p, size_t at)
 {
     mls_json *doc = p->doc;
@@ -368,8 +371,8 @@ static mls_code open_container(json_parser *p, mls_json_type type)
 /* ---- duplicate keys: members are sorted by key, so that a hostile file cannot make the
  * search quadratic ---- */
 
-/* Any total order works; comparing the length first is cheap. Only equal keys compare
- * equal. */
+/* Compare the keys of two members, for sorting. Any total order works; comparing the
+ * length first is cheap. Only equal keys compare equal. */
 static int compare_keys(const mls_json *doc, uint32_t a, uint32_t b)
 {
     const json_node *x = &doc->nodes[a], *y = &doc->nodes[b];
@@ -392,9 +395,9 @@ static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
     }
 }
 
-/* Sort `count` members. `spare` has the same length; the result is in the array that is
- * returned. Bottom-up merge sort: no recursion, n log n at worst, and stable, so that of
- * two equal keys the later one in the file comes second. */
+/* Sort `count` members by key. `spare` has the same length; the result is in the array
+ * that is returned. Bottom-up merge sort: no recursion, n log n at worst, and stable, so
+ * that of two equal keys the later one in the file comes second. */
 static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *spare,
                               size_t count)
 {
@@ -412,6 +415,8 @@ static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *
     return members;
 }
 
+/* Return whether two neighbouring objects have the same keys in the same order. An
+ * object's first member, if any, is the next node. */
 static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
 {
     bool same = doc->nodes[a].length == doc->nodes[b].length;
@@ -490,6 +495,7 @@ static mls_code close_container(json_parser *p)
 
 /* ---- values: each function adds one node, or opens a container ---- */
 
+/* Skip one or more digits at p->at. */
 static mls_code read_digits(json_parser *p)
 {
     const size_t start = p->at;
@@ -499,8 +505,9 @@ static mls_code read_digits(json_parser *p)
     return p->at > start ? MLS_OK : fail_unexpected(p, "a digit");
 }
 
-/* The grammar of RFC 8259, stricter than strtod: no leading zeros or plus, no bare point,
- * no hexadecimal, no NaN. The text is kept; nothing is rounded. */
+/* Read a number at p->at and add its node. The grammar of RFC 8259, stricter than strtod:
+ * no leading zeros or plus, no bare point, no hexadecimal, no NaN. The text is kept;
+ * nothing is rounded. */
 static mls_code read_number(json_parser *p)
 {
     const size_t start = p->at;
@@ -534,7 +541,8 @@ static mls_code read_number(json_parser *p)
     return code;
 }
 
-/* Read true, false or null. read_separator checks the character after it. */
+/* Read `word`, which is true, false or null, as a value of `type`. read_separator checks
+ * the character after it. */
 static mls_code read_literal(json_parser *p, const char *word, mls_json_type type)
 {
     const size_t start = p->at;
@@ -561,8 +569,9 @@ static mls_code read_text_value(json_parser *p)
     return code;
 }
 
-/* Read the value at p->at; its first character decides its type. Sets `*state` to what
- * may come next: the members of a container, or the token after a whole value. */
+/* Read the value at p->at; its first character decides its type. Sets `*state` to the
+ * token that may come next: the members of a container, or the token after a whole
+ * value. */
 static mls_code read_value(json_parser *p, json_state *state)
 {
     const int c = byte_at(p, p->at);
@@ -612,7 +621,7 @@ static bool match_guessed_key(json_parser *p)
 }
 
 /* Read the key of an object's next member and its colon. Reads nothing inside an array.
- */
+ * Sets `escaped` if a key has an escape: its text is then shorter than in the file. */
 static mls_code read_key(json_parser *p)
 {
     if (!p->object || match_guessed_key(p)) {
@@ -634,7 +643,8 @@ static mls_code read_key(json_parser *p)
     return MLS_OK;
 }
 
-/* Read what may follow a value, or an opening bracket if `first`. */
+/* Read the token after a value, or after an opening bracket if `first`: a comma or the
+ * closing bracket. Sets `*state` to the token that may come next. */
 static mls_code read_separator(json_parser *p, bool first, json_state *state)
 {
     const int closer = p->object ? '}' : ']';
@@ -654,8 +664,8 @@ static mls_code read_separator(json_parser *p, bool first, json_state *state)
     return read_key(p);
 }
 
-/* The state machine needs only its state and the innermost open container, so depth costs
- * no stack. */
+/* Parse the whole text. The state machine needs only its state and the innermost open
+ * container, so depth costs no stack. */
 static mls_code parse_document(json_parser *p)
 {
     json_state state = JSON_WANTS_VALUE;
@@ -675,9 +685,9 @@ static mls_code parse_document(json_parser *p)
     }
 }
 
-/* Nodes grow on demand, the scratch array to the largest object. A text of n bytes costs
- * n bytes for the copy, at most 30 for each value, and 8 for each member of the largest
- * object. */
+/* Parse a text into a document, which the caller frees. Nodes grow on demand, the scratch
+ * array to the largest object. A text of n bytes costs n bytes for the copy, at most 30
+ * for each value, and 8 for each member of the largest object. */
 mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                         mls_json **out, mls_status *st)
 {
@@ -720,7 +730,8 @@ void mls_json_forget(mls_json *doc)
     doc->count = doc->room = 0;
 }
 
-/* A document has three blocks, regardless of the number of values. */
+/* Free a document and all texts borrowed from it; accepts NULL. It has three blocks,
+ * regardless of the number of values. */
 void mls_json_free(mls_json *doc)
 {
     if (doc != NULL) {
@@ -770,7 +781,8 @@ size_t mls_json_size(const mls_json *doc, mls_json_node parent)
     return is_container(node) ? node->length : 0;
 }
 
-/* Keys are compared after unescaping. A key with a NUL character equals no C string. */
+/* Return the member of an object with this key, or MLS_JSON_NONE. Keys are compared after
+ * unescaping. A key with a NUL character equals no C string. */
 mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key)
 {
     if (mls_json_type_of(doc, object) != MLS_JSON_OBJECT) {
@@ -798,7 +810,9 @@ static size_t find_table_entry(mls_str key, const mls_json_member *table, size_t
     return count;
 }
 
-/* Members usually come in the order of the table, so each is compared about once. */
+/* Set the node of each entry of `table`, and return the index of the first one that is
+ * missing or of another type. Members usually come in the order of the table, so each is
+ * compared about once. */
 size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_member *table,
                         size_t count)
 {
@@ -831,8 +845,8 @@ mls_str mls_json_key(const mls_json *doc, mls_json_node node)
     return (mls_str){.data = doc->text + n->key, .length = n->key_length};
 }
 
-/* A string starts after its quote and was unescaped from there; a number starts at its
- * offset. */
+/* Return the text of a string or number, borrowed from the document. A string starts
+ * after its quote and was unescaped from there; a number starts at its offset. */
 mls_str mls_json_text(const mls_json *doc, mls_json_node node)
 {
     const json_node *n = &doc->nodes[node];
@@ -843,8 +857,8 @@ mls_str mls_json_text(const mls_json *doc, mls_json_node node)
     return (mls_str){.data = doc->text + n->at, .length = number ? n->length : 0};
 }
 
-/* Digits only: a number with a sign, a fraction or an exponent is neither a count nor an
- * offset. */
+/* Convert a number to an unsigned integer; false: it is not one. Digits only: a number
+ * with a sign, a fraction or an exponent is neither a count nor an offset. */
 bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out)
 {
     const mls_str text = mls_json_text(doc, node);

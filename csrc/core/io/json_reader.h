@@ -50,6 +50,7 @@ void mls_json_free(mls_json *doc); /* accepts NULL */
  * mls_json_free may be called. */
 void mls_json_forget(mls_json *doc);
 
+/* Return the type of a value, which must not be MLS_JSON_NONE. */
 mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node);
 
 /* Return the byte offset of a value in the parsed text, for error messages. */

@@ -18,7 +18,8 @@ void mls_json_writer_fini(mls_json_writer *b)
     *b = (mls_json_writer){0};
 }
 
-/* The limit is checked before memory, so that a text that is too long always fails in the
+/* Append bytes. After a failure, which `code` records, all further appends are ignored.
+ * The limit is checked before memory, so that a text that is too long always fails in the
  * same way. */
 void mls_json_writer_put(mls_json_writer *b, const char *bytes, size_t length)
 {
@@ -50,7 +51,8 @@ void mls_json_writer_text(mls_json_writer *b, const char *text)
     mls_json_writer_put(b, text, strlen(text));
 }
 
-/* Faster than snprintf: an index has several numbers for each shard. */
+/* Append a number in decimal digits. Faster than snprintf: an index has several numbers
+ * for each shard. */
 void mls_json_writer_number(mls_json_writer *b, uint64_t number)
 {
     char text[NUMBER_ROOM];
@@ -62,8 +64,8 @@ void mls_json_writer_number(mls_json_writer *b, uint64_t number)
     mls_json_writer_put(b, text + at, sizeof text - at);
 }
 
-/* Escapes quotes, backslashes and control characters; copies the bytes between them at
- * once. */
+/* Append a JSON string with its quotes. Escapes quotes, backslashes and control
+ * characters; copies the bytes between them at once. */
 void mls_json_writer_json(mls_json_writer *b, mls_str text)
 {
     size_t unescaped = 0; /* start of the bytes not yet appended */

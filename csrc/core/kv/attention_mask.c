@@ -19,7 +19,8 @@ static mls_code check_sign(const char *name, int64_t number, mls_status *st)
     return mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", name, number);
 }
 
-/* The checks follow the order of the caller's arguments. */
+/* Check the numbers of a request; `names` are the caller's names for them in messages.
+ * The checks follow the order of the caller's arguments. */
 mls_code mls_mask_check(const mls_mask_request *request, const mls_mask_names *names,
                         mls_status *st)
 {
@@ -50,7 +51,7 @@ mls_code mls_mask_check(const mls_mask_request *request, const mls_mask_names *n
     return code;
 }
 
-/* Fill columns start .. end-1 of a row. */
+/* Store `element` in columns start .. end-1 of a row, if there are any. */
 static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size_t start,
                          size_t end, mls_element element)
 {
@@ -60,7 +61,9 @@ static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size
     }
 }
 
-/* A row may be beyond the last column; its parts are then clipped to the columns. */
+/* Fill rows of a mask: row p gets 0 for the `sinks` first columns and for columns p -
+ * attention_size .. p, and `fill` for all others. A row may be beyond the last column;
+ * its parts are then clipped to the columns. */
 void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t first_row,
                    size_t attention_size, size_t sinks, mls_element fill)
 {

@@ -21,7 +21,7 @@ static mls_code view_capacity(const mls_kv_buffer *b, size_t capacity, mls_tenso
     return mls_tensor_init(out, b->pages.data, b->dtype, b->rank, shape, st);
 }
 
-/* Fail with MLS_E_CAPACITY: `what` is `got`, but at most `most`, the value of `limit`. */
+/* Fail with MLS_E_CAPACITY: `label` is `got`, but at most `most`, the value of `limit`. */
 static mls_code fail_capacity(mls_status *st, const char *label, size_t got,
                               const char *limit, size_t most)
 {
@@ -30,7 +30,8 @@ static mls_code fail_capacity(mls_status *st, const char *label, size_t got,
     return mls_status_got(st, "%zu", got);
 }
 
-/* New pages are zero, so the invariant holds for every length. */
+/* Reserve zeroed pages for a buffer. Invariant: all positions behind the length are zero.
+ * New pages are zero, so the invariant holds for every length. */
 mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, int axis,
                             size_t capacity, mls_dtype dtype, mls_status *st)
 {
@@ -75,7 +76,8 @@ mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
     return slice_positions(buffer, 0, mls_kv_buffer_length(buffer));
 }
 
-/* If length and capacity are equal, rows are adjacent and huge pages may span them. */
+/* Request the pages, and copy `src` into the buffer's view. If length and capacity are
+ * equal, rows are adjacent and huge pages may span them. */
 void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
                         mls_pool *pool, const mls_tensor *src)
 {
@@ -92,7 +94,9 @@ void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
     mls_kv_move(kernels, pool, &dst, src, &request);
 }
 
-/* Checks both numbers before it changes memory, so the buffer is unchanged on failure. */
+/* Change the length: keep the first `position` positions, and zero the rest of the old
+ * view. Checks both numbers before it changes memory, so the buffer is unchanged on
+ * failure. */
 mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
                               size_t length, size_t position, const char *position_name,
                               mls_status *st)
@@ -117,8 +121,8 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     return MLS_OK;
 }
 
-/* Move rows from `old` to `now` bytes apart, and zero their old memory. The last row
- * moves first: its new place is beyond all rows that are still to be moved. Only the
+/* Move `rows` rows from `old` to `now` bytes apart, and zero their old memory. The last
+ * row moves first: its new place is beyond all rows that are still to be moved. Only the
  * `used` first bytes of a row can be nonzero, so only those move. */
 static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t old,
                         size_t now)
@@ -144,7 +148,8 @@ static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t ol
     }
 }
 
-/* The buffer does not change before the memory is available. */
+/* Raise the capacity: enlarge the pages, then move the rows apart. The buffer does not
+ * change before the memory is available. */
 mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_status *st)
 {
     mls_tensor view;

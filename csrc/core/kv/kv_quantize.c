@@ -19,11 +19,14 @@
 enum {
     TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile in a buffer, */
     PACKED_TILE = 8 * TILE,         /* and of another one */
-    MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT
+    MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT,
+    LANES = 8 /* sums of a loss */
 };
 
 /* ---- checks ---- */
 
+/* Check bits and group, and compute how many 32-bit words of codes (`*words`) and groups
+ * (`*groups`) the last axis gets. */
 mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_t *words,
                                size_t *groups, mls_status *st)
 {
@@ -54,7 +57,8 @@ mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_
     return MLS_OK;
 }
 
-/* Check a view against the shape of the values, with another last axis, and a dtype. */
+/* Check that a view has the values' shape, but `last` elements along the last axis, and
+ * the given dtype. `label` names the view. */
 static mls_code check_view(const char *label, const mls_tensor *view,
                            const mls_tensor *values, size_t last, mls_dtype dtype,
                            mls_status *st)
@@ -79,6 +83,7 @@ static mls_code check_view(const char *label, const mls_tensor *view,
     return MLS_OK;
 }
 
+/* Check the values first, and then the codes, scales and biases against them. */
 mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quantized,
                             mls_status *st)
 {
@@ -137,7 +142,8 @@ typedef struct tile {
     size_t outer, row, rows, group, groups;
 } tile;
 
-/* Return a view of a tile whose groups have `width` elements each in `whole`. */
+/* Return a view of a tile in the array `full`, where each group has `width` elements: the
+ * group size for values, 1 for scales. */
 static mls_tensor tile_view(const mls_tensor *full, const tile *t, size_t width)
 {
     const int last = full->rank - 1;
@@ -167,7 +173,8 @@ static mls_tensor tile_view(const mls_tensor *full, const tile *t, size_t width)
 #    define ARE_WORDS_SWAPPED false
 #endif
 
-/* Return a packed view with the shape of `like`. */
+/* Return a packed view of `data` with the shape of `like`, which has two axes. Codes
+ * (MLS_U32) have the byte order of a kernel. */
 static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtype)
 {
     const size_t item = mls_dtype_of(dtype)->item_bytes;
@@ -179,7 +186,8 @@ static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtyp
                         .strides = {(ptrdiff_t)(like->shape[1] * item), (ptrdiff_t)item}};
 }
 
-/* Copy a tile of `whole` to packed memory, or back if `store`. */
+/* Copy a tile of the array `full` to packed memory of `dtype`, or back if `store`.
+ * `width` as in tile_view. */
 static void copy_tile(const job *j, const mls_tensor *full, const tile *t, size_t width,
                       void *packed, mls_dtype dtype, bool store)
 {
@@ -192,6 +200,9 @@ static void copy_tile(const job *j, const mls_tensor *full, const tile *t, size_
     }
 }
 
+/* Return the tile with number `index`: its rows, its groups, and (`outer`) its index in
+ * all axes before the last two. Tiles are numbered by column first, then row. The last
+ * tiles of a row or column may be smaller. */
 static tile tile_at(const job *j, size_t index)
 {
     const mls_tensor *values = j->values;
@@ -209,7 +220,8 @@ static tile tile_at(const job *j, size_t index)
     return t;
 }
 
-/* Return the run of a tile in the arrays of the caller. */
+/* Return the groups of a tile in the arrays of the caller, for a kernel; used only if
+ * is_packed. */
 static mls_group_run packed_run(const job *j, const tile *t)
 {
     const mls_quantized *q = j->quantized;
@@ -223,7 +235,7 @@ static mls_group_run packed_run(const job *j, const tile *t)
                            .codes = tile_view(&q->codes, t, words).data};
 }
 
-/* Return the run of a tile in a buffer. */
+/* Return the groups of a tile in a buffer, for a kernel. */
 static mls_group_run buffer_run(const job *j, const tile *t, buffer *b)
 {
     return (mls_group_run){.groups = t->rows * t->groups,
@@ -244,7 +256,8 @@ static void copy_coded(const job *j, const tile *t, buffer *b, bool store)
     copy_tile(j, &q->biases, t, 1, b->biases, MLS_F32, store);
 }
 
-/* Quantize a tile in a buffer. Returns false if a value is not finite. */
+/* Quantize a tile by way of a buffer of float32, for arrays that kernels cannot use.
+ * Returns false if a value is not finite. */
 static bool quantize_buffer(const job *j, const tile *t)
 {
     buffer b;
@@ -298,7 +311,8 @@ static void dequantize_tile(void *context, size_t index)
     }
 }
 
-/* Add the loss of tile number `index`. */
+/* Add the loss of tile number `index`: decode it, round to the dtype of the values,
+ * compare in float64. Runs on one thread. */
 static void add_tile_loss(void *context, size_t index)
 {
     const job *j = context;
@@ -316,16 +330,24 @@ static void add_tile_loss(void *context, size_t index)
         mls_copy(j->kernels, &exact, &rounded, mls_cached());
     }
     copy_tile(j, values, &t, group, original, MLS_F32, false);
+    mls_quantization_loss sums[LANES] = {{0}}; /* several, so that additions overlap */
     for (size_t i = 0; i < t.rows * t.groups * group; i++) {
+        mls_quantization_loss *sum = &sums[i % LANES];
         const double value = (double)original[i];
         const double difference = fabs((double)b.values[i] - value);
-        j->loss->largest = fmax(j->loss->largest, difference);
-        j->loss->squares += difference * difference;
-        j->loss->value_squares += value * value;
+        sum->largest = difference > sum->largest ? difference : sum->largest;
+        sum->squares += difference * difference;
+        sum->value_squares += value * value;
+    }
+    for (int i = 0; i < LANES; i++) {
+        j->loss->largest = fmax(j->loss->largest, sums[i].largest);
+        j->loss->squares += sums[i].squares;
+        j->loss->value_squares += sums[i].value_squares;
     }
 }
 
-/* Return whether the rows of a view are adjacent, in the byte order of a kernel. */
+/* Return whether the rows of a view are adjacent and have the byte order `swapped`, as
+ * kernels need. */
 static bool has_packed_rows(const mls_tensor *t, bool swapped)
 {
     const int last = t->rank - 1;
@@ -335,7 +357,8 @@ static bool has_packed_rows(const mls_tensor *t, bool swapped)
            (last == 0 || t->shape[last - 1] == 1 || t->strides[last - 1] == row);
 }
 
-/* Return whether kernels can use the arrays of the caller. */
+/* Return whether kernels can use the arrays of the caller directly: all rows packed, in
+ * the byte order of kernels, and a dtype with a kernel. */
 static bool is_packed(const job *j)
 {
     const mls_quantized *q = j->quantized;
@@ -345,7 +368,8 @@ static bool is_packed(const job *j)
            has_packed_rows(&q->codes, ARE_WORDS_SWAPPED);
 }
 
-/* Divide the values into tiles and run `task` on each of them. */
+/* Divide the values into tiles and run `task` on each of them, with the threads of the
+ * pool if it is worthwhile. */
 static void run_tiles(job *j, mls_pool *pool, mls_task task)
 {
     const int last = j->values->rank - 1;
@@ -366,6 +390,7 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
                  mls_kv_rows(j->values, last - 1) * j->row_tiles * j->column_tiles);
 }
 
+/* Quantize tile by tile. A task that meets a group without a scale clears `is_finite`. */
 mls_code mls_quantize(const mls_kernels *kernels, mls_pool *pool,
                       const mls_quantized *dst, const mls_tensor *values, mls_status *st)
 {
@@ -388,6 +413,8 @@ void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor
     run_tiles(&j, pool, dequantize_tile);
 }
 
+/* Compare the values with the decoded quantized values: largest error, and sums of
+ * squares. One thread and a fixed order give the same bits everywhere. */
 mls_quantization_loss mls_quantize_loss(const mls_kernels *kernels,
                                         const mls_tensor *values,
                                         const mls_quantized *quantized)

@@ -20,6 +20,7 @@ MLS_INLINED floats load_floats(const unsigned char *items, mls_dtype dtype)
                                : floats_f32(items);
 }
 
+/* Store one register of floats as elements of `dtype`: float16, bfloat16 or float32. */
 MLS_INLINED void store_floats(unsigned char *items, floats values, mls_dtype dtype)
 {
     if (dtype == MLS_F16) {
@@ -57,7 +58,8 @@ MLS_INLINED bool has_nan(__m256 v)
     return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)) != 0;
 }
 
-/* Write the extremes of a group. Returns bits of NaNs if an element is not finite. */
+/* Write the smallest and largest element of a group of `size` elements to `*low` and
+ * `*high`. Returns a register with a NaN if an element is not finite. */
 MLS_INLINED __m256 measure(const unsigned char *items, size_t size, float *low,
                            float *high, mls_dtype dtype)
 {
@@ -75,8 +77,8 @@ MLS_INLINED __m256 measure(const unsigned char *items, size_t size, float *low,
     return not_finite;
 }
 
-/* choose_affine of the scalar file for 8 groups. Returns bits of NaNs if a range is not
- * finite. */
+/* choose_affine of the scalar file for 8 groups: compute their scales and biases from
+ * their extremes. Returns a register with a NaN if a range is not finite. */
 MLS_INLINED __m256 choose(const float *lows, const float *highs, __m256 levels,
                           __m256 *scales, __m256 *biases)
 {
@@ -97,7 +99,8 @@ MLS_INLINED __m256 choose(const float *lows, const float *highs, __m256 levels,
     return _mm256_mul_ps(range, zero);
 }
 
-/* Store the first `count` lanes. */
+/* Store the first `count` lanes (scales or biases of as many groups) as elements of
+ * `dtype`. */
 MLS_INLINED void store_lanes(unsigned char *items, __m256 lanes, size_t count,
                              mls_dtype dtype)
 {
@@ -110,7 +113,7 @@ MLS_INLINED void store_lanes(unsigned char *items, __m256 lanes, size_t count,
     memcpy(items, all, count * item_bytes(dtype));
 }
 
-/* Load `count` lanes. */
+/* Load `count` elements of `dtype` as floats; the other lanes are 0. */
 MLS_INLINED __m256 load_lanes(const unsigned char *items, size_t count, mls_dtype dtype)
 {
     if (count == FLOATS) {
@@ -141,6 +144,8 @@ typedef struct code_layout {
     __m128i split_shift;
 } code_layout;
 
+/* Return the constants with which join_16 and split_16 move codes of 2 to 6 bits:
+ * shuffles, multipliers that shift, and shifts. */
 MLS_INLINED code_layout layout_of(unsigned bits)
 {
     unsigned char joined[BYTES], split[2 * BYTES];
@@ -162,8 +167,8 @@ MLS_INLINED code_layout layout_of(unsigned bits)
         .split_shift = _mm_cvtsi32_si128((int)(16 - bits))};
 }
 
-/* Joins 16 codes: pairs of codes by one multiplication, pairs of pairs by the next one,
- * and 8 codes by shifts in each half of the register. The result has 2 * bits bytes. */
+/* Joins 16 codes to a string of 2 * l->bits bytes: pairs of codes by one multiplication,
+ * pairs of pairs by the next one, and 8 codes by shifts in each half of the register. */
 MLS_INLINED __m128i join_16(__m128i codes, const code_layout *l)
 {
     const __m128i low = _mm_set1_epi64x(0xFFFFFFFF);
@@ -174,9 +179,9 @@ MLS_INLINED __m128i join_16(__m128i codes, const code_layout *l)
     return _mm_shuffle_epi8(eights, l->join_order);
 }
 
-/* Splits the first 16 codes of a string. A 16-bit lane gets the two bytes with its code,
- * a multiplication moves the code to the upper end of the lane, and a shift to the lower
- * one. */
+/* Splits the first 16 codes of a string, one into each byte. A 16-bit lane gets the two
+ * bytes with its code, a multiplication moves the code to the upper end of the lane, and
+ * a shift to the lower one. */
 MLS_INLINED __m128i split_16(__m128i string, const code_layout *l)
 {
     const __m256i bytes = _mm256_broadcastsi128_si256(string);
@@ -187,7 +192,8 @@ MLS_INLINED __m128i split_16(__m128i string, const code_layout *l)
                             _mm256_extracti128_si256(wide, 1));
 }
 
-/* Join `count` codes. Writes no byte from `end` on. */
+/* Join `count` codes, a multiple of 8, into strings of bits. Writes no byte from `end`
+ * on. */
 MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *joined,
                       const unsigned char *end, const code_layout *l)
 {
@@ -202,7 +208,8 @@ MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *j
     }
 }
 
-/* Split `count` codes. Reads no byte from `end` on. */
+/* Split `count` codes, a multiple of 8, one into each byte. Reads no byte from `end`
+ * on. */
 MLS_INLINED void split(const unsigned char *joined, const unsigned char *end,
                        size_t count, unsigned char *codes, const code_layout *l)
 {
@@ -227,7 +234,8 @@ MLS_INLINED __m256i encode_8(__m256 x, __m256 scale, __m256 bias, __m256 levels)
     return _mm256_cvtps_epi32(_mm256_min_ps(positive, levels));
 }
 
-/* Encode a group, with a code in each byte. */
+/* Encode the `size` elements of a group, one code in each byte of `codes`. `levels` is
+ * the largest code. */
 MLS_INLINED void encode(const unsigned char *items, size_t size, float scale, float bias,
                         float levels, unsigned char *codes, mls_dtype dtype)
 {
@@ -250,7 +258,8 @@ MLS_INLINED void store_bf16_numbers(unsigned char *items, floats values)
                                        _mm256_extracti128_si256(all, 1)));
 }
 
-/* Write the values of the codes of a group. Finite scales and biases give no NaN. */
+/* Write the values of the `size` codes of a group, one code in each byte. Finite scales
+ * and biases (`is_finite`) give no NaN. */
 MLS_INLINED void decode(const unsigned char *codes, size_t size, float scale, float bias,
                         unsigned char *items, mls_dtype dtype, bool is_finite)
 {
@@ -268,6 +277,9 @@ MLS_INLINED void decode(const unsigned char *codes, size_t size, float scale, fl
     }
 }
 
+/* Quantize `run->groups` adjacent groups, 8 groups at a time, since choosing a scale
+ * needs a slow division. Returns false as soon as a value is not finite; the rest is then
+ * not written. */
 MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
 {
     const size_t item = item_bytes(dtype), size = run->size;
@@ -306,6 +318,8 @@ MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
     return true;
 }
 
+/* Write the values of `run->groups` adjacent groups. If all scales and biases are finite,
+ * so are the results, and the check for NaN is left out. */
 MLS_INLINED void dequantize(const mls_group_run *run, mls_dtype dtype)
 {
     const size_t item = item_bytes(dtype), size = run->size;

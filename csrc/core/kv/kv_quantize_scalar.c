@@ -6,9 +6,10 @@
 
 #include <string.h>
 
-/* Choose scale and bias for values of low .. high. The bias is the extreme with the
- * larger absolute value, and 0 is a whole number of steps from it. mlx does the same
- * operations in the same order. Returns false if the range is not finite. */
+/* Choose scale and bias for values of low .. high; `levels` is the largest code. The bias
+ * is the extreme with the larger absolute value, and 0 is a whole number of steps from
+ * it. mlx does the same operations in the same order. Returns false if the range is not
+ * finite. */
 static bool choose_affine(float low, float high, float levels, float *scale, float *bias)
 {
     const bool from_low = fabsf(low) > fabsf(high);
@@ -25,7 +26,8 @@ static bool choose_affine(float low, float high, float levels, float *scale, flo
     return isfinite(high - low);
 }
 
-/* Choose scale and bias of a group; returns false if it has none. */
+/* Choose scale and bias of a group; returns false if it has none. `levels` is the largest
+ * code. */
 static bool measure(const float *x, size_t size, float levels, float *scale, float *bias)
 {
     float low = x[0], high = x[0];
@@ -38,6 +40,8 @@ static bool measure(const float *x, size_t size, float levels, float *scale, flo
     return choose_affine(low, high, levels, scale, bias) && !isnan(not_finite);
 }
 
+/* Return the nearest code of a value, ties to even, from 0 to `levels`; a NaN becomes
+ * 0. */
 static unsigned char encode(float x, float scale, float bias, float levels)
 {
     const float round = 0x1.8p23F; /* adding it rounds to an integer, ties to even */
@@ -47,6 +51,8 @@ static unsigned char encode(float x, float scale, float bias, float levels)
     return (unsigned char)(int32_t)((code + round) - round);
 }
 
+/* Quantize float32 values group by group, 8 codes at a time. Returns false if a group has
+ * no scale; the other groups are quantized all the same. */
 static bool quantize(const mls_group_run *run)
 {
     const float levels = (float)((1U << run->bits) - 1);
@@ -71,6 +77,7 @@ static bool quantize(const mls_group_run *run)
     return is_finite;
 }
 
+/* Write float32 values: scale * code + bias, group by group, 8 codes at a time. */
 static void dequantize(const mls_group_run *run)
 {
     unsigned char codes[8];

@@ -18,6 +18,8 @@ static size_t capacity_of(const mls_kv_ring *ring)
     return ring->slots.shape[ring->axis];
 }
 
+/* Return the slot that stores a position: the sinks keep theirs, the others share the
+ * slots behind the sinks in turn, rotated by `shift`. */
 static size_t slot_of(const mls_kv_ring *ring, size_t position)
 {
     if (position < ring->sinks) {
@@ -52,6 +54,8 @@ size_t mls_kv_ring_length(const mls_kv_ring *ring)
     return stored_sinks(ring) + stored_others(ring);
 }
 
+/* Check rank, axis and number of sinks for slots of this shape. A capacity of 0 is
+ * allowed here, without sinks. */
 static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
                            mls_status *st)
 {
@@ -74,6 +78,8 @@ static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
     return MLS_OK;
 }
 
+/* Reserve an empty ring. `oldest` starts behind the sinks, although the ring is still
+ * empty. */
 mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
                           size_t sinks, mls_status *st)
 {
@@ -109,6 +115,8 @@ void mls_kv_ring_fini(mls_kv_ring *ring)
     *ring = (mls_kv_ring){0};
 }
 
+/* Describe borrowed slots as a ring; counters follow from the number of appended
+ * tokens. */
 mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
                             size_t sinks, size_t length, size_t shift, mls_status *st)
 {
@@ -131,7 +139,8 @@ mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
     return MLS_OK;
 }
 
-/* Check that tokens have the ring's dtype, and its shape except for the sequence. */
+/* Check that tokens have the ring's dtype, its shape except for the sequence, and
+ * separate memory. */
 static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
                              mls_status *st)
 {
@@ -192,7 +201,8 @@ static void copy_rows(unsigned char *to, size_t to_step, const unsigned char *fr
  * 256 bytes, it took 1.8 times as long as copy_rows. */
 enum { SHORT_ROW = 4096 };
 
-/* Copy `count` tokens from index `at` on to adjacent slots from `slot` on. */
+/* Copy `count` tokens, from index `at` of `tokens` on, to adjacent slots from `slot`
+ * on. */
 static void copy_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
                         const mls_tensor *tokens, size_t at, size_t slot, size_t count)
 {
@@ -210,8 +220,8 @@ static void copy_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
               step * tokens->shape[ring->axis], step * count, rows);
 }
 
-/* Copy tokens to the slots of positions `first` .. `first + count - 1`. `base` is the
- * position of the first of all tokens. */
+/* Copy tokens to the slots of positions `first` .. `first + count - 1`, in runs of
+ * adjacent slots. `base` is the position of the first token of `tokens`. */
 static void store_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
                          const mls_tensor *tokens, size_t base, size_t first,
                          size_t count)
@@ -224,7 +234,8 @@ static void store_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
     }
 }
 
-/* Every token that stays is copied once, into the sinks or into the last slots. */
+/* Append tokens; those that later ones would overwrite are only counted. Every token that
+ * stays is copied once, into the sinks or into the last slots. */
 mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
                             const mls_tensor *tokens, mls_status *st)
 {
@@ -272,8 +283,9 @@ static void clear_slots(const mls_kv_ring *ring, const mls_kernels *kernels, siz
     }
 }
 
-/* A trim that reaches the sinks ends the sequence within them. Nothing evicted is left
- * between the tokens that stay, so `oldest` begins again. */
+/* Drop the last `count` tokens, and zero their slots: first those after the sinks, then
+ * sinks. A trim that reaches the sinks ends the sequence within them. Nothing evicted is
+ * left between the tokens that stay, so `oldest` begins again. */
 mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t count,
                           mls_status *st)
 {
@@ -297,7 +309,8 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
     return MLS_OK;
 }
 
-/* The counters may come from a file, so they are checked before a slot is computed. */
+/* Replace slots and counters by those from a stored ring. The counters may come from a
+ * file, so they are checked before a slot is computed. */
 mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
                           const mls_tensor *slots, size_t oldest, size_t next,
                           size_t evicted, mls_status *st)
@@ -327,29 +340,32 @@ mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
     return MLS_OK;
 }
 
+/* Copy the sinks and then the others, oldest first; each range of adjacent slots is one
+ * copy. */
 void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernels,
                               const mls_tensor *dst)
 {
     const size_t bytes = mls_kv_bytes(dst);
-    size_t at = 0;
+    size_t copied = 0;
     const size_t firsts[] = {0, ring->oldest};
     const size_t counts[] = {stored_sinks(ring), stored_others(ring)};
     for (int range = 0; range < 2; range++) {
         size_t first = firsts[range], count = counts[range];
         while (count > 0) {
             const size_t part = adjacent_slots(ring, first, count);
-            const mls_tensor to = mls_tensor_slice(dst, ring->axis, at, part);
+            const mls_tensor to = mls_tensor_slice(dst, ring->axis, copied, part);
             const mls_tensor from =
                 mls_tensor_slice(&ring->slots, ring->axis, slot_of(ring, first), part);
             mls_copy(kernels, &to, &from,
                      (mls_destination){.bytes = bytes, .is_fresh = true});
-            at += part;
+            copied += part;
             first += part;
             count -= part;
         }
     }
 }
 
+/* Write the position of each slot's token; -1 for an empty slot. */
 void mls_kv_ring_positions(const mls_kv_ring *ring, int64_t *out)
 {
     const size_t sinks = stored_sinks(ring);

@@ -24,7 +24,7 @@ enum { NAMED_RANK = 4, NAMED_AXIS = 2 };
 static const char *const axis_names[NAMED_RANK] = {"layers", "heads", "sequence length",
                                                    "head_dim"};
 
-/* MLS_E_SHAPE unless a cache may have `rank` axes; `what` names the argument. */
+/* Return MLS_E_SHAPE unless a cache may have `rank` axes; `label` names the argument. */
 static mls_code check_rank(const char *label, int rank, const size_t *shape,
                            mls_status *st)
 {
@@ -41,6 +41,8 @@ static mls_code check_rank(const char *label, int rank, const size_t *shape,
     return mls_status_got(st, "%s", text);
 }
 
+/* Check the rank, and convert an axis that may count from the end; `label` and
+ * `axis_name` are the names in messages. */
 mls_code mls_kv_find_axis(const char *label, int rank, const size_t *shape,
                           const char *axis_name, int64_t seq_axis, int *axis,
                           mls_status *st)
@@ -84,8 +86,9 @@ static mls_code add_capacity_range(mls_status *st, int64_t limit, int64_t got)
     return mls_status_got(st, "%" PRId64, got);
 }
 
-/* Checks the target's length against the source's first, then the tokens against both:
- * the first message is the one that the user should fix first. */
+/* Check the numbers of a request against the source's shape. Checks the target's length
+ * against the source's first, then the tokens against both: the first message is the one
+ * that the user should fix first. */
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st)
 {
@@ -123,7 +126,8 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
     return MLS_OK;
 }
 
-/* Fail because `what` (an axis, or the number of axes) differs between two caches. */
+/* Fail because a property of two caches, `label` (an axis, or the number of axes),
+ * differs. `note` ends the message. Returns MLS_E_SHAPE. */
 static mls_code fail_difference(const char *label, size_t source, size_t target,
                                 const char *note, mls_status *st)
 {
@@ -135,8 +139,8 @@ static mls_code fail_difference(const char *label, size_t source, size_t target,
     return mls_status_got(st, "%zu", target);
 }
 
-/* All axes except the sequence belong to the model, so a difference in them is a shape
- * error. */
+/* Check that a cache of shape `source` can expand to the shape `target`. All axes except
+ * the sequence belong to the model, so a difference in them is a shape error. */
 mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
                              const size_t *target, const char *axis_name,
                              int64_t seq_axis, mls_status *st)
@@ -176,8 +180,8 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
     return MLS_OK;
 }
 
-/* The source's shape with the target's length is the expected shape; any other difference
- * is a mismatch. */
+/* Check an existing output. The source's shape with the target's length is the expected
+ * shape; any other difference is a mismatch. */
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st)
 {
@@ -231,9 +235,9 @@ typedef struct job {
     bool inner_huge; /* use huge pages where tokens fill them */
 } job;
 
-/* Divide a target of `bytes` bytes, more than 0. Rows longer than `longest` are divided
- * by positions; shorter rows stay whole, and parts have up to `together` bytes of them.
- * No product here exceeds `bytes`. */
+/* Divide a target of `bytes` bytes, more than 0, into parts. Rows longer than `longest`
+ * bytes are divided by positions; shorter rows stay whole, and parts have up to
+ * `together` bytes of them. No product here exceeds `bytes`. */
 static division divide_rows(const mls_tensor *t, int seq_axis, size_t bytes,
                             size_t longest, size_t together)
 {
@@ -262,8 +266,8 @@ static void narrow_axis(mls_tensor *t, int axis, size_t start, size_t length)
     t->shape[axis] = length;
 }
 
-/* Request the pages of the tokens of some rows. If rows are shorter than a page, every
- * page has tokens. */
+/* Request the pages of the tokens of some rows ahead of the copy. If rows are shorter
+ * than a page, every page has tokens. */
 static void populate_rows(const job *j, const mls_tensor *tokens)
 {
     size_t rows = mls_kv_rows(tokens, j->axis), bytes = mls_kv_bytes(tokens) / rows;
@@ -310,7 +314,7 @@ static size_t select_part(const job *j, size_t part, mls_tensor *to, mls_tensor 
     return 0;
 }
 
-/* Move one part: copy its tokens, fill its padding. */
+/* Move part number `part`: copy its tokens, fill its padding. */
 static void move_part(const job *j, size_t part)
 {
     mls_tensor to = *j->dst, from = *j->src;
@@ -347,6 +351,7 @@ static size_t part_at(const job *j, size_t turn)
     return j->destination.is_fresh ? j->division.parts - 1 - turn : turn;
 }
 
+/* Move the parts of task number `task`, for the pool. */
 static void move_parts(void *context, size_t task)
 {
     const job *j = context;
@@ -365,8 +370,8 @@ static bool has_row_kernel(const job *j, size_t row)
            row % 16 == 0 && (uintptr_t)j->dst->data % 16 == 0;
 }
 
-/* Move the rows of a part with the kernel, as measurements have chosen to store them; if
- * they are in progress, return false and move nothing. */
+/* Move the rows of a part (`bytes` bytes) with the kernel, as measurements have chosen to
+ * store them; if they are in progress, return false and move nothing. */
 static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from,
                       size_t bytes)
 {
@@ -384,7 +389,8 @@ static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from
     return true;
 }
 
-/* Fill the padding of a buffer for rows. */
+/* Fill the padding of a buffer for rows; `padding` is a view of the whole buffer;
+ * positions from the request's on are filled. */
 static void pad_stage(const job *j, mls_tensor padding)
 {
     const size_t length = padding.shape[j->axis];
@@ -394,11 +400,11 @@ static void pad_stage(const job *j, mls_tensor padding)
     }
 }
 
-/* Move short rows, with the kernel if there is one. Otherwise assemble the rows of a part
- * in a buffer, which has their padding already, and copy it in one run. A copy past the
- * cache ends with a fence, which takes longer than a short row. With one fence for each
- * row, innermost sequences took 2.5 to 10 times as long as others (AMD EPYC family 25
- * model 17). */
+/* Move the short rows of task number `task`, with the kernel if there is one. Otherwise
+ * assemble the rows of a part in a buffer, which has their padding already, and copy it
+ * in one run. A copy past the cache ends with a fence, which takes longer than a short
+ * row. With one fence for each row, innermost sequences took 2.5 to 10 times as long as
+ * others (AMD EPYC family 25 model 17). */
 static void move_staged_parts(void *context, size_t task)
 {
     const job *j = context;
@@ -451,8 +457,9 @@ static bool are_rows_staged(const job *j, size_t bytes)
            mls_tensor_is_contiguous(j->dst);
 }
 
-/* Threads share parts, and positions of a row if there are only a few rows. The rows of
- * sparse memory stay whole, because a huge page must fit into a part. */
+/* Copy the tokens and fill the padding. Threads share parts, and positions of a row if
+ * there are only a few rows. The rows of sparse memory stay whole, because a huge page
+ * must fit into a part. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                  const mls_tensor *src, const mls_kv_request *request)
 {

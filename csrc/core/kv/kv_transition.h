@@ -57,7 +57,8 @@ static inline size_t mls_kv_bytes(const mls_tensor *t)
     return bytes;
 }
 
-/* Return the number of rows of a cache that exists. */
+/* Return the number of rows of a cache in memory: the product of all axes before the
+ * sequence. */
 static inline size_t mls_kv_rows(const mls_tensor *t, int seq_axis)
 {
     size_t rows = 1;
@@ -68,7 +69,7 @@ static inline size_t mls_kv_rows(const mls_tensor *t, int seq_axis)
 }
 
 /* Check the rank of a cache and convert its sequence axis, which may count from the end,
- * to 0 .. rank-1. Messages call the cache `what` and the axis `axis_name`.
+ * to 0 .. rank-1. Messages call the cache `label` and the axis `axis_name`.
  * MLS_E_SHAPE: the rank is not 2 to 8, or the axis is not one of the cache. */
 mls_code mls_kv_find_axis(const char *label, int rank, const size_t *shape,
                           const char *axis_name, int64_t seq_axis, int *axis,

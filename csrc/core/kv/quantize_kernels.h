@@ -32,7 +32,8 @@ typedef struct mls_group_kernels {
 
 MLS_CPU_AVX2_TABLES(mls_group_kernels, mls_group);
 
-/* Join 8 codes, one in each byte, to a string of `bits` bytes. */
+/* Join 8 codes, one in each byte, to a string of `bits` bytes; the first code has the
+ * lowest bits. */
 static inline void mls_join_8(const unsigned char *codes, unsigned bits,
                               unsigned char *joined)
 {
@@ -45,7 +46,8 @@ static inline void mls_join_8(const unsigned char *codes, unsigned bits,
     }
 }
 
-/* Split a string of `bits` bytes to 8 codes. */
+/* Split a string of `bits` bytes to 8 codes, one in each byte; the first code has the
+ * lowest bits. */
 static inline void mls_split_8(const unsigned char *joined, unsigned bits,
                                unsigned char *codes)
 {

@@ -27,12 +27,13 @@ enum {
 
 /* ---- checks ---- */
 
-/* MLS_E_SHAPE, MLS_E_DTYPE or MLS_E_VALUE if the keys do not fit the rotation. */
+/* Check the keys against the rotation: the number of axes, the sequence axis, the dtype,
+ * rotary_dim, and the number of shifts. */
 static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_status *st)
 {
-    int found_axis;
-    const mls_code code = mls_kv_find_axis("keys", keys->rank, keys->shape,
-                                           "the sequence axis", r->axis, &found_axis, st);
+    int checked_axis;
+    const mls_code code = mls_kv_find_axis(
+        "keys", keys->rank, keys->shape, "the sequence axis", r->axis, &checked_axis, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -82,6 +83,8 @@ static mls_code check_positive(const char *name, double value, mls_status *st)
     return mls_status_got(st, "%g", value);
 }
 
+/* Check the arguments of mls_rotate_keys. `dst` may be the same view as `keys`, but must
+ * not share memory with it otherwise. */
 mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
                                const mls_rotation *rotation, mls_status *st)
 {
@@ -196,19 +199,22 @@ typedef struct tile {
     numbers *buffer;
 } tile;
 
-static void store_angle(const job *j, angles *out, size_t at, double cosine, double sine)
+/* Store one cosine and sine at position `index`, in the precision of the job. */
+static void store_angle(const job *j, angles *out, size_t index, double cosine,
+                        double sine)
 {
     if (j->is_wide) {
-        out->wide.cosine[at] = cosine;
-        out->wide.sine[at] = sine;
+        out->wide.cosine[index] = cosine;
+        out->wide.sine[index] = sine;
     } else {
-        out->single.cosine[at] = (float)cosine;
-        out->single.sine[at] = (float)sine;
+        out->single.cosine[index] = (float)cosine;
+        out->single.sine[index] = (float)sine;
     }
 }
 
-/* Compute the angles of `count` positions and the pairs of a tile. There is one shift for
- * all positions if `step` is 0. Consecutive equal shifts share the computation. */
+/* Compute cosine and sine of the angles of `count` positions and the pairs of a tile.
+ * There is one shift for all positions if `step` is 0, else 1. Consecutive equal shifts
+ * share the computation. */
 static void fill_angles(const job *j, angles *out, const tile *t, const int64_t *shifts,
                         size_t step, size_t count)
 {
@@ -248,6 +254,8 @@ static void rotate_span(const job *j, const tile *t, size_t first, size_t second
     }
 }
 
+/* Rotate the pairs of a tile in its buffer. By pair, it has the first elements of all
+ * positions, then the second ones; otherwise one row for each position. */
 static void rotate_buffer(const job *j, const tile *t)
 {
     if (j->by_pair) {
@@ -260,7 +268,7 @@ static void rotate_buffer(const job *j, const tile *t)
     }
 }
 
-/* Return a view of a tile of one head; its data is set later. */
+/* Return a view of a tile of one head in the array `full`; its data is set later. */
 static mls_tensor tile_view(const job *j, const tile *t, const mls_tensor *full)
 {
     mls_tensor view = {.dtype = full->dtype, .swapped = full->swapped, .rank = 2};
@@ -289,6 +297,8 @@ static mls_tensor buffer_view(const job *j, const tile *t)
     return view;
 }
 
+/* Return the rows of a tile for the fused function, without addresses. By pair, the
+ * positions form a single row. */
 static mls_rotate_rows rows_of(const job *j, const tile *t, const mls_tensor *to,
                                const mls_tensor *from)
 {
@@ -310,7 +320,7 @@ static mls_rotate_rows rows_of(const job *j, const tile *t, const mls_tensor *to
     return rows;
 }
 
-/* Rotate a tile of every head. */
+/* Rotate a tile of every head: all axes other than the sequence and the last one. */
 static void rotate_heads(const job *j, const tile *t)
 {
     const int axis = j->rotation->axis, last = j->keys.rank - 1;
@@ -388,7 +398,8 @@ static mls_rotate_rows_run choose_fused(const job *j)
                : NULL;
 }
 
-/* Copy the elements of the last axis that do not rotate. */
+/* Copy the elements of the last axis that do not rotate, from `rotary_dim` on; nothing to
+ * do in place. */
 static void copy_rest(const mls_kernels *kernels, const mls_tensor *dst,
                       const mls_tensor *keys, size_t rotary_dim)
 {
@@ -401,8 +412,9 @@ static void copy_rest(const mls_kernels *kernels, const mls_tensor *dst,
     }
 }
 
-/* If the positions of an element are adjacent in memory, a tile has one pair of many
- * positions, so that its rows are long. */
+/* Rotate all keys, and copy the elements that do not rotate. If the positions of an
+ * element are adjacent in memory, a tile has one pair of many positions (`by_pair`), so
+ * that its rows are long. */
 void mls_rotate_keys(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                      const mls_tensor *keys, const mls_rotation *rotation)
 {

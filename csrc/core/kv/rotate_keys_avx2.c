@@ -19,6 +19,7 @@ MLS_INLINED floats load_floats(const unsigned char *src, bool is_half)
     return is_half ? floats_f16(src) : floats_f32(src);
 }
 
+/* Store one register of floats, as float16 if `is_half`. */
 MLS_INLINED void store_floats(unsigned char *dst, floats values, bool is_half)
 {
     if (is_half) {
@@ -28,6 +29,7 @@ MLS_INLINED void store_floats(unsigned char *dst, floats values, bool is_half)
     }
 }
 
+/* Load one element, a float16 if `is_half`. */
 static inline float load_one(const unsigned char *src, bool is_half)
 {
     uint16_t half;
@@ -40,6 +42,7 @@ static inline float load_one(const unsigned char *src, bool is_half)
     return single;
 }
 
+/* Store one element, as float16 if `is_half`. */
 static inline void store_one(unsigned char *dst, float value, bool is_half)
 {
     if (is_half) {
@@ -50,7 +53,8 @@ static inline void store_one(unsigned char *dst, float value, bool is_half)
     }
 }
 
-/* Rotate one pair at the end of a row. */
+/* Rotate one pair at the end of a row. The second elements are `dst_second` and
+ * `src_second` bytes behind the first ones. */
 static inline void rotate_one(unsigned char *dst, ptrdiff_t dst_second,
                               const unsigned char *src, ptrdiff_t src_second,
                               float cosine, float sine, bool is_half)
@@ -60,7 +64,8 @@ static inline void rotate_one(unsigned char *dst, ptrdiff_t dst_second,
     store_one(dst + dst_second, y * cosine + x * sine, is_half);
 }
 
-/* Rotate pairs whose first elements are adjacent, and whose second elements are. */
+/* Rotate rows of pairs whose first elements are adjacent, and whose second elements are.
+ * A row is r->pairs pairs; `is_half`: elements are float16, else float32. */
 MLS_INLINED void rotate_split(const mls_rotate_rows *r, bool is_half)
 {
     const size_t item = is_half ? 2 : 4;
@@ -91,7 +96,8 @@ MLS_INLINED __m256 load_twice(const float *src)
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(src)), order);
 }
 
-/* Rotate pairs of adjacent elements. */
+/* Rotate rows of pairs of adjacent elements. `is_half`: elements are float16, else
+ * float32. */
 MLS_INLINED void rotate_interleaved(const mls_rotate_rows *r, bool is_half)
 {
     const size_t item = is_half ? 2 : 4;

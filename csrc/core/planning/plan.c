@@ -18,7 +18,8 @@
 
 /* ---- budgets ---- */
 
-/* Counts bytes, independent of the solver's units: messages report this number. */
+/* Computes the least budget that suffices, in bytes. Counts bytes, independent of the
+ * solver's units: messages report this number. */
 mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll poll,
                               int64_t *out, mls_status *st)
 {
@@ -39,8 +40,8 @@ mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll pol
     return code;
 }
 
-/* Computes the peak of the plain run; a larger budget changes nothing. Offloading does
- * not matter. */
+/* Computes the peak, in bytes, of the run that keeps everything; a larger budget changes
+ * nothing. Offloading does not matter. */
 static mls_code compute_unplanned_peak(const mls_chain *chain, int64_t *out,
                                        mls_status *st)
 {
@@ -54,8 +55,9 @@ static mls_code compute_unplanned_peak(const mls_chain *chain, int64_t *out,
     return code;
 }
 
-/* Fails for a budget that is too small. `expected` is the least sufficient budget, so
- * that programs can retry with it. */
+/* Fails for a budget that is too small. The status's "expected" is the least sufficient
+ * budget, so that programs can retry with it. Returns MLS_E_CAPACITY, or the error of
+ * computing that budget. */
 static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
                             mls_status *st)
 {
@@ -74,7 +76,8 @@ static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
 
 /* ---- points of the Pareto curve ---- */
 
-/* Seconds without any recomputation. Solver values are relative to this sum. */
+/* Returns the seconds of all passes without any recomputation. Solver values are relative
+ * to this sum. */
 static double unplanned_seconds(const mls_chain *chain)
 {
     double seconds = 0;
@@ -84,8 +87,8 @@ static double unplanned_seconds(const mls_chain *chain)
     return seconds;
 }
 
-/* Converts the front of the whole chain to budgets: adds activation 0 and the plain
- * seconds, which solvers do not count. */
+/* Converts the front of the whole chain to budgets: adds activation 0 and the seconds
+ * without recomputation, which solvers do not count. The caller frees the points. */
 static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *fronts,
                                 mls_plan_curve *out, mls_status *st)
 {
@@ -104,8 +107,9 @@ static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *f
     return MLS_OK;
 }
 
-/* Converts the row of the whole chain to points where its value changes, and adds the
- * plain run. A slot's bytes are rounded up, to a budget that has that many slots. */
+/* Converts the table's row of the whole chain to points where its value changes, and adds
+ * the run that keeps everything. `bytes` is the budget above activation 0. A slot's bytes
+ * are rounded up, to a budget that has that many slots. */
 static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *table,
                                int64_t bytes, mls_plan_curve *out, mls_status *st)
 {
@@ -167,7 +171,7 @@ static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
-/* Returns the largest number of slots, at most `wanted`, whose table has an allowed size;
+/* Returns the largest number of slots, at most `slots`, whose table has an allowed size;
  * 0 if there is none. Searches, because padding makes the size irregular. */
 static size_t slots_that_fit(size_t blocks, size_t slots)
 {
@@ -177,8 +181,8 @@ static size_t slots_that_fit(size_t blocks, size_t slots)
     return slots;
 }
 
-/* Checks the table's size before any allocation; the error contains the possible number
- * of slots. */
+/* Checks the number of slots and the table's size before any allocation. MLS_E_SIZE: the
+ * text has the possible number of slots. */
 static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
 {
     if (slots > MLS_PLAN_MAX_SLOTS) {
@@ -195,9 +199,9 @@ static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
                     blocks, slots, MLS_PLAN_TABLE_BYTES >> 20, possible);
 }
 
-/* Solves by slots. MLS_E_CAPACITY: the rounded sizes of a plan do not fit; the true sizes
- * may. One table has the values of all budgets that are whole slots of the largest one.
- */
+/* Solves by slots, for a plan or (`out.plan` NULL) for a curve. MLS_E_CAPACITY: the
+ * rounded sizes of a plan do not fit; the true sizes may. One table has the values of all
+ * budgets that are whole slots of the largest one. */
 static mls_code solve_by_slots(const mls_chain *chain, const mls_plan_request *r,
                                size_t slots, result out, mls_status *st)
 {
@@ -223,8 +227,8 @@ static mls_code solve_by_slots(const mls_chain *chain, const mls_plan_request *r
     return code;
 }
 
-/* Solves to the byte. MLS_E_SIZE: too many blocks or points; all memory is freed, so that
- * it is available for the next attempt. */
+/* Solves to the byte, for a plan or (`out.plan` NULL) for a curve. MLS_E_SIZE: too many
+ * blocks or points; all memory is freed, so that it is available for the next attempt. */
 static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r, result out,
                             mls_status *st)
 {
@@ -255,7 +259,7 @@ static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r, r
 }
 
 /* Limits the budget to the useful maximum, so that slots are as small as possible. Sets
- * `*plain` if the budget is enough to keep everything. */
+ * `*needs_no_plan` if the budget is enough to keep everything. */
 static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r,
                              bool *needs_no_plan, mls_status *st)
 {
@@ -303,8 +307,9 @@ static size_t fallback_slots(size_t blocks)
     return slots == 0 ? 1 : slots;
 }
 
-/* Plain if it fits; otherwise to the byte, or by slots if requested or if there is no
- * other way. If no schedule fits, the error is the same for all solvers. */
+/* Plans one schedule. Plain if it fits; otherwise to the byte, or by slots if requested
+ * or if there is no other way. If no schedule fits, the error is the same for all
+ * solvers. */
 mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
                        mls_plan *out, mls_status *st)
 {
@@ -342,7 +347,8 @@ void mls_plan_fini(mls_plan *plan)
 
 /* ---- the Pareto curve ---- */
 
-/* The budget is the peak of the plain run: the curve ends there. */
+/* Computes the times of all budgets. The budget is the peak of the plain run: the curve
+ * ends there. */
 mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request,
                          mls_plan_curve *out, mls_status *st)
 {

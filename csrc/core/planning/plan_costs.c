@@ -26,7 +26,8 @@ typedef struct unit_scale {
     int64_t slots; /* 0: units are bytes */
 } unit_scale;
 
-/* Rounds up; sizes above the budget become one slot more than the budget has. */
+/* Converts bytes to units of the scale. Rounds up; sizes above the budget become one slot
+ * more than the budget has. */
 static int64_t units_of(unit_scale s, int64_t bytes)
 {
     if (s.slots == 0) {
@@ -49,8 +50,7 @@ static int64_t units_of(unit_scale s, int64_t bytes)
     return units > s.slots ? s.slots + 1 : units;
 }
 
-/* Computes the sizes of one block. A saved block and the memory above it form one peak.
- */
+/* Computes the sizes of block i. A saved block and the memory above it form one peak. */
 static void fill_block(mls_plan_costs *c, const mls_chain *chain, size_t i,
                        unit_scale scale)
 {
@@ -67,8 +67,8 @@ static void fill_block(mls_plan_costs *c, const mls_chain *chain, size_t i,
     c->sweep[i] = units_of(scale, activation[i] + created_bytes);
 }
 
-/* Computes the times of one block. Transfers are not overlapped, so their time counts in
- * full. */
+/* Computes the times of block i. Transfers are not overlapped, so their time counts in
+ * full; without `offload` it is infinite. */
 static void fill_seconds(mls_plan_costs *c, const mls_chain *chain, size_t i,
                          bool offload)
 {
@@ -80,7 +80,8 @@ static void fill_seconds(mls_plan_costs *c, const mls_chain *chain, size_t i,
                      : (double)INFINITY;
 }
 
-/* One allocation for all arrays, 8 bytes an entry: sizes first, then seconds. */
+/* Allocates all arrays for n blocks at once, 8 bytes an entry: sizes first, then seconds.
+ * Returns false if memory runs out. */
 static bool make_arrays(mls_plan_costs *c, size_t n)
 {
     int64_t *memory = mls_alloc(n + 1, ARRAYS * sizeof *memory);
@@ -129,8 +130,8 @@ static mls_code check_request(const mls_chain *chain, int64_t budget, size_t slo
     return MLS_OK;
 }
 
-/* Computes once everything that depends on a single block or activation; solvers use it
- * for every pair and triple of blocks. */
+/* Computes the costs of all blocks. Computes once everything that depends on a single
+ * block or activation; solvers use it for every pair and triple of blocks. */
 mls_code mls_plan_costs_init(mls_plan_costs *out, const mls_chain *chain,
                              int64_t budget_bytes, size_t slots, bool offload,
                              mls_status *st)
@@ -173,8 +174,8 @@ static int64_t min_size(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Returns the least memory for s .. t. `row` has the values of s .. s, s .. s + 1, ...;
- * `column` has those of k .. t for k > s. */
+/* Returns the least memory for blocks s .. t, over all choices for s. `row[i]` is the
+ * value of s .. s + i; `column[k]` that of k .. t, for k > s. */
 static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64_t *row,
                         const int64_t *column)
 {
@@ -195,8 +196,9 @@ static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64
     return best;
 }
 
-/* Fills column by column, each from the diagonal upwards: then the entries below in the
- * column and to the left in the row are known. */
+/* Fills the table of needs column by column, each from the diagonal upwards: then the
+ * entries below in the column and to the left in the row are known. `column` is scratch
+ * space. Returns false if the poll stops it. */
 static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
                        int64_t *column)
 {
@@ -213,8 +215,8 @@ static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
     return true;
 }
 
-/* The recursion of the solvers, with peaks instead of times. A cell is one number,
- * because no memory size has to be tried. */
+/* Computes the least memory of every segment. The recursion of the solvers, with peaks
+ * instead of times. A cell is one number, because no memory size has to be tried. */
 mls_code mls_plan_least(const mls_plan_costs *c, mls_poll poll, mls_plan_needs *out,
                         mls_status *st)
 {
@@ -247,7 +249,8 @@ double mls_plan_fits(const void *context, size_t s, size_t t, int64_t memory)
     return fits ? 0 : (double)INFINITY;
 }
 
-/* Works from the last block back: saved blocks are below the peaks of later blocks. */
+/* Returns the memory for keeping everything. Works from the last block back: saved blocks
+ * are below the peaks of later blocks. */
 int64_t mls_plan_enough(const mls_plan_costs *c)
 {
     const size_t last = c->blocks - 1;
@@ -283,8 +286,9 @@ enum {
     AWAY
 }; /* what to do with block s; larger values encode the restart point k */
 
-/* Returns the best choice for s .. t: KEEP, AWAY, or AWAY + k - s. `*best` is INFINITY if
- * nothing fits. Of equal choices it returns the first, which prefers no recomputation. */
+/* Returns the best choice for s .. t within `memory`: KEEP, AWAY, or AWAY + k - s for a
+ * restart at k. `*best` is its extra seconds, INFINITY if nothing fits. Of equal choices
+ * it returns the first, which prefers no recomputation. */
 static size_t choose_option(const tracer *r, size_t s, size_t t, int64_t memory,
                             double *best)
 {
@@ -320,6 +324,7 @@ static size_t choose_option(const tracer *r, size_t s, size_t t, int64_t memory,
     return choice;
 }
 
+/* Pushes one item on the stack of the trace. MLS_E_MEMORY. */
 static mls_code push_item(tracer *r, item added, mls_status *st)
 {
     item *items = mls_grow(r->items, r->count, &r->room, sizeof *items);
@@ -361,8 +366,9 @@ static mls_code push_restart(tracer *r, item seg, size_t k, mls_status *st)
     return code == MLS_OK ? push_items(r, rest, 3, st) : code;
 }
 
-/* Replaces a segment by its best choice. If nothing fits although the whole chain did,
- * the solver's values are inconsistent; this fails like a small budget. */
+/* Replaces a segment by its best choice: pushes steps and smaller segments (kind
+ * MLS_STEP_KINDS: first and last block, memory). If nothing fits although the whole chain
+ * did, the solver's values are inconsistent; this fails like a small budget. */
 static mls_code expand_segment(tracer *r, item seg, mls_status *st)
 {
     const mls_plan_costs *c = r->costs;
@@ -393,7 +399,8 @@ static mls_code expand_segment(tracer *r, item seg, mls_status *st)
     return choice == KEEP ? push_items(r, saved, 3, st) : push_items(r, moved, 6, st);
 }
 
-/* Uses an explicit stack, because segments nest as deep as there are blocks. */
+/* Writes the schedule whose time the solver found. Uses an explicit stack, because
+ * segments nest as deep as there are blocks. */
 mls_code mls_plan_trace(const mls_plan_costs *costs, mls_plan_value value,
                         const void *context, mls_poll poll, mls_schedule *out,
                         mls_status *st)

@@ -60,6 +60,8 @@ static const double zeros[ROW]; /* the grid of a missing front */
 
 /* ---- points ---- */
 
+/* Ensures that a list has room for `room` points. Returns false if memory runs out; the
+ * list is then unchanged. */
 static bool reserve_points(points *p, size_t room)
 {
     if (room <= p->room) {
@@ -74,7 +76,8 @@ static bool reserve_points(points *p, size_t room)
     return true;
 }
 
-/* Returns the last point with at most that much memory. The front is not empty. */
+/* Returns the last point of a front that needs at most `memory`. The front is not empty,
+ * and its first point needs no more than that. */
 static size_t find_point(const mls_plan_front *f, int64_t memory)
 {
     size_t low = 0, high = f->count;
@@ -89,7 +92,8 @@ static size_t find_point(const mls_plan_front *f, int64_t memory)
     return low;
 }
 
-/* Less memory than the first point's is not enough. */
+/* Returns the extra seconds of s .. t within `memory`; infinity if it does not fit. Less
+ * memory than the first point's is not enough. */
 double mls_plan_dp_fronts_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_fronts *f = context;
@@ -102,8 +106,8 @@ double mls_plan_dp_fronts_value(const void *context, size_t s, size_t t, int64_t
 
 /* ---- options of a segment ---- */
 
-/* Adds a choice if it fits at all. `threshold` is the least memory that it needs without
- * its fronts. */
+/* Adds a choice unless it needs more than `limit`. `threshold` is the least memory that
+ * it needs without its fronts. */
 static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64_t limit)
 {
     if (o.right->count == 0 || (o.left != NULL && o.left->count == 0)) {
@@ -219,8 +223,9 @@ static int64_t next_memory(const mls_plan_front *f, size_t i, int64_t shift)
     return i + 1 < f->count ? f->points[i + 1].memory + shift : INT64_MAX;
 }
 
-/* Writes the points of a choice from `from` to below `to`: traverses both fronts
- * together, with a point wherever one of them changes. */
+/* Writes the points of a choice with memory `from` to below `to`: traverses both fronts
+ * together, with a point wherever one of them changes. Returns false if memory runs
+ * out. */
 static bool unroll_option(const option *o, int64_t from, int64_t to, points *out)
 {
     const mls_plan_front *r = o->right, *l = o->left;
@@ -248,7 +253,7 @@ static bool unroll_option(const option *o, int64_t from, int64_t to, points *out
 }
 
 /* Computes the lower envelope of two lists: ordered by memory, keeping only points that
- * are faster than all before. */
+ * are faster than all before. Returns false if memory runs out. */
 static bool merge_points(const points *a, const points *b, points *out)
 {
     size_t i = 0, j = 0;
@@ -270,7 +275,7 @@ static bool merge_points(const points *a, const points *b, points *out)
 }
 
 /* Appends the points that are better than the front's last one. Of points with equal
- * memory, the last one is the best. */
+ * memory, the last one is the best. Returns false if memory runs out. */
 static bool append_points(const solver *v, points *front, const points *added)
 {
     if (!reserve_points(front, front->count + added->count)) {
@@ -291,7 +296,8 @@ static bool append_points(const solver *v, points *front, const points *added)
     return true;
 }
 
-/* Processes all intervals in order into `front`. Lists are swapped instead of copied. */
+/* Processes all intervals in order into `w->front`. Lists are swapped instead of copied.
+ * Returns false if memory runs out. */
 static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 {
     const size_t stride = v->costs->blocks + 2;
@@ -320,8 +326,9 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 
 /* ---- segments ---- */
 
-/* Stores the front of a segment. All threads share the count of points; a thread that
- * exceeds the limit stops all of them. */
+/* Stores a copy of a segment's front; `cell` is the segment's place in the table. All
+ * threads share the count of points: MLS_E_SIZE beyond the limit, which stops all of
+ * them. */
 static mls_code store_front(solver *v, const points *front, size_t cell)
 {
     mls_plan_front *f = &v->out->fronts[cell];
@@ -343,8 +350,9 @@ static mls_code store_front(solver *v, const points *front, size_t cell)
 }
 
 /* Computes the front of the blocks s to t from those of shorter segments, and stores it.
- * The limit is the budget without activation s, which is held meanwhile: no schedule of
- * a longer segment leaves more memory to this one. */
+ * The limit is the budget without activation s, which is held meanwhile: no schedule of a
+ * longer segment leaves more memory to this one. MLS_E_MEMORY, MLS_E_SIZE, without a
+ * status. */
 static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
@@ -370,7 +378,7 @@ static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
 }
 
 /* Takes a free scratch; there is one for each thread. If more threads have appeared
- * since, the last of them waits here for another segment to finish. */
+ * since, the last of them spins here until another segment is finished. */
 static scratch *take_scratch(solver *v)
 {
     for (size_t i = 0;; i = (i + 1) % v->tasks) {
@@ -380,8 +388,8 @@ static scratch *take_scratch(solver *v)
     }
 }
 
-/* Solves one segment of a diagonal. A segment takes little time, so polling between
- * segments is enough. */
+/* Thread function: solves the segment of v->length + 1 blocks that starts at s. A segment
+ * takes little time, so polling between segments is enough. */
 static void solve_task(void *context, size_t s)
 {
     solver *v = context;
@@ -400,6 +408,8 @@ static void solve_task(void *context, size_t s)
     }
 }
 
+/* Solves all segments, shorter ones first: segments of one length (`v->length`) do not
+ * depend on each other, so threads share them. Stops at the first failure. */
 static void run_diagonals(solver *v, mls_pool *pool)
 {
     enum { WORTH = 24 }; /* blocks for which waking helper threads pays off */
@@ -415,20 +425,22 @@ static void run_diagonals(solver *v, mls_pool *pool)
 
 /* ---- the solver ---- */
 
-static void free_scratches(scratch *all, size_t count)
+/* Frees the scratch space of all threads; accepts NULL. */
+static void free_scratches(scratch *scratches, size_t count)
 {
-    for (size_t i = 0; all != NULL && i < count; i++) {
-        mls_free(all[i].options);
-        mls_free(all[i].lists);
-        mls_free(all[i].front.items);
-        mls_free(all[i].segment.items);
-        mls_free(all[i].added.items);
-        mls_free(all[i].merged.items);
+    for (size_t i = 0; scratches != NULL && i < count; i++) {
+        mls_free(scratches[i].options);
+        mls_free(scratches[i].lists);
+        mls_free(scratches[i].front.items);
+        mls_free(scratches[i].segment.items);
+        mls_free(scratches[i].added.items);
+        mls_free(scratches[i].merged.items);
     }
-    mls_free(all);
+    mls_free(scratches);
 }
 
-/* Creates one scratch for each thread; lists of points grow on use. */
+/* Creates `count` scratches, one for each thread; lists of points grow on use. NULL if
+ * memory runs out. */
 static scratch *new_scratches(size_t count, size_t blocks)
 {
     scratch *all = mls_alloc(count, sizeof *all);
@@ -444,7 +456,8 @@ static scratch *new_scratches(size_t count, size_t blocks)
 }
 
 /* Allocates the tables, with one entry and one grid row for each segment. The step is
- * chosen so that the last grid entry is above the budget. */
+ * chosen so that the last grid entry is above the budget. Returns false if memory runs
+ * out. */
 static bool make_fronts(const mls_plan_costs *c, mls_plan_fronts *out)
 {
     const size_t cells = c->blocks * (c->blocks + 1) / 2;
@@ -458,7 +471,8 @@ static bool make_fronts(const mls_plan_costs *c, mls_plan_fronts *out)
     return true;
 }
 
-/* Each front has its own allocation, because the lengths become known one by one. */
+/* Frees all fronts, and zeroes the struct. Each front has its own allocation, because the
+ * lengths become known one by one. */
 void mls_plan_fronts_fini(mls_plan_fronts *f)
 {
     const size_t cells = f->fronts == NULL ? 0 : f->blocks * (f->blocks + 1) / 2;
@@ -489,7 +503,8 @@ static mls_code fail_planning(mls_code code, const mls_plan_costs *c, size_t mos
     }
 }
 
-/* Times that differ by less than the rounding of the sums count as equal. */
+/* Solves every segment to the byte. Times that differ by less than the rounding of the
+ * sums count as equal. */
 mls_code mls_plan_dp_fronts(const mls_plan_costs *costs, size_t most_points,
                             mls_pool *pool, mls_poll poll, mls_plan_fronts *out,
                             mls_status *st)

@@ -58,7 +58,8 @@ static size_t stride_of(size_t slots)
     return stride / LANES % 2 == 0 ? stride + LANES : stride;
 }
 
-/* Bytes that make_tables allocates, without small arrays. */
+/* Returns the bytes of a table. Bytes that make_tables allocates, without small
+ * arrays. */
 size_t mls_plan_table_bytes(size_t blocks, size_t slots)
 {
     const size_t padded = round_up(blocks, SMALL);
@@ -76,7 +77,8 @@ static float *values_of(const mls_plan_table *table, size_t s, size_t t)
     return table->values + table->rows[s] + t * table->stride;
 }
 
-/* A trace asks for negative memory if a size exceeds the remaining memory. */
+/* Returns the extra seconds of s .. t within `memory` slots; infinity if it does not fit.
+ * A trace asks for negative memory if a size exceeds the remaining memory. */
 double mls_plan_dp_slots_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_table *table = context;
@@ -94,9 +96,10 @@ static float again_of(const solver *v, size_t s, size_t k)
     return (float)(v->costs->before[k] - v->costs->before[s]);
 }
 
-/* Tries restarts `from` to before `to` for one segment, for entries below `end` only.
- * Each begins where the rules allow it and both of its parts are finite. The cells of a
- * row are adjacent; in a column, the distance between cells shrinks by one each time. */
+/* Tries restarts at `from` to before `to` for the segment s .. t, for entries (memory in
+ * slots) below `end` only. Each begins where the rules allow it and both of its parts are
+ * finite. The cells of a row are adjacent; in a column, the distance between cells
+ * shrinks by one each time. */
 static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_t to,
                          size_t end)
 {
@@ -122,9 +125,10 @@ static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_
     }
 }
 
-/* Returns the first entry at which a kernel may try restart k: valid for every segment of
- * the tile, and a multiple of LANES. Kernels do not check the rules and process whole
- * registers, so the entries before it are computed here. */
+/* Returns the first entry at which a kernel may try a restart at k for the small tile at
+ * s, t: valid for every segment of the tile, and a multiple of LANES. Kernels do not
+ * check the rules and process whole registers, so the entries before it are computed
+ * here. */
 static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 {
     const size_t s_end = mls_size_least(s + SMALL, v->n),
@@ -173,6 +177,9 @@ typedef struct block {
     float plus[LARGE];
 } block;
 
+/* Returns the kernel's arguments for restarts `first` to before `last` of the small tile
+ * at s, t. The arrays of `b` receive, for each restart, its first entry and its extra
+ * seconds; `rest` has what the rows s + i differ by. */
 static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
                                   size_t first, size_t last)
 {
@@ -200,6 +207,8 @@ static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
     return job;
 }
 
+/* Tries restarts `first` to before `last` for all segments of the small tile at s, t, up
+ * to LARGE of them at a time. */
 static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, size_t last)
 {
     block b;
@@ -210,8 +219,9 @@ static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, siz
     }
 }
 
-/* Tries a block of restarts for a large tile above the diagonal, strip by strip: the
- * entries of one strip stay in the cache for all small tiles. */
+/* Tries restarts `first` to before `last` for a large tile above the diagonal, rows s to
+ * before s_end and columns t to before t_end, strip by strip: the entries of one strip
+ * stay in the cache for all small tiles. */
 static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
                            size_t t_end, size_t first, size_t last)
 {
@@ -269,7 +279,9 @@ static size_t first_finite(const float *values, size_t count)
     return low;
 }
 
-/* Completes a segment, after all restarts outside its own small tile. */
+/* Completes segment s .. t, for which all restarts outside its own small tiles have been
+ * tried: tries the others, and both kinds of saves. `need` receives its first finite
+ * entry. */
 static void finish_segment(const solver *v, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
@@ -296,8 +308,9 @@ static void finish_segment(const solver *v, size_t s, size_t t)
 
 /* ---- large tiles ---- */
 
-/* Sets all entries to infinity, including padding: kernels read and write whole tiles,
- * whose segments may be beyond the last block. */
+/* Sets all entries of segments s .. s_end - 1 by t .. t_end - 1 to infinity, including
+ * padding: kernels read and write whole tiles, whose segments may be beyond the last
+ * block. */
 static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t t_end)
 {
     for (size_t i = s; i < s_end; i++) {
@@ -316,9 +329,9 @@ static void prefetch_segment(const solver *v, size_t s, size_t t)
     }
 }
 
-/* Completes one small tile, after the tiles to its left and below it. Restarts before
- * `early` and after `late` are still missing. Prefetches the tile at `next` meanwhile,
- * segment by segment; NEVER: no prefetch. */
+/* Completes the small tile at s, t, after the tiles to its left and below it. Restarts
+ * before `early` and after `late` are still missing. Prefetches the tile at next_s,
+ * next_t meanwhile, segment by segment; NEVER: no prefetch. */
 static void finish_small(const solver *v, size_t s, size_t t, size_t early, size_t late,
                          size_t next_s, size_t next_t)
 {
@@ -336,9 +349,10 @@ static void finish_small(const solver *v, size_t s, size_t t, size_t early, size
     }
 }
 
-/* Fills a large tile on the diagonal. Small tiles are cleared one by one, right before
- * use. Short chains have only this tile; clearing all of its memory at once, outside the
- * cache, would take a quarter of their time. */
+/* Fills the large tile on the diagonal that has blocks `begin` to before `end`. Small
+ * tiles are cleared one by one, right before use. Short chains have only this tile;
+ * clearing all of its memory at once, outside the cache, would take a quarter of their
+ * time. */
 static void fill_diagonal(const solver *v, size_t begin, size_t end)
 {
     const size_t padded = v->table->padded;
@@ -363,7 +377,8 @@ static bool go_on(solver *v)
     return !atomic_load(&v->stopped);
 }
 
-/* Fills a large tile, unless stopped. Clearing it takes time too: its pages are new. */
+/* Fills the large tile at s, t, after those to its left and below it, unless stopped.
+ * Clearing it takes time too: its pages are new. */
 static void fill_large(solver *v, size_t s, size_t t)
 {
     const size_t padded = v->table->padded;
@@ -420,6 +435,7 @@ static void fill_bounds(solver *v)
     }
 }
 
+/* Frees the solver's arrays, but not the table, which is the result. */
 static void free_solver(solver *v)
 {
     mls_free(v->shift);
@@ -429,9 +445,10 @@ static void free_solver(solver *v)
     mls_free(v->blank);
 }
 
-/* Allocates the memory of the table and of the solver. The values are not initialised:
- * the thread that fills a tile clears it first. Segments that are read together are far
- * apart, so huge pages are requested. */
+/* Allocates the memory of the table and of the solver; false: memory runs out, and the
+ * caller frees both. The values are not initialised: the thread that fills a tile clears
+ * it first. Segments that are read together are far apart, so huge pages are
+ * requested. */
 static bool make_tables(solver *v, mls_plan_table *out)
 {
     const size_t n = v->n, padded = round_up(n, SMALL), cells = n * (n + 1) / 2;
@@ -479,7 +496,8 @@ static void run_diagonals(solver *v, mls_pool *pool)
     }
 }
 
-/* Allocates first: nothing is computed that could not be stored. */
+/* Solves every segment by slots. Allocates first: nothing is computed that could not be
+ * stored. */
 mls_code mls_plan_dp_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
                            mls_poll poll, mls_plan_table *out, mls_status *st)
 {

@@ -22,10 +22,10 @@ MLS_TARGET static inline void store(float *p, floats values)
     memcpy(p, &values, sizeof values);
 }
 
-/* Processes one register of entries of a tile, `COLUMNS` segments wide, for all restarts.
- * The sums stay in registers from the first restart to the last. Prefetches the entries
- * of the next strip: they are in many short ranges, too short for the hardware
- * prefetcher. */
+/* Processes the register of entries from m on for the segments of a tile, `COLUMNS`
+ * columns from t on, for all restarts. The sums stay in registers from the first restart
+ * to the last. Prefetches the entries of the next strip: they are in many short ranges,
+ * too short for the hardware prefetcher. */
 MLS_TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
 {
     floats sums[MLS_PLAN_TILE][COLUMNS];
@@ -71,6 +71,8 @@ MLS_TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
     }
 }
 
+/* Tries all restarts of the job for its tile of segments, entries `from` to before `to`,
+ * one register of entries at a time. */
 MLS_TARGET static void tile(const mls_plan_tile *j)
 {
     for (size_t m = j->from; m < j->to; m += FLOATS) {
@@ -80,7 +82,7 @@ MLS_TARGET static void tile(const mls_plan_tile *j)
     }
 }
 
-/* c = min(c, a + (b + plus)). */
+/* Computes c = min(c, a + (b + plus)) for `count` entries. */
 MLS_TARGET static void row(float *c, const float *a, const float *b, float plus,
                            size_t count)
 {
@@ -96,7 +98,7 @@ MLS_TARGET static void row(float *c, const float *a, const float *b, float plus,
     }
 }
 
-/* c = min(c, b + plus). */
+/* Computes c = min(c, b + plus) for `count` entries. */
 MLS_TARGET static void keep(float *c, const float *b, float plus, size_t count)
 {
     const floats more = repeat(plus);

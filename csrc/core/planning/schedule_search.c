@@ -79,6 +79,7 @@ static uint64_t pack_state(const state *s)
            (uint64_t)s->left << LEFT_AT;
 }
 
+/* Splits a key into the state that it encodes. */
 static state unpack_state(uint64_t key)
 {
     const uint64_t blocks = (one_bit << MLS_SEARCH_BLOCKS) - 1;
@@ -90,6 +91,7 @@ static state unpack_state(uint64_t key)
     };
 }
 
+/* Returns the total of `bytes[i]` over the bits i that are set. */
 static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 {
     int64_t sum = 0;
@@ -101,8 +103,8 @@ static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 
 /* ---- the heap ---- */
 
-/* Returns whether node a comes out before node b. Of equal nodes the newer one comes
- * first, because it is more often closer to the end. */
+/* Returns whether node a leaves the heap before node b: the cheaper one. Of equal nodes
+ * the newer one comes first, because it is more often closer to the end. */
 static bool comes_before(const search *s, uint32_t a, uint32_t b)
 {
     const node *x = &s->nodes[a], *y = &s->nodes[b];
@@ -122,7 +124,8 @@ static void place_node(search *s, size_t place, uint32_t number)
     s->nodes[number].place = (uint32_t)place;
 }
 
-/* Costs only decrease, so nodes only move up, except after a removal. */
+/* Moves the node at `place` of the heap up to its position. Costs only decrease, so nodes
+ * only move up, except after a removal. */
 static void move_up(search *s, size_t place)
 {
     const uint32_t number = s->heap[place];
@@ -133,7 +136,8 @@ static void move_up(search *s, size_t place)
     place_node(s, place, number);
 }
 
-/* Removes the first node; the last one moves down from the top to its place. */
+/* Removes the first node of the heap and returns its number; the last one moves down from
+ * the top to its place. */
 static uint32_t pop_first(search *s)
 {
     const uint32_t first = s->heap[0], last = s->heap[--s->open];
@@ -213,7 +217,8 @@ static mls_code grow_tables(search *s)
     return MLS_OK;
 }
 
-/* Adds a path to a state: a new state, a better path, or no improvement. */
+/* Adds a path `way` to a state: a new state, a better path, or no improvement. At the
+ * limit of states, a new one is dropped and `ran_out` is set. */
 static mls_code add_path(search *s, const node *way)
 {
     if (s->count == s->room) {
@@ -299,7 +304,8 @@ static mls_code add_outcome_both(search *s, const moment *m, outcome *o, uint64_
     return add_outcome(s, m, o);
 }
 
-/* Skipped if the output is held already or not needed any more. */
+/* Tries to run block i forward. Skipped if the output is held already or not needed any
+ * more. */
 static mls_code try_forward(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
@@ -321,8 +327,8 @@ static int64_t bytes_without_output(const search *s, const moment *m, size_t i)
     return alone ? m->live_bytes - s->chain->activation_bytes[i + 1] : m->live_bytes;
 }
 
-/* Offloads right after a save or load: waiting gains nothing, because the output may
- * stay. */
+/* Adds results that offload block `bit` right after its save or load, with and without
+ * input and output: waiting gains nothing, because the output may stay. */
 static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t bit)
 {
     o->away = true;
@@ -341,8 +347,8 @@ static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t b
     return MLS_OK;
 }
 
-/* Saves a block for its backward pass. A separate output is dropped first, because making
- * it twice is invalid. */
+/* Tries to save block i for its backward pass. A separate output is dropped first,
+ * because making it twice is invalid. */
 static mls_code try_save(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
@@ -359,8 +365,8 @@ static mls_code try_save(search *s, const moment *m, size_t i)
     return code == MLS_OK && s->limits->offload ? add_offloaded(s, m, &o, bit) : code;
 }
 
-/* Loads a block for its backward pass, or for an output that is not held; then the output
- * may stay while the rest is offloaded again. */
+/* Tries to load block i for its backward pass, or for an output that is not held; then
+ * the output may stay while the rest is offloaded again. */
 static mls_code try_load(search *s, const moment *m, size_t i)
 {
     const uint64_t bit = one_bit << i;
@@ -378,8 +384,8 @@ static mls_code try_load(search *s, const moment *m, size_t i)
     return code == MLS_OK && !next ? add_offloaded(s, m, &o, bit) : code;
 }
 
-/* Runs the next backward pass, or the only save or load that it lacks. Sets `*done` if no
- * other step needs to be tried. */
+/* Tries to run the next backward pass, or the only save or load that it lacks. Sets
+ * `*done` if no other step needs to be tried. */
 static mls_code try_backward(search *s, const moment *m, bool *done)
 {
     const mls_chain *c = s->chain;
@@ -418,7 +424,7 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
 
 /* ---- the search ---- */
 
-/* Decodes a node's state: the readable activations and the held bytes. */
+/* Decodes the state of node `number`: the readable activations and the held bytes. */
 static moment moment_of(const search *s, uint32_t number)
 {
     const mls_chain *c = s->chain;
@@ -471,8 +477,8 @@ static int64_t bound_least_peak(const mls_chain *c)
     return least;
 }
 
-/* The first final state that leaves the heap is optimal: no step has a negative cost or
- * lowers a peak. */
+/* Runs the search; `*end` is the best final node, NONE if there is none. The first final
+ * state that leaves the heap is optimal: no step has a negative cost or lowers a peak. */
 static mls_code run_search(search *s, uint32_t *end)
 {
     *end = NONE;
@@ -501,10 +507,13 @@ static mls_code run_search(search *s, uint32_t *end)
     return code;
 }
 
+/* Writes the steps that lead to node `end` into `runs`, in order. On failure the caller
+ * frees what is written so far. */
 static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
 {
-    for (uint32_t at = end; s->nodes[at].parent != NONE; at = s->nodes[at].parent) {
-        const node *n = &s->nodes[at];
+    for (uint32_t number = end; s->nodes[number].parent != NONE;
+         number = s->nodes[number].parent) {
+        const node *n = &s->nodes[number];
         const size_t block = (size_t)n->block;
         mls_code code = MLS_OK;
         if (n->away) { /* collected backwards: the later step comes first */
@@ -526,6 +535,9 @@ static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
     return MLS_OK;
 }
 
+/* Runs the search, writes its best schedule to `*out`, and frees the nodes.
+ * `has_schedule` is false if none fits, or if the search ran out of states (`ran_out`).
+ * On failure `*out` is unchanged. */
 static mls_code find_best(search *s, mls_search_result *out)
 {
     uint32_t end;
@@ -550,7 +562,8 @@ static mls_code find_best(search *s, mls_search_result *out)
     return code;
 }
 
-/* Limits the states to the numbers that a node can have. */
+/* Returns an empty search: no memory is allocated yet. Limits the states to the numbers
+ * that a node can have. */
 static search search_of(const mls_chain *chain, const mls_search_limits *limits,
                         bool by_peak, mls_status *st)
 {
@@ -580,7 +593,8 @@ mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limit
 
 /* ---- the best schedule ---- */
 
-/* Adds the drops and simulates the schedule, so that every result is verified. */
+/* Writes the steps with drops to best->schedule and simulates them, so that every result
+ * is verified; sets best->totals. */
 static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t count,
                            mls_best *best, mls_status *st)
 {
@@ -603,7 +617,8 @@ static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t
     return code;
 }
 
-/* Returns the steps with their drops; sets `optimal` and `states` from the search. */
+/* Writes the result: the steps with their drops, and `optimal` and `states` from the
+ * search. On failure `*out` is unchanged. */
 static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_t count,
                             const mls_search_result *result, mls_best *out,
                             mls_status *st)
@@ -618,7 +633,8 @@ static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_
     return code;
 }
 
-/* Fails for a budget that is too small. `expected` has the least budget, for programs. */
+/* Fails for a budget that is too small for every schedule of a `kind`. The status's
+ * "expected" has the least budget, for programs. Returns MLS_E_CAPACITY. */
 static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *kind,
                             int64_t least, mls_status *st)
 {
@@ -642,6 +658,8 @@ static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *
                : code;
 }
 
+/* Fails after a search without a schedule: searches again for the least memory, to tell
+ * the user which budget is sufficient. */
 static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
                               const mls_best_options *o, mls_status *st)
 {
@@ -656,7 +674,9 @@ static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *l
                : fail_incomplete(chain, o, st);
 }
 
-/* Computes the extra seconds of the start schedule; INFINITY without one. */
+/* Computes the seconds that the start schedule takes beyond the run that keeps
+ * everything; INFINITY without a start schedule. MLS_E_VALUE: it is invalid or exceeds
+ * the budget. */
 static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o,
                                double *extra, mls_status *st)
 {
@@ -686,8 +706,9 @@ static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o
     return MLS_OK;
 }
 
-/* Searches only for faster schedules than the start. If none is found, the start is the
- * fastest, or the best known if the search ran out of states. */
+/* Finds the fastest schedule. Searches only for faster schedules than the start. If none
+ * is found, the start is the fastest, or the best known if the search ran out of
+ * states. */
 mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *o,
                            mls_best *out, mls_status *st)
 {

@@ -54,8 +54,9 @@ enum {
     LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
 };
 
-/* CPUID reports instructions, XCR0 reports registers. xgetbv exists only if OSXSAVE is
- * set, so OSXSAVE is tested first. */
+/* Return whether this machine and this build can run an instruction set. CPUID reports
+ * instructions, XCR0 reports registers. xgetbv exists only if OSXSAVE is set, so OSXSAVE
+ * is tested first. */
 bool mls_cpu_offers(mls_cpu cpu)
 {
     unsigned a, b, c, d;
@@ -95,8 +96,9 @@ bool mls_cpu_offers(mls_cpu cpu)
 
 #endif
 
-/* Uses the value that the compiler's runtime library stored at load time: CPUID takes
- * microseconds under a hypervisor, and every kernel calls this function. */
+/* Return whether the processor itself prefetches sequential memory well. Uses the value
+ * that the compiler's runtime library stored at load time: CPUID takes microseconds under
+ * a hypervisor, and every kernel calls this function. */
 bool mls_cpu_follows_runs(void)
 {
 #if defined(__x86_64__)
@@ -106,7 +108,8 @@ bool mls_cpu_follows_runs(void)
 #endif
 }
 
-/* Write the sets that this machine offers, such as "scalar, avx2". */
+/* Write the sets that this machine offers, such as "scalar, avx2", to `text`, cut off at
+ * `room` bytes. */
 static void list_offered(char *text, size_t room)
 {
     size_t used = 0;
@@ -118,7 +121,8 @@ static void list_offered(char *text, size_t room)
     }
 }
 
-/* The enum is ordered from the simplest to the best set. */
+/* Choose an instruction set by name (NULL or "": the best one). The enum is ordered from
+ * the simplest to the best set. */
 mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st)
 {
     const bool any = name == NULL || name[0] == '\0';
@@ -137,8 +141,8 @@ mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st)
 
 #if defined(__linux__)
 
-/* Read the first line of a file in the sysfs folder of cache `index`. Returns false if
- * the file does not exist. */
+/* Read the first line of a file in the sysfs folder of cache `index` into `text`, which
+ * has `room` bytes. Returns false if the file does not exist. */
 static bool read_cache_file(int index, const char *name, char *text, int room)
 {
     char path[80];
@@ -152,8 +156,8 @@ static bool read_cache_file(int index, const char *name, char *text, int room)
     return good;
 }
 
-/* Return the size in bytes of a cache level from /sys, which states it as "32768K"; 0 if
- * unknown. */
+/* Return the size in bytes of a cache level (1 to 3) from /sys, which states it as
+ * "32768K"; 0 if unknown. */
 static size_t read_sys_cache_bytes(int level)
 {
     enum { CACHES = 8 };
@@ -170,9 +174,8 @@ static size_t read_sys_cache_bytes(int level)
     return 0;
 }
 
-/* Sandboxes may hide /sys; the C library is then asked. It comes second because glibc
- * reports the sum of all level 3 caches of an AMD chip: 256 MiB, although one processor
- * reaches 32. */
+/* Return the size in bytes of a cache level (1 to 3) as the system reports it; 0 if
+ * unknown. */
 static size_t reported_cache_bytes(int level)
 {
     const size_t bytes = read_sys_cache_bytes(level);
@@ -189,6 +192,8 @@ static size_t reported_cache_bytes(int level)
 
 #elif defined(__APPLE__)
 
+/* Return the size in bytes of a cache level (1 to 3); 0 if unknown. Asks for the fast
+ * cores first: perflevel0. */
 static size_t reported_cache_bytes(int level)
 {
     static const char *const levels[][2] = {
@@ -215,6 +220,7 @@ static size_t reported_cache_bytes(int level)
 
 #endif
 
+/* Return the size of a cache level, or a usual size if the system does not report it. */
 size_t mls_cpu_cache_bytes(int level)
 {
     static const size_t usual[] = {32 << 10, 1 << 20, 32 << 20};
@@ -225,8 +231,9 @@ size_t mls_cpu_cache_bytes(int level)
     return bytes != 0 ? bytes : usual[level - 1];
 }
 
-/* The processors that this process may use can be fewer than the machine has, for example
- * in containers and batch systems. */
+/* Return the number of processors that this process may use. The processors that this
+ * process may use can be fewer than the machine has, for example in containers and batch
+ * systems. */
 size_t mls_cpu_count(void)
 {
     long count = 1;

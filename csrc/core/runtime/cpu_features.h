@@ -19,7 +19,7 @@ const char *mls_cpu_name(mls_cpu cpu);
 /* Return whether this machine and this build can run `cpu`. */
 bool mls_cpu_offers(mls_cpu cpu);
 
-/* Choose the instruction set named `wanted`, or the best one offered if `wanted` is NULL
+/* Choose the instruction set with this name, or the best one offered if `name` is NULL
  * or "". MLS_E_VALUE: the name is unknown or the set is not offered here; the text lists
  * those that are. */
 mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st);

@@ -29,6 +29,8 @@ const char *mls_store_operation_name(mls_store_operation operation)
     return operation_names[operation];
 }
 
+/* Convert the value of MLSTATE_COPY to a variant, or to UNDECIDED for "auto" and an empty
+ * text. MLS_E_VALUE: another text. */
 static mls_code parse_forced(const char *text, int *out, mls_status *st)
 {
     *out = UNDECIDED;
@@ -47,8 +49,9 @@ static mls_code parse_forced(const char *text, int *out, mls_status *st)
                     text);
 }
 
-/* Source and result share the last-level cache, hence the half. A forced variant starts
- * at a lower size, so that its cost below the usual classes can be measured. */
+/* Set the smallest result, in bytes, of each size class from the cache size. Source and
+ * result share the last-level cache, hence the half. A forced variant starts at a lower
+ * size, so that its cost below the usual classes can be measured. */
 static void limit_sizes(mls_store_choices *choices)
 {
     enum { FORCED_LEAST = 1 << 20 };
@@ -78,6 +81,8 @@ static mls_store_size size_of(const mls_store_choices *choices, size_t bytes)
     return (mls_store_size)size;
 }
 
+/* Initialise all choices as undecided, for each operation, size class and kind of memory
+ * (touched or fresh). */
 mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
                                 mls_status *st)
 {
@@ -117,8 +122,9 @@ static bool has_store(unsigned variants, unsigned store)
     return (variants & MLS_STORE_BIT(store)) != 0;
 }
 
-/* Return whether a variant has enough trials, or is already far too slow. A small copy
- * is too slow if its source was not cached, so it needs all trials. */
+/* Return whether a variant has enough trials, or is already far too slow compared with
+ * the rate `best`. A small copy is too slow if its source was not cached, so it needs all
+ * trials. */
 static bool is_measured(mls_store_choice *choice, unsigned store, uint64_t best)
 {
     const unsigned count = atomic_load(&choice->counted[store]);
@@ -129,7 +135,8 @@ static bool is_measured(mls_store_choice *choice, unsigned store, uint64_t best)
     return count >= MLS_STORE_TRIALS || (count >= 2 && rate < best / 2);
 }
 
-/* Return the best rate of a set of variants. */
+/* Return the best rate, in bytes per second, that any variant of a set has reached; 0
+ * without trials. */
 static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
 {
     uint64_t best = 0;
@@ -140,7 +147,8 @@ static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
     return best;
 }
 
-/* The variants alternate; those already measured are skipped. */
+/* Return the variant to try next. The variants alternate; those already measured are
+ * skipped. */
 mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
 {
     const uint64_t best = best_rate(choice, variants);
@@ -154,6 +162,9 @@ mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
     return MLS_STORE_CACHED;
 }
 
+/* Return the variant for results in the middle of the cache: each variant stores two
+ * results of `all` bytes in a row, and only the second one counts (`*counts`), since the
+ * first finds the cache as another variant left it. */
 mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts)
 {
     const uint64_t result = at / (all == 0 ? 1 : all);
@@ -190,9 +201,9 @@ static int fastest_store(mls_store_choice *choice)
     return (int)faster_store(choice, cached, MLS_STORE_STREAM, parts);
 }
 
-/* Choose a variant until the decision expires. Within the cache, a stream must win twice
- * in succession, because another process may have disturbed all trials of plain stores.
- */
+/* Choose the fastest variant until the decision expires, after a number of stored bytes.
+ * Within the cache, a stream must win twice in succession, because another process may
+ * have disturbed all trials of plain stores. */
 static void decide_store(mls_store_choice *choice)
 {
     const bool first = atomic_load(&choice->chosen) == UNDECIDED;
@@ -208,8 +219,8 @@ static void decide_store(mls_store_choice *choice)
     atomic_store(&choice->is_decided, true);
 }
 
-/* Two threads may both decide. The later decision has seen more trials; both are valid.
- */
+/* Count one trial, and decide when there are enough. Two threads may both decide. The
+ * later decision has seen more trials; both are valid. */
 void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store store,
                      size_t bytes, uint64_t nanoseconds)
 {
@@ -246,7 +257,8 @@ static uint64_t note_stored(mls_store_choice *choice, size_t bytes)
     return before;
 }
 
-/* Begin the next trial, or use the decision if one was made meanwhile. */
+/* Begin the next trial, and start its clock; or use the decision, without a trial, if one
+ * was made meanwhile. */
 static void begin_trial(mls_store_trial *trial)
 {
     if (atomic_load(&trial->choice->is_decided)) {
@@ -262,6 +274,9 @@ static void begin_trial(mls_store_trial *trial)
     trial->started = read_nanoseconds();
 }
 
+/* Begin an operation that stores `bytes` bytes of a result of `destination.bytes`. Small
+ * results store through the cache; a forced variant or a decision is used; otherwise a
+ * trial begins, of at most `left` bytes. */
 mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation operation,
                                 unsigned variants, mls_destination destination,
                                 size_t bytes)
@@ -306,6 +321,8 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
     return trial;
 }
 
+/* Record that `bytes` bytes were stored; at the end of a trial the next one begins, with
+ * another variant. */
 void mls_store_advance(mls_store_trial *trial, size_t bytes)
 {
     if (trial->choice == NULL) {
@@ -319,7 +336,8 @@ void mls_store_advance(mls_store_trial *trial, size_t bytes)
     }
 }
 
-/* A part that is too short for timing does not count. */
+/* End an operation, and count its last trial. A part that is too short for timing does
+ * not count. */
 void mls_store_end(mls_store_trial *trial)
 {
     if (trial->choice != NULL && trial->counts &&

@@ -22,6 +22,8 @@ enum { PATH_BYTES = 4096, TEXT_BYTES = 8192 };
 
 /* ---- limits of control groups ---- */
 
+/* Read a small file as text into `text`, cut off at `room` - 1 bytes. Returns false if it
+ * cannot be read. */
 static bool read_text(const char *path, char *text, size_t room)
 {
     FILE *file = fopen(path, "rb");
@@ -35,8 +37,8 @@ static bool read_text(const char *path, char *text, size_t room)
     return good;
 }
 
-/* Return the number at the start of a file; UINT64_MAX if there is none ("max" means no
- * limit). */
+/* Return the number at the start of a file; UINT64_MAX if the file is missing or has none
+ * ("max" means no limit). */
 static uint64_t read_number(const char *path)
 {
     char text[64];
@@ -46,9 +48,9 @@ static uint64_t read_number(const char *path)
     return strtoull(text, NULL, 10); /* ULLONG_MAX if it is too large */
 }
 
-/* Return the lowest limit of a group and its parents, by removing the last part of `path`
- * step by step. Inside a container the path may not exist, and the root is then the
- * process's group. */
+/* Return the lowest limit, in bytes, of a group and its parents, by removing the last
+ * part of `path` step by step. `file` has the limit in each folder. Inside a container
+ * the path may not exist, and the root is then the process's group. */
 static uint64_t read_group_limit(const char *root, const char *mount, char *path,
                                  const char *file)
 {
@@ -86,8 +88,8 @@ static bool controls_memory(const char *list, size_t length)
     return false;
 }
 
-/* Return the limit for one line, "number:controllers:path". A line without controllers is
- * version 2. */
+/* Return the limit in bytes for one line of /proc/self/cgroup, "number:controllers:path";
+ * UINT64_MAX: none. A line without controllers is version 2. */
 static uint64_t read_line_limit(const char *root, const char *line, size_t length)
 {
     char path[PATH_BYTES];
@@ -110,8 +112,9 @@ static uint64_t read_line_limit(const char *root, const char *line, size_t lengt
                       : read_group_limit(root, "/memory", path, "memory.limit_in_bytes");
 }
 
-/* Version 1 has a line for each controller, version 2 has one line, mixed systems have
- * both. */
+/* Return the lowest memory limit, in bytes, of all lines of `memberships`; UINT64_MAX:
+ * none. Version 1 has a line for each controller, version 2 has one line, mixed systems
+ * have both. */
 uint64_t mls_process_memory_limit(const char *root, const char *memberships)
 {
     uint64_t least = UINT64_MAX;
@@ -134,8 +137,9 @@ static uint64_t parse_kilobytes(const char *text, const char *field)
     return line == NULL ? 0 : strtoull(line + strlen(field), NULL, 10) * 1024;
 }
 
-/* Resident pages are the second number of statm, which is exact; the sums in
- * /proc/self/status lag behind, but only that file has the peak. */
+/* Read used, peak and total bytes from /proc; false: not available. Resident pages are
+ * the second number of statm, which is exact; the sums in /proc/self/status lag behind,
+ * but only that file has the peak. */
 static bool read_system(mls_process_memory *out)
 {
     char text[TEXT_BYTES];
@@ -159,7 +163,8 @@ static bool read_system(mls_process_memory *out)
 
 #elif defined(__APPLE__)
 
-/* The same figure as the resident size in `footprint` and Activity Monitor. */
+/* Read used, peak and total bytes; false: not available. The same figure as the resident
+ * size in the tool "footprint" and in Activity Monitor. */
 static bool read_system(mls_process_memory *out)
 {
     struct mach_task_basic_info info;
@@ -186,7 +191,7 @@ static bool read_system(mls_process_memory *out)
 
 #endif
 
-/* Nothing is cached: the figures are current. */
+/* Read the memory figures of this process. Nothing is cached: the figures are current. */
 mls_code mls_process_memory_read(mls_process_memory *out, mls_status *st)
 {
     mls_process_memory memory = {0};

@@ -26,7 +26,8 @@ void mls_ready_counter_advance(mls_ready_counter *counter, size_t count)
     pthread_mutex_unlock(&counter->lock);
 }
 
-/* Fast path: usually the counter has already reached `count`. */
+/* Wait until the counter has reached `count`. Fast path: usually the counter has already
+ * reached `count`. */
 void mls_ready_counter_wait(mls_ready_counter *counter, size_t count)
 {
     if (atomic_load_explicit(&counter->open, memory_order_acquire) >= count) {

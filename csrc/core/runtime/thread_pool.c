@@ -44,8 +44,8 @@ struct mls_pool {
     worker_threads *worker_threads; /* NULL until a run needs helpers */
 };
 
-/* Work until no index is left. The counter can be relaxed: every helper takes the crew's
- * lock before and after, which orders memory. */
+/* Run the task for one index after the other until none is left. The counter can be
+ * relaxed: every helper takes the lock before and after, which orders memory. */
 static void take_indices(worker_threads *c)
 {
     for (;;) {
@@ -84,7 +84,8 @@ static void *helper_main(void *argument)
     return NULL;
 }
 
-/* Allocate a crew without helpers. Returns NULL if memory runs out. */
+/* Allocate the state of a pool's helpers, none of them started. Returns NULL if memory
+ * runs out. */
 static worker_threads *workers_new(void)
 {
     worker_threads *c = mls_alloc(1, sizeof *c);
@@ -139,8 +140,8 @@ static void run_caller_task(const work *w)
     }
 }
 
-/* One round: publish the task, take part, and return when no helper is inside. After that
- * no thread uses the context. */
+/* Run one round with at most `helpers` helpers: publish the task, take part, and return
+ * when no helper is inside. After that no thread uses the context. */
 static void run_with_workers(worker_threads *c, const work *w, size_t helpers)
 {
     pthread_mutex_lock(&c->lock);
@@ -176,7 +177,8 @@ static mls_code fail_thread_count(size_t threads, mls_status *st)
                     (int)MLS_POOL_MAX_THREADS);
 }
 
-/* No thread is started yet: most small programs never need one. */
+/* Create a pool of `threads` threads, including the caller's. No thread is started yet:
+ * most small programs never need one. */
 mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
 {
     if (!is_thread_count(threads)) {
@@ -209,7 +211,8 @@ static void adopt_after_fork(mls_pool *pool)
     }
 }
 
-/* A forked child adopts the pool first, because it cannot join its parent's threads. */
+/* Stop and free a pool. A forked child adopts the pool first, because it cannot join its
+ * parent's threads. */
 void mls_pool_free(mls_pool *pool)
 {
     if (pool == NULL) {
@@ -227,8 +230,9 @@ size_t mls_pool_threads(const mls_pool *pool)
     return atomic_load(&pool->threads);
 }
 
-/* Fewer threads stop the whole crew, and the next run starts the threads that it needs.
- * More threads are only recorded, and started when a run needs them. */
+/* Change the number of threads. Fewer threads stop the whole crew, and the next run
+ * starts the threads that it needs. More threads are only recorded, and started when a
+ * run needs them. */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
 {
     if (!is_thread_count(threads)) {
@@ -266,7 +270,8 @@ static bool run_with_helpers(mls_pool *pool, const work *w)
     return true;
 }
 
-/* Does not wait for a busy pool: the caller then does all its work itself. */
+/* Run `task` for all indices; the calling thread runs `caller_task` first. Does not wait
+ * for a busy pool: the caller then does all its work itself. */
 void mls_pool_run_helped(mls_pool *pool, void (*caller_task)(void *context),
                          mls_task task, void *context, size_t count)
 {

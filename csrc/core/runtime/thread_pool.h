@@ -33,6 +33,7 @@ mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st);
 /* Stop and join the threads of this process. Accepts NULL. No run may be in progress. */
 void mls_pool_free(mls_pool *pool);
 
+/* Return the number of threads, including the calling one; none need be started yet. */
 size_t mls_pool_threads(const mls_pool *pool);
 
 /* Change the number of threads; waits for a run in progress. MLS_E_VALUE as above. */
@@ -43,8 +44,8 @@ mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st);
  * progress, the calling thread does all the work. A NULL pool is a pool of one thread. */
 void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count);
 
-/* The same, but the calling thread first calls `own(context)`, while other threads, if
- * any, already run tasks. */
+/* The same, but the calling thread first calls `caller_task(context)`, while other
+ * threads, if any, already run tasks. */
 void mls_pool_run_helped(mls_pool *pool, void (*caller_task)(void *context),
                          mls_task task, void *context, size_t count);
 

@@ -9,7 +9,8 @@
 
 #include <stdint.h>
 
-/* Plain initialisation: the counters are not shared yet. */
+/* Divide items into `count` queues: queue i has items `starts[i]` .. `starts[i + 1] - 1`;
+ * `starts` is borrowed. Plain initialisation: the counters are not shared yet. */
 bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count)
 {
     *all = (mls_work_queues){.starts = starts, .count = count};
@@ -30,7 +31,7 @@ void mls_work_queues_fini(mls_work_queues *all)
     mls_free(all->next);
 }
 
-/* Take the next item of one queue, if any is left. Relaxed order is enough: the data
+/* Take the next item of one queue; false: none is left. Relaxed order is enough: the data
  * behind the items was written before the threads started. */
 static bool take_queue_item(mls_work_queues *all, size_t queue, size_t *item)
 {
@@ -42,9 +43,10 @@ static bool take_queue_item(mls_work_queues *all, size_t queue, size_t *item)
     return *item < end;
 }
 
-/* Queues that no thread has started come first. The search for another queue begins after
- * the current one and stays with the one found, so a thread seldom searches all of them.
- */
+/* Take the next item for a thread, from its own queue first; false: none is left in any.
+ * Queues that no thread has started come first. The search for another queue begins after
+ * the current one and stays with the one found, so a thread seldom searches all of
+ * them. */
 bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item)
 {
     if (*queue < all->count && take_queue_item(all, *queue, item)) {

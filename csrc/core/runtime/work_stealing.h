@@ -29,7 +29,7 @@ bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t cou
 void mls_work_queues_fini(mls_work_queues *all);
 
 /* Take the next item for a thread; each item is taken once. Returns false if no item is
- * left. `*mine` is the thread's current queue, SIZE_MAX at first. */
+ * left. `*queue` is the thread's current queue, SIZE_MAX at first. */
 bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item);
 
 #endif

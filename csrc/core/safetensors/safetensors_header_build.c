@@ -125,8 +125,8 @@ static mls_code place_checksums(mls_header *h, mls_status *st)
 }
 
 /* Copy the metadata with the two checksum entries added, sorted by key. The caller frees
- * `*out`. Other reserved keys are allowed here; these two are duplicates. `keys` has
- * the keys of the metadata's branch. */
+ * `*out`. Other reserved keys are allowed here; a caller's key that equals one of these
+ * two is a duplicate. `keys` has the keys of the metadata's branch. */
 static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
                               const char *const *keys, mls_str_pair **out, mls_status *st)
 {
@@ -167,8 +167,8 @@ static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
 
 /* ---- the text, with zeros for checksums ---- */
 
-/* Append zeros for `count` checksums and store the position of their digits. A position,
- * because the text moves while it grows. */
+/* Append zeros for `count` checksums, and store in `*at` the position of their digits in
+ * the text. A position, because the text moves while it grows. */
 static void put_digits(mls_json_writer *b, size_t count, size_t *at)
 {
     mls_json_writer_text(b, "\"");
@@ -201,7 +201,8 @@ static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t cou
     mls_json_writer_text(b, "}");
 }
 
-/* A 0-d item of a packed dtype has several elements. */
+/* Return the dtype under which a header lists such items. A 0-d item of a packed dtype
+ * has several elements. */
 mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape)
 {
     size_t ignored;
@@ -212,6 +213,8 @@ mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape)
                : dtype;
 }
 
+/* Check that the tensor keeps its dtype in a header: the last axis of a packed dtype must
+ * be whole elements. */
 mls_code mls_header_check(const mls_header_tensor *t, mls_status *st)
 {
     char shape[MLS_FACT_BYTES];
@@ -226,8 +229,8 @@ mls_code mls_header_check(const mls_header_tensor *t, mls_status *st)
     return mls_status_got(st, "%s", shape);
 }
 
-/* Append one tensor's entry, with members in the package's order. Offsets count from the
- * first tensor, and the shape counts elements. */
+/* Append one tensor's entry, with members in the order of the safetensors package.
+ * Offsets count from the first tensor, and the shape counts elements. */
 static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
 {
     const mls_dtype dtype = mls_header_dtype(t->dtype, t->rank, t->shape);
@@ -260,6 +263,8 @@ static void pad_text(mls_json_writer *b, size_t alignment)
     }
 }
 
+/* Report why the header's text could not be written: no memory, or too long. Returns the
+ * writer's code. */
 static mls_code fail_text(const mls_json_writer *b, mls_status *st)
 {
     return b->code == MLS_E_MEMORY
@@ -270,8 +275,10 @@ static mls_code fail_text(const mls_json_writer *b, mls_status *st)
                           MLS_SAFETENSORS_MAX_HEADER);
 }
 
-/* Build the text. Its offsets count from the first tensor. They are converted to
- * file offsets at the end, when the length of the text is known. */
+/* Build the text, and set offsets and file length. The first tensor starts at a multiple
+ * of `alignment`; `keys` has the keys of the metadata's branch. Offsets in the text count
+ * from the first tensor. The tensors' own are converted to file offsets at the end, when
+ * the length of the text is known. */
 static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t count,
                            const char *const *keys, size_t alignment, mls_status *st)
 {
@@ -297,9 +304,10 @@ static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t c
     return MLS_OK;
 }
 
-/* Changes only the order of the caller's tensors and their output fields. The names
- * determine the file order, the order determines the position of the checksums, and their
- * number determines the length of the text. */
+/* Sort tensors, place checksums and build the text. Changes only the order of the
+ * caller's tensors and their output fields. The names determine the file order, the order
+ * determines the position of the checksums, and their number determines the length of the
+ * text. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
                          const mls_str_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st)
@@ -321,8 +329,8 @@ mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t cou
     return MLS_OK;
 }
 
-/* The header's checksum is computed last, over the whole header with zeros for its own
- * digits. */
+/* Fill in all checksums, and return the header's own. The header's checksum is computed
+ * last, over the whole header with zeros for its own digits. */
 uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
 {
     char *text = header->text.data;

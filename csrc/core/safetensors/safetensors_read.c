@@ -49,8 +49,8 @@ typedef struct header_reader {
  * Offsets in messages count from the start of the file, as in a hex dump: JSON offsets
  * are increased by the 8 bytes before the header. */
 
-/* Fail with "tensor 'x': what" at the offset of `node`. The name is truncated, because a
- * hostile file may contain a name of megabytes. */
+/* Fail with "tensor 'x': problem" at the offset of `node`. The name is truncated, because
+ * a hostile file may contain a name of megabytes. Returns MLS_E_FORMAT. */
 static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_str name,
                             const char *problem)
 {
@@ -79,8 +79,9 @@ static mls_code fail_memory(header_reader *r)
  *
  * dtype, shape, offsets: in this order, since each is checked against those before it. */
 
-/* Find the member `key` of a tensor's entry, which must be of `type`. Unknown members are
- * ignored, as in the package: a later version may add some. */
+/* Find the member `key` of a tensor's entry, which must be of `type`; `name` is the
+ * tensor's, for errors. Unknown members are ignored, as in the safetensors package: a
+ * later version may add some. */
 static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
                             const char *key, mls_json_type type, mls_json_node *out)
 {
@@ -99,7 +100,8 @@ static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
     return MLS_OK;
 }
 
-/* Names must match exactly. The bytes of an unknown dtype are opaque. */
+/* Read the dtype of a tensor. Names must match exactly. The bytes of an unknown dtype are
+ * opaque. */
 static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     mls_json_node node;
@@ -126,6 +128,8 @@ static bool is_unknown(const mls_stored *t)
            !mls_dtype_from_file_name(t->opaque.data, t->opaque.length, &ignored);
 }
 
+/* Fail if a tensor is opaque: it has a dtype that this version does not know, or packed
+ * elements that do not fill whole bytes. Its bytes can still be copied. */
 mls_code mls_stored_check(const mls_stored *tensor, mls_status *st)
 {
     const mls_str dtype = tensor->opaque;
@@ -147,8 +151,9 @@ mls_code mls_stored_check(const mls_stored *tensor, mls_status *st)
     return mls_status_got(st, "%.*s", dtype_width, dtype.data);
 }
 
-/* Convert the last axis of a packed dtype to bytes. The format only demands whole bytes
- * for the whole tensor, so an axis without whole bytes makes the tensor opaque. */
+/* Convert the last axis of a packed dtype from elements to bytes: `shape` is changed.
+ * `elements` is the product of all axes that are not empty. The format only demands whole
+ * bytes for the whole tensor, so an axis without whole bytes makes the tensor opaque. */
 static mls_code pack_last_axis(header_reader *r, mls_json_node node, size_t *shape,
                                size_t elements, bool is_empty, mls_stored *t)
 {
@@ -170,9 +175,9 @@ static mls_code pack_last_axis(header_reader *r, mls_json_node node, size_t *sha
     return MLS_OK;
 }
 
-/* The product skips empty axes, as in mls_tensor_init, so that every accepted shape can
- * become an array. A product that fits PTRDIFF_MAX fits a size_t. The bytes of an opaque
- * tensor are those of its offsets. */
+/* Read the shape of a tensor, and compute its bytes. The product skips empty axes, as in
+ * mls_tensor_init, so that every accepted shape can become an array. A product that fits
+ * PTRDIFF_MAX fits a size_t. An opaque tensor gets its bytes from its offsets. */
 static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -209,8 +214,9 @@ static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
                      : MLS_OK;
 }
 
-/* Offsets count from the end of the header. They are compared with the file's length
- * before anything is added to them, so no sum can wrap. */
+/* Read the byte range of a tensor, which must have the size of its shape. Offsets count
+ * from the end of the header. They are compared with the file's length before anything is
+ * added to them, so no sum can wrap. */
 static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -248,6 +254,7 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
     return MLS_OK;
 }
 
+/* Read one entry of the header as the next tensor. It counts only if it is valid. */
 static mls_code read_tensor(header_reader *r, mls_json_node entry)
 {
     mls_stored *t = &r->file.tensors[r->file.count];
@@ -271,12 +278,15 @@ static mls_code read_tensor(header_reader *r, mls_json_node entry)
 static const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
                                .length = sizeof MLS_SAFETENSORS_PREFIX - 1};
 
+/* Return whether a key starts with a branch of mlx-lm's tree: a digit from '0' to `last`,
+ * and a dot. */
 static bool is_in_branch(mls_str key, char last)
 {
     return key.length >= 2 && key.data[0] >= '0' && key.data[0] <= last &&
            key.data[1] == '.';
 }
 
+/* Return a key of mlstate without its branch "0." or "1."; any other key as it is. */
 mls_str mls_safetensors_own_key(mls_str key)
 {
     if (is_in_branch(key, '1')) {
@@ -288,6 +298,8 @@ mls_str mls_safetensors_own_key(mls_str key)
     return key;
 }
 
+/* Return the branch of the user's texts, "0." or "1."; "" unless all keys but ours are in
+ * a tree's branches. The value of "2.0" tells which: "" is the newer form, with "0.". */
 mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count)
 {
     mls_str branch = {.data = "", .length = 0};
@@ -344,6 +356,8 @@ size_t mls_safetensors_blocks(size_t bytes)
     return bytes / MLS_SAFETENSORS_BLOCK + (bytes % MLS_SAFETENSORS_BLOCK != 0 ? 1 : 0);
 }
 
+/* Return the checksum of a whole tensor of `bytes` bytes, given the checksums of its
+ * blocks. */
 uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;
@@ -355,8 +369,9 @@ uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes)
     return crc;
 }
 
-/* A mismatch can have a harmless cause: a program copied the metadata of an mlstate file
- * into another file, whose checksums differ. */
+/* Report a problem of the header's checksum. A mismatch can have a harmless cause: a
+ * program copied the metadata of an mlstate file into another file, whose checksums
+ * differ. Returns MLS_E_CHECKSUM. */
 static mls_code fail_checksum(header_reader *r, const char *problem)
 {
     return mls_fail(
@@ -394,9 +409,9 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     return MLS_OK;
 }
 
-/* Assign to each tensor the start of its digits, in the order of the tensors. Returns
- * false if the number of digits does not match the blocks, or if other characters occur.
- */
+/* Assign to each tensor the start of its digits, in the order of the tensors; `digits`
+ * has 8 for each block of the file. Returns false if the number of digits does not match
+ * the blocks, or if other characters occur. */
 static bool assign_block_digits(header_reader *r, mls_str digits)
 {
     size_t left = digits.length / MLS_CRC_DIGITS;
@@ -418,8 +433,9 @@ static bool assign_block_digits(header_reader *r, mls_str digits)
     return left == 0 && digits.length % MLS_CRC_DIGITS == 0;
 }
 
-/* A file must have both entries or neither: otherwise damage to one key would disable the
- * check. */
+/* Verify the header by its two checksum entries, if `verify`, and assign the checksums of
+ * blocks. Without entries there is nothing to verify (`has_crc` stays false). A file must
+ * have both entries or neither: otherwise damage to one key would disable the check. */
 static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, bool verify)
 {
     if (!verify || (r->header_crc == MLS_JSON_NONE && r->block_crcs == MLS_JSON_NONE)) {
@@ -443,7 +459,7 @@ static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, boo
  *
  * Checks across tensors, and the two entry points: from memory and from a path. */
 
-/* Order by offset. Of two tensors at the same offset, the empty one comes first; the
+/* For qsort: by offset. Of two tensors at the same offset, the empty one comes first; the
  * address breaks ties, so that every qsort gives the same order. */
 static int compare_places(const void *a, const void *b)
 {
@@ -484,7 +500,8 @@ static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
     return MLS_OK;
 }
 
-/* Writers usually list tensors in file order, so sorting is rare. */
+/* Check that the tensors cover the file without gaps or overlaps. Writers usually list
+ * tensors in file order, so sorting is rare. */
 static mls_code check_coverage(header_reader *r)
 {
     bool sorted = true;
@@ -517,7 +534,8 @@ static size_t count_dims(const mls_json *json)
     return count;
 }
 
-/* Allocates the arrays for all entries at once: the parsed JSON has their number. */
+/* Read all entries: tensors and metadata. Allocates the arrays for all entries at once:
+ * the parsed JSON has their number. */
 static mls_code read_entries(header_reader *r)
 {
     const mls_json *json = r->file.json;
@@ -560,8 +578,8 @@ static mls_code read_json(header_reader *r)
     return code;
 }
 
-/* Read the header's length from the first 8 bytes of a file and compare it with the
- * file's length before anything is allocated. */
+/* Read the header's length from the first 8 bytes of a file, and compare it with the
+ * file's length (at least 8) before anything is allocated. */
 static mls_code header_length(const unsigned char *head, uint64_t file_bytes, size_t *out,
                               mls_status *st)
 {
@@ -592,8 +610,8 @@ static mls_code fail_too_short(uint64_t file_bytes, mls_status *st)
                        (unsigned long long)file_bytes);
 }
 
-/* Checks in this order: grammar, single entries, all entries together, checksums. The
- * first failure is closest to the cause. */
+/* Parse and check a header. Checks in this order: grammar, single entries, all entries
+ * together, checksums. The first failure is closest to the cause. */
 mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                                uint64_t file_bytes, const mls_crc_kernels *crc,
                                bool verify, mls_safetensors *out, mls_status *st)
@@ -625,6 +643,7 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
     return MLS_OK;
 }
 
+/* Fail if any tensor is opaque; the first one is reported. */
 mls_code mls_safetensors_check(const mls_safetensors *file, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -634,7 +653,8 @@ mls_code mls_safetensors_check(const mls_safetensors *file, mls_status *st)
     return code;
 }
 
-/* Tensors are in the header's order, which may differ from the order of their offsets. */
+/* Return the file offset behind the last tensor. Tensors are in the header's order, which
+ * may differ from the order of their offsets. */
 uint64_t mls_safetensors_end(const mls_safetensors *file)
 {
     uint64_t last = 0;
@@ -645,7 +665,8 @@ uint64_t mls_safetensors_end(const mls_safetensors *file)
     return last;
 }
 
-/* Names and metadata point into the JSON document, which is freed last. */
+/* Free the tensors of a header. Names and metadata point into the JSON document, which is
+ * freed last. */
 void mls_safetensors_fini(mls_safetensors *file)
 {
     mls_free(file->tensors);
@@ -655,7 +676,8 @@ void mls_safetensors_fini(mls_safetensors *file)
     *file = (mls_safetensors){0};
 }
 
-/* The header is read in two steps: its length, then as much as the file really has. */
+/* Open a file and parse its header. The header is read in two steps: its length, then as
+ * much as the file really has. */
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
                               int *fd, mls_safetensors *out, mls_status *st)
 {
@@ -698,6 +720,8 @@ done:
     return MLS_OK;
 }
 
+/* Report a damaged block, which starts at byte `start` of the tensor, with tensor and
+ * file offset. Returns MLS_E_CHECKSUM. */
 static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t checksum,
                            uint32_t expected, mls_status *st)
 {
@@ -769,7 +793,8 @@ typedef struct reading {
     atomic_size_t failed; /* the first part that has failed, or SIZE_MAX */
 } reading;
 
-/* Without checksums, one read for the whole part. */
+/* Read one part of a tensor, block by block with checksums; without checksums, with one
+ * read. */
 static mls_code read_part(const reading *r, const part *p, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -787,7 +812,8 @@ static mls_code read_part(const reading *r, const part *p, mls_status *st)
     return code;
 }
 
-/* Parts after a failed one are skipped. */
+/* Thread function: read part `index`. `failed` keeps the lowest number of a failed part;
+ * parts after it are skipped. The error is found again by a second read. */
 static void read_task(void *context, size_t index)
 {
     reading *r = context;
@@ -811,7 +837,9 @@ static size_t count_parts(const mls_safetensors *file)
     return count;
 }
 
-/* Fill in the parts. Returns their number, and sets `*bytes` to their total size. */
+/* Divide all tensors into parts of at most PART bytes, one task each; `parts` has room
+ * for count_parts of them. Returns their number, and sets `*bytes` to their total
+ * size. */
 static size_t make_parts(const mls_safetensors *file, void *const *places, part *parts,
                          uint64_t *bytes)
 {
@@ -831,8 +859,8 @@ static size_t make_parts(const mls_safetensors *file, void *const *places, part 
     return count;
 }
 
-/* The repeated read of a failed part may succeed; all parts after it are then read too.
- */
+/* Read all tensors into `places`, with the threads of the pool. The repeated read of a
+ * failed part may succeed; all parts after it are then read too. */
 mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *places,
                               const mls_crc_kernels *crc, mls_pool *pool, mls_status *st)
 {

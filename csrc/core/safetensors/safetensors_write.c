@@ -46,6 +46,7 @@ typedef struct writer {
     uint64_t written; /* file offset of the buffer's first byte */
 } writer;
 
+/* Refuse metadata keys that are reserved for mlstate, except MLS_SAFETENSORS_STATE. */
 static mls_code check_keys(const mls_safetensors_content *content, mls_status *st)
 {
     const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
@@ -65,7 +66,8 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
     return MLS_OK;
 }
 
-/* Fill in the header's entries. The caller frees `*out`, which the header refers to. */
+/* Fill in the header's entries, one for each tensor. The caller frees `*out`, which the
+ * header refers to. */
 static mls_code describe_tensors(const mls_safetensors_content *content,
                                  mls_header_tensor **out, mls_status *st)
 {
@@ -96,6 +98,8 @@ static mls_code describe_tensors(const mls_safetensors_content *content,
 
 /* ---- tensors ---- */
 
+/* Write the buffered bytes behind the bytes that are in the file. On failure the buffer
+ * is kept. */
 static mls_code flush_buffer(writer *w)
 {
     const mls_code code =
@@ -107,6 +111,8 @@ static mls_code flush_buffer(writer *w)
     return code;
 }
 
+/* Add `bytes` bytes of a tensor to the checksums of their blocks. Calls come in order;
+ * `p->done` counts the bytes so far. */
 static void checksum_bytes(writer *w, placed *p, const unsigned char *data, size_t bytes)
 {
     while (bytes > 0) {
@@ -128,8 +134,8 @@ static size_t step_room(const writer *w)
     return STEP_BYTES - (size_t)((w->written + w->buffered) % STEP_BYTES);
 }
 
-/* Contiguous tensors: copy and checksum in one pass, in steps that stay cached until the
- * system call. */
+/* Write a contiguous tensor: copy and checksum in one pass, in steps that stay cached
+ * until the system call. */
 static mls_code write_contiguous(writer *w, placed *p)
 {
     /* packed tensors may have filled more of the buffer than a step */
@@ -157,8 +163,9 @@ typedef struct packing {
     size_t inner; /* packed bytes of one index along `axis` */
 } packing;
 
-/* Choose the largest parts that fit the buffer. One index of the last axis always fits,
- * since an item has at most 8 bytes. */
+/* Choose the largest parts that fit the buffer: `step` indices along `axis`, `inner`
+ * bytes each. One index of the last axis always fits, since an item has at most 8
+ * bytes. */
 static packing choose_packing(const mls_tensor *t)
 {
     packing p = {.axis = t->rank - 1, .inner = mls_tensor_item_bytes(t)};
@@ -170,7 +177,8 @@ static packing choose_packing(const mls_tensor *t)
     return p;
 }
 
-/* Pack `view` into the buffer. It fits: see choose_packing. */
+/* Pack `view`, which has `bytes` bytes, into the buffer, after writing the buffer if it
+ * is too full. It fits: see choose_packing. */
 static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t bytes)
 {
     if (bytes > BUFFER_BYTES - w->buffered) {
@@ -192,6 +200,8 @@ static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t
     return MLS_OK;
 }
 
+/* Write one index of the axes before `how.axis`, in pieces of `how.step` indices along
+ * that axis, each of which fits the buffer. */
 static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing how)
 {
     for (size_t start = 0; start < row->shape[how.axis]; start += how.step) {
@@ -219,7 +229,7 @@ static bool next_index(const mls_tensor *t, int axis, size_t *index)
     return false;
 }
 
-/* For tensors that are not contiguous or have the other byte order, but are not empty. A
+/* Write a tensor that is not contiguous or has the other byte order, but is not empty. A
  * 0-d tensor is written as one with a single index. */
 static mls_code write_packed(writer *w, placed *p)
 {
@@ -244,6 +254,7 @@ static mls_code write_packed(writer *w, placed *p)
     return MLS_OK;
 }
 
+/* Write one tensor, directly if it is contiguous and in native byte order. */
 static mls_code write_tensor(writer *w, placed *p)
 {
     const mls_tensor *t = p->tensor;
@@ -253,8 +264,8 @@ static mls_code write_tensor(writer *w, placed *p)
     return write_contiguous(w, p);
 }
 
-/* Tensors first, header last. If the process dies in between, the temporary has no valid
- * header, so no reader accepts it. */
+/* Write all tensors, then the header. If the process dies in between, the temporary has
+ * no valid header, so no reader accepts it. */
 static mls_code write_content(writer *w, const mls_safetensors_content *content)
 {
     w->written = w->header.text.length;
@@ -276,8 +287,8 @@ static mls_code write_content(writer *w, const mls_safetensors_content *content)
                             w->st);
 }
 
-/* The content is checked before the file system is accessed. After mls_atomic_begin,
- * every path ends in commit or abort. */
+/* Write a whole file, atomically. The content is checked before the file system is
+ * accessed. After mls_atomic_begin, every path ends in commit or abort. */
 mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
                                mls_status *st)

@@ -34,6 +34,7 @@ const char *mls_layout_name(size_t number)
     return number < NAMES ? names[number].name : NULL;
 }
 
+/* Return the name of a step without an axis (`axis` is negative), or NULL. */
 const char *mls_layout_step_name(int axis)
 {
     for (size_t i = 0; axis < 0 && i < NAMES; i++) {
@@ -44,6 +45,7 @@ const char *mls_layout_step_name(int axis)
     return NULL;
 }
 
+/* Return the negative number of such a step in `*axis`; false: the name is unknown. */
 bool mls_layout_step_from_name(mls_str name, int *axis)
 {
     for (size_t i = 0; i < NAMES; i++) {
@@ -55,7 +57,7 @@ bool mls_layout_step_from_name(mls_str name, int *axis)
     return false;
 }
 
-/* A number of 1 to MOST_DIGITS digits. */
+/* Parse a number of 1 to MOST_DIGITS digits; false: the text is something else. */
 static bool parse_number(mls_str text, int *out)
 {
     int number = 0;
@@ -69,7 +71,8 @@ static bool parse_number(mls_str text, int *out)
     return text.length > 0;
 }
 
-/* The part in front of "=N": a name or "axis:K". */
+/* Parse the part in front of "=N", a name or "axis:K", to a layout of at most one step
+ * with 0 parts; false: the text is something else. */
 static bool parse_cut(mls_str text, mls_layout *out)
 {
     static const char prefix[] = "axis:";
@@ -89,6 +92,8 @@ static bool parse_cut(mls_str text, mls_layout *out)
     return true;
 }
 
+/* Parse a text such as "axis:0=4" to a layout of one step; the number of parts may be
+ * missing. */
 bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts)
 {
     mls_layout layout;
@@ -133,7 +138,8 @@ static mls_code check_step(const mls_layout *layout, int number, mls_status *st)
     return MLS_OK;
 }
 
-/* The only check of a layout that needs no tensor. */
+/* Computes the number of parts, the product over all steps. The only check of a layout
+ * that needs no tensor. */
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
 {
     size_t parts = 1;
@@ -155,6 +161,7 @@ mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
     return MLS_OK;
 }
 
+/* Returns whether two layouts have the same steps in the same order. */
 bool mls_layout_equal(const mls_layout *a, const mls_layout *b)
 {
     bool same = a->count == b->count;
@@ -165,9 +172,9 @@ bool mls_layout_equal(const mls_layout *a, const mls_layout *b)
     return same;
 }
 
-/* Computes the range that part `index` of `parts` has of `count` elements. Matches
- * torch.chunk, so that a part made by torch's own sharding is the same part here. Empty
- * parts start at `count`, which is within bounds. */
+/* Computes the first element and the length of part `index` of `parts` of `count`
+ * elements. Matches torch.chunk, so that a part made by torch's own sharding is the same
+ * part here. Empty parts start at `count`, which is within bounds. */
 static void compute_range(size_t count, size_t parts, size_t index, size_t *start,
                           size_t *length)
 {
@@ -211,8 +218,8 @@ static mls_code check_shape(const mls_layout *layout, int rank, const size_t *sh
     return MLS_OK;
 }
 
-/* Copies only used entries: thousands of parts are copied, and most of a part is unused
- * room for axes. */
+/* Copies a part. Copies only used entries: thousands of parts are copied, and most of a
+ * part is unused room for axes. */
 void mls_part_copy(mls_part *to, const mls_part *from)
 {
     to->rank = from->rank;
@@ -225,7 +232,8 @@ void mls_part_copy(mls_part *to, const mls_part *from)
     }
 }
 
-/* Empty parts are at the end of their axis or box. */
+/* Replaces a part by one of its own parts, along the step. Empty parts are at the end of
+ * their axis or box. */
 void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
 {
     size_t start, length;
@@ -241,7 +249,8 @@ void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
     part->end = box_count(part);
 }
 
-/* Starts with the whole tensor; each step narrows the box or takes a range of it. */
+/* Computes part `index` of a tensor. Starts with the whole tensor; each step narrows the
+ * box or takes a range of it. */
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st)
 {
@@ -279,7 +288,8 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     return MLS_OK;
 }
 
-/* Flat parts are one-dimensional, for any rank of the tensor. */
+/* Computes the shape of a part's array. Flat parts are one-dimensional, for any rank of
+ * the tensor. */
 int mls_part_dims(const mls_part *part, size_t *dims)
 {
     if (part->flat) {
@@ -298,7 +308,8 @@ size_t mls_part_count(const mls_part *part)
     return part->end - part->begin;
 }
 
-/* `flat` is not compared: it does not change the elements. */
+/* Returns whether two parts have the same elements in the same order. `flat` is not
+ * compared: it does not change the elements. */
 bool mls_part_equal(const mls_part *a, const mls_part *b)
 {
     bool same = a->begin == b->begin && a->end == b->end;
@@ -310,6 +321,8 @@ bool mls_part_equal(const mls_part *a, const mls_part *b)
 
 /* ---- overlap ---- */
 
+/* Returns the number of common indices of two boxes along an axis, 0 for none, and the
+ * first of them in `*start`. */
 static size_t intersect_axis(const mls_part *a, const mls_part *b, int axis,
                              size_t *start)
 {
@@ -336,7 +349,7 @@ static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *str
     }
 }
 
-/* Returns the position in `a` just after the last element that precedes b's end: in the
+/* Returns the end, as a position in `a`, of the elements that precede b's end: in the
  * last row that starts before b's end, as much as precedes it. */
 static size_t find_end_by_b(const mls_overlap *o)
 {
@@ -361,10 +374,10 @@ static void skip_outside_rows(mls_overlap *o)
     skip_rows(o, o->b_at, o->b_begin, o->b_stride);
 }
 
-/* Visits the axes from the innermost outwards. An axis is merged into the axis outside it
- * if both boxes contain it, and all axes inside it, whole. The innermost axis always
- * merges with the initial row of one element, so there are at most as many rows as axes
- * (one for a scalar). */
+/* Starts the iteration over the elements that two parts share. Visits the axes from the
+ * innermost outwards. An axis is merged into the axis outside it if both boxes contain
+ * it, and all axes inside it, whole. The innermost axis always merges with the initial
+ * row of one element, so there are at most as many rows as axes (one for a scalar). */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
 {
     size_t a_stride = 1, b_stride = 1;
@@ -413,6 +426,8 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
     }
 }
 
+/* Advances to the next row that the boxes share, like an odometer over all axes but the
+ * last, and updates its positions in both parts. Sets `done` after the last. */
 static void next_row(mls_overlap *o)
 {
     for (int axis = o->rank - 2; axis >= 0; axis--) {
@@ -451,8 +466,8 @@ static bool clip_row(const mls_overlap *o, mls_run *out)
     return true;
 }
 
-/* Joins rows that are consecutive in both parts, so that many small rows become few large
- * reads. */
+/* Returns the next run of shared elements; false: there are no more. Joins rows that are
+ * consecutive in both parts, so that many small rows become few large reads. */
 bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
 {
     mls_run run = {0}, next;

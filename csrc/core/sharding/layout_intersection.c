@@ -30,8 +30,8 @@ static mls_part bounding_box(const mls_part *part)
     return box;
 }
 
-/* Computes the common range of two boxes along an axis, from the start of `a`; returns
- * false if it is empty. */
+/* Computes the common range of two boxes along an axis, `*from` to before `*end`, counted
+ * from the start of `a`; returns false if it is empty. */
 static bool intersect_axis(const mls_part *a, const mls_part *b, int axis, size_t *from,
                            size_t *end)
 {
@@ -45,6 +45,7 @@ static bool intersect_axis(const mls_part *a, const mls_part *b, int axis, size_
     return stop > start;
 }
 
+/* Returns whether two parts have the same box; flat ranges within it are not compared. */
 static bool same_box(const mls_part *a, const mls_part *b)
 {
     bool same = a->rank == b->rank;
@@ -54,8 +55,8 @@ static bool same_box(const mls_part *a, const mls_part *b)
     return same;
 }
 
-/* Computes the range of elements of `box`, in C order, that may belong to the wanted
- * part. Returns false if it is empty. */
+/* Computes the range `*from` to before `*end` of elements of `box`, in C order, that may
+ * belong to the part `m->to`. Returns false if it is empty. */
 static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
                        size_t *from, size_t *end)
 {
@@ -78,6 +79,8 @@ static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
     return *from < *end;
 }
 
+/* Computes which parts of step `depth` may intersect the part: numbers `from` to before
+ * `end`, an empty range for none. Parts have equal lengths except at the end. */
 static void enter_step(mls_layout_intersection *m)
 {
     const mls_part *box = &m->box[m->depth];
@@ -96,7 +99,8 @@ static void enter_step(mls_layout_intersection *m)
     m->end[m->depth] = any ? (end - 1) / each + 1 : 0;
 }
 
-/* An empty part intersects nothing. */
+/* Starts the iteration over the parts of a layout that intersect `to`. An empty part
+ * intersects nothing. */
 void mls_layout_intersection_init(mls_layout_intersection *meeting,
                                   const mls_layout *layout, int rank, const size_t *shape,
                                   const mls_part *to)
@@ -113,6 +117,8 @@ void mls_layout_intersection_init(mls_layout_intersection *meeting,
     }
 }
 
+/* Returns the number of the part that the current path through the steps leads to. Steps
+ * count in mixed radix; each `from` is one further already. */
 static size_t part_number(const mls_layout_intersection *m)
 {
     size_t part = 0;
@@ -122,6 +128,9 @@ static size_t part_number(const mls_layout_intersection *m)
     return part;
 }
 
+/* Sets `*part` to the next part with an element of `to`; false: there are no more. Visits
+ * the steps depth first: at each depth, the parts that intersect the bounding box of
+ * `to`; at the end, a part is returned if it really shares an element. */
 bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part)
 {
     mls_layout_intersection *m = meeting;

@@ -8,6 +8,7 @@
 
 #include <string.h>
 
+/* Returns whether a text contains a word, anywhere. */
 static bool contains_word(mls_str text, const char *word)
 {
     const size_t length = strlen(word);
@@ -19,6 +20,8 @@ static bool contains_word(mls_str text, const char *word)
     return false;
 }
 
+/* Returns whether `shape`, which has one axis less, is the parameter's shape without axis
+ * `without`. */
 static bool lacks_axis(const size_t *shape, int parameter_rank,
                        const size_t *parameter_shape, int without)
 {
@@ -52,8 +55,9 @@ static int find_missing_axis(mls_str state, const size_t *shape, int parameter_r
     return MLS_NO_AXIS;
 }
 
-/* Three cases in this order: the same shape; the same number of axes, some with length 1;
- * one axis fewer. In all other cases no axis corresponds to one of the parameter's. */
+/* Returns whether a state's axes differ from the parameter's, and which they are. Three
+ * cases in this order: the same shape; the same number of axes, some with length 1; one
+ * axis fewer. In all other cases no axis corresponds to one of the parameter's. */
 bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parameter_rank,
                         const size_t *parameter_shape, signed char *axes)
 {
@@ -80,6 +84,8 @@ bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parame
     return true;
 }
 
+/* Returns the tensor's axis that corresponds to a parameter's axis, or MLS_NO_AXIS.
+ * `axes` NULL: all axes are the same. */
 static int axis_of(int parameter_axis, int rank, const signed char *axes)
 {
     for (int i = 0; i < rank; i++) {
@@ -90,7 +96,8 @@ static int axis_of(int parameter_axis, int rank, const signed char *axes)
     return MLS_NO_AXIS;
 }
 
-/* Part numbers are mixed-radix: the digits of the remaining steps form the new number. */
+/* Converts a parameter's layout and part number to those of a state. Part numbers are
+ * mixed-radix: the digits of the remaining steps form the new number. */
 void mls_layout_project(const mls_layout *layout, size_t index, int rank,
                         const signed char *axes, mls_layout *out, size_t *out_index)
 {

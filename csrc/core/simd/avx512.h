@@ -35,8 +35,8 @@ MLS_TARGET static inline void store_half(unsigned char *items, __m256i half)
 
 #include "simd/x86.h"
 
-/* Rounds to bfloat16 by an addition, the results are in the upper halves. A NaN keeps its
- * upper half with the quiet bit set. */
+/* Rounds to bfloat16, ties to even, by an addition on the bits; the results are in the
+ * upper halves. A NaN keeps its upper half with the quiet bit set. */
 MLS_TARGET static inline __m512i rounded_bf16(floats values)
 {
     const __m512i bits = _mm512_castps_si512(values);

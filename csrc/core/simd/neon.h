@@ -44,8 +44,8 @@ static inline void store_f16(unsigned char *items, floats values)
     vst1_u8(items, vreinterpret_u8_f16(vcvt_f16_f32(values)));
 }
 
-/* Rounds to bfloat16 by an addition. A NaN, which does not equal
- * itself, keeps its upper half with the quiet bit set. */
+/* Rounds to bfloat16, ties to even, by an addition on the bits. A NaN, which does not
+ * equal itself, keeps its upper half with the quiet bit set. */
 static inline uint16x4_t rounded_bf16(floats values)
 {
     const uint32x4_t bits = vreinterpretq_u32_f32(values);

@@ -47,8 +47,8 @@ struct mls_load_into {
 
 /* ---- dividing a pair ---- */
 
-/* Simplifies both views to as few axes as possible, outermost first. Negative strides
- * stay negative. Returns false if there are no elements. */
+/* Writes both views with as few axes as possible, outermost first. Negative strides stay
+ * negative. Returns false if the views have no elements. */
 static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
                           mls_tensor *src)
 {
@@ -68,9 +68,9 @@ static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
     return true;
 }
 
-/* Returns the outermost axis with at most PART bytes for one index, and the number of its
- * indices in a chunk. The innermost axis always qualifies: its indices are single
- * elements. */
+/* Returns the outermost axis with at most PART bytes for one index, and in `*rows` the
+ * number of its indices in a chunk. `bytes` is the size of the whole view. The innermost
+ * axis always qualifies: its indices are single elements. */
 static int choose_split_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
 {
     int axis = 0;
@@ -130,7 +130,8 @@ typedef struct quoted {
     char text[SHOWN_NAME + 8];
 } quoted;
 
-/* Continuation bytes of UTF-8 begin with the bits 10, so a character is never split. */
+/* Returns the name in quotes for a message, cut off after SHOWN_NAME bytes. Continuation
+ * bytes of UTF-8 begin with the bits 10, so a character is never split. */
 static quoted quote_name(mls_str name)
 {
     size_t length = name.length;
@@ -203,7 +204,8 @@ static bool is_single_copy(const mls_load_into_pair *pair)
            w.a_step == (ptrdiff_t)bytes && w.b_step == (ptrdiff_t)bytes;
 }
 
-/* Appends the address range of a view, if it has elements. */
+/* Appends the address range of a view, if it has elements; `pair` owns it, and `written`
+ * tells a target from a source. */
 static void add_range(mls_address_range *spans, size_t *count, const mls_tensor *t,
                       size_t pair, bool written)
 {
@@ -227,6 +229,9 @@ static void prefetch_pair(const planner *p, size_t index)
     }
 }
 
+/* Checks pair `index` by itself, fills its item, and lists the address ranges that it
+ * reads and writes. A pair of two identical views is only read: its item stays zeroed,
+ * with 0 bytes to copy. */
 static mls_code check_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -260,6 +265,8 @@ static mls_code check_pair(planner *p, size_t index)
 
 /* ---- destinations that share memory ---- */
 
+/* Fails because the target of pair `written` shares memory with the source of pair
+ * `read`, which may be the same pair. Returns MLS_E_OVERLAP. */
 static mls_code fail_overlap(planner *p, size_t written, size_t read)
 {
     const mls_load_into_pair *pair = &p->pairs[written];
@@ -305,9 +312,10 @@ static mls_code compare_views(planner *p, const mls_address_range *sorted, size_
     return MLS_OK;
 }
 
-/* Sweeps the sorted ranges of all reads and writes. Only the range with the highest end
- * has to be kept, among the reads and among the writes. The views themselves are compared
- * only if a read and a write overlap. */
+/* Finds targets that share memory: with each other, they become a cluster; with a source,
+ * that is an error. Sweeps the sorted ranges of all reads and writes. Only the range with
+ * the highest end has to be kept, among the reads and among the writes. The views
+ * themselves are compared only if a read and a write overlap. */
 static mls_code find_overlaps(planner *p)
 {
     const mls_address_range *top[2] = {NULL, NULL}; /* index 0: reads, 1: writes */
@@ -355,7 +363,7 @@ static mls_code no_memory(mls_status *st, size_t count)
 }
 
 /* Ensures capacity for one more chunk, and for the task that it may start with the end of
- * that task. */
+ * that task. Returns false if memory runs out. */
 static bool reserve_chunk(planner *p)
 {
     if (p->chunks < p->room) {
@@ -380,6 +388,7 @@ static bool reserve_chunk(planner *p)
     return true;
 }
 
+/* Ends the current task, unless it is empty: the chunks added so far belong to it. */
 static void end_task(planner *p)
 {
     mls_load_into *load = p->load;
@@ -390,7 +399,7 @@ static void end_task(planner *p)
 }
 
 /* Appends a chunk of `bytes` bytes. Starts a new task if the current one is full enough,
- * unless `together`. */
+ * unless `together`. Returns false if memory runs out. */
 static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
 {
     if (!reserve_chunk(p)) {
@@ -404,6 +413,8 @@ static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
     return true;
 }
 
+/* Appends a pair as one chunk. A chunk without a pair is a plain copy of `size` bytes;
+ * with a pair and size 0 it is the whole pair. Returns false if memory runs out. */
 static bool add_unsplit(planner *p, size_t index, bool together)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -416,7 +427,7 @@ static bool add_unsplit(planner *p, size_t index, bool together)
 }
 
 /* Divides a plain pair into chunks of PART bytes and a remainder, which may share a task.
- */
+ * Returns false if memory runs out. */
 static bool split_copy(planner *p, const item *it)
 {
     bool fits = true;
@@ -429,7 +440,8 @@ static bool split_copy(planner *p, const item *it)
 }
 
 /* Divides any other pair into chunks of some rows of one axis, separately for every index
- * of the outer axes. One such index exceeds PART bytes, so there are few of them. */
+ * of the outer axes. One such index exceeds PART bytes, so there are few of them. Returns
+ * false if memory runs out. */
 static bool split_strided(planner *p, const mls_load_into_pair *pair, size_t bytes)
 {
     mls_tensor dst, src;
@@ -459,7 +471,9 @@ static bool split_strided(planner *p, const mls_load_into_pair *pair, size_t byt
     return fits;
 }
 
-/* Clusters come first: each is one task, so other threads must find work meanwhile. */
+/* Appends the clusters: pairs whose targets overlap, so that one task writes them in
+ * order. They come first, because other threads must find work meanwhile. Returns false
+ * if memory runs out. */
 static bool add_clusters(planner *p)
 {
     bool fits = true;
@@ -473,6 +487,8 @@ static bool add_clusters(planner *p)
     return fits;
 }
 
+/* Appends the pairs outside clusters, large ones in several chunks. Returns false if
+ * memory runs out. */
 static bool add_others(planner *p)
 {
     bool fits = true;
@@ -495,6 +511,7 @@ static bool add_others(planner *p)
 
 /* ---- the plan ---- */
 
+/* Checks all pairs, then divides them into chunks and tasks. */
 static mls_code make_plan(planner *p)
 {
     mls_code code = MLS_OK;
@@ -519,6 +536,8 @@ static mls_code make_plan(planner *p)
     return MLS_OK;
 }
 
+/* Checks and plans a load. The arrays of the planner are freed at the end; the plan keeps
+ * only chunks and tasks. */
 mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
                            mls_load_into **out, mls_status *st)
 {
@@ -559,7 +578,8 @@ typedef struct job {
     mls_destination destination;
 } job;
 
-/* Copies the rows of a chunk as smaller views: the outer axes have length 1. */
+/* Copies a chunk of part->size rows of one axis as smaller views: the outer axes have
+ * length 1. The axis is chosen again as in split_strided. */
 static void copy_rows(const job *j, const chunk *part)
 {
     mls_tensor dst, src;
@@ -579,6 +599,7 @@ static void copy_rows(const job *j, const chunk *part)
     mls_copy(j->kernels, &dst, &src, j->destination);
 }
 
+/* Task: copies its chunks in order; see add_unsplit for the kinds of chunks. */
 static void run_task(void *context, size_t task)
 {
     const job *j = context;
@@ -605,6 +626,7 @@ void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
     mls_pool_run(shared, run_task, &j, load->tasks);
 }
 
+/* Frees a plan; accepts NULL. */
 void mls_load_into_free(mls_load_into *load)
 {
     if (load != NULL) {

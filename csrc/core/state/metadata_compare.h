@@ -43,6 +43,7 @@ typedef struct mls_metadata_counts {
     size_t missing, unexpected, shapes, dtypes, same;
 } mls_metadata_counts;
 
+/* Return whether two tensors have equal shapes, or equal names of their dtypes. */
 bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b);
 bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta *b);
 

@@ -118,8 +118,9 @@ static mls_code reserve_node(mls_name_tree *names, mls_status *st)
     return MLS_OK;
 }
 
-/* Appends a child; room is reserved. During construction `count` holds the last child, so
- * appending takes constant time. */
+/* Appends a child to `parent` and returns it; room is reserved. The first child has no
+ * slot in the table: find_child compares it directly. During construction `count` holds
+ * the last child, so appending takes constant time. */
 static uint32_t append_node(mls_name_tree *names, uint32_t parent, mls_str path,
                             mls_str segment)
 {
@@ -144,18 +145,19 @@ static uint32_t append_node(mls_name_tree *names, uint32_t parent, mls_str path,
     return added;
 }
 
+/* Returns how many bytes two texts have in common at their start. */
 static size_t common_length(mls_str a, mls_str b)
 {
     const size_t shorter = a.length < b.length ? a.length : b.length;
-    size_t at = 0;
+    size_t length = 0;
     /* eight bytes at a time first */
-    while (shorter - at >= 8 && memcmp(a.data + at, b.data + at, 8) == 0) {
-        at += 8;
+    while (shorter - length >= 8 && memcmp(a.data + length, b.data + length, 8) == 0) {
+        length += 8;
     }
-    while (at < shorter && a.data[at] == b.data[at]) {
-        at++;
+    while (length < shorter && a.data[length] == b.data[length]) {
+        length++;
     }
-    return at;
+    return length;
 }
 
 /* Returns the deepest node that `name` shares with the name that ends at `leaf`. The way
@@ -198,8 +200,8 @@ static mls_code add_path(mls_name_tree *names, mls_str name, uint32_t *leaf,
     return MLS_OK;
 }
 
-/* Inserts all names. The node where a name ends records the name, so a duplicate is
- * detected without a set. */
+/* Inserts all names; a repeated one is MLS_E_VALUE. The node where a name ends records
+ * the name, so a duplicate is detected without a set. */
 static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t count,
                           mls_status *st)
 {
@@ -222,8 +224,8 @@ static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t coun
     return MLS_OK;
 }
 
-/* Replaces `count` by the number of names. Children come after their parents, so one
- * backward pass sums them. */
+/* Replaces each node's `count` by the number of names at and below it. Children come
+ * after their parents, so one backward pass sums them. */
 static void count_names(mls_name_tree *names)
 {
     for (size_t i = 0; i < names->size; i++) {
@@ -234,8 +236,9 @@ static void count_names(mls_name_tree *names)
     }
 }
 
-/* Allocates an empty tree for `count` names. Models have up to 2.5 nodes for each name,
- * and unused memory is never touched. The table is at most half full. */
+/* Allocates an empty tree for `count` names; NULL if memory runs out. Models have up to
+ * 2.5 nodes for each name, and unused memory is never touched. The table is at most half
+ * full. */
 static mls_name_tree *alloc_tree(size_t count)
 {
     mls_name_tree *names = mls_alloc(1, sizeof *names);
@@ -264,7 +267,7 @@ static mls_name_tree *alloc_tree(size_t count)
     return names;
 }
 
-/* A failure frees the whole tree. */
+/* Builds the tree of a list of names. A failure frees the whole tree. */
 mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **out,
                            mls_status *st)
 {
@@ -287,6 +290,7 @@ mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **o
     return MLS_OK;
 }
 
+/* Frees a tree; accepts NULL. The names were borrowed. */
 void mls_name_tree_free(mls_name_tree *names)
 {
     if (names != NULL) {
@@ -308,8 +312,8 @@ size_t mls_name_tree_size(const mls_name_tree *names)
     return names->size;
 }
 
-/* Descends from the root with one lookup for each segment; an empty path has one empty
- * segment. */
+/* Returns the node with this path, or MLS_NAME_NONE. Descends from the root with one
+ * lookup for each segment; an empty path has one empty segment. */
 uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path)
 {
     const mls_str name = path.length == 0 ? (mls_str){.data = ""} : path;
@@ -338,7 +342,8 @@ static uint32_t next_node(const mls_name_tree *names, uint32_t top, uint32_t nod
     return node == top ? MLS_NAME_NONE : nodes[node].next_sibling;
 }
 
-/* Moves the value at `at` down to its position in a heap. */
+/* Moves the value at `at` of a heap of `count` values down to its position; the largest
+ * value is first. */
 static void sift_down(uint32_t *heap, size_t at, size_t count)
 {
     const uint32_t value = heap[at];
@@ -355,8 +360,8 @@ static void sift_down(uint32_t *heap, size_t at, size_t count)
     heap[at] = value;
 }
 
-/* Heap sort: in place, and O(n log n) for any input. qsort guarantees neither, and names
- * may come from untrusted files. */
+/* Sorts `count` positions in ascending order. Heap sort: in place, and O(n log n) for any
+ * input. qsort guarantees neither, and names may come from untrusted files. */
 static void sort_positions(uint32_t *positions, size_t count)
 {
     for (size_t i = count / 2; i-- > 0;) {
@@ -370,8 +375,9 @@ static void sort_positions(uint32_t *positions, size_t count)
     }
 }
 
-/* If the names of a layer are not adjacent in the list, the tree has a different order,
- * and the positions are sorted. */
+/* Lists the names below a node by their positions, ascending. If the names of a layer are
+ * not adjacent in the list, the tree has a different order, and the positions are
+ * sorted. */
 size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *out)
 {
     size_t count = 0;
@@ -398,9 +404,9 @@ static uint32_t earlier_position(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-/* Computes for every node the first name that makes it a layer, in `first`. Children come
- * after their parents, so in a backward pass each node is complete before it is passed
- * on. */
+/* Computes for every node the first name that makes it a layer, in `first`: of the names
+ * directly below it (`direct`), or of all names below it. Children come after their
+ * parents, so in a backward pass each node is complete before it is passed on. */
 static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
 {
     const mls_name_node *nodes = names->nodes;
@@ -415,12 +421,11 @@ static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
     }
 }
 
-/* Two layers of the same kind never have the same first name, because a name has one
- * parent and one ancestor at each depth. So the first names define the order.
- *
- * `layers` first holds the layer of each name that begins one, and is then packed in
- * place: the write position never passes the read position.
- */
+/* Lists the nodes that are layers, in the order of their first names. Two layers of the
+ * same kind never have the same first name, because a name has one parent and one
+ * ancestor at each depth. So the first names define the order. `layers` first holds the
+ * layer of each name that begins one, and is then packed in place: the write position
+ * never passes the read position. */
 mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32_t **out,
                               size_t *count, mls_status *st)
 {

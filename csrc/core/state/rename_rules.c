@@ -28,8 +28,8 @@ static size_t next_start(mls_str name, size_t from)
     return dot == NULL ? NO_HIT : (size_t)(dot - name.data) + 1;
 }
 
-/* Returns whether `old` is at `at` and ends with a segment: with its own dot, before a
- * dot, or at the end of the name. An empty `old` always matches. */
+/* Returns whether `old` is at byte `at` of the name and ends with a segment: with its own
+ * dot, before a dot, or at the end of the name. An empty `old` always matches. */
 static bool matches_at(mls_str name, mls_str old, size_t at)
 {
     if (old.length == 0) {
@@ -69,31 +69,46 @@ static size_t start_after(mls_str name, const mls_rename_rule *rule, size_t hit)
     return rule->old.data[rule->old.length - 1] == '.' ? end : next_start(name, end);
 }
 
-/* Returns how often the rule matches. Counted before anything is written, because the new
- * length decides whether the buffer is large enough and how far the name moves first. */
-static size_t count_hits(mls_str name, const mls_rename_rule *rule)
+/* Returns how many bytes a match removes: a removed prefix takes the dot after it along.
+ */
+static size_t match_length(mls_str name, const mls_rename_rule *rule, size_t hit)
+{
+    const size_t length = rule->old.length, end = hit + length;
+    const bool takes_dot = length > 0 && rule->new.length == 0 &&
+                           rule->old.data[length - 1] != '.' && end < name.length;
+    return takes_dot ? length + 1 : length;
+}
+
+/* Returns how often the rule matches, and the bytes that the matches remove. Counted
+ * before anything is written, because the new length decides whether the buffer is large
+ * enough and how far the name moves first. */
+static size_t count_hits(mls_str name, const mls_rename_rule *rule, size_t *removed)
 {
     size_t hits = 0;
     size_t at = next_hit(name, rule, 0);
+    *removed = 0;
     while (at != NO_HIT) {
         hits++;
+        *removed += match_length(name, rule, at);
         const size_t from = start_after(name, rule, at);
         at = from == NO_HIT ? NO_HIT : next_hit(name, rule, from);
     }
     return hits;
 }
 
-static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule,
-                         size_t *out)
+/* Computes the length of a name after `hits` replacements of a rule that remove `removed`
+ * bytes. Returns false on overflow. */
+static bool length_after(size_t length, size_t hits, size_t removed,
+                         const mls_rename_rule *rule, size_t *out)
 {
     size_t added;
     /* matches do not overlap, so the removed bytes are part of the name */
     return mls_size_mul(hits, rule->new.length, &added) &&
-           mls_size_add(length - hits * rule->old.length, added, out);
+           mls_size_add(length - removed, added, out);
 }
 
-/* Returns a sufficient buffer size for a name under all rules: assumes that no rule
- * shrinks the name, and that every possible segment matches. */
+/* Returns a sufficient buffer size for a name under all rules; SIZE_MAX on overflow.
+ * Assumes that no rule shrinks the name, and that every possible segment matches. */
 static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t count)
 {
     size_t length = name.length;
@@ -113,8 +128,9 @@ static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t co
     return length;
 }
 
-/* Rewrites the name of `length` bytes in `out`. A name that grows is first moved to the
- * end of its new range, so the write position never passes the read position. */
+/* Applies a rule, which matches `hits` times, to the name of `length` bytes in `out`, in
+ * place; `out` has room for `new_length`. A name that grows is first moved to the end of
+ * its new range, so the write position never passes the read position. */
 static void replace_hits(char *out, size_t length, size_t new_length, size_t hits,
                          const mls_rename_rule *rule)
 {
@@ -131,12 +147,13 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
             memcpy(out + written, rule->new.data, rule->new.length);
         }
         written += rule->new.length;
-        read = hit + rule->old.length;
+        read = hit + match_length(name, rule, hit);
     }
     memmove(out + written, name.data + read, length - read);
 }
 
-/* Without a star `old` may be empty: it matches the start of every name. */
+/* Creates a rule; false: nothing follows the star. Without a star `old` may be empty: it
+ * matches the start of every name. */
 bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
 {
     *out = (mls_rename_rule){.old = old, .new = new};
@@ -147,8 +164,23 @@ bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
     return !out->anywhere || out->old.length > 0;
 }
 
-/* A name that no rule matches costs one copy and one check for each rule. If the buffer
- * is too small at rule i, the result covers the remaining rules. */
+/* Returns whether a name starts or ends with a dot, has two in a row, or is empty. */
+bool mls_name_has_empty_part(mls_str name)
+{
+    bool starts_part = true;
+    for (size_t i = 0; i < name.length; i++) {
+        const bool is_dot = name.data[i] == '.';
+        if (is_dot && starts_part) {
+            return true;
+        }
+        starts_part = is_dot;
+    }
+    return starts_part;
+}
+
+/* Applies all rules to a name, and returns the length of the result. A name that no rule
+ * matches costs one copy and one check for each rule. If the buffer is too small at rule
+ * i, the result covers the remaining rules. */
 size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, char *out,
                       size_t room, bool *used)
 {
@@ -160,9 +192,10 @@ size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, 
     }
     mls_str now = {.data = name.length > 0 ? out : "", .length = name.length};
     for (size_t i = 0; i < count; i++) {
-        const size_t hits = count_hits(now, &rules[i]);
-        size_t length;
-        if (!length_after(now.length, hits, &rules[i], &length) || length > room) {
+        size_t removed, length;
+        const size_t hits = count_hits(now, &rules[i], &removed);
+        if (!length_after(now.length, hits, removed, &rules[i], &length) ||
+            length > room) {
             return bound_length(now, rules + i, count - i);
         }
         if (hits > 0 && used != NULL) {

@@ -13,7 +13,8 @@
 
 /* Replaces `old` by `new` at the start of a name or, if `anywhere`, at the start of any
  * segment. `old` must end with a segment: "layers.1" matches "layers.1" and "layers.1.w"
- * but not "layers.10". An empty `old` matches the start of every name. */
+ * but not "layers.10". An empty `old` matches the start of every name. An empty `new`
+ * also removes the dot after a match that does not end with one. */
 typedef struct mls_rename_rule {
     mls_str old, new;
     bool anywhere;
@@ -35,5 +36,8 @@ bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out);
  */
 size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, char *out,
                       size_t room, bool *used);
+
+/* Returns whether a name starts or ends with a dot, has two in a row, or is empty. */
+bool mls_name_has_empty_part(mls_str name);
 
 #endif

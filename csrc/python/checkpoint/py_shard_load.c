@@ -509,8 +509,16 @@ PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *arg
 static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
-    if (mls_load_item_check_target(&job->plan.items[i], &view->tensor, &st) != MLS_OK ||
-        mls_load_target_init(&job->targets[i], &view->tensor, &st) != MLS_OK) {
+    if (mls_load_item_check_target(&job->plan.items[i], &view->tensor, &st) != MLS_OK) {
+        const mls_dtype stored = job->plan.items[i].tensor->facts->dtype;
+        if (st.code == MLS_E_SHAPE && stored != view->tensor.dtype &&
+            mls_dtype_of(stored)->kind == MLS_KIND_FLOAT &&
+            mls_dtype_of(view->tensor.dtype)->kind == MLS_KIND_FLOAT) {
+            mlspy_status_hint(&st, "cast=True converts floats");
+        }
+        return check_core(job, st.code, &st);
+    }
+    if (mls_load_target_init(&job->targets[i], &view->tensor, &st) != MLS_OK) {
         return check_core(job, st.code, &st);
     }
     job->results[i].array = view->owner;

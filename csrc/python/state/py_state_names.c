@@ -332,6 +332,40 @@ typedef struct name_buffer {
     size_t room;
 } name_buffer;
 
+static bool ends_with_dot(mls_str text)
+{
+    return text.length > 0 && text.data[text.length - 1] == '.';
+}
+
+/* Raises for a name that a rule gives an empty part, such as "layers..w", and shows the
+ * rule that was probably meant. Names that had an empty part before may keep it. */
+static void raise_empty_part(PyObject *old_name, PyObject *new_name,
+                             const mls_rename_rule *rules, size_t rule_count)
+{
+    PyObject *hint = NULL;
+    for (size_t i = 0; hint == NULL && i < rule_count && !PyErr_Occurred(); i++) {
+        const mls_str old = rules[i].old, new = rules[i].new;
+        if (old.length > 0 && !ends_with_dot(old) && ends_with_dot(new)) {
+            PyObject *text = mlspy_str_of(old), *with = mlspy_str_of(new);
+            if (text != NULL && with != NULL) {
+                hint = PyUnicode_FromFormat("; did you mean {'%s%.80U.': %.80R}?",
+                                            rules[i].anywhere ? "*" : "", text, with);
+            }
+            Py_XDECREF(text);
+            Py_XDECREF(with);
+        }
+    }
+    if (hint == NULL && !PyErr_Occurred()) {
+        hint = PyUnicode_FromString("");
+    }
+    if (hint != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "the rules make %.200R of the name %.200R, with an empty part%U",
+                     new_name, old_name, hint);
+        Py_DECREF(hint);
+    }
+}
+
 /* Returns a new reference to the new name of `item`. An empty name may stay empty; a name
  * that becomes empty is an error, because no rule can intend that. */
 static PyObject *rename_item(const mlspy_item *item, const mls_rename_rule *rules,
@@ -353,7 +387,14 @@ static PyObject *rename_item(const mlspy_item *item, const mls_rename_rule *rule
         return PyErr_Format(PyExc_ValueError, "the rules remove all of the name %.200R",
                             item->key);
     }
-    return mlspy_str_of((mls_str){.data = buffer->data, .length = length});
+    const mls_str new_name = {.data = buffer->data, .length = length};
+    PyObject *result = mlspy_str_of(new_name);
+    if (result != NULL && mls_name_has_empty_part(new_name) &&
+        !mls_name_has_empty_part(item->name)) {
+        raise_empty_part(item->key, result, rules, rule_count);
+        Py_CLEAR(result);
+    }
+    return result;
 }
 
 /* Raises for two names that would become equal. The error's `name` is the new name, as in

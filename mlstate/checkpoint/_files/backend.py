@@ -26,7 +26,10 @@ class FileBackend(Protocol):
         metadata: Mapping[str, Any],
         states: Mapping[str, Any],
     ) -> None:
-        """Atomically write a file that ``torch.load`` reads with ``weights_only``."""
+        """Atomically write a file that ``torch.load`` reads with ``weights_only``.
+
+        A model or optimizer of None is left out; the others are dicts of arrays by name.
+        """
 
     def read_tree(self, path: Path) -> Any:
         """Read any value from a ``torch.save`` file without running code from it."""
@@ -48,4 +51,7 @@ class FileBackend(Protocol):
         metadata: Mapping[str, Any],
         states: Mapping[str, Any],
     ) -> None:
-        """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""
+        """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one.
+
+        A model or optimizer of None is left out; the others are dicts of arrays by name.
+        """

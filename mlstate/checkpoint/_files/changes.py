@@ -49,7 +49,10 @@ class Changes(NamedTuple):
 
 
 def _renamed(model: Any, optimizer: Any, rules: dict[str, str]) -> tuple[Any, Any]:
-    """Return both states renamed; each rule must match a name of one of them."""
+    """Return model and optimizer with tensors renamed by `rules` (pattern to replacement).
+
+    Raises if a rule matches no name in either; None stays None.
+    """
     rename = tuple(rules.items())
     names = {name: name for state in (model, optimizer) if state is not None for name in state}
     numbers = _core.state_rename(names, rename)[1]
@@ -68,7 +71,7 @@ def _renamed(model: Any, optimizer: Any, rules: dict[str, str]) -> tuple[Any, An
 
 
 def _restricted(state: State | None, names: list[str]) -> State | None:
-    """Return a state with some of its tensors."""
+    """Return a state with only the tensors of `names`; None for None."""
     if state is None:
         return None
     result = state.copy()

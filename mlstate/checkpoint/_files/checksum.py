@@ -32,7 +32,7 @@ from .._folder.names import MANIFEST, TEMPORARY
 from .._folder.weight_names import is_index
 from .._store.open_path import is_url
 from .._store.weight_checksums import changed_text, find_checksums
-from .._verify import Problem, VerifyReport
+from .._verify import Problem, VerifyReport, file_problem
 from .safetensors_verify import merge_ranges, read_header
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _identity(file: Any) -> tuple[int, ...]:
 
 
 def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str, Any]:
-    """Return the members of a file's entry; raise StoreError if it changes meanwhile."""
+    """Return the JSON members (size, checksums) of one file; raise StoreError if it changes."""
     starts = _starts_of(path)
     with open_regular(path) as file:
         before = _identity(file)
@@ -114,7 +114,10 @@ def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str
 
 
 def _place_of(path: str | os.PathLike[str]) -> tuple[str, list[str], str]:
-    """Return a folder, the files in it to list, and the path of their checksums."""
+    """Return a folder, the names of its files to list, and the path to write their checksums to.
+
+    A single file is listed alone. Raises ValueError for URLs and for checkpoints of mlstate.
+    """
     if is_url(path):
         raise ValueError(
             f"{path}: checksums are written of local files: call this for a local copy, and upload "
@@ -232,7 +235,7 @@ class _Compared(NamedTuple):
 
 
 def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
-    """Return the digests in the names of the blobs that files of a Hub's cache link to."""
+    """Return the digests of files in the Hub's cache, by name: the names of their blobs."""
     blobs = {}
     digests: set[str] = set()
     for name in names:
@@ -247,7 +250,7 @@ def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_compared(path: str) -> _Compared | None:
-    """Return the checksums and digests of the files at a local path; None without any."""
+    """Return what the files at a local path are compared with: checksums, digests; else None."""
     if os.path.isdir(path):
         folder, names = path, _list_files(path, refuses_links=False)
         checksums = find_of_folder(path)
@@ -270,7 +273,10 @@ def _tensors_of(path: str) -> dict[int, str]:
 def record_problems(
     path: str, name: str, record: Record, progress: Callable[[int], object] | None
 ) -> Iterator[Problem]:
-    """Yield the differences between a file and its record."""
+    """Yield the problem of a file that differs from its record of size and checksums.
+
+    `name`: of the file in the problem. A damaged range yields one problem for each.
+    """
     import numpy as np
 
     try:
@@ -279,16 +285,16 @@ def record_problems(
             if size != record.nbytes:
                 start, end = sorted((size, record.nbytes))
                 text = changed_size(size, record)
-                yield Problem("changed", name, None, None, 0, start, end - start, text)
+                yield file_problem("changed", name, text, offset=start, length=end - start)
                 return
             ranges = merge_ranges(iter(changed_ranges(file, record, progress)))
     except FormatError as error:
-        yield Problem("changed", name, None, None, 0, 0, record.nbytes, str(error))
+        yield file_problem("changed", name, str(error), length=record.nbytes)
         return
     except OSError as error:
         kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
         text = f"{os.strerror(error.errno or errno.EIO)}"
-        yield Problem(kind, name, None, None, 0, 0, record.nbytes, text)
+        yield file_problem(kind, name, text, length=record.nbytes)
         return
     if not ranges:
         return
@@ -300,11 +306,14 @@ def record_problems(
         last = inside[-1] if inside else 0
         key = keys.get(part) if last == part else None
         text = "the bytes have changed since their checksums were written"
-        yield Problem("changed", name, key, None, 0, offset, length, text)
+        yield file_problem("changed", name, text, name=key, offset=offset, length=length)
 
 
 def _blob_digest(path: str, expected: str, progress: Callable[[int], object] | None) -> str:
-    """Return the digest that a blob of the Hub's cache should have as its name."""
+    """Return the digest of a file's bytes, as the Hub's cache names its blobs.
+
+    `expected`: the digest in the name, whose length tells SHA-256 from git's SHA-1.
+    """
     import hashlib
 
     with open_regular(path) as file:
@@ -323,22 +332,26 @@ def _blob_digest(path: str, expected: str, progress: Callable[[int], object] | N
 def _blob_problems(
     path: str, name: str, expected: str, progress: Callable[[int], object] | None
 ) -> Iterator[Problem]:
+    """Yield the problem of a file in the Hub's cache whose bytes do not match its blob's name.
+
+    `expected`: the digest in the blob's name, a SHA-256 (64 digits) or a git SHA-1.
+    """
     algorithm = "SHA-256" if len(expected) == 64 else "git SHA-1"
     try:
         got = _blob_digest(path, expected, progress)
     except (FormatError, OSError) as error:
         kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
-        yield Problem(kind, name, None, None, 0, 0, 0, str(error))
+        yield file_problem(kind, name, str(error))
         return
     if got != expected:
         text = f"its {algorithm} is {got}, but its blob in the Hub's cache is {expected}"
-        yield Problem("changed", name, None, None, 0, 0, os.path.getsize(path), text)
+        yield file_problem("changed", name, text, length=os.path.getsize(path))
 
 
 def compare_files(
     compared: _Compared, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
-    """Compare all files with their checksums and blobs; add the results to the report."""
+    """Compare a folder's files with their checksums and blobs; add problems to `report`."""
     checksums = compared.checksums
     records = checksums.records if checksums else {}
     for name, record in records.items():
@@ -362,9 +375,9 @@ def compare_files(
 def compare_weights(
     folder: Folder, names: Iterable[str], progress: Callable[[int], object] | None
 ) -> tuple[int, list[Problem]]:
-    """Compare files of a folder, or all that its checksums list if `names` is empty.
+    """Compare files of weights with their checksums; return bytes read and problems.
 
-    Returns the number of bytes, and the problems.
+    `names` empty: all files that the checksums list. Nothing is compared without checksums.
     """
     checksums = find_checksums(folder)
     count, problems = 0, list[Problem]()
@@ -379,19 +392,19 @@ def compare_weights(
                 with folder.file_to_verify(name, lambda path: True) as path:
                     problems += record_problems(path, name, record, progress)
             elif text := changed_text(folder.read(name), record):
-                problems.append(Problem("changed", name, None, None, 0, 0, record.nbytes, text))
+                problems.append(file_problem("changed", name, text, length=record.nbytes))
         except MLStateError as error:
             if folder.is_outage(error):
                 raise
             kind = "missing" if isinstance(error, FileNotFoundError) else "changed"
-            problems.append(Problem(kind, name, None, None, 0, 0, record.nbytes, str(error)))
+            problems.append(file_problem(kind, name, str(error), length=record.nbytes))
     return count, problems
 
 
 def verify_weights_folder(
     folder: Folder, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
-    """Add the result of a comparison with checksums and blobs to a report, if they exist."""
+    """Compare weights with their checksums and blobs, if any; add the result to `report`."""
     try:
         if folder.is_local:
             name = "" if is_index(folder.file) else folder.file
@@ -415,7 +428,7 @@ def verify_weights_folder(
 
 def _checksums_problem(error: FormatError | StoreError) -> Problem:
     name = os.path.basename(str(error.path)) if error.path else NAME
-    return Problem("checksums", name, None, None, 0, 0, 0, str(error))
+    return file_problem("checksums", name, str(error))
 
 
 def verify_foreign(

@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 
 # Metadata entry that describes the parts of a flat file; it is not part of the user's metadata.
 PARTS = "mlstate_parts"
+FLAT = ("safetensors", "npz")  # formats with one level of names
 _PREFIXES = {"model": "model.", "optimizer": "optimizer."}
 
 
@@ -102,7 +103,7 @@ class CheckpointTarget(NamedTuple):
     any_suffix: bool = False  # as of `SaveFolder`
 
     def save_folder(self) -> SaveFolder:
-        """Return the path of the save that writes it."""
+        """Return the folder of the conversion's target as `save` takes it."""
         from .._save import SaveFolder
 
         return SaveFolder(
@@ -195,7 +196,7 @@ def check_format(path: Place, name: str) -> None:
 
 @contextmanager
 def _store_errors(path: Place) -> Iterator[None]:
-    """Convert OSError to StoreError, as the other functions of mlstate do."""
+    """Convert an OSError in the block, about `path`, to StoreError, as all of mlstate raises."""
     try:
         yield
     except MLStateError:
@@ -250,10 +251,10 @@ def _is_torch_folder(name: str, place: Path) -> bool:
 def begin_write(
     place: Place, name: str, overwrite: bool, *, any_suffix: bool = False
 ) -> CheckpointTarget | Target:
-    """Return a target of a format as it is now; raise StoreError (EEXIST) if it must not exist.
+    """Return a target of the format `name` as it is now, to be written by `write_any` later.
 
-    `write_any` replaces only what this function has seen. `any_suffix`: the path of a folder may
-    have the suffix of a file.
+    Raises StoreError (EEXIST) if it exists, unless `overwrite`. `write_any` replaces only what this
+    function has seen. `any_suffix`: the path of a folder may have the suffix of a file.
     """
     target: CheckpointTarget | Target
     files = CheckpointFiles(_folder_of(place))
@@ -309,7 +310,7 @@ _WITH_STATES = ("mlstate", "torch", "dcp")
 
 
 def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
-    """Remove the states that JSON can hold, and return them; warn of the others."""
+    """Remove the values that JSON can hold from `states`, and return them; warn of the rest."""
     json_states: dict[str, Any] = {}
     for name, value in [*states.items()]:
         with suppress(TypeError, ValueError):
@@ -340,6 +341,7 @@ def _refuse_parts(*states: StateDict | None) -> None:
 
 
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
+    """Return a copy of the caller's metadata ({} for None); raises TypeError if it is not JSON."""
     copied = {} if metadata is None else dict(metadata)
     for key, value in copied.items():
         if not isinstance(key, str):
@@ -360,7 +362,7 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
 def _join_states(
     model: StateDict | None, optimizer: OptimizerStateDict | None
 ) -> tuple[StateDict, dict[str, Any]]:
-    """Return one state for both, and the record to split it again; {} for a single state."""
+    """Return one state for a flat file, and the record to split it again; {} for a single state."""
     parts = {"model": model, "optimizer": optimizer}
     present = {name: state for name, state in parts.items() if state is not None}
     if len(present) == 1:
@@ -374,7 +376,10 @@ def _join_states(
 def _split_state(
     path: Path, state: Mapping[str, object], record: Mapping[str, object]
 ) -> tuple[Any, Any]:
-    """Split the state of a flat file into model and optimizer."""
+    """Return model and optimizer of a file's tensors; one of them may be None.
+
+    `record`: the file's own description; with "parts", names have a prefix for their part.
+    """
     texts = record.get("parts")
     if texts is None:
         return (None, state) if isinstance(state, OptimizerStateDict) else (state, None)
@@ -408,7 +413,7 @@ def _description_error(path: Path, reason: str) -> FormatError:
 
 
 def _write_safetensors(target: Target, parts: Parts) -> None:
-    """Write a safetensors file; metadata values other than str are stored as JSON."""
+    """Write a converted state to a safetensors file; metadata other than str are stored as JSON."""
     from .. import save_file
 
     model, optimizer, metadata, _ = parts
@@ -426,6 +431,7 @@ def _write_safetensors(target: Target, parts: Parts) -> None:
 
 
 def _read_safetensors(path: Place) -> Parts:
+    """Read a safetensors file, on this machine or in a store, to the parts that are converted."""
     if isinstance(path, Path):
         return read_file(path, mmap=False)
     from ... import checkpoint
@@ -445,7 +451,10 @@ def read_file(path: Path, *, mmap: bool) -> Parts:
 
 
 def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> Parts:
-    """Split the state of a file as its metadata describe it."""
+    """Return the parts of a safetensors file that mlstate wrote; its texts describe them.
+
+    `metadata`: the header's texts by key; the texts of mlstate are removed or decoded.
+    """
     record: Any = {}
     try:
         record = json.loads(metadata.pop(PARTS, "{}"))
@@ -495,6 +504,7 @@ def _write_npz(target: Target, parts: Parts) -> None:
 
 
 def _read_npz(path: Path) -> Parts:
+    """Read a .npz file of `save_npz` or of NumPy to the parts that are converted."""
     from .npz import read_npz
 
     arrays, record = read_npz(path)
@@ -515,7 +525,7 @@ def _read_mlstate(path: Place) -> Parts:
 
 
 def parts_of(loaded: LoadedState) -> Parts:
-    """Return a loaded checkpoint in the form of `read_any`."""
+    """Return a loaded checkpoint as the parts that are converted, in the form of `read_any`."""
     metadata = dict(loaded.metadata or {})
     optimizer = loaded.optimizer
     if optimizer is None and loaded.step is not None:

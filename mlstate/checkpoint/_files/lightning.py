@@ -82,7 +82,7 @@ def save_checkpoint(
 
 
 def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
-    """Return the checkpoint of Lightning in a loaded folder."""
+    """Return Lightning's checkpoint, a dict, from a loaded folder of the path `where`."""
     if STATE not in loaded.states:
         raise CompatibilityError(
             f"{where} holds no checkpoint of Lightning: it was not written by MLStateCheckpointIO "

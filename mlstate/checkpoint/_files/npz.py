@@ -109,6 +109,10 @@ def _damage_error(path: str | os.PathLike[str], name: str | None, reason: object
 
 
 def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dict[str, NDArray]:
+    """Return the arrays of the archive by name, without `.npy`.
+
+    Raises FormatError if one is damaged.
+    """
     import zlib
 
     arrays: dict[str, NDArray] = {}
@@ -147,6 +151,7 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
 
 
 def _parse_record(path: str | os.PathLike[str], array: NDArray) -> dict[str, Any]:
+    """Return the JSON object that describes the file, from the array that holds its text."""
     try:
         record = json.loads(str(array[()]))
         if not isinstance(record, dict):
@@ -159,7 +164,10 @@ def _parse_record(path: str | os.PathLike[str], array: NDArray) -> dict[str, Any
 def _restore_names(
     path: str | os.PathLike[str], arrays: dict[str, NDArray], record: dict[str, object]
 ) -> dict[str, NDArray]:
-    """Restore the names and dtypes of arrays from the record."""
+    """Return the arrays with their own names and dtypes, which .npy members cannot have.
+
+    `record`: JSON with both; its entries are removed.
+    """
     names, dtypes = record.pop("names", {}), record.pop("dtypes", {})
     if not isinstance(names, dict) or not isinstance(dtypes, dict):
         raise _damage_error(path, RECORD, "does not describe the others")

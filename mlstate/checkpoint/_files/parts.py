@@ -24,6 +24,10 @@ class Parts(NamedTuple):
     metadata: dict[str, Any]
     states: dict[str, Any]
 
+    def without_empty(self) -> Parts:
+        """Return the parts without a model or an optimizer of no tensors."""
+        return self._replace(model=self.model or None, optimizer=self.optimizer or None)
+
 
 class Selection:
     """The entries to convert: ``model``, ``optimizer``, and others by name.
@@ -41,7 +45,7 @@ class Selection:
         return name not in self.skip and (not self.only or name in self.only)
 
     def apply(self, parts: Parts, path: Any) -> Parts:
-        """Return the kept entries; raise ValueError for a name that the file does not have.
+        """Return the entries of `parts` to convert; raise ValueError for a name that is not there.
 
         If only one other entry is kept, and it is a dict of tensors, it becomes the model.
         """

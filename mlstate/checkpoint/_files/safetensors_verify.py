@@ -11,7 +11,7 @@ from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
 from ..._common.store_error import store_error
 from ...errors import FormatError
-from .._verify import Problem, VerifyReport
+from .._verify import VerifyReport, file_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ class FileHeader(NamedTuple):
 
 
 def _as_array(dtype: str, shape: list[int]) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of a tensor's array; for a tensor without one, those in the file."""
+    """Return dtype and shape as `load_file` gives them; without an array, those in the file."""
     info = FILE_DTYPES.get(dtype)
     if info is not None and info.kind == "packed":
         bits = shape[-1] * info.element_bits if shape else 1
@@ -91,7 +91,10 @@ def read_header(path: str) -> FileHeader:
 def _find_altered(
     file: Any, tensor: FileTensor, digits: str, progress: Callable[[int], object] | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of blocks whose checksum does not match."""
+    """Yield (offset, length) of each block of a tensor whose checksum does not match.
+
+    `digits`: the expected CRC32C of all blocks, 8 hex digits each.
+    """
     buffer = memoryview(bytearray(min(BLOCK, tensor.nbytes)))
     file.seek(tensor.offset)
     for index, begin in enumerate(range(0, tensor.nbytes, BLOCK)):
@@ -105,7 +108,7 @@ def _find_altered(
 
 
 def merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge adjacent ranges."""
+    """Return the ranges (offset, length), with adjacent ones merged."""
     joined: list[tuple[int, int]] = []
     for offset, length in ranges:
         if joined and sum(joined[-1]) == offset:
@@ -129,7 +132,7 @@ def verify_file(
         header = read_header(place)
     except FormatError as error:
         report.problems.append(
-            Problem("header", name, error.name, None, 0, error.offset or 0, 0, str(error))
+            file_problem("header", name, str(error), name=error.name, offset=error.offset or 0)
         )
         return report, False
     if header.digits is None:
@@ -144,7 +147,9 @@ def verify_file(
                     _find_altered(file, tensor, tensor_digits, progress)
                 ):
                     text = "the bytes are not those that were written"
-                    problem = Problem("altered", name, tensor.key, None, 0, offset, length, text)
+                    problem = file_problem(
+                        "altered", name, text, name=tensor.key, offset=offset, length=length
+                    )
                     report.problems.append(problem)
                 report.bytes += tensor.nbytes
     except OSError as error:

@@ -42,7 +42,10 @@ def torch_weights_root(folder: Folder) -> str | None:
 
 
 def read_torch_weights(folder: Folder, root: str) -> StateDict:
-    """Read all ``.bin`` files of a root without running code from them; arrays may be mapped."""
+    """Return the tensors of a folder's ``.bin`` files by name, read without running their code.
+
+    `root`: names the files. Arrays may be views of mapped files.
+    """
     if is_index(root):
         data = folder.read(root, follow_links=True)
         weights = parse_index(folder, root, data, TORCH_SUFFIX)

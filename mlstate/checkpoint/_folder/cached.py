@@ -1,4 +1,4 @@
-"""The folder of a checkpoint in an object store, read through a local cache of its objects.
+"""`CachedFolder`: an object store's folder, read through a local cache of its objects.
 
 Loads, but no verifications, read through the cache of `cache_folder` (read_cache.py).
 """
@@ -37,7 +37,7 @@ class CachedFolder(ObjectFolder):
         return folder
 
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
-        """Return a manifest or an index; an index from the cache, if it has it."""
+        """Return the bytes of a manifest or an index; the bytes of an index may be cached."""
         if not self._cache.accepts(path):
             return super().read(path)
         data = self._cache.get_whole(path)
@@ -49,7 +49,7 @@ class CachedFolder(ObjectFolder):
         return data
 
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
-        """Return a range from the cache or, if a byte is missing there, from the store."""
+        """Return a range of an object from the cache or, if a byte is missing, from the store."""
         cache = self._cache
         if path in self._tags or not cache.accepts(path):
             return super()._fetch(path, begin, end)
@@ -64,7 +64,7 @@ class CachedFolder(ObjectFolder):
         return answers
 
     def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
-        """Read through the cache; warn once if it cannot be written."""
+        """Read the call's tensors through the cache; warn once if it cannot be written."""
         try:
             super()._fill(call, progress)
         finally:
@@ -74,7 +74,7 @@ class CachedFolder(ObjectFolder):
                 warnings.warn(problem, CheckpointWarning, stacklevel=2)
 
     def _read_unit(self, call: LoadCall, unit: Unit) -> int:
-        """Read the answers of a unit; if they are damaged, ask the store again.
+        """Put the bytes of a unit's answers into arrays; if they are damaged, ask the store again.
 
         The cache then forgets the objects, because it may have kept a damaged answer.
         """

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint on this machine: descriptors, permissions, links and locks."""
+"""`LocalFolder`: a folder on this machine, with its descriptors, permissions, links, locks."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class LocalFolder:
         return weights_root(names)
 
     def _hint(self) -> str:
-        """Return the remedy for a folder whose weights have other names."""
+        """Return a text for an error: how to load this folder, whose weights have other names."""
         names = self.names("")
         files = sorted(name for name in names if name.endswith(SUFFIX))
         if weights_root(names, TORCH_SUFFIX) is not None:
@@ -216,7 +216,7 @@ class LocalFolder:
         return f"; to load one of its files, pass the path of {files[0]}" if files else ""
 
     def missing_reason(self) -> str:
-        """Return why the folder has no manifest."""
+        """Return why the folder has no manifest, as the text of an error."""
         if os.path.isfile(self.path):
             return (
                 "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
@@ -231,7 +231,7 @@ class LocalFolder:
         return os.path.isdir(self.path)
 
     def require_folder(self) -> None:
-        """Raise StoreError if there is no such folder."""
+        """Raise StoreError if the folder to verify does not exist."""
         if self.has_checkpoint():
             return
         reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(self.path)}")
@@ -242,7 +242,7 @@ class LocalFolder:
         raise store_error(reason, "cannot verify the checkpoint", self.path)
 
     def is_empty(self) -> bool:
-        """Return whether nothing has this path, except an empty folder."""
+        """Return whether the path is free to write to: it does not exist, or is an empty folder."""
         if not os.path.lexists(self.path):
             return True
         try:
@@ -264,7 +264,10 @@ class LocalFolder:
         mmap: bool,
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
-        """Return new arrays, or views of mapped files."""
+        """Return the tensors of `keys` in a section; `mmap`: as views of the files.
+
+        `cuts`: the part of each tensor. `progress`: called with the bytes that were read.
+        """
         return merged.load(self.path, section, keys, cuts, verify, mmap, progress)
 
     def load_into(
@@ -277,7 +280,7 @@ class LocalFolder:
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read into existing arrays."""
+        """Read the tensors of `keys` into `targets`, which are arrays by key that fit them."""
         merged.load_into(self.path, section, keys, cuts, targets, verify, progress)
 
     def verify(
@@ -380,7 +383,7 @@ class LocalFolder:
         return removed
 
     def _remove_from(self, part: str, names: list[str]) -> list[str]:
-        """Delete files of a subfolder; do nothing if the subfolder does not exist."""
+        """Delete files of the subfolder `part`, and return the paths of those that existed."""
         removed: list[str] = []
         path = self._join(part)
         try:

@@ -43,7 +43,7 @@ def mark_path(root: str) -> str:
 
 
 def orphaned_marks(names: Collection[str], roots: Collection[str]) -> list[str]:
-    """Return the paths of marks among the names in ``roots/``, except of these roots."""
+    """Return the paths of marks of damaged steps in ``roots/`` whose root is not in `roots`."""
     return [
         f"roots/{name}"
         for name in names
@@ -54,7 +54,7 @@ def orphaned_marks(names: Collection[str], roots: Collection[str]) -> list[str]:
 
 
 def is_checkpoint_file(part: str, name: str) -> bool:
-    """Return whether a file of a subfolder has a name that a save can give."""
+    """Return whether the file `name` in the subfolder `part` may be one that a save writes."""
     if part == "":  # manifests, temporary files, units of tiers
         return name not in {"", ".", "..", "lock"}
     if part == "roots":

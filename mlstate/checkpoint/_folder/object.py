@@ -1,4 +1,4 @@
-"""The folder of a checkpoint in an object store.
+"""`ObjectFolder`: the folder of a checkpoint in an object store.
 
 A load reads the answers of the store from memory (range_load.py). Verifications and saves need
 local files: temporary copies, or new files that are then uploaded.
@@ -64,7 +64,7 @@ class ObjectFolder:
     excludes_writers = False  # stores have no locks
 
     def __init__(self, url: str, options: StoreOptions, file: str = "") -> None:
-        """Send no request."""
+        """Create the folder of a URL; sends no request. `file`: only this object of it is read."""
         self.file = file
         self._url = url
         self._options = options
@@ -119,8 +119,9 @@ class ObjectFolder:
         data = self._roots.get(path)
         if data is not None:
             return data
+        store = self.store  # outside of the block: a ValueError is about the options
         try:
-            data = self.store.get(path, _MOST_BYTES)[0]
+            data = store.get(path, _MOST_BYTES)[0]
         except ValueError as error:
             name = os.path.join(self.path, path)
             raise format_error(f"{name}: {error}", name) from None
@@ -131,7 +132,7 @@ class ObjectFolder:
         return data
 
     def prefetch(self, paths: Iterable[str]) -> None:
-        """Read roots at the same time; errors are left to the later `read` of each."""
+        """Read roots in parallel and keep them; errors are left to the later `read` of each."""
 
         def read(path: str) -> None:
             with suppress(MLStateError):
@@ -141,7 +142,7 @@ class ObjectFolder:
         self._run_tasks([partial(read, path) for path in missing])
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
-        """Return size and time of objects, without those that do not exist; by listing."""
+        """Return size and time of those objects that exist, by path; sends list requests."""
         listed = {part: self.store.list_folder(part) for part in {*map(os.path.dirname, paths)}}
         infos = {}
         for path in paths:
@@ -241,7 +242,10 @@ class ObjectFolder:
         """Do nothing: deletions of objects are durable."""
 
     def orphan_time(self, *, local_clock: bool) -> float | None:
-        """Return the time before which unneeded objects may be deleted; None: never."""
+        """Return the time (since the epoch) before which unneeded objects may be deleted.
+
+        None: never. `local_clock`: by this machine's clock, not the store's, which takes a write.
+        """
         import time
 
         age = self._options.orphan_seconds
@@ -283,7 +287,7 @@ class ObjectFolder:
             shutil.rmtree(local, ignore_errors=True)
 
     def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
-        """Copy a range of an object to the same place of a local file of the object's size."""
+        """Copy a range of an object to the same place of a file in the folder `local`."""
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
         name = os.path.join(local, path)
         try:
@@ -318,7 +322,10 @@ class ObjectFolder:
 
     @contextmanager
     def file_to_verify(self, name: str, has_checksums: Callable[[str], bool]) -> Iterator[str]:
-        """Yield the local path of a copy: of all of a file with checksums, or of its header."""
+        """Yield a temporary local path of an object: a whole copy, or only its header.
+
+        `has_checksums`: without them only the header can be verified.
+        """
         with self._scratch() as local:
             path = os.path.join(local, name)
             self._copy_header(local, name)
@@ -337,7 +344,10 @@ class ObjectFolder:
     def _copy_ranges(
         self, local: str, ranges: Sequence[Range], copy: Callable[[str, str, int, int], None]
     ) -> None:
-        """Copy ranges to a new local folder in parallel parts, by `copy`."""
+        """Create files in `local` with these ranges of objects, in parallel parts.
+
+        `copy`: called with folder, path, begin and end of each part.
+        """
         step = self._options.part_bytes
         for folder in {"", *(os.path.dirname(path) for path, *_ in ranges)}:
             os.makedirs(os.path.join(local, folder), exist_ok=True)
@@ -364,7 +374,7 @@ class ObjectFolder:
         mmap: bool,
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
-        """Return new arrays; never mapped ones."""
+        """Return the tensors of `keys` in a section as new arrays; `mmap` is ignored."""
         source = self.path, (), True
         arrays = merged.load(source, section, keys, cuts, verify, False, progress)
         call = LoadCall(merged, self.path, section, keys, cuts, arrays, verify, is_zeroed=True)
@@ -381,7 +391,7 @@ class ObjectFolder:
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read into existing arrays, as `Folder.load_into`."""
+        """Read the tensors of `keys` into `targets`, as `LocalFolder.load_into`."""
         call = LoadCall(merged, self.path, section, keys, cuts, targets, verify, is_zeroed=False)
         self._fill(call, progress)
 
@@ -455,7 +465,7 @@ def _file_info(info: ObjectInfo) -> FileInfo:
 
 
 def _name_url(error: MLStateError, local: str, url: str) -> None:
-    """Replace a local folder by the URL in the texts and paths of an error."""
+    """Replace a local folder by the URL in an error, because the user passed the URL."""
     error.args = tuple(
         value.replace(local, url) if isinstance(value, str) else value for value in error.args
     )

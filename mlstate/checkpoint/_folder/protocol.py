@@ -1,4 +1,4 @@
-"""What a checkpoint needs of the place where its files are; a new kind of store is one class.
+"""`Folder`, the protocol of a place for a checkpoint's files: a new kind of store is one class.
 
 Paths are relative to the folder, with one subfolder at most. Errors are a `StoreError`; a missing
 file is a `FileNotFoundError` too.
@@ -159,7 +159,10 @@ class Folder(Protocol):
         mmap: bool,
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
-        """Return new arrays of parts of tensors; with `mmap`, views of the files if possible."""
+        """Return the tensors of `keys` in a section as new arrays; `mmap`: views if possible.
+
+        `cuts`: the part of each tensor. `progress`: called with the bytes that were read.
+        """
 
     def load_into(
         self,

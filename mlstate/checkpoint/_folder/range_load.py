@@ -48,7 +48,10 @@ class LoadCall:
     is_zeroed: bool
 
     def read(self, answers: Collection[Answer], at: Collection[int] | None = None) -> int:
-        """Fill the targets of the keys at some positions; return the number of bytes."""
+        """Put the bytes of answers into the arrays of the keys at positions `at`.
+
+        Returns the number of bytes.
+        """
         keys, cuts = self.keys, self.cuts
         if at is not None:
             keys = [keys[position] for position in at]
@@ -85,6 +88,10 @@ def load_units(
     reported = 0
 
     def load_part(unit: Unit, path: str, begin: int, end: int) -> None:
+        """Fetch one byte range of a unit.
+
+        The thread that fetches its last one gives it to `read`.
+        """
         nonlocal total
         answers = fetch(path, begin, end)
         with lock:
@@ -137,6 +144,10 @@ def plan_units(call: LoadCall, staged: Collection[str], part_bytes: int) -> Iter
 
 
 def _group_small(small: list[tuple[list[Range], int]], most: int) -> Iterator[Unit]:
+    """Yield units of several small keys each, of up to `most` bytes.
+
+    `small`: for each key the ranges that hold it, and the key's position in the call.
+    """
     unit, nbytes = Unit([], []), 0
     for ranges, at in small:
         more = sum(end - begin for _, begin, end in ranges)
@@ -158,7 +169,7 @@ def _divide(byte_range: Range, origin: int, step: int) -> list[Range]:
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
-    """Sort ranges, and join ranges of one file that touch or have a small gap."""
+    """Return the ranges sorted; ranges of one file that touch or have a small gap become one."""
     joined: list[Range] = []
     for path, begin, end in sorted(ranges):
         if joined:

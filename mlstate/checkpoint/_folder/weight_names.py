@@ -1,4 +1,4 @@
-"""The names of the files that hold the weights of a Hugging Face folder.
+"""Recognise the weight files of a Hugging Face folder by their names.
 
 The root of such a folder is the name that describes its weights: of the only file, of the index
 that lists the files, or, for numbered files without an index, a pattern such as
@@ -95,7 +95,10 @@ def set_of(name: str) -> str | None:
 
 
 def _place_of(name: str, suffix: str) -> _Place | None:
-    """Return the parts of a name; None if it is not a name of weights."""
+    """Return which set of weight files a name belongs to; None if it is not one of weights.
+
+    `suffix`: of the wanted format, such as ".safetensors".
+    """
     index = _INDEX.match(name)
     pattern = set_of(name)
     counted = _COUNTED.match(name)
@@ -144,7 +147,7 @@ _REMEDY = "pass the path of one file or index, or move the others away"
 
 
 def set_files(names: Collection[str], root: str) -> tuple[list[str], list[str]]:
-    """Return the files of a set, and the names of those that are missing.
+    """Return the numbered files among `names` that `root` describes, and the missing ones.
 
     Raises FormatError if the files do not have the numbers of a set.
     """

@@ -65,6 +65,7 @@ def _pid_space() -> str:
 
 
 def _me() -> dict[str, Any]:
+    """Return what identifies this process in a lock's text: host, boot, process id, start time."""
     import socket
 
     pid = os.getpid()
@@ -135,6 +136,11 @@ class WriterLock:
     def __init__(
         self, folder: LocalFolder, subject: str = "checkpoint", timeout: float | None = None
     ) -> None:
+        """Prepare the lock of a local folder; `acquire` takes it.
+
+        `subject`: name of the locked thing in errors. `timeout`: seconds to wait for another
+        writer; None: fail at once.
+        """
         self._timeout = timeout
         self._subject = subject
         self._folder = folder
@@ -221,6 +227,7 @@ class WriterLock:
         return os.path.samestat(current, os.fstat(descriptor.fileno()))
 
     def _text(self, descriptor: _core.Descriptor) -> dict[str, Any]:
+        """Return the owner that the lock file names, {} if it names none."""
         import json
 
         # a writer killed before ftruncate leaves the end of a longer text after the first line

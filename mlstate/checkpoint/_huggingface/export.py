@@ -1,4 +1,4 @@
-"""Export a model as a Hugging Face folder; public through `mlstate.checkpoint`.
+"""`export_huggingface`: write a model as a Hugging Face folder; `mlstate.checkpoint`.
 
     export -> take_export      every rank: its part of the state, without tied names
            -> gather_parts     every rank: the parts to write, and the plan of the files
@@ -101,7 +101,7 @@ def _memory_of(value: Any) -> Any:
 
 
 def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
-    """Return the names whose memory an earlier name has."""
+    """Return the names that share the memory of an earlier name, and are not written again."""
     if is_module(model):
         return set(backend_of(model, CheckpointBackend).tied_names(model))
     seen: set[Any] = set()
@@ -116,7 +116,7 @@ def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
 
 
 def _refuse_entries(content: SaveContent) -> None:
-    """Raise for a module's entries that are not tensors; metadata of torch is left out."""
+    """Raise if a module has entries that are not tensors, which the format cannot hold."""
     for name in content.entries:
         error = CompatibilityError(
             f"{name!r} is not a tensor, and a Hugging Face folder holds only tensors: save the "
@@ -130,7 +130,10 @@ def _refuse_entries(content: SaveContent) -> None:
 def _take_state(
     target: SaveTarget, model: Any, rename: Mapping[str, str] | None, dtype: str
 ) -> tuple[SaveContent, StateTable]:
-    """Return this rank's part of the state, and its table; with a group, errors are kept."""
+    """Return this rank's part of the model, and its table of dtypes and shapes for other ranks.
+
+    With a group, an error is kept in the result, to be raised by all ranks.
+    """
     content = take_content(target, model, None, None, SAVE_DEFAULTS)
     table = StateTable({}, [])
     try:
@@ -159,9 +162,9 @@ def _take_state(
 
 
 def _refuse_existing(folder: str, start: Target | None) -> Target:
-    """Return the target; raise if its content must not be replaced.
+    """Return the target of an export; raise if its content must not be replaced.
 
-    `start` is the target when the caller began, if the caller replaces a Hugging Face folder.
+    `start`: the target when the caller began, if a Hugging Face folder is to be replaced.
     """
     target = start or Target.of(folder)
     if target.is_vacant or (start and os.path.isdir(folder) and LocalFolder(folder).find_weights()):
@@ -224,7 +227,7 @@ def _temporary_name(folder: str) -> str:
 
 
 def _begin(folder: str, plan: ExportPlan) -> None:
-    """Create a temporary folder `made` with files of their final length."""
+    """Create `folder` with the plan's files at their final length, still without content."""
     try:
         make_path(os.path.dirname(folder))
         os.mkdir(folder)
@@ -238,7 +241,10 @@ def _begin(folder: str, plan: ExportPlan) -> None:
 
 
 def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPlan) -> None:
-    """Copy a file durably; ``config.json`` receives the dtype of the weights."""
+    """Copy another file of the model to `folder`, durably.
+
+    `opened`: returns the open source. ``config.json`` receives the dtype of the weights.
+    """
     with opened() as read, open(os.path.join(folder, name), "xb") as write:
         if name == _CONFIG:
             dtype = weights_dtype(chain(*plan.tensors))
@@ -250,7 +256,10 @@ def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPl
 
 
 def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Opened) -> None:
-    """Write the headers and the index, copy other files, and rename the folder."""
+    """Write headers and index, copy other files, and put the folder at its final path.
+
+    `end`: the path. `crcs`: checksums of the tensors. `copied`: other files, by name.
+    """
     import json
 
     for number, file in enumerate(plan.files):
@@ -299,9 +308,9 @@ def _write_parts(
     sync: bool,
     progress: Callable[[int], object] | None,
 ) -> bytes:
-    """Write this rank's parts; return its shares of checksums, and bytes written by tensor.
+    """Write this rank's parts to the files of `folder`; return (checksums, bytes by tensor).
 
-    Rank 0 need not sync the files: it does so after it has written their headers.
+    `batches`: the shards. `sync`: make them durable; rank 0 does so after it wrote the headers.
     """
     import numpy as np
 
@@ -403,7 +412,7 @@ def take_export(
     rename: Mapping[str, str] | None = None,
     dtype: object = None,
 ) -> Export:
-    """Check the arguments without copying any array; with a group, errors are kept."""
+    """Return the checked request of an export; copies no array, and keeps errors of a group."""
     target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group})
     most = parse_size("max_shard_bytes", max_shard_bytes, 1)
     name = "" if dtype is None else float_name(dtype)
@@ -415,11 +424,12 @@ def gather_parts(
 ) -> tuple[GatheredShards, ExportPlan]:
     """Gather this rank's parts, and plan the files; every rank calls it.
 
-    `copy` copies tensors on a device. If any rank fails, all raise.
+    `copy` copies tensors on a device. Removes tied names, and parts that other ranks write, from
+    the state in `request.content`. If any rank fails, all raise.
     """
-    target, most, content, own_table, dtype = request
+    target, content, max_bytes = request.target, request.content, request.max_shard_bytes
     together(target.group, content.error)
-    table = exchange_tables(target.group, own_table, [os.path.realpath(target.path), most])
+    table = exchange_tables(target.group, request.table, [os.path.realpath(target.path), max_bytes])
     state = content.dicts[0]
     assert state is not None
     for name in table.tied:
@@ -427,8 +437,8 @@ def gather_parts(
     drop_copies(target.group, table.tensors, state)
     gathered = gather_shards(target, content, copy)
     together(target.group, gathered.error)
-    plan = make_plan(table.tensors, most)
-    return gathered, plan._replace(is_converted=bool(dtype))
+    plan = make_plan(table.tensors, max_bytes)
+    return gathered, plan._replace(is_converted=bool(request.dtype))
 
 
 def export(
@@ -442,7 +452,14 @@ def export(
     `start` is the target when the caller began: a Hugging Face folder there is replaced.
     """
     gathered, plan = gather_parts(request)
-    write_folder(request.target, plan, [gathered.shards], files_from, start, progress)
+    write_folder(
+        request.target,
+        plan=plan,
+        batches=[gathered.shards],
+        files_from=files_from,
+        start=start,
+        progress=progress,
+    )
 
 
 def export_huggingface(
@@ -528,5 +545,7 @@ def export_huggingface(
     >>> sorted(mlstate.checkpoint.inspect(path).files())
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    request = take_export(path, model, group, max_shard_bytes, rename, dtype)
+    request = take_export(
+        path, model=model, group=group, max_shard_bytes=max_shard_bytes, rename=rename, dtype=dtype
+    )
     export(request, files_from, progress=progress)

@@ -1,4 +1,4 @@
-"""Export a Hugging Face folder in the background; public through `mlstate.checkpoint`.
+"""`export_huggingface_async`: the same in the background; public in `mlstate.checkpoint`.
 
 The thread, the copies and the handle are those of `save_async`; see _save_async.py.
 """
@@ -37,6 +37,10 @@ class _ExportJob(SaveJob):
         files_from: str | None,
         began: float,
     ) -> None:
+        """Prepare an export in the background.
+
+        `files_from`: folder of further files to copy, or None. `began`: `perf_counter` at the call.
+        """
         super().__init__(request.target, request.content, staging, None, None, began)
         self.request = request
         self.files_from = files_from
@@ -51,7 +55,10 @@ class _ExportJob(SaveJob):
         return gathered
 
     def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
-        """Write the folder; return it as `inspect` does."""
+        """Write the export's folder, and return it as `inspect` does.
+
+        `freed`: called when the model's memory is no longer read.
+        """
         together(self.target.group, gathered.error)
         assert self.plan is not None
 
@@ -132,7 +139,9 @@ def export_huggingface_async(
     memory = staging_of(staging)
     group = optional_group(group)
     refuse_default_group(group)
-    request = take_export(path, model, group, max_shard_bytes, rename, dtype)
+    request = take_export(
+        path, model=model, group=group, max_shard_bytes=max_shard_bytes, rename=rename, dtype=dtype
+    )
     source = None if files_from is None else local_folder(files_from)  # the thread reads it
     job = _ExportJob(request, memory, source, began)
     return start_job(job, devices_of(request.content), until_staged=True)

@@ -1,4 +1,4 @@
-"""Export the model of a checkpoint with few tensors in memory at the same time."""
+"""Convert a checkpoint to a Hugging Face folder with few tensors in memory."""
 
 from __future__ import annotations
 
@@ -54,12 +54,14 @@ def export_loaded(
             content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
             yield gather_shards(target, content).shards
 
-    write_folder(target, plan, shards(), files_from, start, progress)
+    write_folder(
+        target, plan=plan, batches=shards(), files_from=files_from, start=start, progress=progress
+    )
     return {"tensors": len(plan.nbytes), "bytes": sum(plan.nbytes)}
 
 
 def _batches(plan: ExportPlan) -> Iterator[list[str]]:
-    """Return the names of the tensors that are loaded together, file by file."""
+    """Yield the names of tensors to load together, within a limit of bytes, file by file."""
     for file in plan.tensors:
         batch: list[str] = []
         room = _BATCH_BYTES

@@ -50,7 +50,10 @@ class ExportPlan(NamedTuple):
     stem: str = _STEM  # of the names of the files
 
     def named(self, stem: str) -> ExportPlan:
-        """Return the plan with files of another stem than ``model``."""
+        """Return the plan with files called `stem` instead of ``model``.
+
+        Raises CompatibilityError if programs read this stem as one file and the plan has several.
+        """
         if len(self.files) > 1 and stem in ONE_FILE:
             raise CompatibilityError(
                 f"the weights are {stem}{SUFFIX}, which programs read as one file, and "
@@ -105,7 +108,10 @@ def _facts_text(facts: Facts) -> str:
 
 
 def _merge(tables: dict[int, Any]) -> StateTable:
-    """Merge the tables of some ranks, the lowest rank first."""
+    """Merge the tables of all ranks into one of the model; raises if they differ.
+
+    The lowest rank that has a tensor determines its place in the order.
+    """
     tensors: dict[str, Facts] = {}
     holders: dict[str, int] = {}
     for rank, (rank_table, _, _) in tables.items():
@@ -176,7 +182,7 @@ def _mix(parts: Any) -> Any:
 def _irregular_names(
     group: ProcessGroup, tensors: dict[str, Facts], state: Mapping[str, Any]
 ) -> list[str]:
-    """Return the tensors with a part that no rank holds, or several ranks hold.
+    """Return the tensors with a part that no rank or several ranks hold; all ranks call this.
 
     The sum of the numbers of all held parts must be the sum over all parts of the layout.
     """
@@ -263,14 +269,19 @@ def _divide(
 
 
 def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
-    """Plan the files; a tensor larger than `max_shard_bytes` has its own file."""
+    """Return the plan of files; a tensor larger than `max_shard_bytes` has its own file.
+
+    `tensors`: dtype, shape and layout by name, in the order of the files.
+    """
     sizes = {n: prod(shape) * _ITEM_BYTES.get(dtype, 0) for n, (dtype, shape, _) in tensors.items()}
     divided = [tuple(file) for file in _divide(tensors, sizes, max_shard_bytes)]
     count = len(divided)
     files: tuple[str, ...] = (_STEM + SUFFIX,)
     if count > 1:
         files = tuple(f"{_STEM}-{n:05d}-of-{count:05d}{SUFFIX}" for n in range(1, count + 1))
-    plan = ExportPlan(files, divided, {}, [], [0], [*sizes.values()])
+    plan = ExportPlan(
+        files=files, tensors=divided, places={}, sizes=[], starts=[0], nbytes=[*sizes.values()]
+    )
     for number, file in enumerate(divided):
         _, size, blocks, places = _core.safetensors_layout(file, FORMAT, None)
         for (name, dtype, _), (offset, block) in zip(file, places, strict=True):

@@ -46,6 +46,7 @@ def _bad(path: str, text: str) -> FormatError:
 
 
 def _unsupported(path: str, text: str) -> CompatibilityError:
+    """Return the error for a quantization that `cast=` cannot decode; `text` names it."""
     error = CompatibilityError(
         f"{path}: quantization_config has {text}, whose values mlstate cannot compute; it can for "
         "fp8, mxfp4, and compressed-tensors with floats of 8 bits. Load the stored tensors without "
@@ -81,6 +82,7 @@ def _group_blocks(path: str, group: Any) -> list[Block]:
 
 
 def _parse(path: str, config: dict[str, Any]) -> Quantization:
+    """Return how weights are quantized, from `quantization_config` of the config.json at `path`."""
     method = config.get("quant_method")
     if method == "mxfp4":
         return Quantization(method, "_scales")

@@ -1,4 +1,4 @@
-"""Weights and their scales, and the values of any part of a weight.
+"""Pair quantized weights with their scales, and compute the values of any part of a weight.
 
 Values are computed in float32 and rounded once to the wanted dtype, as transformers does for the
 methods ``fp8`` and ``mxfp4``. compressed-tensors rounds to the dtype of the scale first. A scale of
@@ -60,7 +60,7 @@ class Box(NamedTuple):
 
 
 def box_of(cutting: Cutting, shape: Shape) -> Box:
-    """Return the part of a tensor of a shape."""
+    """Return the box, begin and length by axis, that a rank loads of a tensor of this shape."""
     steps, index, _ = cutting
     if steps is None:
         return Box((0,) * len(shape), shape, None)
@@ -92,7 +92,10 @@ class Pair(NamedTuple):
         return self.dtype == _FOUR_BITS
 
     def load(self, read: Read, cutting: Cutting, dtype: str) -> NDArray:
-        """Return the values of a part; `read` returns a part of a stored tensor."""
+        """Return the values of the part `cutting`, computed from codes and scales.
+
+        `read`: returns a part of a stored tensor by its key. `dtype`: of the values.
+        """
         self.check()
         box = box_of(cutting, self.shape)
         if self.is_packed:
@@ -111,7 +114,7 @@ class Pair(NamedTuple):
     def _values_of_blocks(
         self, codes: NDArray, stored_scales: NDArray, box: Box, dtype: str
     ) -> NDArray:
-        """Return the values of a box of a weight whose last two axes are divided into blocks."""
+        """Return the values of `box`, a part of a weight whose last two axes have blocks."""
         scales = _scale_numbers(stored_scales)
         *outer, rows, columns = (1, 1, *self.shape)[-max(len(self.shape), 2) :]
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
@@ -134,7 +137,7 @@ class Pair(NamedTuple):
         return values
 
     def _values_of_groups(self, read: Read, cutting: Cutting, box: Box, dtype: str) -> NDArray:
-        """Return the values of a box of MXFP4: experts, columns, rows."""
+        """Return the values of a box of MXFP4 weights, which have experts, columns and rows."""
         experts, columns, rows = box.slices()
         groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
         stored = (experts, rows, groups)
@@ -201,7 +204,7 @@ class Pairs:
         self._hidden = hidden  # keys of codes, scales, and facts about activations
 
     def renamed(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return the keys of tensors by the names that take their place, without scales."""
+        """Return the keys with names of weights in place of their codes, and without scales."""
         names: dict[str, str] = {}
         for key in keys:
             pair = self.by_codes.get(key)
@@ -235,7 +238,7 @@ class _Finder:
     # ---- 8-bit floats ----
 
     def find_bytes(self) -> None:
-        """Find weights of 8-bit floats, and scales with another weight or without one."""
+        """Add the weights of 8-bit floats; a scale without its weight becomes a problem."""
         names = {key for key, (dtype, _) in self.tensors.items() if dtype in FLOAT8S - {_EXPONENTS}}
         suffix = ".weight" + self.suffix if self.suffix == "_scale" else self.suffix
         names |= {
@@ -258,7 +261,10 @@ class _Finder:
     def _block_of(
         self, name: str, dtype: str, shape: Shape, scales: Stored | None
     ) -> tuple[Block, str]:
-        """Return the block that a scale is for, and why there is none."""
+        """Return the block (rows, columns) that one scale is for, and "" or why there is none.
+
+        `dtype`, `shape`: of the codes. `scales`: dtype and shape of the scales, None if missing.
+        """
         no_block = (1, 1)
         if scales is None:
             return no_block, f"{name + self.suffix!r}, its scale, is missing"
@@ -287,7 +293,7 @@ class _Finder:
     # ---- groups of 4-bit floats ----
 
     def find_groups(self) -> None:
-        """Find weights of MXFP4, and blocks or scales without the other."""
+        """Add the weights of MXFP4; blocks or scales without the other become a problem."""
         names = {
             key.removesuffix(ending)
             for key in self.tensors
@@ -305,7 +311,7 @@ class _Finder:
 
     @staticmethod
     def _values_shape(blocks: Stored | None, scales: Stored | None) -> tuple[Shape, str]:
-        """Return the shape of the values, and why there are none."""
+        """Return the shape of the values, and "" or why there are none."""
         if blocks is None or scales is None:
             return (), f"its {'blocks' if blocks is None else 'scales'} are missing"
         if blocks[0] != "uint8" or scales[0] != "uint8":
@@ -320,9 +326,10 @@ class _Finder:
 
 
 def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pairs | None:
-    """Return the pairs of a folder with quantized weights; None if its config names no method.
+    """Return the quantized weights of a Hugging Face folder, each paired with its scales.
 
-    `tensors` returns dtype and shape of its tensors by their keys.
+    None if its config names no quantization. `tensors` returns dtype and shape of all tensors by
+    key.
     """
     quantization = read_quantization(folder)
     if quantization is None:

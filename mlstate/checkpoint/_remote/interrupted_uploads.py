@@ -26,7 +26,10 @@ _MOST_ATTEMPTS = 3  # interrupted saves that are compared
 def _older_indexes(
     store: ObjectStore, root: str, sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield index path, own and older generation for indexes since the last commit."""
+    """Yield path, own generation and an older generation of indexes since the last commit.
+
+    `sizes`: bytes of the files to upload, by path; an older index has the same size and rank.
+    """
     listed = store.list_folder(INDEX_FOLDER)
     since: float | None = None
     for path, nbytes in sizes.items():

@@ -95,7 +95,10 @@ class Attempts:
         self._longest = _FIRST_PAUSE
 
     def wait(self, number: int | None) -> bool:
-        """Pause after an error with this errno; return False, at once, to give up."""
+        """Pause before the next attempt, and return True; return False, at once, to give up.
+
+        `number`: errno of the last error; only some are worth another attempt.
+        """
         import random
 
         pause = self._longest * random.uniform(0.5, 1.0)
@@ -110,6 +113,7 @@ class ObjectStore:
     """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
+        """Create the client of a store for the URL of a folder; sends no request."""
         self.url = url
         self.timeout = options.timeout_seconds
         self._options = options
@@ -123,9 +127,10 @@ class ObjectStore:
     def _send(
         self, action: str, key: str, request: Callable[[], _Result], seconds: float | None = None
     ) -> _Result:
-        """Send a request until it succeeds; repeat it for `seconds`, or until the timeout.
+        """Send a request until it succeeds, and return its result.
 
-        The engine's error is raised as a StoreError without credentials.
+        Repeats it for `seconds` (None: the timeout). `action`: text for the StoreError, which is
+        raised in place of the engine's error, without credentials.
         """
         path = f"{self.url}/{key}" if key else self.url
         if self._pid != os.getpid():
@@ -151,6 +156,7 @@ class ObjectStore:
         """
 
         def request() -> tuple[bytes, Tag] | None:
+            """Return the object and its version, or None if it has more than `most` bytes."""
             answer = self._engine.get(self._store, key)
             nbytes = answer.meta["size"]
             if nbytes > most:
@@ -216,7 +222,7 @@ class ObjectStore:
     # ---- writing ----
 
     def put(self, key: str, data: bytes | pathlib.Path) -> None:
-        """Write an object whose name no other content ever has, so that it may be repeated."""
+        """Write an object; its name is used for this content only, so the write may be repeated."""
         nbytes = len(data) if isinstance(data, bytes) else os.path.getsize(data)
         store = self._upload_store(nbytes)
         self._send(
@@ -267,6 +273,7 @@ class ObjectStore:
         """
 
         def request() -> None:
+            """Upload the file in parts; an error counts only if the object then lacks its size."""
             try:
                 self._engine.put(
                     self._upload_store(self._options.part_bytes, for_parts=True),
@@ -343,7 +350,7 @@ class ObjectStore:
 
     @contextmanager
     def temporary_object(self) -> Iterator[str]:
-        """Write a small object and yield its name; delete it, unless the store is gone."""
+        """Yield the name of a small new object, and delete it at the end."""
         name, is_gone = f".mlstate-{os.urandom(8).hex()}.tmp", False
         self.put(name, b"{}")
         try:
@@ -496,7 +503,10 @@ def _answer_text(text: str) -> tuple[str, str]:
 
 
 def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
-    """Return errno and text for a failure without an own class in the engine."""
+    """Return errno and text for an error of the engine without a class in it.
+
+    `text`: the engine's. `answer`: the HTTP status in it. `code`: the store's error code.
+    """
     lowered = text.partition("Debug source")[0].lower()
     if code in _THROTTLED or answer.startswith(("HTTP 429", "HTTP 503")):
         return errno.EAGAIN, f"the store limits the rate of requests or is overloaded ({answer})"

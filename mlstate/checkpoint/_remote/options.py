@@ -55,6 +55,10 @@ class StoreOptions(NamedTuple):
 
 
 def _number(options: dict[str, Any], name: str, least: float, default: Any) -> Any:
+    """Take the number `name` out of `options`, or return `default`.
+
+    Raises if it is below `least`.
+    """
     value = options.pop(name, default)
     if isinstance(value, str) and name.endswith("_bytes"):
         value = parse_size(f"storage_options[{name!r}]", value)

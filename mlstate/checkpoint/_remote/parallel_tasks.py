@@ -20,7 +20,7 @@ def run_tasks(
     threads: int,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Run tasks until all have ended; see `ParallelTasks.wait`."""
+    """Run tasks in threads until all have ended; raise the first error (`ParallelTasks.wait`)."""
     with ParallelTasks(tasks, threads) as started:
         started.wait(progress)
 
@@ -29,6 +29,7 @@ class ParallelTasks:
     """Started tasks; a context manager whose end drops the tasks that have not begun."""
 
     def __init__(self, tasks: Iterable[Callable[[], object]], threads: int) -> None:
+        """Start up to `threads` threads, which run the tasks in order."""
         self._left = deque(tasks)
         self._errors: list[BaseException] = []
         count = min(threads, len(self._left))
@@ -39,6 +40,7 @@ class ParallelTasks:
             thread.start()
 
     def _work(self) -> None:
+        """Run tasks until none is left; an error is kept, and ends the work of all threads."""
         while self._left:
             try:
                 task = self._left.popleft()

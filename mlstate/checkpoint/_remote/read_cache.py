@@ -54,6 +54,7 @@ class ReadCache:
     """
 
     def __init__(self, folder: str, most_bytes: int | None, url: str) -> None:
+        """Cache byte ranges of the store `url` in `folder`; None of `most_bytes` means no limit."""
         self._folder = folder
         self._most = most_bytes
         self._url = url
@@ -77,6 +78,7 @@ class ReadCache:
     # ---- reading ----
 
     def _entries(self, path: str) -> list[_Entry]:
+        """Return the cached ranges of one object, [] if it has none."""
         folder = self._object_folder(path)
         try:
             names = os.listdir(folder)
@@ -114,7 +116,7 @@ class ReadCache:
         return fields + _CHECKSUM.pack(_core.crc32c(fields))
 
     def get(self, path: str, begin: int, end: int) -> tuple[list[_Part], int] | None:
-        """Return the parts of a range, and the size of the object; None if a byte is missing."""
+        """Return the cached parts of a range, and the object's size; None if a byte is missing."""
         entries, at = self._entries(path), begin
         chosen: list[_Entry] = []
         while at < end:
@@ -247,7 +249,7 @@ def _files_below(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _write(path: str, header: bytes, data: Any) -> None:
-    """Write a file that only this user can read, by a rename; make its folder."""
+    """Create a file of the cache by a rename, readable only by this user; make its folder."""
     folder = os.path.dirname(path)
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)

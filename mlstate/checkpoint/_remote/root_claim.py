@@ -68,7 +68,7 @@ class RootClaim:
             raise
 
     def _replace(self, data: bytes) -> None:
-        """Write the root; a conflict after a lost answer is settled by reading the root."""
+        """Write `data` as the manifest; if the answer is lost, read it to learn the outcome."""
         was_lost = False  # an earlier request may have replaced the root
         attempts = Attempts(self._store.timeout, {*RETRIED, errno.EEXIST})
         self.is_unsure = True
@@ -88,9 +88,9 @@ class RootClaim:
         self.is_unsure = False
 
     def _is_own_root(self, data: bytes) -> bool:
-        """Return whether the root is `data`; False if it is still the old one.
+        """Return whether the manifest is `data`; False if it is still the old one.
 
-        Raises StoreError (EBUSY) if it is another one.
+        Raises StoreError (EBUSY) if another writer replaced it.
         """
         tag: Tag | None
         try:

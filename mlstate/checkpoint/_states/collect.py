@@ -98,7 +98,7 @@ NO_STATES = NamedStates(None, {}, {})
 
 
 def check_names(states: Any) -> Mapping[str, Any]:
-    """Return the argument ``states=``; raise if it is not a mapping of valid names."""
+    """Return the user's argument ``states=``; raise if it is not a mapping of valid names."""
     if not hasattr(states, "keys"):
         raise TypeError(f"states must be a mapping of names to states, got {type(states).__name__}")
     for name in states:
@@ -127,6 +127,7 @@ def modules_of(model: Any, states: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_array(value: Any) -> bool:
+    """Return whether a value is stored as a tensor; NumPy scalars and KV caches are not."""
     return (
         isinstance(value, Shard)
         or is_torch(value)
@@ -145,7 +146,10 @@ def _part(name: str, value: Any) -> Any:
 
 
 def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
-    """Return the tensors of a model or an optimizer by name, or None for other values."""
+    """Return the tensors of a model or an optimizer by name, or None for other values.
+
+    `modules`: of the save, which may own an optimizer's parameters. `ranks`: that save.
+    """
     if is_optimizer(value):
         if not backend_of(value, CheckpointBackend).has_standard_state_dict(value):
             return None

@@ -44,7 +44,7 @@ def _bit_generator(value: Any) -> Any:
 
 
 def state_of(value: Any, library: str) -> Any:
-    """Return a copy of a generator's state, as arrays and plain values."""
+    """Return a copy of a generator's state, as arrays and plain values; `library`: its kind."""
     if library == "python":
         import numpy as np
 
@@ -85,7 +85,10 @@ def set_state(value: Any, library: str, state: Any) -> None:
 
 
 def check_fits(value: Any, library: str, saved: str, state: Any, where: str) -> None:
-    """Raise CompatibilityError if a saved state belongs to another kind of generator."""
+    """Raise CompatibilityError if a saved state is not of the target's kind of generator.
+
+    `library`: of the target. `saved`: library of the saved state. `where`: path, for the error.
+    """
     expected, got = library, saved
     if library == saved == "numpy":
         expected = state_of(value, library)["bit_generator"]

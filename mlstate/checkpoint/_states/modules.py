@@ -41,7 +41,7 @@ def encode_entries(entries: Mapping[str, Any], metadata: Mapping[str, Any], wher
 
 
 def metadata_of(state: object) -> dict[str, dict[str, Any]]:
-    """Return the metadata that the result of a torch module's ``state_dict()`` carries."""
+    """Return the metadata of modules that torch puts into a ``state_dict()``; {} if none."""
     carried = getattr(state, "_metadata", None)
     if not isinstance(carried, dict):
         return {}
@@ -53,7 +53,7 @@ def metadata_of(state: object) -> dict[str, dict[str, Any]]:
 
 
 def shown_states(states: dict[str, object]) -> dict[str, Any]:
-    """Return loaded states without those that have only torch's metadata."""
+    """Return the named states for the caller, without internal ones that only torch needs."""
 
     def is_shown(name: str) -> bool:
         value = states[name]
@@ -73,7 +73,10 @@ class StoredEntries(NamedTuple):
 
 
 def stored_entries(loader: Loader, section: Section) -> StoredEntries:
-    """Read the entries of a section, by the names of the load."""
+    """Return the stored entries of a module that are not tensors, and torch's metadata.
+
+    Metadata of None: not known, for weights of another program.
+    """
     if section.is_optimizer or section.kind is None:
         return StoredEntries({}, None)
     name = entries_name(section.state)
@@ -94,7 +97,7 @@ def stored_entries(loader: Loader, section: Section) -> StoredEntries:
 
 
 def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
-    """Return the names of each unit's entries; others are left out."""
+    """Return the names of each submodule's entries, by id of the submodule; others are left out."""
     names_by_unit: dict[int, list[str]] = {}
     for name in names:
         unit = contract.unit_of(name)
@@ -106,7 +109,10 @@ def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
 def _selected_units(
     contract: Any, names: Names, stored: list[str], chosen: list[str]
 ) -> list[object]:
-    """Return the units to load; raise if `names=` selects a part of one's entries."""
+    """Return the submodules to load by their own methods; raise if `names` has a part of one.
+
+    `stored`: names of the checkpoint. `chosen`: names to load.
+    """
     if names.listed is None:
         return list(contract.units)
     every, some = _by_unit(contract, stored), _by_unit(contract, chosen)
@@ -128,7 +134,7 @@ def _selected_units(
 
 
 def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[Any]) -> None:
-    """Raise if a stored tensor has another dtype than the parameter of its name."""
+    """Raise if a stored tensor has another dtype than the submodules' tensor of its name."""
     memory: dict[str, Any] = {}
     for unit in units:
         memory.update(contract.memory(unit))
@@ -163,7 +169,7 @@ def _on_device_of(value: Any, like: Any) -> Any:
 def _read_tensors(
     loader: Loader, section: Section, names: list[str], earlier: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return new tensors with stored elements: parts of DTensors, like the earlier entries."""
+    """Return the stored tensors of `names` as new ones; as DTensors if `earlier` has them so."""
     request, number = loader.request, section.number
     sharded = [name for name in names if hasattr(earlier.get(name), "device_mesh")]
     if sharded and not request.by_target:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.arrays import is_cache, is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ..._common.text import count_text
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from .._sections import STATES
 from .generators import check_fits, library_of, restored, set_state, state_of
-from .tree import RANKS, TEXT, Decoder, leaves_of, malformed, parse, unpack
+from .tree import RANKS, TEXT, Decoder, is_coreml_state, leaves_of, malformed, parse, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -49,7 +50,10 @@ class _StoredTree(NamedTuple):
 
 
 def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
-    """Return the rank whose value to load, or None for all ranks."""
+    """Return the rank whose value of a state to load, None for all ranks' values.
+
+    `ranks`: number of ranks that saved it; raises if another number loads it.
+    """
     rank, world_size = loader.request.rank, loader.request.world_size
     if rank is None and loader.options["into"] is None:
         return None
@@ -66,7 +70,10 @@ def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
 
 
 def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTree]:
-    """Return the stored value; one for each rank if these differ and no rank was given."""
+    """Return the stored value `name`; a list of each rank's if these differ and none is chosen.
+
+    `kind`: its description in the manifest.
+    """
     label = f"states[{name!r}]"
     ranks = kind.get("ranks")
     if ranks is not None:
@@ -90,7 +97,7 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
 
 
 def _tensor_of(device: Any) -> Callable[[Any], Any]:
-    """Return a function that makes torch tensors of arrays."""
+    """Return a function that makes torch tensors of arrays, on `device` (None: the CPU)."""
     backend = torch_backend("states that were saved with tensors of torch", TensorBackend)
 
     def convert(array: Array) -> Any:
@@ -101,7 +108,7 @@ def _tensor_of(device: Any) -> Callable[[Any], Any]:
 
 
 def _leaf(template: Any, path: Iterable[str]) -> Any:
-    """Return the value at a path of another nested value, or None."""
+    """Return the value at a path of keys and indices in a nested value, None if it has none."""
     for part in path:
         if isinstance(template, dict):
             template = next((v for k, v in template.items() if str(k) == part), None)
@@ -113,7 +120,7 @@ def _leaf(template: Any, path: Iterable[str]) -> Any:
 
 
 def _shards(loader: Loader, name: str, node: object, template: object) -> dict[str, Any]:
-    """Return the sharded arrays: parts as in a template, or as the load cuts other tensors."""
+    """Return the sharded arrays in `node`: parts as in a template, or as the load cuts others."""
     shards = {}
     for leaf in leaves_of(node):
         if not leaf.is_sharded:
@@ -129,7 +136,7 @@ def _shards(loader: Loader, name: str, node: object, template: object) -> dict[s
 
 
 def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
-    """Return a new DTensor like another, with this rank's elements of a stored tensor."""
+    """Return a new DTensor like `like`, with this rank's elements of the stored tensor `key`."""
     tensor = like.detach().clone()
     part = backend_of(tensor, ShardBackend).part_of(key, tensor)
     if not isinstance(part, Shard):
@@ -143,7 +150,11 @@ def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
 def _decode(
     loader: Loader, name: str, stored: _StoredTree, node: Any, template: object, *, tensors: bool
 ) -> Any:
-    """Return the value of a JSON form that belongs to a stored tree."""
+    """Return the value of `node`, the JSON form of a part of the stored state `name`.
+
+    `template`: the target's value, whose tensors' layouts are used. `tensors`: return torch
+    tensors.
+    """
     device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
     arrays = {**stored.arrays, **_shards(loader, name, node, template)}
@@ -182,7 +193,10 @@ class _Restorer:
         return _decode(self.loader, self.name, self.stored, node, template, tensors=tensors)
 
     def add(self, target: Any, node: Any, where: str) -> None:
-        """Add the actions for a target."""
+        """Add the actions that restore one object of the caller, by its type.
+
+        `node`: its stored description. `where`: its path in the state, for errors.
+        """
         library = library_of(target)
         if library is not None:
             self.add_generator(target, library, node, where)
@@ -193,11 +207,13 @@ class _Restorer:
         elif type(target) is dict:
             self.add_dict(target, node, where)
         elif type(target) is list:
-            value = self.decode(node)
-            if not isinstance(value, list):
-                raise _mismatch(where, "a list", type(value).__name__)
-            before = list(target)
-            self.actions.append(_replacement(where, target, value, before))
+            self.add_list(target, node, where)
+        elif is_coreml_state(target):
+            raise TypeError(
+                f"into={{'states': ...}}: {where} is a {type(target).__name__}, which does not "
+                "list its names: pass its mlstate.coreml.StateManager, or take the arrays from "
+                "LoadedState.states of load(path) without into= and call write_state for each"
+            )
         else:
             raise TypeError(
                 f"into={{'states': ...}}: {where} is a {type(target).__name__}, which cannot be "
@@ -207,6 +223,10 @@ class _Restorer:
             )
 
     def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
+        """Add the action that sets a random generator of `library` to its stored state.
+
+        `node`: the stored description of the value. `where`: its path in the state, for errors.
+        """
         if library == "torch" and isinstance(node, dict) and node.get("form") == "torch":
             # a tensor of torch.get_rng_state(), from a file of torch
             node = {"$": "generator", "library": library, "state": node}
@@ -225,6 +245,10 @@ class _Restorer:
         )
 
     def add_cache(self, target: Any, node: object, where: str) -> None:
+        """Add the action that overwrites a KV cache with the stored one, and can undo it.
+
+        `node`: the stored description of the value. `where`: its path in the state, for errors.
+        """
         from ...kv._stored import check_cache, overwrite_cache
 
         if not (isinstance(node, dict) and node.get("$") == "cache"):
@@ -270,22 +294,39 @@ class _Restorer:
         for key, inner in pairs.items():
             if key not in target:
                 continue
-            current = target[key]
-            if _is_restorable(current):
-                self.add(current, inner, f"{where}[{key!r}]")
-                new[key] = current
-            else:
-                new[key] = self.decode(inner)
+            new[key] = self.add_inner(target[key], inner, f"{where}[{key!r}]")
         self.actions.append(_replacement(where, target, new, dict(target)))
+
+    def add_list(self, target: list[Any], node: object, where: str) -> None:
+        """Add the actions for a list: as for a dict, if it has something to restore in place."""
+        if not isinstance(node, list):
+            raise _mismatch(where, "a list", type(self.decode(node)).__name__)
+        if not _is_restorable(target):
+            new = self.decode(node)
+        elif len(node) == len(target):
+            pairs = enumerate(zip(target, node, strict=True))
+            new = [self.add_inner(*pair, f"{where}[{i}]") for i, pair in pairs]
+        else:
+            counts = (count_text(len(each), "value") for each in (target, node))
+            raise _mismatch(where, *(f"a list of {count}" for count in counts))
+        self.actions.append(_replacement(where, target, new, list(target)))
+
+    def add_inner(self, current: Any, node: object, where: str) -> Any:
+        """Add the actions for a value in a target, and return the value to be there."""
+        if not _is_restorable(current):
+            return self.decode(node)
+        self.add(current, node, where)
+        return current
 
 
 def _is_restorable(value: object) -> bool:
-    """Return whether a value inside of a target is restored itself, and not replaced."""
+    """Return whether a value in a target keeps its identity: it is restored, not replaced."""
     return (
         library_of(value) is not None
         or is_cache(value)
         or callable(getattr(value, "load_state_dict", None))
         or (type(value) is dict and any(map(_is_restorable, value.values())))
+        or (type(value) is list and any(map(_is_restorable, value)))
     )
 
 
@@ -294,7 +335,10 @@ def _has_torch(node: object) -> bool:
 
 
 def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -> Any:
-    """Return the state of a generator; torch's generators take tensors in main memory."""
+    """Return the state of a generator from its JSON form, for `set_state`.
+
+    Generators of torch take tensors in main memory.
+    """
     if not library.startswith("torch") or not _has_torch(node):
         return restorer.decode(node)
     try:
@@ -315,7 +359,7 @@ def _error(where: str, text: str, expected: str, got: str) -> CompatibilityError
 
 
 def _replacement(where: str, target: Any, new: object, before: object) -> Action:
-    """Return an action that replaces the content of a dict or a list."""
+    """Return an action that replaces the content of a dict or list by `new`; undo: by `before`."""
 
     def fill(content: Any) -> None:
         target.clear()
@@ -342,7 +386,7 @@ def _copy_state(where: str, target: object) -> Any:
 
 
 def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
-    """Return an action that calls ``load_state_dict``."""
+    """Return an action that calls ``load_state_dict`` of the target; undo: with `before`."""
 
     def undo() -> None:
         if before is not None:
@@ -389,7 +433,7 @@ def undo_all(actions: list[Action], cause: BaseException) -> None:
 
 
 def apply_all(actions: list[Action]) -> None:
-    """Run the actions; if one fails, undo it and those before it, and raise CompatibilityError."""
+    """Run the actions; if one fails, undo all so far and raise CompatibilityError."""
     for number, action in enumerate(actions):
         try:
             action.apply()

@@ -89,7 +89,7 @@ class _Encoder:
         self.arrays: dict[str, Any] = {TEXT: None}
 
     def store(self, array: Any, path: tuple[str, ...]) -> str:
-        """Keep an array under a key made from its path, and return the key."""
+        """Keep an array for the checkpoint, and return its key, which is made from `path`."""
         key = name = ".".join(path) or "value"
         number = 1
         while key in self.arrays:
@@ -99,7 +99,11 @@ class _Encoder:
         return key
 
     def node(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a value."""
+        """Return the JSON form of any value; arrays are stored apart, and the form has their keys.
+
+        `where`: the path for errors. `path`: the same as keys. `levels`: how deep values may still
+        nest.
+        """
         if value is None or type(value) in (bool, str):
             if isinstance(value, str):
                 check_text(value, where)
@@ -131,8 +135,9 @@ class _Encoder:
         """Return the JSON form of a KV cache; None for other values."""
         if not is_cache(value):
             return None
-        from ...kv._stored import cache_values
+        from ...kv._stored import cache_values, refuse_unstored
 
+        refuse_unstored(value, where)
         name, values = cache_values(value)
         return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
 
@@ -173,7 +178,7 @@ class _Encoder:
         ]
 
     def container(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a container, or None for other values."""
+        """Return the JSON form of a dict, list, tuple, set, deque or complex; None for others."""
         if isinstance(value, dict):
             return self.mapping(value, where, path, levels)
         if isinstance(value, set | frozenset):
@@ -192,6 +197,13 @@ class _Encoder:
         return None
 
     def mapping(self, value: dict[Any, Any], where: str, path: tuple[str, ...], levels: int) -> Any:
+        """Return the JSON node of a dict.
+
+        A plain one has str keys only, others are stored as pairs.
+
+        `where`: the path for errors. `path`: the same as keys. `levels`: how deep values may still
+        nest.
+        """
         kind = next((name for name, cls in _DICTS.items() if type(value) is cls), "dict")
         pairs = []
         for key, inner in value.items():
@@ -209,7 +221,7 @@ class _Encoder:
         return {"$": "dict", "class": kind, "items": pairs}
 
     def object(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a generator, or an object with ``state_dict()``."""
+        """Return the JSON form of a generator or object with ``state_dict()``; raise for others."""
         library = library_of(value)
         if library is not None:
             state = self.node(state_of(value, library), where, path, levels)
@@ -217,6 +229,12 @@ class _Encoder:
         method = getattr(value, "state_dict", None)
         if not callable(method) or isinstance(value, type):
             cls = type(value)
+            if is_coreml_state(value):
+                raise TypeError(
+                    f"{where} is a {cls.__module__}.{cls.__qualname__}, which does not list its "
+                    "names: pass its mlstate.coreml.StateManager, or its arrays, such as "
+                    "{name: state.read_state(name) for name in state_specs(package)}"
+                )
             raise TypeError(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored "
                 "without pickle: give numbers, str, bytes, arrays, random generators, objects "
@@ -230,6 +248,11 @@ class _Encoder:
         return {"$": "object", "state": self.node(state, where, path, levels)}
 
 
+def is_coreml_state(value: object) -> bool:
+    """Return whether this is a state of Core ML, which has names that only its model lists."""
+    return all(callable(getattr(value, each, None)) for each in ("read_state", "write_state"))
+
+
 def _named_node(value: Any, where: str) -> dict[str, Any] | None:
     """Return the JSON form of a dtype of torch, a path or an enum's member; None for others."""
     name = str(value) if type(value).__name__ == "dtype" else ""
@@ -239,7 +262,7 @@ def _named_node(value: Any, where: str) -> dict[str, Any] | None:
 
 
 def _check_exact(value: Any, where: str) -> None:
-    """Raise UnstorableError for a value that would be decoded with another type."""
+    """Raise UnstorableError if a value would be decoded as another type; `where`: its path."""
     torch_tensor = is_torch(value)
     if torch_tensor and not value.requires_grad:
         return
@@ -271,7 +294,7 @@ def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
 
 
 def whole_arrays(tree: Tree) -> dict[str, NDArray]:
-    """Return the arrays of a tree that are not shards, in main memory."""
+    """Return a tree's arrays by key, without shards; its device tensors move to main memory."""
     arrays = {}
     for key, value in tree.arrays.items():
         if isinstance(value, Shard):
@@ -292,7 +315,7 @@ def pack_header(tree: Tree, arrays: Mapping[str, NDArray]) -> bytes:
 
 
 def pack(tree: Tree, nbytes: int) -> NDArray:
-    """Return a tree without its shards as `nbytes` bytes; the rest is zero."""
+    """Return a tree without its shards as `nbytes` bytes, filled up with zeros."""
     arrays = whole_arrays(tree)
     header = pack_header(tree, arrays)
     packed = np.zeros(nbytes, np.uint8)
@@ -334,7 +357,7 @@ def packed(value: Any, where: str) -> NDArray:
 
 
 def leaves_of(node: Any) -> list[Leaf]:
-    """Return the arrays of a JSON form, in order."""
+    """Return the arrays that a JSON form refers to, in its order."""
     leaves: list[Leaf] = []
     stack = [node]
     while stack:
@@ -364,7 +387,7 @@ class Decoder:
         self.tensor_of = tensor_of
 
     def value(self, node: Any) -> Any:
-        """Return the value of a JSON form."""
+        """Return the value of a JSON form, built from its arrays."""
         if isinstance(node, list):
             return [self.value(item) for item in node]
         if not isinstance(node, dict):
@@ -392,7 +415,7 @@ class Decoder:
         return array
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
-        """Return the value of a kind that is neither an array nor a plain container."""
+        """Return the value of a JSON form of the given kind; raise KeyError for an unknown one."""
         if kind == "BytesIO":
             file = BytesIO(self.arrays[node["key"]].tobytes())
             file.seek(node["position"])

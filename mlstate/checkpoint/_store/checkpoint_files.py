@@ -1,4 +1,4 @@
-"""The files of a checkpoint in any folder: roots, manifests, indexes, and what no root needs."""
+"""`CheckpointFiles`: roots, manifests and indexes in any folder, and files that no root needs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def patterns_of(merged: _core.MergedIndex) -> list[ManifestSummary | None]:
 def generations_to_delete(
     before: Iterable[Manifest], now: Iterable[Manifest]
 ) -> dict[str, list[Generation]]:
-    """Return the deleted and the kept generations, as a message to all ranks."""
+    """Return which generations (saves) end and which stay, as a message for all ranks.
+
+    `before`, `now`: the manifests before and after a commit.
+    """
     worlds = {m.generation: m.world_size for m in before}
     remaining = {m.generation: m.world_size for m in now}
     deleted = {name: world for name, world in worlds.items() if name not in remaining}
@@ -132,7 +135,7 @@ class CheckpointFiles:
         return root if folder.exists(root) else folder.find_weights() or root
 
     def open_root(self, root: str = MANIFEST) -> tuple[str, Manifest | None]:
-        """Return what `current_root` does, and the manifest if that took reading it."""
+        """Return the root to read, as `current_root` does, and its manifest if that was read."""
         if root != MANIFEST or self.folder.file:
             return self.current_root(root), None
         try:
@@ -145,7 +148,7 @@ class CheckpointFiles:
             raise
 
     def read_manifest(self, name: str = MANIFEST) -> Manifest:
-        """Read a root; raise FormatError if a file under ``roots/`` does not match its own name."""
+        """Return the manifest in a root; raise FormatError if it does not match its file name."""
         if is_weights_root(name):
             try:
                 # the index in a download cache is a link
@@ -172,7 +175,7 @@ class CheckpointFiles:
         return manifest
 
     def _no_checkpoint(self, error: StoreError) -> StoreError:
-        """Return the error for a missing checkpoint; it describes the actual content."""
+        """Return the error for a path without a checkpoint; it describes the actual content."""
         text = self.folder.missing_reason()
         if not text:
             return error
@@ -245,7 +248,7 @@ class CheckpointFiles:
         return False
 
     def content(self) -> FolderContent:
-        """Return the current checkpoints; empty if the folder does not exist."""
+        """Return the current checkpoints of the folder; empty if it does not exist."""
         if self.folder.is_local and not self.folder.has_checkpoint():
             return FolderContent(None, ())
         manifest = None
@@ -267,7 +270,7 @@ class CheckpointFiles:
             raise store_error(exists, "cannot write the target", self.path)
 
     def is_committed(self, generation: str) -> bool:
-        """Return whether a root names the generation, or a root cannot be read."""
+        """Return whether a save was committed: a root names it. True if a root cannot be read."""
         try:
             for name in [*(root.path for root in self.list_roots()), MANIFEST]:
                 with suppress(FileNotFoundError):  # the folder has no such root
@@ -280,7 +283,7 @@ class CheckpointFiles:
     # ---- indexes ----
 
     def load_index(self, record: IndexRecord) -> bytes:
-        """Read one rank's index; raise ChecksumError if it is not the committed one."""
+        """Return the bytes of one rank's index; raise ChecksumError if not as committed."""
         data = self.folder.read(record.path)
         crc = f"{_core.crc32c(data):08x}"
         if len(data) != record.bytes or crc != record.crc32c:
@@ -335,7 +338,10 @@ class CheckpointFiles:
     def _check_patterns(
         self, manifest: Manifest, summaries: dict[int, ManifestSummary | None]
     ) -> None:
-        """Raise FormatError if an index's pattern or parts differ from the manifest's."""
+        """Raise FormatError if an index's pattern or parts differ from the manifest's.
+
+        `summaries`: the manifest's part of each index that was read, by rank.
+        """
         for pattern in manifest.patterns or ():
             first = None
             for place, rank in enumerate(pattern.ranks):
@@ -451,13 +457,17 @@ class CheckpointFiles:
     ) -> list[str]:
         """Delete the shard files and indexes that no root needs; the caller holds the lock.
 
-        `merged_indexes` and `roots` as for `needed_files`. Returns the paths, also in a dry run.
+        `merged_indexes`, `roots`: those already read, by generation and path. Returns the deleted
+        paths, in a dry run those to delete.
         """
         dead = sorted({*self.known_files()} - self.needed_files((), merged_indexes, roots))
         return dead if dry_run else self.remove(dead)
 
     def delete_unfinished(self, generation: str, before: Manifest | None) -> None:
-        """Delete the files of a writer that died before its commit."""
+        """Delete the files of the save `generation`, whose writer died, if it was not committed.
+
+        `before`: the manifest at the folder's top, which has no root, or None.
+        """
         named = {root.generation for root in self.list_roots()}
         if before is not None:
             named.add(before.generation)
@@ -509,7 +519,10 @@ class CheckpointFiles:
         return list(manifests.values())
 
     def _index_files(self, which: Generation, rank: int) -> tuple[str, set[str]]:
-        """Return the path of one rank's index, and the files that the index names."""
+        """Return the path of one rank's index, and the paths of the files that it names.
+
+        `which`: the save. Raises FormatError if the index is another one's.
+        """
         path = f"index/{which.generation}.{rank}.json"
         merged = _core.MergedIndex((self.folder.read(path),), (self.join(path),))
         [(generation, number, world_size, *_)] = merged.heads()
@@ -569,7 +582,10 @@ class CheckpointFiles:
             log("INFO", "%s: the damaged step %s cannot be marked: %s", self.path, root, error)
 
     def mark_steps(self, generation: str, damaged: Collection[str]) -> None:
-        """Mark the step of a generation, and other steps that need one of the damaged files."""
+        """Mark the step of a damaged generation, and others that need one of the damaged files.
+
+        A marked step is not counted by managers.
+        """
         for root in self.list_roots():
             is_damaged = root.generation == generation
             if not is_damaged:

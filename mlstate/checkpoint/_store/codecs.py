@@ -55,6 +55,7 @@ def decode(name: str, data: Buffer, size: int) -> bytes:
 
 
 def _inflate(data: Buffer, size: int) -> bytes:
+    """Decode a zlib block to exactly `size` bytes; raises ValueError if it has other ones."""
     stream = zlib.decompressobj()
     try:
         result = stream.decompress(data, size + 1)
@@ -66,6 +67,7 @@ def _inflate(data: Buffer, size: int) -> bytes:
 
 
 def _decode_zstd(data: Buffer, size: int) -> bytes:
+    """Decode a zstd block to exactly `size` bytes; raises ValueError if it has other ones."""
     zstandard = _zstandard()
     try:
         # the header declares the content and window sizes; check both before trusting them, as

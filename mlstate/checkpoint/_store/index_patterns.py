@@ -32,9 +32,10 @@ def pattern_of(text: bytes) -> dict[str, Any]:
 
 
 def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]]:
-    """Return the ranks that store each part of a tensor.
+    """Return the ranks that store each part of a tensor, by part.
 
-    `places` are the tensor's places in a merged index that has one index for each pattern.
+    `places`: from a merged index that has one index for each pattern: pairs of C integers, the
+    pattern and the tensor's group in it.
     """
     owners: dict[int, list[int]] = {}
     for index, group in struct.iter_unpack("=II", places):
@@ -83,11 +84,12 @@ def check_complete(merged: _core.MergedIndex, patterns: Sequence[Pattern] | None
 def with_patterns(
     files: CheckpointFiles, manifest: Manifest, reports: Sequence[dict[str, Any]]
 ) -> tuple[Manifest, _core.MergedIndex]:
-    """Add the patterns that ranks reported to a manifest; also return a merged index.
+    """Add the patterns, groups of ranks with alike indexes, to a manifest; return it and an index.
 
-    The merged index has one index of each pattern, so it lists all tensors. If an index has no
-    pattern, the manifest gets no patterns, and the merged index has the indexes of all ranks.
-    Raises FormatError if the indexes do not form one checkpoint, or lack a part of a tensor.
+    `reports`: what each rank wrote, with its pattern. The merged index has one index of each
+    pattern, so it lists all tensors. If an index has no pattern, the manifest gets no patterns, and
+    the merged index has the indexes of all ranks. Raises FormatError if the indexes do not form one
+    checkpoint, or lack a part of a tensor.
     """
     ranks_of: dict[str | None, list[int]] = {}
     for rank, report in enumerate(reports):

@@ -61,7 +61,7 @@ class Manifest(NamedTuple):
 
 
 def build(manifest: Manifest) -> bytes:
-    """Return a manifest as JSON with its checksum; raise TypeError or ValueError if invalid."""
+    """Return the bytes of a manifest: JSON with its checksum; raise if a value is invalid."""
     import json
 
     indexes = manifest.indexes
@@ -98,7 +98,10 @@ def _member(
     most: int = _INT64,
     pattern: re.Pattern[str] | None = None,
 ) -> Any:
-    """Return a member of a JSON object; raise unless it has a type, and the range or pattern."""
+    """Return a member of a JSON object; raise unless it has a type, and the range or pattern.
+
+    `least`, `most`: range of an int. `pattern`: of a str.
+    """
     if name not in members:
         raise _WrongError(f'"{name}" is missing')
     value = members[name]
@@ -120,6 +123,10 @@ def _kind(members: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[st
 
 
 def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Return the descriptions of the named states by name; None if the manifest has none.
+
+    `members`: the manifest's JSON object.
+    """
     if "states" not in members:
         return None
     listed = _member(members, "states", dict)
@@ -133,7 +140,7 @@ def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
 
 
 def _numbers(values: Any, name: str, count: int, least: int = 0) -> list[int]:
-    """Return the values if they are a list of `count` integers."""
+    """Return `values` if they are `count` integers of at least `least`; `name`: for errors."""
     if not isinstance(values, list) or len(values) != count:
         raise _WrongError(f'"{name}" must be a list of {count} numbers')
     if not {int}.issuperset(map(type, values)):
@@ -144,6 +151,10 @@ def _numbers(values: Any, name: str, count: int, least: int = 0) -> list[int]:
 
 
 def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple[IndexRecord, ...]:
+    """Return each rank's record of its index file: path, size, checksum, counts.
+
+    `members`: the manifest's JSON object.
+    """
     listed = _member(members, "indexes", dict)
     crcs: str = _member(listed, "crc32c", str, pattern=_CRCS)
     if len(crcs) != 8 * world_size:
@@ -161,6 +172,10 @@ def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple
 
 
 def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] | None:
+    """Return the groups of ranks whose indexes are alike; None if the manifest has no groups.
+
+    `members`: the manifest's JSON object.
+    """
     if "patterns" not in members:
         return None
     patterns = []
@@ -179,7 +194,7 @@ def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] |
 
 
 def _read(document: Any) -> Manifest:
-    """Convert the parsed JSON to a Manifest, checking each member."""
+    """Return the manifest of parsed JSON; raise `_WrongError` at the first invalid member."""
     if not isinstance(document, dict):
         raise _WrongError("the text is not a JSON object")
     if _member(document, "format", str) != FORMAT:

@@ -13,7 +13,7 @@ GLOB = re.compile(r"[*?\[]")
 
 
 def listed_names(names: str | Iterable[str] | None) -> list[str] | None:
-    """Return the `names` argument, one name or several, as a list."""
+    """Return the caller's `names`, one or several, as a list; None for None."""
     if names is None:
         return None
     if not hasattr(names, "__iter__"):

@@ -35,7 +35,7 @@ def is_url(path: object) -> TypeGuard[str]:
 
 
 def _check_url(text: str) -> str:
-    """Return the URL of a checkpoint without a slash at the end; refuse wrong ones."""
+    """Return the URL of a checkpoint without a slash at the end; raise ValueError if invalid."""
     match = _URL.match(text)
     assert match is not None
     scheme, rest = match[1].lower(), match[2]
@@ -132,7 +132,10 @@ def open_files(
     *,
     reads: bool = False,
 ) -> CheckpointFiles:
-    """Return the files of the checkpoint at a path; see `open_folder`."""
+    """Return the files of the checkpoint at a path or URL, as an object; nothing is read.
+
+    `storage_options`: of a store. `reads`: the caller only reads, also weights of other programs.
+    """
     return CheckpointFiles(open_folder(path, storage_options, reads=reads))
 
 
@@ -168,7 +171,7 @@ class RootPath(NamedTuple):
 def open_root_path(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> RootPath:
-    """Return the root for the argument `path`; `storage_options` open it anew."""
+    """Return the open folder and root for a path; a `RootPath` is opened anew with options."""
     if not isinstance(path, RootPath):
         return RootPath(open_files(path, storage_options, reads=True))
     if storage_options is None:

@@ -28,6 +28,10 @@ class Indexes:
     """
 
     def __init__(self, files: CheckpointFiles, manifest: Manifest, rank: int | None) -> None:
+        """Read the first indexes: one for each pattern of ranks, or all if no patterns are known.
+
+        `rank`: prefer this rank's index among equal ones; None: the first.
+        """
         self._files = files
         self._manifest = manifest
         self._rank = rank

@@ -47,7 +47,7 @@ def changed_text(data: bytes, record: Record) -> str:
 
 
 def require_index(folder: Folder, root: str, data: bytes) -> None:
-    """Raise ChecksumError if the content of an index differs from its record, if it has one."""
+    """Raise ChecksumError if an index (`data`, of the file `root`) differs from its checksum."""
     checksums = find_checksums(folder)
     if checksums is not None and root in checksums.records:
         text = changed_text(data, checksums.records[root])
@@ -58,7 +58,7 @@ def require_index(folder: Folder, root: str, data: bytes) -> None:
 
 
 def records_of(folder: Folder, files: tuple[str, ...]) -> tuple[Record | None, ...]:
-    """Return the records of files; () without checksums.
+    """Return the checksums' records of these files; () if the folder has no checksums.
 
     A file that the checksums do not list causes a warning.
     """

@@ -70,7 +70,7 @@ def listed(names: tuple[str, ...] | list[str]) -> str:
 
 
 def _check_file_name(folder: Folder, root: str, tensor: str, name: Any, suffix: str) -> None:
-    """Raise unless a value of the index is the name of a file in the folder itself."""
+    """Raise unless `name`, the file of a tensor in an index, is one in the folder itself."""
     if not isinstance(name, str):
         text = f"the file of {tensor!r} is {name!r}, not a file name"
     elif "/" in name or "\\" in name or "\0" in name or not name.endswith(suffix):
@@ -107,7 +107,10 @@ def parse_index(folder: Folder, root: str, data: bytes, suffix: str = SUFFIX) ->
 
 
 def list_set(folder: Folder, root: str) -> WeightFiles:
-    """Return the numbered files of a folder without an index, with a warning."""
+    """Return the numbered files of a folder of weights that has no index; warn of missing ones.
+
+    `root`: the name pattern of the set.
+    """
     try:
         files, missing = set_files(folder.names(""), root)
     except FormatError as error:
@@ -122,7 +125,7 @@ def list_set(folder: Folder, root: str) -> WeightFiles:
 
 
 def _check_unlisted(folder: Folder, weights: WeightFiles) -> None:
-    """Raise if the index leaves out files of the set that it names."""
+    """Raise if an index leaves out files that its listed files belong to (1 of 3, 2 of 3)."""
     sets = {set_of(name) for name in weights.files} - {None}
     unlisted = [name for name in unlisted_files(folder, weights) if set_of(name) in sets]
     if unlisted:
@@ -158,9 +161,9 @@ def _generation(infos: Mapping[str, FileInfo]) -> tuple[str, float]:
 
 
 def _read_texts(folder: Folder, name: str) -> dict[str, str]:
-    """Return the metadata of a file.
+    """Return the texts in the header of a safetensors file; {} if it is damaged or was replaced.
 
-    {} if it is damaged or was replaced, which reading its tensors reports.
+    Reading its tensors reports the damage.
     """
     try:
         with folder.header_files((name,)) as local:
@@ -300,7 +303,10 @@ def warn_of_differences(
     files_by_name: dict[str, str],
     copies: set[tuple[str, str]],
 ) -> None:
-    """Warn that the index differs from the headers of the files."""
+    """Warn the user if an index of weights differs from the headers of its files.
+
+    `files_by_name`: file of each tensor, from the headers. `copies`: (tensor, file) of duplicates.
+    """
     tensors = weights.tensors or {}
     wrong = [
         name
@@ -329,7 +335,7 @@ def warn_of_differences(
 
 
 def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Exception | None:
-    """Return the error for a name that selects only tensors that no file holds; else None."""
+    """Return the error if `name` selects only tensors of the index that no file holds, or None."""
     tensors = {} if weights is None else weights.tensors or {}
     chosen, _ = Names([name], list(tensors)).select(list(tensors), 0)
     if weights is None or not chosen:
@@ -342,7 +348,7 @@ def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Ex
 
 
 def warn_of_total(folder: Folder, manifest: Manifest, merged: _core.MergedIndex) -> None:
-    """Warn if the index has another total size than the tensors."""
+    """Warn the user if the index of weights records another total size than its tensors have."""
     weights = manifest.weights
     if weights is None or weights.total_bytes is None:
         return

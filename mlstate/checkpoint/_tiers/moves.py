@@ -49,7 +49,7 @@ _TRIES = 16  # attempts to free space that other threads keep taking
 
 
 def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
-    """Return both states as mappings, and the torch optimizer if one was given."""
+    """Return the caller's model and optimizer as mappings, and the torch optimizer or None."""
     module = None
     if is_module(model):
         module, model = model, model.state_dict(keep_vars=True)
@@ -103,7 +103,7 @@ class TierMoves:
         )
 
     def _prepare_states(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
-        """Return the given states as mappings; record their classes and choose the device."""
+        """Return the user's states as mappings, and the torch optimizer; choose the device."""
         prepared = given_states(model, optimizer)
         if prepared[2] is not None:
             optimizer = OptimizerStateDict.from_torch(optimizer, model)
@@ -178,6 +178,7 @@ class TierMoves:
         return sorted(name for name in names if name.endswith(SUFFIX))
 
     def _refuse_or_discard(self, discard: bool) -> None:
+        """Raise if the folder has units of an earlier process, or delete them if `discard`."""
         self._folder.remove(self._folder.temporary_files())
         units = [f for f in self._files() if is_unit_file(os.path.join(self._directory, f))]
         if discard:
@@ -194,7 +195,7 @@ class TierMoves:
             )
 
     def _refuse_existing_files(self, units: list[Unit]) -> None:
-        """Raise StoreError if a unit's file exists already: another program owns it."""
+        """Raise StoreError if the file of a new unit exists already: it is another program's."""
         existing = set(self._files())
         for unit in units:
             if unit.file in existing:
@@ -211,6 +212,10 @@ class TierMoves:
         return os.path.join(self._directory, unit.file)
 
     def _open_units(self) -> None:
+        """Take over the unit files of an earlier process.
+
+        A damaged one is left out with a warning.
+        """
         import warnings
 
         self._folder.remove(self._folder.temporary_files())
@@ -236,6 +241,7 @@ class TierMoves:
         self._units[unit.name] = unit
 
     def _add(self, units: list[Unit]) -> None:
+        """Insert new units, and move each to the tier that its shards mark, within the budgets."""
         for unit in units:
             with self._changed:
                 self._insert(unit)
@@ -262,7 +268,7 @@ class TierMoves:
             return budget is not None and used > budget
 
     def _enforce_budget(self, unit: Unit) -> None:
-        """Move other units away, or this one, if its growth exceeds the tier's budget."""
+        """Move other units, or this one, to a farther tier if its growth exceeds the budget."""
         while self._is_over(unit):
             try:
                 self._make_room(unit, unit.tier)
@@ -271,7 +277,7 @@ class TierMoves:
                 self._move(unit, FARTHER[unit.tier])
 
     def _unit(self, name: str) -> Unit:
-        """Return a unit by name; the caller holds the lock."""
+        """Return a unit by its name; raise if it is unknown or the state closed. Needs the lock."""
         if not self._close.alive:
             raise ValueError("this TieredState is closed")
         try:
@@ -343,7 +349,7 @@ class TierMoves:
         return True
 
     def _make_room(self, unit: Unit, to: Tier) -> None:
-        """Move the least used units away until this unit fits."""
+        """Move the least used units out of the tier `to` until this unit fits, or raise."""
         with self._making_room:
             for _ in range(_TRIES):
                 with self._changed:
@@ -361,6 +367,11 @@ class TierMoves:
             self._check_fits(unit, to)
 
     def _move_towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], operation: str) -> Tier:
+        """Move a unit to `to` (None: the next tier in `steps`), and return its tier.
+
+        `steps`: the next tier for each, nearer or farther. Raises ValueError if `to` is the other
+        way.
+        """
         with self._changed:
             unit = self._unit_at_rest(name)
             target = steps[unit.tier] if to is None else Tier(to)
@@ -373,7 +384,7 @@ class TierMoves:
         return target
 
     def _hold_unit(self, name: str, to: Tier | None) -> Unit:
-        """Bring a unit to a usable tier, and keep it there until it is released."""
+        """Bring a unit to `to` (None: a usable tier), and keep it there until it is released."""
         for _ in range(_TRIES):
             with self._changed:
                 unit = self._unit_at_rest(name)
@@ -398,7 +409,7 @@ class TierMoves:
         return Tier.HOT if too_large and (hot is None or unit.nbytes <= hot) else Tier.WARM
 
     def _take_back_arrays(self, unit: Unit, used: TieredUnit) -> None:
-        """Store the arrays that the user replaced."""
+        """Store the arrays that the user replaced in the handle `used`, after use."""
         with self._changed:
             states = {}
             if self._optimizer is not None and unit.parts[0].is_tensor:

@@ -36,6 +36,7 @@ class PlacedUnit:
     __slots__ = ("name", "nbytes", "pins", "score", "tier", "used_at", "uses")
 
     def __init__(self, name: str, nbytes: int, tier: Tier) -> None:
+        """Create a unit without uses, of this size and in this tier."""
         self.name = name
         self.nbytes = nbytes
         self.tier = tier
@@ -62,6 +63,7 @@ class TierPolicy:
     """
 
     def __init__(self, hot_budget: int | None, warm_budget: int | None) -> None:
+        """Create a policy without units; budgets are bytes, None for no limit."""
         for label, budget in (("hot", hot_budget), ("warm", warm_budget)):
             if budget is not None and budget < 0:
                 raise ValueError(f"{label}_budget_bytes must not be negative, got {budget}")
@@ -233,7 +235,7 @@ class TierPolicy:
         return moves
 
     def _choose_tiers(self, ranked: list[PlacedUnit]) -> list[tuple[PlacedUnit, Tier]]:
-        """Return each unit with the nearest tier that has the space, left by better units."""
+        """Return each unit of `ranked` with its tier: the nearest with space, best units first."""
         left = {
             tier: math.inf if budget is None else budget - used
             for tier, (used, budget) in self.totals().items()

@@ -119,6 +119,7 @@ class TierReport:
         totals: dict[Tier, tuple[int, int | None]],
         traffic: list[Traffic],
     ) -> None:
+        """Keep the figures: records of units, (bytes, budget or None) by tier, and moves so far."""
         self.units: list[TierRecord] = units
         self.totals: dict[Tier, tuple[int, int | None]] = totals
         self.traffic: list[Traffic] = traffic
@@ -168,6 +169,7 @@ def _bar(share: float, tier: Tier) -> str:
 
 
 def _totals(report: TierReport) -> str:
+    """Return the HTML table of tiers: units, bytes, budget, and a bar of the share that is used."""
     largest = max((nbytes for nbytes, _ in report.totals.values()), default=0) or 1
     rows = []
     for tier, (nbytes, budget) in report.totals.items():
@@ -183,6 +185,7 @@ def _totals(report: TierReport) -> str:
 
 
 def _units(units: Sequence[TierRecord], most: int) -> str:
+    """Return the foldable HTML table of the `most` units with the most recent uses."""
     listed = sorted(units, key=lambda unit: -unit.lately)[:most]
     rows = "".join(
         f"<tr><td><code>{escape(shorten(name, 80))}</code>"
@@ -200,7 +203,7 @@ def _units(units: Sequence[TierRecord], most: int) -> str:
 
 
 def tiers_html(report: TierReport) -> str:
-    """Return the tiers, each with a bar, and as many units as fit the byte limit."""
+    """Return the page of a report: tiers with bars, and as many units as fit the byte limit."""
     moved = "".join(f"<p>{_traffic_text(traffic)}</p>" for traffic in report.traffic)
 
     def make(most: int) -> str:

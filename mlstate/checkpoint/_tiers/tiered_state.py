@@ -1,4 +1,4 @@
-"""Keep a state in tiers: device memory, main memory and files.
+"""`TieredState`: keep a state in device memory, main memory and files.
 
 Public through `mlstate.checkpoint`.
 """
@@ -150,6 +150,7 @@ class TieredState(TierMoves):
         device: Any = None,
         discard: bool = False,
     ) -> None:
+        """Take over the arrays as units, and write those beyond the budgets (see the class)."""
         check_flags(discard=discard)
         both = given_states(model, optimizer)[:2]
         full = sum(getattr(part, "nbytes", 0) for each in both for part in (each or {}).values())

@@ -63,6 +63,7 @@ class Part:
     __slots__ = ("array", "dtype", "facts", "is_tensor", "key", "marked", "section", "shape")
 
     def __init__(self, section: int, key: str, value: Any) -> None:
+        """Wrap one array or `Shard`; `section` is 0 for the model, 1 for the optimizer."""
         self.section = section
         self.key = key
         self.facts: dict[str, Any] | None = None
@@ -120,7 +121,7 @@ class Part:
         return Shard(array, tier=tier, **(self.facts or {}))
 
     def describe(self) -> dict[str, Any]:
-        """Return the properties that are missing in the file's header, for JSON."""
+        """Return properties of this part that the header lacks, as JSON: name, torch, `Shard`."""
         about: dict[str, Any] = {"name": self.stored}
         if self.is_tensor:
             about["torch"] = True
@@ -152,7 +153,7 @@ class Unit:
 
 
 def units_of(model: Mapping[str, object] | None, optimizer: Mapping[str, Any] | None) -> list[Unit]:
-    """Group the entries of both states by parameter, in the model's order."""
+    """Return one unit for each parameter, with its array and its optimizer states."""
     units: dict[str, Unit] = {}
     for section, state in enumerate((model, optimizer)):
         for key, value in (state or {}).items():
@@ -168,7 +169,7 @@ def units_of(model: Mapping[str, object] | None, optimizer: Mapping[str, Any] | 
 
 
 def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
-    """Write a unit's file durably, unless it has these bytes already."""
+    """Write a unit's `arrays` to its file durably, unless the file has these bytes already."""
     import json
 
     text = json.dumps({"unit": unit.name, "parts": [part.describe() for part in unit.parts]})
@@ -194,7 +195,7 @@ def _bytes_of(array: Any) -> Any:
 
 
 def _is_stored(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
-    """Return whether a file has these bytes already; on any doubt return False."""
+    """Return whether a unit's file has these arrays and this text; on any doubt return False."""
     with suppress(MLStateError, ImportError):
         arrays, texts = _core.file_load(path, True, True)
         expected = {name: _bytes_of(array) for name, array in stored}
@@ -214,7 +215,7 @@ def name_unit_error(name: str, error: MLStateError) -> MLStateError:
 
 
 def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
-    """Read and verify a unit's arrays, in the order of its parts; errors name the unit."""
+    """Return a unit's arrays, read from its file and verified, in the order of its parts."""
     try:
         if mmap:
             _verify(path)
@@ -241,7 +242,7 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
 
 
 def _verify(path: str) -> None:
-    """Verify a whole file by its checksums, block by block."""
+    """Raise ChecksumError for the first damaged block of a unit's file; reads all of it."""
     report, _ = verify_file(path)
     for problem in report.problems:
         error = _core.ChecksumError(
@@ -269,7 +270,7 @@ def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
 
 
 def _value_of(about: Mapping[str, Any], array: object) -> Any:
-    """Return the stored value: an array, a tensor if torch is installed, or a Shard of either."""
+    """Return a part's value as the file describes it: array, torch tensor, or a Shard of these."""
     if about.get("torch") is True:
         with suppress(ImportError):
             array = backend_named("torch", TensorBackend).tensors_of({"": array})[""]
@@ -344,7 +345,7 @@ def _of_kind(part: Part, array: Any) -> Any:
 
 
 def _from_device(part: Part, tensor: Any) -> Any:
-    """Copy a tensor to main memory, in the kind of its part."""
+    """Return a copy of a device tensor in main memory: an array or a tensor, as the part is."""
     copied = backend_of(tensor, TierBackend).in_memory(tensor)
     if part.is_tensor:
         return copied

@@ -47,6 +47,7 @@ class TieredUnit:
     __slots__ = ("_given", "name", "parameter", "states", "tier")
 
     def __init__(self, unit: Unit) -> None:
+        """Present the arrays of a unit that is in memory; no array is copied."""
         self.name: str = unit.name
         self.tier: Tier = unit.tier
         self.parameter: Any = None
@@ -59,6 +60,7 @@ class TieredUnit:
                 self.states[part.state] = part.array
 
     def __repr__(self) -> str:
+        """Return name, tier, and shape and dtype of each array."""
         arrays = {"parameter": self.parameter, **self.states}
         texts = [
             f"{name} {tuple(array.shape)} {name_of(array.dtype)}"
@@ -69,7 +71,7 @@ class TieredUnit:
 
 
 def _check(unit: Unit, part: Part, array: Array) -> Part:
-    """Return the part for a replacement array; raise if shape, dtype or kind differ."""
+    """Return the part that holds the user's replacement `array`; raise if it does not fit."""
     checked = Part(part.section, part.key, array)
     facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (checked, part)]
     if facts[0] != facts[1]:

@@ -55,6 +55,7 @@ def _with_conversion(load: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(load)
     def load_file(path: Any, *args: Any, **keywords: Any) -> Any:
+        """Load a file as Lightning does."""
         try:
             return load(path, *args, **keywords)
         except IsADirectoryError as error:

@@ -43,9 +43,10 @@ def make_array(array: Any, name: str) -> Any:
         return source if source.dtype != mx.uint16 else source.view(getattr(mx, dtype))
     if dtype == "bfloat16":
         return mx.array(packed_array(array).view(np.uint16)).view(mx.bfloat16)
-    if dtype in EXTENSIONS or not hasattr(mx, "bool_" if dtype == "bool" else dtype):
+    mlx_dtype = getattr(mx, "bool_" if dtype == "bool" else dtype, None)
+    if dtype in EXTENSIONS or mlx_dtype is None:
         raise incompatible(f"{name}: mlx has no dtype {dtype}", name, "a dtype of mlx", dtype)
-    return mx.array(packed_array(array))
+    return mx.array(packed_array(array), mlx_dtype)
 
 
 def _find_source(array: Any) -> Any:

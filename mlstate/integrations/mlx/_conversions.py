@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.set_module import set_module
 from ...kv import CacheSpec
-from ...kv._arguments import incompatible
-from .._caches import LaidOutState
-from ._fill_layers import Filler, empty_layer
+from .._caches import LaidOutState, unknown_classes
+from ._fill_layers import Filler, empty_layer, layouts_for
 from ._live_layers import check_cache, new_layer, read_layer
 from ._read_entries import Layout, Reader, layout_of
 
@@ -44,6 +43,9 @@ def from_cache(cache: list[Any], *, length: int | None = None) -> CacheState:
         ``prepare`` and ``finalize``. A ValueError.
     TypeError
         `cache` is not a list of layers.
+    RuntimeError
+        Arrays are lazy, and mlx cannot compute them in this thread: call ``mx.eval`` in the thread
+        that made them.
 
     Notes
     -----
@@ -62,7 +64,8 @@ def from_cache(cache: list[Any], *, length: int | None = None) -> CacheState:
     Arrays that are lazy are computed. mlx does not write to the memory of the state: if the cache
     continues, mlx copies each array once at the next token. So the state keeps the tokens of this
     moment. If layers have different numbers of free positions, the views leave out those that not
-    all of them have. The length of a batch counts the padding.
+    all of them have. The length of a batch counts the padding. Checkpoints do not store padding, so
+    `mlstate.save` refuses such a state; `save_prompt_cache` stores it.
 
     Examples
     --------
@@ -91,7 +94,16 @@ def read_state(layers: list[LayerValues], length: int | None = None) -> CacheSta
     reader.finish()
     tokens = reader.checked_length(length)
     layouts = tuple([layout_of(layer, tokens) for layer in layers])
-    return LaidOutState(CacheSpec(reader.entries), reader.arrays, tokens, layouts)
+    padded = [i for i, layout in enumerate(layouts) if layout.has_padding]
+    unstored = (
+        ""
+        if not padded
+        else (
+            f"layer {padded[0]} has the padding of a batch, which checkpoints do not store: use "
+            "save_prompt_cache and load_prompt_cache"
+        )
+    )
+    return LaidOutState(CacheSpec(reader.entries), reader.arrays, tokens, layouts, unstored)
 
 
 @set_module("mlstate.integrations.mlx")
@@ -117,17 +129,19 @@ def to_cache(state: CacheState, into: list[Any] | None = None) -> list[Any]:
     ------
     CompatibilityError
         The layers of `into` do not fit the arrays: another class, number, shape, dtype, group or
-        number of bits; a window needs tokens that were evicted; mlx does not have a dtype; or a new
-        cache needs `into`. Nothing is changed then. A ValueError.
+        number of bits; a window needs tokens that were evicted; a layer does not store the padding
+        of a batch; mlx does not have a dtype; or a new cache needs `into`. Nothing is changed then.
+        A ValueError.
     TypeError
         `state` is not a `CacheState`, or `into` not a list of layers.
 
     Notes
     -----
     Arrays of `from_cache` are used again without a copy: the cache and the state share memory, and
-    mlx copies an array before it writes to it. mlx cannot use the memory of other arrays, for
-    example of `resize`, `quantize` or `copy`, so these are copied, and so are rings that are not
-    stored in the order of mlx.
+    mlx copies an array before it writes to it. A write of NumPy to an array of the state changes
+    all caches that share its memory, also copies of `copy.deepcopy`. mlx cannot use the memory of
+    other arrays, for example of `resize`, `quantize` or `copy`, so these are copied, and so are
+    rings that are not stored in the order of mlx. An interrupt leaves `into` unchanged or filled.
 
     Examples
     --------
@@ -141,22 +155,28 @@ def to_cache(state: CacheState, into: list[Any] | None = None) -> list[Any]:
     (10, 64)
     """
     filler = Filler(state)
-    layouts = state._layouts if isinstance(state, LaidOutState) else ()
+    layouts = _layouts_of(state)
     if into is None:
-        cache = _new_cache(state)
+        cache = _new_cache(state, layouts)
     else:
         check_cache(into, "into")
         cache = into
-    for i, layer in enumerate(cache):
-        filler.plan(layer, str(i), layouts[i] if i < len(layouts) else None)
+    for i, layout in enumerate(layouts_for(cache, layouts, "into")):
+        filler.plan(cache[i], str(i), layout)
     filler.write_all()
     return cache
 
 
-def _new_cache(state: CacheState) -> list[Any]:
-    """Create empty layers like those that the state was made from."""
+def _layouts_of(state: CacheState) -> tuple[Layout, ...] | None:
+    """Return the layouts of the layers that a state was made from, if they were of mlx-lm."""
     layouts = state._layouts if isinstance(state, LaidOutState) else None
     if not isinstance(layouts, tuple) or not all(isinstance(each, Layout) for each in layouts):
-        text = "from_cache did not make the state, so the classes of its layers are unknown"
-        raise incompatible(f"{text}: pass into=", None, "into=", None)
+        return None
+    return layouts
+
+
+def _new_cache(state: CacheState, layouts: tuple[Layout, ...] | None) -> list[Any]:
+    """Create empty layers like those that the state was made from."""
+    if layouts is None:
+        raise unknown_classes()
     return [new_layer(empty_layer(each, str(i), state), str(i)) for i, each in enumerate(layouts)]

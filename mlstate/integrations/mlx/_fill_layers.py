@@ -8,6 +8,7 @@ import numpy as np
 
 from ... import _core
 from ..._common.dtypes import name_of
+from ..._common.text import count_text
 from ...kv._arguments import incompatible
 from ...kv._cache_spec import entry_error
 from .._caches import EntryPlan
@@ -17,7 +18,7 @@ from ._live_layers import read_layer, write_layer
 from ._read_entries import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ...kv import CacheEntry, CacheState
 
@@ -27,11 +28,22 @@ class Filler(EntryPlan):
 
     def __init__(self, state: CacheState) -> None:
         super().__init__(state)
-        self._layers: dict[int, str] = {}  # the targets by identity
+        self._layers: dict[int, str] = {}  # the places of the layers by identity
+        self._targets: list[Any] = []  # the layers to write to
         for name, array in self.arrays.items():
             if not isinstance(array, np.ndarray):
                 text = f"{name}: mlx takes arrays of NumPy, not {type(array).__name__}"
                 raise incompatible(text, name, "numpy.ndarray", type(array).__name__)
+
+    def write_all(self) -> None:
+        """Write everything; after an error or an interrupt the layers are as they were."""
+        before = [(layer, dict(vars(layer))) for layer in self._targets]
+        try:
+            super().write_all()
+        except BaseException:
+            for layer, attributes in before:
+                vars(layer).update(attributes)
+            raise
 
     def plan(self, layer: Any, where: str, layout: Layout | None) -> None:
         """Check a layer, and add the writes for it."""
@@ -43,16 +55,39 @@ class Filler(EntryPlan):
             text = f"layers {first} and {where} are the same object"
             raise incompatible(text, where, "a layer for each place", "one layer")
         name = before.cls.name
-        is_same = layout is not None and layout.class_name == name
+        if layout is not None and layout.class_name != name:
+            _refuse_padding(layout, name, where)
+            layout = None
         if name == "CacheList":
-            layouts = layout.children if layout is not None and is_same else ()
+            layouts = layouts_for(before.children, layout and layout.children, f"layer {where}")
             for i, child in enumerate(before.children):
-                part = layouts[i] if i < len(layouts) else None
-                self._plan(layer.caches[i], child, f"{where}.{i}", part)
+                self._plan(layer.caches[i], child, f"{where}.{i}", layouts[i])
             return
-        at = _Place(self, before, where, layout.options if layout is not None and is_same else {})
+        at = _Place(self, before, where, {} if layout is None else layout.options)
         values = _PLANS[name](at)
+        self._targets.append(layer)
         self.writes.append(lambda: write_layer(layer, values))
+
+
+def layouts_for(
+    layers: Sequence[Any], layouts: Sequence[Layout] | None, label: str
+) -> Sequence[Layout | None]:
+    """Return the layout of each layer, or None for each; raise if they differ in number."""
+    if layouts is None:
+        return [None] * len(layers)
+    if len(layers) != len(layouts):
+        count = count_text(len(layers), "layer")
+        text = f"{label} has {count}, and the state comes from {len(layouts):,}"
+        raise incompatible(text, None, len(layouts), len(layers))
+    return layouts
+
+
+def _refuse_padding(layout: Layout, name: str, where: str) -> None:
+    """Raise if another class of layer would lose the padding of a batch, which masks need."""
+    if layout.has_padding:
+        text = f"layer {where} is a {name}, and the sequences of the {layout.class_name} have"
+        text += " different numbers of tokens or padding, which it does not store"
+        raise incompatible(text, where, layout.class_name, name)
 
 
 class _Place(NamedTuple):

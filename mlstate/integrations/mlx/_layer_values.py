@@ -186,11 +186,26 @@ def _find_shape_problem(layer: LayerValues) -> tuple[str, str] | None:
     for part in parts[1:]:
         if part.shape[:3] != parts[0].shape[:3]:
             return "values", f"has shape {part.shape}, and the keys {parts[0].shape}"
+    if isinstance(keys, tuple):
+        for codes, scales, biases in (keys, values):
+            if not _fit_bits(layer, codes, scales, biases):
+                return "bits", (
+                    f"is {layer.values['bits']}, and the codes have {codes.shape[3]} words for "
+                    f"{scales.shape[3]} scales and {biases.shape[3]} biases of groups of "
+                    f"{layer.values['group_size']}"
+                )
     for name, kind in layer.cls.fields.items():
         vector = layer.values[name]
         if kind == "vector" and len(vector) != parts[0].shape[0]:
             return name, f"has {len(vector)} elements for a batch of {parts[0].shape[0]}"
     return None
+
+
+def _fit_bits(layer: LayerValues, codes: Any, scales: Any, biases: Any) -> bool:
+    """Return whether codes have the words for the groups of their scales."""
+    bits, group = layer.values["bits"], layer.values["group_size"]
+    is_right = codes.shape[3] * 32 == scales.shape[3] * group * bits
+    return bool(1 <= bits <= 8 and is_right and scales.shape == biases.shape)
 
 
 def _find_count_problem(layer: LayerValues) -> tuple[str, str] | None:

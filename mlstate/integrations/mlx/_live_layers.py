@@ -10,12 +10,10 @@ import numpy as np
 from ...kv._arguments import incompatible
 from ._arrays import make_array, view_array
 from ._layer_values import CLASSES, FieldKind, LayerClass, LayerValues, find_problem
-from ._prompt_file import GENERATIONS
+from ._prompt_file import GENERATIONS, MOST_DEPTH
 
 if TYPE_CHECKING:
     from ...errors import CompatibilityError
-
-_MOST_DEPTH = 4  # of lists in lists
 
 
 def _import_classes() -> Any:
@@ -75,8 +73,11 @@ def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
     cls = class_of(layer, where)
     if cls.name == "CacheList":
         children = getattr(layer, "caches", None)
-        if not isinstance(children, list | tuple) or depth == _MOST_DEPTH:
+        if not isinstance(children, list | tuple):
             raise unknown_layout(layer, where, "caches", "is not a list of layers")
+        if depth == MOST_DEPTH:
+            text = f"layer {where} has lists in more than {MOST_DEPTH} lists"
+            raise incompatible(text, where, f"at most {MOST_DEPTH}", "more")
         parts = enumerate(children)
         return LayerValues(
             cls, {}, [read_layer(each, f"{where}.{i}", depth + 1) for i, each in parts]
@@ -116,7 +117,7 @@ def write_layer(layer: Any, values: dict[str, Any]) -> None:
 def new_layer(layer: LayerValues, where: str) -> Any:
     """Return a layer of mlx-lm with copies of the arrays, or views that are of mlx already."""
     cls = getattr(_import_classes(), layer.cls.name)
-    if layer.children:
+    if layer.cls.name == "CacheList":
         parts = enumerate(layer.children)
         return cls(*(new_layer(each, f"{where}.{i}") for i, each in parts))
     instance = cls.__new__(cls)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 GENERATIONS = ("0.31", "0.32")
-_MOST_DEPTH = 4  # of lists in lists
+MOST_DEPTH = 4  # of lists in lists
 _MOST_NAME = 100  # characters of a class
 _INTEGER = re.compile(r"-?\d{1,19}\Z", re.ASCII)
 
@@ -111,8 +111,8 @@ class _Parser:
             if problem is not None:
                 self.fail(where, f"layer {where}: {name}.{problem[0]} {problem[1]}")
             return layer
-        if depth == _MOST_DEPTH:
-            self.fail(where, f"layer {where} has lists in more than {_MOST_DEPTH} lists")
+        if depth == MOST_DEPTH:
+            self.fail(where, f"layer {where} has lists in more than {MOST_DEPTH} lists")
         parts = self.children(where)
         return LayerValues(cls, {}, [self.layer(*part, depth + 1) for part in parts])
 

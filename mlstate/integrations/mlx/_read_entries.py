@@ -19,6 +19,14 @@ class Layout(NamedTuple):
     options: dict[str, Any]
     children: tuple[Layout, ...] = ()  # of a CacheList
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether sequences of a batch have own numbers, which masks and positions need."""
+        values = (self.options.get(name) for name in ("padding", "first", "left_padding"))
+        own = any(any(each) for each in values if each is not None)
+        lengths = self.options.get("lengths") is not None
+        return own or lengths or any(child.has_padding for child in self.children)
+
 
 class Reader(EntryReader):
     """Collects the entries of layers, and the number of tokens that all of them have."""
@@ -103,8 +111,6 @@ def _read_quantized(at: _Place) -> None:
     bits, group = at.layer.values["bits"], at.layer.values["group_size"]
     for part in ("keys", "values"):
         codes, scales, biases = at.layer.values[part]
-        if not 1 <= bits <= 8 or codes.shape[3] * 32 % bits:
-            raise at.unknown("bits", f"the codes have {codes.shape[3]} words")
         entry = CacheEntry(
             f"{at.where}.{part}",
             "quantized",

@@ -49,6 +49,7 @@ class Channel:
     """A group's own communicator, which has no other user, with its state."""
 
     def __init__(self, comm: Any) -> None:
+        """Wrap a communicator of mpi4py that only this channel uses."""
         from mpi4py import MPI
 
         self.mpi: Any = MPI
@@ -79,7 +80,7 @@ class Channel:
         self.keep([self.comm.Isend([empty, self.mpi.BYTE], r, tag) for r in others], empty)
 
     def find_departed_ranks(self) -> dict[int, str]:
-        """Return the ranks known to have given up, and the operation of each."""
+        """Return the ranks that have given up this group, and the failed operation of each."""
         status = self.mpi.Status()
         for number, operation in enumerate(_ENDINGS):
             tag = number << 3 | _DEPARTED
@@ -107,6 +108,7 @@ class _Messages:
     """
 
     def __init__(self, link: Link, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+        """Start to send `sends[i]` to rank i; `receives[i]` waits for what rank i sends."""
         channel = link.channel
         self.memory: list[Any] = [sends, receives]
         self.requests: list[Any] = []
@@ -156,6 +158,7 @@ class Link(ExchangeLink):
     )
 
     def __init__(self, channel: Channel, operation: str, tag: int, timeout: float) -> None:
+        """Begin one operation; `tag`: of its messages. `timeout`: seconds."""
         self.channel = channel
         self.operation = operation
         self.tag = tag
@@ -241,7 +244,7 @@ class Link(ExchangeLink):
         return self.error(f"rank {source} {how}: see its error")
 
     def _check_waiting(self, messages: _Messages) -> None:
-        """While nothing arrives: raise if the operation must end."""
+        """Raise while waiting if another rank gave up, the group was aborted, or time is up."""
         if self.channel.aborted:
             raise self.error("this group was aborted meanwhile")
         sources, targets = messages.waiting_for()

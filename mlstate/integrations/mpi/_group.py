@@ -77,6 +77,7 @@ class MPIGroup(Engine):
     """
 
     def __init__(self, comm: Any = None, *, timeout: float | None = None) -> None:
+        """Duplicate a communicator (None: COMM_WORLD), which all its ranks must do together."""
         try:
             from mpi4py import MPI
         except ImportError as error:
@@ -105,7 +106,7 @@ class MPIGroup(Engine):
         self._operations = OperationQueue("mlstate-mpi-group", self._rank)
 
     def _duplicate(self, comm: Any) -> Any:
-        """Return a duplicate of the communicator; raise after the timeout."""
+        """Return a communicator of the same ranks for this group; raise after the timeout."""
         from mpi4py import MPI
 
         duplicate, request = comm.Idup()
@@ -146,6 +147,7 @@ class MPIGroup(Engine):
         return work
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        """Run one operation over a link to the ranks; an error after its start ends the group."""
         self._check_thread(call.name, self._rank)
         link = self._channel.link(call.name, call.text, call.seconds or self._timeout)
         self._inside = True

@@ -34,7 +34,7 @@ _FOLDER = "mlstate"  # in the output folder of the Trainer
 
 
 def _generators() -> dict[str, Any]:
-    """Return the generators that a training draws from."""
+    """Return the random generators that a training uses, by name."""
     import torch
 
     generators: dict[str, Any] = {"python": random, "numpy": np.random, "torch": torch.random}
@@ -69,7 +69,7 @@ def _is_inside(directory: Any, output: str) -> bool:
 
 
 def _check_arguments(args: Any, state: Any, directory: Any) -> None:
-    """Raise CompatibilityError for an option under which the callback cannot do its work."""
+    """Raise CompatibilityError for options of the Trainer under which the callback cannot work."""
     problems = {
         "deepspeed": "DeepSpeed keeps the optimizer's states itself, and saves them itself: leave "
         "the callback out",
@@ -100,7 +100,7 @@ def _check_arguments(args: Any, state: Any, directory: Any) -> None:
 
 
 def _skips_batches(args: Any, state: Any, loader: Any) -> bool:
-    """Return whether the Trainer resumes in an epoch, and skips its first batches."""
+    """Return whether the Trainer resumes within an epoch, and so skips its first batches."""
     if args.ignore_data_skip:
         return False
     try:
@@ -171,6 +171,7 @@ class MLStateCallback:
         keep: int | None = None,
         **options: Any,
     ) -> None:
+        """Check the arguments (see the class); `options` are those of `CheckpointManager`."""
         try:
             import transformers  # noqa: F401
         except ImportError:
@@ -215,7 +216,7 @@ class MLStateCallback:
         return last_checkpoint(output, manager)
 
     def _open(self, args: Any) -> CheckpointManager:
-        """Return the manager of a training, and connect the ranks."""
+        """Return the manager for this training's folder; with several ranks, also connect them."""
         self._close()
         output = Path(args.output_dir)
         directory = output / _FOLDER if self._directory is None else self._directory

@@ -191,7 +191,7 @@ def last_checkpoint(output: Path, manager: CheckpointManager) -> str | None:
 
 
 def _restore_folder(output: Path, manager: CheckpointManager, step: int, position: str) -> Path:
-    """Write the folder of a step again: weights and position."""
+    """Write the Trainer's folder of a step again: its weights, and the text of its position."""
     folder = folder_of(output, step)
     if not isinstance(manager.directory, str):
         raise CompatibilityError(

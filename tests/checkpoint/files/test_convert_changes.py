@@ -1,6 +1,7 @@
 """``mlstate convert --dtype --names --rename``, from and to every kind of path."""
 
 import json
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -114,3 +115,45 @@ def test_wrong_options_are_refused_before_a_write(tmp_path, source, options, tex
         assert main([*words, *options]) == 2
         assert text in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [source]
+
+
+@pytest.mark.parametrize("source", ["own", "a.safetensors", "a.npz"])
+def test_names_leave_out_a_part_without_chosen_tensors(tmp_path, source, capsys):
+    write_any(tmp_path / source, MODEL, OptimizerStateDict({"param_0.m": np.ones(3)}))
+    for target, pattern, names in (
+        ("m.safetensors", "net.layers.*", list(MODEL)[:2]),
+        ("o.npz", "param_0.m", ["param_0.m"]),
+    ):
+        path = tmp_path / target
+        assert main(["convert", str(tmp_path / source), str(path), "--names", pattern]) == 0
+        assert " of 0 tensors" not in capsys.readouterr().out
+        with np.load(path) if path.suffix == ".npz" else mlstate_file(path) as arrays:
+            assert sorted(name for name in arrays if not name.startswith("mlstate")) == names
+
+
+@contextmanager
+def mlstate_file(path):
+    yield mlstate.load_file(path)
+
+
+def test_an_optimizer_without_tensors_stays_if_no_names_are_chosen(tmp_path):
+    write_any(tmp_path / "own", MODEL, OptimizerStateDict(step=3))
+    assert main(["convert", str(tmp_path / "own"), str(tmp_path / "new")]) == 0
+    assert mlstate.load(tmp_path / "new").optimizer.step == 3
+
+
+def test_the_description_of_parts_is_not_shown_as_metadata(tmp_path, capsys):
+    write_any(tmp_path / "a.safetensors", MODEL, OptimizerStateDict(MOMENTS), {"note": "text"})
+    assert main(["inspect", str(tmp_path / "a.safetensors")]) == 0
+    out = capsys.readouterr().out
+    assert "mlstate_parts" not in out and 'metadata: {"note": "text"}' in out
+
+
+def test_a_hugging_face_folder_without_config_is_told(tmp_path, capsys):
+    write_any(tmp_path / "own", MODEL)
+    words = ["convert", str(tmp_path / "own"), str(tmp_path / "hf"), "--to", "huggingface"]
+    assert main(words) == 0
+    assert "no config.json was written: --files-from" in capsys.readouterr().out
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    words = ["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", "huggingface"]
+    assert main(words) == 0 and "config.json" not in capsys.readouterr().out

@@ -641,6 +641,11 @@ def test_mapped_arrays_are_views_that_outlive_the_checkpoint(path):
         ({"model": {"w": np.ones(2)}, "step": -1}, ValueError, "step"),
         ({"model": {"w": np.ones(2)}, "step": 1.5}, TypeError, "float"),
         ({"model": {"w": np.ones(2)}, "layout": "cols"}, ValueError, "layout must be"),
+        (
+            {"model": {"w": np.ones(2)}, "layout": "columns"},
+            ValueError,
+            r"pass Layout.columns\(1\) for columns",
+        ),
         ({"model": {"w": np.ones(2)}, "pack_below_bytes": -1}, ValueError, "pack_below"),
         ({"model": {"w": np.ones(2)}, "progress": 3}, TypeError, "callable"),
     ],

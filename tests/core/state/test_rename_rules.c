@@ -80,6 +80,25 @@ TEST(a_prefix_ends_where_a_segment_ends)
     RENAMES("fc2.fc.w", "fc", "head", true, "fc2.head.w");
 }
 
+TEST(an_empty_new_prefix_takes_its_dot_along)
+{
+    RENAMES("module.a.b", "module", "", false, "a.b");
+    RENAMES("module", "module", "", false, "");
+    RENAMES("module.a", "module.a", "", false, "");
+    RENAMES("modules.a", "module", "", false, "modules.a");
+    RENAMES("_orig_mod.a._orig_mod.b", "_orig_mod", "", true, "a.b");
+    RENAMES("a._orig_mod._orig_mod.b", "_orig_mod", "", true, "a.b");
+    RENAMES("a._orig_mod", "_orig_mod", "", true, "a.");
+}
+
+TEST(empty_parts_are_detected)
+{
+    CHECK(!mls_name_has_empty_part(TEXT("a")) && !mls_name_has_empty_part(TEXT("a.b")));
+    CHECK(mls_name_has_empty_part(TEXT(".a")) && mls_name_has_empty_part(TEXT("a.")));
+    CHECK(mls_name_has_empty_part(TEXT("a..b")) && mls_name_has_empty_part(TEXT("")));
+    CHECK(mls_name_has_empty_part(TEXT(".")));
+}
+
 TEST(rules_that_match_are_marked)
 {
     const mls_rename_rule rules[] = {rule(TEXT("a."), TEXT("b."), false),
@@ -156,6 +175,9 @@ static size_t by_definition(const char *name, size_t length, const char *old,
             memcpy(out + written, new, strlen(new));
             written += strlen(new);
             i += old_length;
+            if (new[0] == '\0' && old[old_length - 1] != '.' && i < length) {
+                i++; /* the dot of a removed prefix */
+            }
         } else {
             out[written++] = name[i++];
         }

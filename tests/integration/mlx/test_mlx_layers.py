@@ -7,10 +7,11 @@ import sys
 import numpy as np
 import pytest
 from golden.make_prompt_caches import feed, histories
-from mlx_caches import assert_equal_caches, decode, layers_of, numbers_of
+from mlx_caches import assert_equal_caches, attention_bits, bits_of, decode, layers_of, numbers_of
 from needs import needs
 
-from mlstate.errors import CapacityError, CompatibilityError
+import mlstate
+from mlstate.errors import CapacityError, CompatibilityError, UnstorableError
 from mlstate.kv import CacheEntry, CacheSpec, CacheState
 
 pytestmark = needs("mlx", "mlx_lm")
@@ -223,6 +224,74 @@ def test_a_state_of_another_program_fills_a_cache():
     assert cache[0].offset == 20
 
 
+def test_a_batch_without_padding_fills_other_classes():
+    batch = feed(models.BatchKVCache([0, 0]), [9], batch=2)
+    moved = to_cache(from_cache([batch]), into=[models.KVCache()])
+    expected = [feed(models.KVCache(), [9], batch=2)]
+    assert_equal_caches(decode(moved, 40), decode(expected, 40))
+    rotating = feed(models.BatchRotatingKVCache(8, [0, 0]), [6] + [1] * 5, batch=2)
+    moved = to_cache(from_cache([rotating]), into=[models.RotatingKVCache(8)])
+    expected = [feed(models.RotatingKVCache(8), [6] + [1] * 5, batch=2)]
+    assert_equal_caches(decode(moved, 40), decode(expected, 40))
+
+
+def test_quantized_tokens_of_a_padded_batch_do_not_lose_the_padding():
+    state = from_cache([feed(models.BatchKVCache([3, 0]), [9], batch=2, width=32)])
+    state.quantize(8, 32)
+    with pytest.raises(CompatibilityError, match="QuantizedKVCache, and the sequences"):
+        to_cache(state, into=[models.QuantizedKVCache(32, 8)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_keeps_a_state_or_refuses_it(name, tmp_path):
+    cache = make(name)
+    state = from_cache(cache)
+    try:
+        mlstate.save(tmp_path / "c", states={"kv": state})
+    except UnstorableError as error:
+        assert "layer 0 has the padding of a batch" in str(error)
+        assert name in ("batch", "batch window", "batch wrapped")
+        mlstate.save(tmp_path / "c", states={"kv": CacheState(state.spec, state.arrays, 9)})
+        with pytest.raises(CompatibilityError, match="padding of a batch"):
+            mlstate.load(tmp_path / "c", into={"states": {"kv": state.copy()}})
+        return
+    loaded = mlstate.load(tmp_path / "c").states["kv"]
+    moved = to_cache(loaded, into=decode(make(name), 70))
+    assert_equal_caches(moved, cache)
+    for got, expected in zip(layers_of(moved), layers_of(cache), strict=True):
+        assert numbers_of(got) == numbers_of(expected)
+
+
+def test_a_state_of_another_library_needs_a_cache_to_fill():
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from mlstate.integrations.transformers import to_cache as to_transformers
+
+    state = from_cache([_full()])
+    with pytest.raises(CompatibilityError, match="pass into="):
+        to_transformers(state)
+    moved = to_transformers(state, into=transformers.DynamicCache())
+    assert moved.get_seq_length() == state.length
+    np.testing.assert_array_equal(moved.layers[0].keys, bits_of(_full().keys)[:, :, :9])
+
+
+def test_a_list_without_layers_comes_back():
+    cache = [models.CacheList(), models.CacheList(models.CacheList(), _full())]
+    moved = to_cache(from_cache(cache))
+    assert list(moved[0].caches) == list(moved[1].caches[0].caches) == []
+    assert_equal_caches(moved, cache)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint8", "bool", "complex64"])
+def test_no_dtype_is_narrowed_on_the_way_to_mlx(dtype):
+    array = (np.arange(8).reshape(1, 8) / 3).astype(dtype)
+    state = CacheState(CacheSpec([CacheEntry("0.states.0", "opaque", (1, 8), dtype)]),
+                       {"0.states.0": array}, 3)  # fmt: skip
+    moved = to_cache(state, into=[models.ArraysCache(1)])[0][0]
+    assert moved.dtype == getattr(mx, "bool_" if dtype == "bool" else dtype)
+    np.testing.assert_array_equal(np.array(moved, copy=False), array)
+
+
 def test_dtypes_pass_both_ways():
     for dtype in ("float32", "float16", "bfloat16"):
         cache = [feed(models.KVCache(), [9], dtype=dtype)]
@@ -361,6 +430,17 @@ REFUSED = {
         lambda: _with(histories(models)["quantized"][0], bits=0),
         "bits is 0, and the codes have 4 words",
     ),
+    "more bits": (
+        lambda: _with(histories(models)["quantized"][0], bits=8),
+        "bits is 8, and the codes have 4 words for 1 scales and 1 biases of groups of 32",
+    ),
+    "biases": (
+        lambda: _with(
+            histories(models)["quantized"][0],
+            values=(*histories(models)["quantized"][0].values[:2], mx.zeros((1, 2, 256, 2))),
+        ),
+        "for 1 scales and 2 biases",
+    ),
     "group": (lambda: _with(histories(models)["quantized"][0], group_size=24), "group"),
     "two codes": (
         lambda: _with(histories(models)["quantized"][0], keys=(1, 2)),
@@ -371,7 +451,7 @@ REFUSED = {
     "deep list": (
         lambda: models.CacheList(models.CacheList(models.CacheList(models.CacheList(
             models.CacheList(_full()))))),
-        "caches is not a list of layers",
+        "has lists in more than 4 lists",
     ),
     "batch being filled": (
         lambda: _with(_batch(), _right_padding=mx.array([1, 0])),
@@ -421,8 +501,46 @@ def test_other_objects_are_refused(value):
 
 
 UNFIT = {
-    "fewer layers": (lambda: [_full()], lambda: [], "the cache has no place for '0.keys'"),
-    "more layers": (lambda: [_full()], lambda: [_full(), _full()], "layer 1 has tokens, but"),
+    "fewer layers": (
+        lambda: [_full(), _full()],
+        lambda: [_full()],
+        "into has 1 layer, and the state comes from 2",
+    ),
+    "more layers": (
+        lambda: [_full()],
+        lambda: [_full(), _full()],
+        "into has 2 layers, and the state comes from 1",
+    ),
+    "more empty layers": (
+        lambda: [_full()],
+        lambda: [models.KVCache(), models.KVCache()],
+        "into has 2 layers, and the state comes from 1",
+    ),
+    "more layers in a list": (
+        lambda: [models.CacheList(_full())],
+        lambda: [models.CacheList(models.KVCache(), models.KVCache())],
+        "layer 0 has 2 layers, and the state comes from 1",
+    ),
+    "tokens beside an empty layer": (
+        lambda: [_full(), models.KVCache()],
+        lambda: [_full(), _full()],
+        "layer 1 has tokens, but",
+    ),
+    "padding": (
+        lambda: [_batch()],
+        lambda: [models.KVCache()],
+        "layer 0 is a KVCache, and the sequences of the BatchKVCache have .* padding",
+    ),
+    "padding of a window": (
+        lambda: [feed(models.BatchRotatingKVCache(8, [3, 0]), [6], batch=2)],
+        lambda: [models.RotatingKVCache(8)],
+        "layer 0 is a RotatingKVCache, and the sequences of the BatchRotatingKVCache have",
+    ),
+    "padding in a list": (
+        lambda: [models.CacheList(_batch())],
+        lambda: [models.CacheList(models.KVCache())],
+        r"layer 0\.0 is a KVCache, and the sequences",
+    ),
     "class": (
         lambda: [_full()],
         lambda: [models.RotatingKVCache(8)],
@@ -474,6 +592,41 @@ def test_a_cache_that_does_not_fit_is_refused_and_unchanged(name):
     with pytest.raises(CompatibilityError, match=text):
         to_cache(state, into=into)
     assert fingerprint(into) == before and dict(state.arrays) == arrays
+
+
+def test_an_interrupt_at_any_line_leaves_a_cache_whole():
+    state = from_cache([_full(9), _ring(9), _full(9)])
+
+    def fill(stop):
+        """Interrupt `to_cache` at a line of the package; return the cache and all lines."""
+        cache, lines = [_full(3), _ring(3), _full(3)], 0
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if "mlstate" not in frame.f_code.co_filename:
+                return None
+            if event == "line":
+                lines += 1
+                if lines == stop:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            to_cache(state, into=cache)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return cache, lines
+
+    filled, last = fill(0)
+    whole = [list(map(numbers_of, filled)), list(map(numbers_of, [_full(3), _ring(3), _full(3)]))]
+    for stop in range(1, last + 1):
+        cache, _ = fill(stop)
+        assert list(map(numbers_of, cache)) in whole
+        assert len({attention_bits(layer)[0].shape[2] for layer in cache}) == 1
 
 
 def test_a_layer_in_two_places_is_refused():

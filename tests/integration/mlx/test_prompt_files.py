@@ -204,6 +204,7 @@ def write(path, arrays, texts):
     """A file of another writer, without checksums."""
     header, data = {"__metadata__": texts}, b""
     names = {"float16": "F16", "float32": "F32", "int32": "I32", "int64": "I64", "bool": "BOOL"}
+    names["uint32"] = "U32"
     for name, array in arrays.items():
         body = np.ascontiguousarray(array).tobytes()
         offsets = [len(data), len(data) + len(body)]
@@ -287,6 +288,12 @@ HOSTILE = {
         {},
         lambda t: {k: v for k, v in t.items() if k != "0.0.3"},
         "layer 0, a RotatingKVCache, has 3 numbers, not 4",
+    ),
+    "old: bits": (
+        old("quantized"),
+        {},
+        lambda t: {**t, "0.0.2": "8"},
+        "QuantizedKVCache.bits is 8, and the codes have 4 words",
     ),
     "old: text": (old("wrapped"), {}, lambda t: {**t, "0.0.1": "8x"}, "max_size is '8x'"),
     "old: digits": (old("wrapped"), {}, lambda t: {**t, "0.0.1": "9" * 5000}, "max_size is '999"),

@@ -36,7 +36,8 @@ typedef struct integer_range {
     double low, end; /* low <= value < end; both are exact */
 } integer_range;
 
-/* Return the range of an integer type, or an empty range for other types. */
+/* Return the values that an integer type can hold, from the first to before the second
+ * number; an empty range for other types. */
 static integer_range range_of(mls_dtype dtype)
 {
     switch (dtype) {
@@ -72,8 +73,9 @@ static void encode_integer(double value, unsigned char *bytes)
     mls_store_le64(bytes, value < 0 ? (uint64_t)(int64_t)value : (uint64_t)value);
 }
 
-/* Store `value` rounded to a float type. Returns false if a finite value became infinite.
- * Infinity and NaN are stored as they are. */
+/* Store `value` rounded to a float type of 16 to 64 bits, in this machine's byte order.
+ * Returns false if a finite value became infinite. Infinity and NaN are stored as they
+ * are. */
 static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
 {
     double reads_as;
@@ -104,7 +106,8 @@ static bool is_little_endian(void)
     return first == 1;
 }
 
-/* Floats are rounded, integers must be exact, and all other types accept only zero. */
+/* Encode `value` in dtype and byte order of the destination. Floats are rounded, integers
+ * must be exact, and all other types accept only zero. */
 mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
                             mls_status *st)
 {
@@ -140,8 +143,8 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 
 /* ---- copying ---- */
 
-/* The source's shape is reported as expected and the target's as got: users choose the
- * target. */
+/* Check shapes and dtypes of a copy; `label` names the operation. The source's shape is
+ * reported as expected and the target's as got: users choose the target. */
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *label,
                         mls_status *st)
 {
@@ -173,7 +176,8 @@ typedef struct copier {
     bool is_fresh; /* of the destination; see next_part */
 } copier;
 
-/* Copy `count` elements through the stack: gather, swap, convert, swap, scatter. */
+/* Copy `count` elements, at most CHUNK, through the stack: gather, swap, convert, swap,
+ * scatter. Strides are in bytes. */
 static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
                        const unsigned char *src, ptrdiff_t src_stride, size_t count)
 {
@@ -194,6 +198,8 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
     mls_scatter(dst, dst_stride, ready, c->dst_item, count);
 }
 
+/* Copy `count` elements whose dtype, byte order or distance differs, CHUNK elements at a
+ * time. Strides are in bytes. */
 static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
                         const unsigned char *src, ptrdiff_t src_stride, size_t count)
 {
@@ -206,7 +212,8 @@ static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_strid
     }
 }
 
-/* Fill in the shared properties. Items of one byte need no swap. */
+/* Return a copier for these two views, with its kernel for their dtypes. Items of one
+ * byte need no swap. */
 static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
                          const mls_tensor *src)
 {
@@ -225,7 +232,8 @@ static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
     return c;
 }
 
-/* Begin to store elements in runs of `count`. Short runs use plain stores. */
+/* Begin to store elements in runs of `count`, 0 if they are not packed. Short runs use
+ * plain stores. */
 static mls_store_trial begin_runs(const mls_kernels *kernels,
                                   mls_store_operation operation, const mls_tensor *dst,
                                   size_t count, mls_destination destination)
@@ -263,7 +271,9 @@ static part next_part(const mls_store_trial *trial, size_t left, size_t item,
     return (part){.first = is_fresh ? left - count : 0, .count = count};
 }
 
-/* Copy a run of packed elements in this machine's byte order, with kernels. */
+/* Copy a run of packed elements in this machine's byte order, with kernels, part by part
+ * as the trial demands; fresh memory from its end (see next_part), so the addresses
+ * stay. */
 static void copy_run(const copier *c, mls_store_trial *trial, unsigned char *to,
                      const unsigned char *from, size_t count)
 {
@@ -293,6 +303,9 @@ static mls_store_operation operation_of(const copier *c)
     return c->dst_item > c->src_item ? MLS_STORING_WIDEN : MLS_STORING_NARROW;
 }
 
+/* Copy all elements, run by run: the iterator joins axes, so that a run is as long as
+ * possible. `destination` tells how many bytes the whole result has, which decides
+ * whether stores bypass the cache. */
 void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
               mls_destination destination)
 {
@@ -324,6 +337,8 @@ void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tenso
     mls_store_end(&trial);
 }
 
+/* Copy packed bytes; short copies always store through the cache, without a
+ * measurement. */
 void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size_t bytes,
                     mls_destination destination)
 {
@@ -340,7 +355,8 @@ void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size
     mls_store_end(&trial);
 }
 
-/* Every item size divides eight. */
+/* Return the element's bytes, repeated to fill a 64-bit pattern. Every item size divides
+ * eight. */
 uint64_t mls_element_pattern(mls_element element)
 {
     unsigned char bytes[8];
@@ -352,8 +368,8 @@ uint64_t mls_element_pattern(mls_element element)
     return pattern;
 }
 
-/* Fill a run of packed elements. Every item size divides eight, so the pattern fits at
- * any element. */
+/* Fill a run of `count` packed elements of `item` bytes. Every item size divides eight,
+ * so the pattern fits at any element. */
 static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
                      unsigned char *to, uint64_t pattern, size_t item, size_t count)
 {
@@ -366,6 +382,8 @@ static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
     }
 }
 
+/* Store one element everywhere, with the pattern kernel if the elements of a run are
+ * adjacent. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination)
 {

@@ -56,7 +56,7 @@ typedef struct mls_element {
 mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
                             mls_status *st);
 
-/* Check that `src` can be copied to `dst`. `what` names the operation in errors.
+/* Check that `src` can be copied to `dst`. `label` names the operation in errors.
  * MLS_E_SHAPE: the shapes differ. MLS_E_DTYPE: the dtypes do not convert. */
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *label,
                         mls_status *st);

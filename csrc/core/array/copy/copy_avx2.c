@@ -36,8 +36,9 @@ MLS_TARGET static inline vector repeat_pattern(uint64_t bytes)
 
 #    include "array/copy/convert_vectors.h"
 
-/* Convert whole vectors with stores that bypass the cache; `dst` is aligned. Four at a
- * time, with loads before stores. */
+/* Convert whole vectors with stores that bypass the cache, and return the number of
+ * converted elements; `dst` is aligned. Four at a time, with loads before stores.
+ * `from_bytes` and `to_bytes` are the sizes of an element. */
 MLS_INLINED size_t stream_vectors(unsigned char *dst, const unsigned char *src,
                                   size_t count, size_t from_bytes, size_t to_bytes,
                                   vector_function convert)
@@ -62,8 +63,9 @@ MLS_INLINED size_t stream_vectors(unsigned char *dst, const unsigned char *src,
     return count - left;
 }
 
-/* Convert a run: up to alignment (scalar if streaming), then whole vectors, then the
- * scalar rest. Inlined into each conversion, so that `convert` is not a function call. */
+/* Convert `count` elements of `from_bytes` to elements of `to_bytes` each: up to
+ * alignment (`scalar`, if streaming), then whole vectors (`convert`), then the scalar
+ * rest. Inlined into each conversion, so that `convert` is not a function call. */
 MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_t count,
                              mls_store how, size_t from_bytes, size_t to_bytes,
                              vector_function convert, mls_convert_run scalar)
@@ -96,7 +98,8 @@ MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_
 
 MLS_DEFINE_RUNS
 
-/* Copy through the cache, from the end: see next_part in copy.c. */
+/* Copy through the cache, from the end, in whole vectors: see next_part in copy.c. The
+ * rest at the start, and short copies, use memcpy. */
 MLS_INLINED void copy_by_loop(unsigned char *dst, const unsigned char *src, size_t bytes)
 {
     enum { SHORT = 2048, STEP = 4 * WIDTH };
@@ -139,7 +142,8 @@ static void copy_by_memcpy(unsigned char *dst, const unsigned char *src, size_t 
     }
 }
 
-/* Stores that bypass the cache use convert_run; its "conversion" is a load. */
+/* Copy `bytes` bytes with the kind of store `how`. Stores that bypass the cache use
+ * convert_run; its "conversion" is a load. */
 MLS_TARGET static void copy_run(void *dst, const void *src, size_t bytes, mls_store how)
 {
     if (how == MLS_STORE_STREAM) {
@@ -179,6 +183,7 @@ MLS_TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_s
     mls_kernels_scalar.fill(to, turned, bytes, how);
 }
 
+/* Store 16 bytes at an aligned address, past the cache if `streams`. */
 MLS_INLINED void put_small(unsigned char *to, __m128i value, bool streams)
 {
     if (streams) {
@@ -188,9 +193,10 @@ MLS_INLINED void put_small(unsigned char *to, __m128i value, bool streams)
     }
 }
 
-/* Vectors of 16 bytes, because arrays of NumPy are aligned to no more. Through the cache,
- * unaligned larger ones are faster. The vector with the end of the tokens is assembled on
- * the stack. */
+/* Write `rows` rows of `row` bytes: `used` bytes from the source, whose rows are
+ * `src_step` bytes apart, and then the pattern. Vectors of 16 bytes, because arrays of
+ * NumPy are aligned to no more; through the cache, unaligned larger ones are faster. The
+ * vector with the end of the tokens is assembled on the stack. */
 MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
                              size_t src_step, size_t used, size_t row, size_t rows,
                              uint64_t pattern, bool streams)
@@ -223,6 +229,7 @@ MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
     }
 }
 
+/* Copy and pad rows, as pad_rows_by. A fence ends stores that bypass the cache. */
 MLS_TARGET static void pad_rows(void *dst, const void *src, size_t src_step, size_t used,
                                 size_t row, size_t rows, uint64_t pattern, mls_store how)
 {

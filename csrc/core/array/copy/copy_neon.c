@@ -15,8 +15,9 @@ typedef uint8x16_t vector;
 
 #    include "array/copy/convert_vectors.h"
 
-/* Convert a run: whole vectors, then the scalar rest. Inlined into each conversion, so
- * that `convert` is not a function call. */
+/* Convert `count` elements of `from_bytes` to elements of `to_bytes` each: whole vectors
+ * (`convert`), then the rest (`scalar`). Inlined into each conversion, so that `convert`
+ * is not a function call. */
 MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_t count,
                              mls_store how, size_t from_bytes, size_t to_bytes,
                              vector_function convert, mls_convert_run scalar)
@@ -37,7 +38,8 @@ static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
     memcpy(dst, src, bytes);
 }
 
-/* Any alignment works: the size of a register is a multiple of the pattern's size. */
+/* Repeat the pattern over `bytes` bytes. Any alignment works: the size of a register is a
+ * multiple of the pattern's size. */
 static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
 {
     unsigned char *to = dst;

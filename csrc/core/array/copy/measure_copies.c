@@ -11,8 +11,8 @@ enum {
     RESULTS = 2 * MLS_STORES /* two for each variant: see mls_store_turn */
 };
 
-/* Run a copy, conversions, a fill and a checksum over BYTES bytes: trials of each
- * operation. */
+/* Run a copy, conversions, a fill and a checksum from one buffer of BYTES bytes to
+ * another: each is a trial, since `large` describes a large result. */
 static void run_trials(const mls_kernels *kernels, const mls_crc_kernels *crc,
                        unsigned char *to, unsigned char *from, mls_destination large)
 {
@@ -49,8 +49,8 @@ static void run_small_trials(const mls_kernels *kernels, unsigned char *to,
     }
 }
 
-/* Each copy below is measured by the copy itself, which adds its time to the choices of
- * `kernels`. */
+/* Run trials of all operations until the best way to store is known. Each copy below is
+ * measured by the copy itself, which adds its time to the choices of `kernels`. */
 mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *crc,
                             mls_status *st)
 {

@@ -9,8 +9,9 @@
 
 #include <string.h>
 
-/* Return the view of `n` indices along `axis`, starting at element `first`; outer axes
- * have one index. */
+/* Return the view of `n` indices along `axis`, starting at element `first` in C order;
+ * outer axes have one index, inner ones all. `inner[axis]` is the number of elements
+ * inside one index. */
 static mls_tensor box_at(const mls_tensor *t, const size_t *inner, int axis, size_t first,
                          size_t n)
 {
@@ -22,8 +23,9 @@ static mls_tensor box_at(const mls_tensor *t, const size_t *inner, int axis, siz
     return box;
 }
 
-/* Each iteration of the outer loop copies one box. Its axis is the outermost one for
- * which `first` is at the start of an index and the range includes that whole index. */
+/* Copy elements `first` .. `first + count`, in C order, to packed memory of `dtype`. Each
+ * iteration of the outer loop copies one box. Its axis is the outermost one for which
+ * `first` is at the start of an index and the range includes that whole index. */
 void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
                     size_t first, size_t count, unsigned char *to)
 {

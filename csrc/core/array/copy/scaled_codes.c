@@ -55,6 +55,8 @@ static bool covers(size_t blocks, size_t block, size_t first, size_t count)
            (first <= SIZE_MAX - count && (first + count - 1) / block < blocks);
 }
 
+/* Return whether the view of codes has a code for each value: the same matrices and rows,
+ * and enough columns behind the skipped ones, packed two in a byte or one. */
 static bool has_codes(const mls_tensor *values, const mls_scaled_codes *codes)
 {
     const mls_tensor *bytes = &codes->codes;
@@ -64,6 +66,8 @@ static bool has_codes(const mls_tensor *values, const mls_scaled_codes *codes)
            covers(bytes->shape[2], in_byte, codes->skip, values->shape[2]);
 }
 
+/* Return whether the view of scales, if there is one, has a scale for the block of each
+ * value. */
 static bool has_scales(const mls_tensor *values, const mls_scaled_codes *codes)
 {
     const mls_tensor *scales = &codes->scales;
@@ -76,6 +80,8 @@ static bool has_scales(const mls_tensor *values, const mls_scaled_codes *codes)
                    values->shape[2]));
 }
 
+/* Check dtypes first, then the values' memory, and at last the shapes of codes and
+ * scales. */
 mls_code mls_scaled_codes_check(const mls_tensor *values, const mls_scaled_codes *codes,
                                 mls_status *st)
 {
@@ -123,7 +129,8 @@ static float f32_from_e2m1(unsigned code)
     case MLS_##id:                                                                       \
         return (float)decode(byte);
 
-/* Every value of an 8-bit format is a float. */
+/* Return the value of a code without its scale. Every value of an 8-bit format is a
+ * float. */
 static float f32_from_code(mls_dtype dtype, uint8_t byte)
 {
     switch ((int)dtype) {
@@ -146,7 +153,8 @@ static size_t least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* Decodes `count` codes of a row, from code `first`, to every `step`-th float. */
+/* Decodes `count` codes of a row, from code `first`, with one scale, to every `step`-th
+ * float of `out`. Two 4-bit codes share a byte; the first has the lower bits. */
 static void decode_run(const decode_job *j, const unsigned char *row, size_t first,
                        size_t count, float scale, float *out, size_t step)
 {
@@ -171,7 +179,8 @@ static void decode_run(const decode_job *j, const unsigned char *row, size_t fir
     }
 }
 
-/* Decodes the columns `from` to before `to` of a row, block by block. */
+/* Decodes the columns `from` to before `to` of a row, block by block of scales. Results
+ * are `step` floats apart. */
 static void decode_row(const decode_job *j, size_t matrix, size_t row, size_t from,
                        size_t to, float *out, size_t step)
 {
@@ -195,7 +204,7 @@ static void decode_row(const decode_job *j, size_t matrix, size_t row, size_t fr
     }
 }
 
-/* Stores adjacent values. */
+/* Stores `count` values, which are adjacent in the output, converted to its dtype. */
 static void store_run(const decode_job *j, unsigned char *to, const float *from,
                       size_t count)
 {
@@ -206,6 +215,10 @@ static void store_run(const decode_job *j, unsigned char *to, const float *from,
     }
 }
 
+/* Decode tile number `index`, as a task for the pool. Tiles are numbered by column, row
+ * and matrix. A tile is decoded row by row into a buffer, and stored along the axis that
+ * is dense in the output: if that is the rows' axis (`by_columns`), the buffer is
+ * transposed. */
 static void decode_tile(void *context, size_t index)
 {
     const decode_job *j = context;
@@ -233,6 +246,8 @@ static void decode_tile(void *context, size_t index)
     }
 }
 
+/* Decode all values, tile by tile; threads share a large result. A table maps each code
+ * to its float. */
 void mls_scaled_codes_decode(const mls_kernels *kernels, mls_pool *pool,
                              const mls_tensor *values, const mls_scaled_codes *codes)
 {

@@ -18,8 +18,9 @@ static uint64_t part_end(const mls_file_checksums *r, size_t part)
     return part + 1 < r->count ? r->starts[part + 1] : r->bytes;
 }
 
-/* Set the number of each part's first block. Returns false unless the parts cover the
- * file and each block has one checksum. */
+/* Number the blocks of a file: `first[i]` receives the number of part i's first block, so
+ * `first` needs room for all parts. Returns false unless the parts cover the file and
+ * each block has one checksum. */
 static bool count_blocks(const mls_file_checksums *r, size_t *first)
 {
     uint64_t blocks = 0; /* cannot wrap: a block has at least one byte */
@@ -37,6 +38,8 @@ static bool count_blocks(const mls_file_checksums *r, size_t *first)
     return blocks == r->crc_count;
 }
 
+/* Report a changed header; `offset` is the damaged block's offset in the file. Returns
+ * MLS_E_CHECKSUM. */
 static mls_code fail_header(uint64_t offset, mls_status *st)
 {
     mls_fail(st, MLS_E_CHECKSUM,
@@ -46,7 +49,8 @@ static mls_code fail_header(uint64_t offset, mls_status *st)
     return MLS_E_CHECKSUM;
 }
 
-/* Compare a header, the first part, with its checksums. */
+/* Compare a header, the first part of the record, with its checksums. `block` is room for
+ * one block. */
 static mls_code compare_header(int fd, const mls_file_checksums *r,
                                const mls_crc_kernels *crc, unsigned char *block,
                                mls_status *st)
@@ -73,6 +77,8 @@ static mls_code compare_header(int fd, const mls_file_checksums *r,
     return MLS_OK;
 }
 
+/* Report that the file now has `bytes` bytes, which differs from its record. Returns
+ * MLS_E_FORMAT. */
 static mls_code fail_size(uint64_t bytes, const mls_file_checksums *r, mls_status *st)
 {
     mls_fail(st, MLS_E_FORMAT,
@@ -83,6 +89,8 @@ static mls_code fail_size(uint64_t bytes, const mls_file_checksums *r, mls_statu
     return mls_status_got(st, "%llu", (unsigned long long)bytes);
 }
 
+/* Compare the size and the header of one file with its record. The bytes of tensors are
+ * not read. `block` is room for one block. */
 static mls_code compare_file(const char *folder, const char *name,
                              const mls_file_checksums *r, const mls_crc_kernels *crc,
                              unsigned char *block, mls_status *st)
@@ -112,6 +120,8 @@ static mls_code compare_file(const char *folder, const char *name,
     return code;
 }
 
+/* Compare each file that has a record; a record without parts means that no checksums
+ * were written for the file. */
 mls_code mls_file_checksums_compare(const mls_file_checksums *records, const char *folder,
                                     const char *const *names, size_t count,
                                     const mls_crc_kernels *crc, size_t *failed,
@@ -149,8 +159,8 @@ static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shar
                : SIZE_MAX;
 }
 
-/* Check the parts of all tensors before any of them is changed. `firsts` has the number
- * of each part's first block, for each file. */
+/* Check that each tensor of a file with a record is exactly one part of it, before any
+ * tensor is changed. On failure `*failed` is the number of the file. */
 static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *records,
                                 size_t *failed, mls_status *st)
 {
@@ -167,9 +177,9 @@ static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *re
     return MLS_OK;
 }
 
-/* Copy the checksums of all tensors, from their records or from the headers, to one array
- * that the index owns. `firsts` has the number of the first block of each part, for each
- * file. */
+/* Copy the checksums of all tensors, from their records or from the headers, to `crcs`,
+ * which replaces the index's array. `firsts[file][part]` is the number of a part's first
+ * block. A tensor without either keeps none. */
 static void use_records(mls_index *x, const mls_file_checksums *records,
                         const size_t *const *firsts, uint32_t *crcs)
 {
@@ -192,7 +202,9 @@ static void use_records(mls_index *x, const mls_file_checksums *records,
     mls_free(x->crcs);
 }
 
-/* Set the numbers of the first blocks of each file's parts. */
+/* Set `firsts[file]` to an owned array with the number of each part's first block, for
+ * files with a record. After a failure, at file `*failed`, the caller frees the arrays
+ * made so far. */
 static mls_code number_blocks(const mls_index *x, const mls_file_checksums *records,
                               size_t **firsts, size_t *failed, mls_status *st)
 {
@@ -213,6 +225,8 @@ static mls_code number_blocks(const mls_index *x, const mls_file_checksums *reco
     return MLS_OK;
 }
 
+/* Give the tensors the checksums of the records. `firsts[file][part]` is the number of a
+ * part's first block. Everything that may fail comes before the index is changed. */
 mls_code mls_index_use_checksums(mls_index *index, const mls_file_checksums *records,
                                  size_t *failed, mls_status *st)
 {

@@ -11,6 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* Read the header of one file into `x->headers`, and add the file to `x->files`. Both
+ * have room for it. The file is closed again. */
 static mls_code read_file(mls_index *x, const char *folder, const char *name,
                           const mls_crc_kernels *crc, mls_status *st)
 {
@@ -39,7 +41,9 @@ static mls_code read_file(mls_index *x, const char *folder, const char *name,
     return code;
 }
 
-/* Convert the checksums of a tensor's blocks; their digits were checked. */
+/* Convert the checksums of a tensor's blocks from digits, which the header reader has
+ * checked, to numbers. They are appended to the index's array; `*used` counts its used
+ * elements. */
 static const uint32_t *convert_crcs(mls_index *x, const mls_stored *tensor, size_t *used)
 {
     uint32_t *crcs = x->crcs + *used;
@@ -51,6 +55,8 @@ static const uint32_t *convert_crcs(mls_index *x, const mls_stored *tensor, size
     return crcs;
 }
 
+/* Add the tensors of file number `file` as shards: each is a whole tensor of version 1.
+ * `*crcs_used` counts the checksums that are stored so far. */
 static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_status *st)
 {
     const mls_safetensors *header = &x->headers[file];
@@ -83,6 +89,7 @@ static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_s
     return MLS_OK;
 }
 
+/* Allocate the shards and checksums of all files, whose headers have been read. */
 static mls_code allocate_shards(mls_index *x, mls_status *st)
 {
     size_t tensors = 0, blocks = 0; /* cannot overflow: the headers are in memory */
@@ -107,7 +114,9 @@ static int compare_shards(const void *a, const void *b)
     return order != 0 ? order : x->file < y->file ? -1 : x->file > y->file;
 }
 
-/* Sort the shards, and move the copies of tensors behind them. */
+/* Sort the shards, and move the copies of tensors behind them: `shard_count` then counts
+ * only the first shard of each name. On failure `*failed` is the file of the tensor that
+ * differs from its namesake. */
 static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
 {
     size_t kept = 0;
@@ -131,6 +140,9 @@ static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
     return MLS_OK;
 }
 
+/* Build an index from the headers of files that another program wrote. A copy is a
+ * further tensor of a name that an earlier file has; copies are listed behind
+ * `shard_count`. */
 mls_code mls_index_of_files(const char *folder, const char *const *names, size_t count,
                             const mls_crc_kernels *crc, mls_index *out, size_t *failed,
                             mls_status *st)

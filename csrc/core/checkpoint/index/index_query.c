@@ -11,6 +11,8 @@
 
 enum { SHOWN_NAME = 100 }; /* bytes of a name in a message */
 
+/* Return the constant name of a section, which is also its folder and its word in the
+ * index. */
 const char *mls_section_name(mls_section section)
 {
     static const char *const names[MLS_SECTION_COUNT] = {[MLS_PARAMS] = "params",
@@ -20,7 +22,8 @@ const char *mls_section_name(mls_section section)
     return names[section];
 }
 
-/* Index 0 is unused in files: a shard without a tier has no "tier" member. */
+/* Return the word for a tier in the index. Index 0 is unused in files: a shard without a
+ * tier has no "tier" member. */
 const char *mls_tier_name(mls_tier tier)
 {
     static const char *const names[MLS_TIER_COUNT] = {[MLS_TIER_NONE] = "",
@@ -30,7 +33,8 @@ const char *mls_tier_name(mls_tier tier)
     return names[tier];
 }
 
-/* Parameter names may contain dots; names of optimizer states do not. */
+/* Split a key into name and state, at the last dot of an optimizer key. Parameter names
+ * may contain dots; names of optimizer states do not. */
 mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key)
 {
     size_t dot = key.length;
@@ -53,6 +57,8 @@ size_t mls_tensor_id_key_length(const mls_tensor_id *id)
     return id->name.length + (id->has_state ? 1 + id->state.length : 0);
 }
 
+/* Write name, dot and state, without a NUL: `to` has room for mls_tensor_id_key_length
+ * bytes. Missing data is NULL, which memcpy must not receive. */
 void mls_tensor_id_write_key(const mls_tensor_id *id, char *to)
 {
     memcpy(to, id->name.data == NULL ? "" : id->name.data, id->name.length);
@@ -63,8 +69,9 @@ void mls_tensor_id_write_key(const mls_tensor_id *id, char *to)
     }
 }
 
-/* Names are compared as bytes, independent of the locale: the order is part of the
- * format, so it must be equal on all machines. */
+/* Compare section, then name, then state; a tensor without a state comes first. Names are
+ * compared as bytes, independent of the locale: the order is part of the format, so it
+ * must be equal on all machines. */
 int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
 {
     if (a->section != b->section) {
@@ -87,6 +94,8 @@ int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
     return ids != 0 ? ids : a->part < b->part ? -1 : a->part > b->part;
 }
 
+/* Return whether the tensor's bytes fit PTRDIFF_MAX. Dimensions of 0 count as 1: other
+ * libraries multiply the remaining dimensions. */
 bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
 {
     size_t bytes = mls_dtype_of(dtype)->item_bytes;
@@ -98,14 +107,16 @@ bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
     return bytes <= PTRDIFF_MAX;
 }
 
-/* Axes and tier may differ: they do not affect the bytes. */
-/* Opaque tensors have dtype and shape in their header entries. */
+/* Opaque tensors have dtype and shape in their header entries; `a` and `b` are NULL for
+ * other tensors. */
 static bool same_opaque(const mls_stored *a, const mls_stored *b)
 {
     return a == b || (a != NULL && b != NULL && mls_str_equal(a->opaque, b->opaque) &&
                       mls_shape_equal(a->rank, a->shape, b->rank, b->shape));
 }
 
+/* Return whether dtype, shape and layout are equal. Axes and tier may differ: they do not
+ * affect the bytes. */
 bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
 {
     return a->dtype == b->dtype && same_opaque(a->opaque, b->opaque) &&
@@ -113,8 +124,8 @@ bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
            mls_layout_equal(&a->layout, &b->layout);
 }
 
-/* Computed at each call instead of stored: a part takes 300 bytes, and an index has many.
- */
+/* Return the part of the whole tensor that a shard stores. Computed at each call instead
+ * of stored: a part takes 300 bytes, and an index has many. */
 mls_part mls_index_part(const mls_index_shard *shard)
 {
     mls_part part = {0};
@@ -125,7 +136,8 @@ mls_part mls_index_part(const mls_index_shard *shard)
     return part;
 }
 
-/* The names, which other arrays point into, are freed last. */
+/* Free all arrays of the index, and zero it. The names, which other arrays point into,
+ * are freed last. */
 void mls_index_fini(mls_index *index)
 {
     for (size_t i = 0; index->headers != NULL && i < index->file_count; i++) {
@@ -151,8 +163,9 @@ size_t mls_index_place_count(const mls_index_shard *shard)
     return shard->layers == NULL ? 1 : shard->layers->count;
 }
 
-/* Characters of the file names that we write (safe_filename.h). Anything else could leave
- * the folder. */
+/* Return whether a name has only characters of the file names that we write
+ * (safe_filename.h), and does not start with a dot. Anything else could leave the
+ * folder. */
 static bool is_safe_name(mls_str text)
 {
     for (size_t i = 0; i < text.length; i++) {
@@ -165,7 +178,8 @@ static bool is_safe_name(mls_str text)
     return text.length > 0 && text.data[0] != '.';
 }
 
-/* The name before the suffix must not be empty. */
+/* Return whether a path has the form "<section>/<safe name>.safetensors". The name before
+ * the suffix must not be empty. */
 bool mls_index_is_path(mls_str path)
 {
     static const char suffix[] = ".safetensors";
@@ -183,7 +197,8 @@ bool mls_index_is_path(mls_str path)
     return false;
 }
 
-/* By value: a plain shard has no stored layer to point to. */
+/* Return place `number` of a shard, where its bytes are stored. By value: a plain shard
+ * has no stored layer to point to. */
 mls_layer mls_index_place(const mls_index_shard *shard, size_t number)
 {
     if (shard->layers != NULL) {
@@ -203,7 +218,8 @@ bool mls_index_is_sparse(const mls_index_shard *shard)
     return layers != NULL && (layers->count != 1 || layers->list[0].row != 0);
 }
 
-/* Cannot overflow: the bytes of the layers fit their files, and the number of files fits
+/* Return the bytes that a shard takes in files: all its layers, in compressed form.
+ * Cannot overflow: the bytes of the layers fit their files, and the number of files fits
  * size_t. */
 uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
 {
@@ -216,8 +232,9 @@ uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
 
 /* ---- checks across all shards ---- */
 
-/* qsort for input that is usually sorted: then no element is moved and no memory
- * allocated. Returns false if no two elements are equal, true if some may be. */
+/* Sort `count` elements of `size` bytes in ascending order, like qsort. Input that is
+ * sorted already, the usual case, is only compared. Returns false if no two elements are
+ * equal, true if some may be. */
 static bool sort_unless_sorted(void *base, size_t count, size_t size,
                                int (*compare)(const void *, const void *))
 {
@@ -239,7 +256,8 @@ static int compare_shards(const void *a, const void *b)
     return mls_index_compare(a, b);
 }
 
-/* Report an error about a shard, or about the index if `shard` is NULL. */
+/* Report a problem of a shard, or of the index if `shard` is NULL. Returns
+ * MLS_E_FORMAT. */
 static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
                            mls_status *st)
 {
@@ -252,8 +270,8 @@ static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
     return mls_status_name(st, name.data, name.length);
 }
 
-/* Indexes that we write are sorted already; others may not be. Equal shards become
- * neighbours. */
+/* Sort the shards by id and part, and refuse a part that is listed twice. Indexes that we
+ * write are sorted already; others may not be. */
 static mls_code sort_shards(const mls_index *x, mls_status *st)
 {
     const bool twins =
@@ -297,6 +315,8 @@ static int compare_places(const void *a, const void *b)
                                           : 0;
 }
 
+/* Check that no path is listed twice. Pointers are sorted, since shards refer to files by
+ * number. */
 static mls_code check_files(const mls_index *x, mls_status *st)
 {
     const void **sorted = mls_alloc(x->file_count, sizeof *sorted);
@@ -331,7 +351,7 @@ static size_t list_places(const mls_index *x, shard_place *out)
         const size_t layers = shard->layers == NULL ? 0 : shard->layers->count;
         if (shard->layers == NULL && shard->bytes > 0) {
             if (out != NULL) {
-                out[count] = (shard_place){.shard = shard};
+                out[count] = (shard_place){.shard = shard}; /* plain */
             }
             count++;
         }
@@ -375,9 +395,9 @@ static mls_code check_overlaps(const mls_index *x, mls_status *st)
     return code;
 }
 
-/* A manifest records the total bytes of all shards. Stored bytes are limited by the
- * files, but sparse shards may have any number of zeros, so the sum is checked for
- * overflow. */
+/* Check that the total bytes of all shards, which a manifest records, fit an int64.
+ * Stored bytes are limited by the files, but sparse shards may have any number of
+ * zeros. */
 static mls_code check_sum(const mls_index *x, mls_status *st)
 {
     uint64_t sum = 0;

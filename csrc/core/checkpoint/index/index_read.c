@@ -99,7 +99,8 @@ static const char *tier_of(int i)
 
 /* ---- files ---- */
 
-/* Read all files. Each is at least as long as its header's length field. */
+/* Read the table of files from `object`, one JSON array of paths and two columns. Each
+ * file is at least as long as its header's length field. */
 static mls_code read_files(reader *r, mls_json_node object)
 {
     enum { PATH, FILE_BYTES, HEADER_CRC, COUNT };
@@ -143,7 +144,8 @@ static mls_code read_files(reader *r, mls_json_node object)
 
 /* ---- kinds ---- */
 
-/* Read [axis or name, parts], the only array with mixed types in the format. */
+/* Read one layout step, [axis or name, parts], the only array with mixed types in the
+ * format. Returns false if it has another form. */
 static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
 {
     uint64_t axis, parts;
@@ -164,7 +166,8 @@ static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
     return true;
 }
 
-/* Read the steps of a layout. Each shard checks whether they fit its shape. */
+/* Read the steps of a layout; `layout` is zeroed before. Each shard checks whether they
+ * fit its shape. */
 static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
 {
     if (mls_json_size(r->in.json, m->node) > MLS_LAYOUT_STEPS) {
@@ -205,7 +208,8 @@ static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* A dot separates parameter and state in a state dict key, so a state contains none. */
+/* Read the optimizer state of a kind, which may be absent. A dot separates parameter and
+ * state in a state dict key, so a state contains none. */
 static mls_code read_state(reader *r, const member *m, shard_kind *kind)
 {
     kind->has_state = m->node != MLS_JSON_NONE;
@@ -225,6 +229,9 @@ static mls_code read_state(reader *r, const member *m, shard_kind *kind)
 
 enum { SECTION, STATE, DTYPE, LAYOUT, AXES, TIER, KIND_MEMBERS };
 
+/* Fill in one kind from its members `m`, which mls_index_find_members has filled. Tiers
+ * are read without MLS_TIER_NONE, which no file contains: -1 means that the member is
+ * absent. */
 static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
 {
     int section, tier = -1;
@@ -255,6 +262,7 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
+/* Read and allocate all kinds. Their axes share one array, so these are counted first. */
 static mls_code read_kinds(reader *r, mls_json_node array)
 {
     member m[KIND_MEMBERS] = {[SECTION] =
@@ -391,6 +399,8 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
     return MLS_OK;
 }
 
+/* Read the compressed lengths of a layer from the string `node`. `item` is the size of an
+ * element in bytes, `elements` the size of the whole shard in elements. */
 static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node node,
                             size_t item, size_t elements, mls_layer *layer)
 {
@@ -424,7 +434,8 @@ static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node n
     return MLS_OK;
 }
 
-/* Read rows and compression of the next layer. Only a shard's first layer may be full. */
+/* Read rows and compression of the next layer of a shard with `elements` elements.
+ * `first`: it is the shard's first layer, the only one that may be full. */
 static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elements,
                             bool first, mls_layer *layer)
 {
@@ -467,6 +478,8 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
                : code;
 }
 
+/* Read layer number `number` of a shard with `elements` elements, the next of all
+ * columns. Its range must have exactly the bytes of its elements or frames. */
 static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t elements,
                            size_t number, mls_layer *layer)
 {
@@ -492,8 +505,9 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
     return read_crcs(r, layer);
 }
 
-/* Read all layers of a shard, and compute their visible ranges. A single full,
- * uncompressed layer makes a plain shard, which is the usual case. */
+/* Read all `count` layers of a shard with `elements` elements, and compute their visible
+ * ranges. A single full, uncompressed layer makes a plain shard, which is the usual
+ * case. */
 static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
                             size_t count)
 {
@@ -533,8 +547,8 @@ static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
 
 /* ---- shards ---- */
 
-/* Read one shape: "4,6" of "3;4,6;". The dimensions are appended to the index's shared
- * array. */
+/* Read one shape and the shard's rank: "4,6" of "3;4,6;". The dimensions are appended to
+ * the index's shared array. */
 static mls_code read_shape(reader *r, mls_index_shard *shard)
 {
     column *all = &r->shards[SHAPE], shape = *all;
@@ -560,6 +574,8 @@ static mls_code read_shape(reader *r, mls_index_shard *shard)
     return code;
 }
 
+/* Read name and kind of the next shard, and set what the kind determines; `*out` is the
+ * kind. From here on errors name the shard. */
 static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kind **out)
 {
     const mls_json_node node = r->name;
@@ -596,6 +612,9 @@ static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kin
                : MLS_OK;
 }
 
+/* Check that axes and layout fit the shard's shape, and compute the size of its part:
+ * `*elements` and `shard->bytes`. `shape` is the column before this shape was read, for
+ * errors. */
 static mls_code read_part(reader *r, const column *shape, const shard_kind *kind,
                           mls_index_shard *shard, size_t *elements)
 {
@@ -622,8 +641,8 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
-/* Read 1 if the column is absent. A count that is too large is reported at its column, or
- * at the checksums. */
+/* Read the number of layers of the next shard; 1 if the column is absent. A count that is
+ * too large is reported here or at the checksums. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];
@@ -645,7 +664,7 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
     const column shape = r->shards[SHAPE];
     size_t elements = 0, count = 0;
     mls_code code = MLS_OK;
-    r->in.name = (mls_str){0};
+    r->in.name = (mls_str){0}; /* errors name no shard */
     if ((code = read_identity(r, shard, &kind)) != MLS_OK ||
         (code = read_shape(r, shard)) != MLS_OK ||
         (code = mls_index_next_number(&r->in, &r->shards[VERSION], 1, INT64_MAX,
@@ -664,8 +683,8 @@ typedef struct needs {
     size_t dims, sparse, layers, row_ranges, frames, ends;
 } needs;
 
-/* Each row range takes one element, and resolving takes two more, as in mls_layers_room.
- */
+/* Count the elements that all layers need. Each row range takes one element, and
+ * resolving takes two more, as in mls_layers_room. */
 static void count_layers(const reader *r, needs *n)
 {
     mls_json_node rows = r->arrays[0], frames = r->arrays[FRAMES - ROWS];
@@ -686,7 +705,8 @@ static void count_layers(const reader *r, needs *n)
     }
 }
 
-/* Allocate all arrays at once: shards point into them, so they must not move. */
+/* Allocate all arrays at once: shards point into them, so they must not move. Only sparse
+ * and compressed shards need the last five. */
 static mls_code allocate_arrays(reader *r)
 {
     mls_index *x = &r->index;
@@ -712,7 +732,8 @@ static mls_code allocate_arrays(reader *r)
     return MLS_OK;
 }
 
-/* Open the columns of the shards. The number of names is the number of shards. */
+/* Open the columns of the table of shards, the object `object`. The number of names is
+ * the number of shards. */
 static mls_code open_shards(reader *r, mls_json_node object)
 {
     member m[SHARD_COLUMNS] = {
@@ -734,7 +755,8 @@ static mls_code open_shards(reader *r, mls_json_node object)
     return MLS_OK;
 }
 
-/* Open the columns of the layers. The number of checksums is the number of layers. */
+/* Open the columns of the table of layers, the object `object`. The number of checksums
+ * is the number of layers. */
 static mls_code open_layers(reader *r, mls_json_node object)
 {
     member m[LAYER_COLUMNS] = {
@@ -761,6 +783,7 @@ static mls_code open_layers(reader *r, mls_json_node object)
     return code;
 }
 
+/* Read the tables `shards` and `layers`; files and kinds were read before. */
 static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layers)
 {
     mls_code code = open_shards(r, shards);
@@ -772,7 +795,7 @@ static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layer
     if (code != MLS_OK) {
         return code;
     }
-    r->in.name = (mls_str){0};
+    r->in.name = (mls_str){0}; /* errors name no shard */
     code = mls_index_end_columns(&r->in, r->shards, SHARD_NUMBERS);
     return code == MLS_OK ? mls_index_end_columns(&r->in, r->layers, LAYER_NUMBERS)
                           : code;
@@ -808,6 +831,7 @@ static mls_code read_format(reader *r)
     return mls_status_got(r->in.st, "%.*s", width, text.data);
 }
 
+/* Read generation, rank and number of ranks; the rank must be below that number. */
 static mls_code read_head(reader *r, const member *generation, const member *rank,
                           const member *world)
 {
@@ -826,6 +850,8 @@ static mls_code read_head(reader *r, const member *generation, const member *ran
                           : code;
 }
 
+/* Read the whole document into `r->index`, then sort and check it. Shards refer to files
+ * and kinds, which come first. */
 static mls_code read_index(reader *r)
 {
     enum { GENERATION, RANK, WORLD, FILES, KINDS, SHARDS, LAYERS, COUNT };
@@ -849,7 +875,8 @@ static mls_code read_index(reader *r)
     return mls_index_arrange(&r->index, r->in.st);
 }
 
-/* The JSON checksum is verified first, so that a damaged text is never parsed. */
+/* Check, parse and read an index. The JSON checksum is verified first, so that a damaged
+ * text is never parsed. */
 mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
                          mls_index *out, mls_status *st)
 {

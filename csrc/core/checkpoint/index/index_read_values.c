@@ -13,18 +13,22 @@ static const char out_of_range[] = "is not a whole number in its range";
 
 /* ---- errors ---- */
 
-static mls_code fail_at(const mls_index_source *in, size_t at, const char *key,
+/* Report a problem of the member `key` at byte `offset` of the text, with the name of the
+ * current shard if one is known. Returns MLS_E_FORMAT. */
+static mls_code fail_at(const mls_index_source *in, size_t offset, const char *key,
                         const char *problem)
 {
     if (in->name.data == NULL) {
-        return mls_fail_at(in->st, at, "\"%s\" %s", key, problem);
+        return mls_fail_at(in->st, offset, "\"%s\" %s", key, problem);
     }
     const int width = (int)(in->name.length < SHOWN_NAME ? in->name.length : SHOWN_NAME);
-    mls_fail_at(in->st, at, "shard of '%.*s': \"%s\" %s", width, in->name.data, key,
+    mls_fail_at(in->st, offset, "shard of '%.*s': \"%s\" %s", width, in->name.data, key,
                 problem);
     return mls_status_name(in->st, in->name.data, in->name.length);
 }
 
+/* Report a problem of a value, and show the value itself, or its type if it is not a
+ * string or number. */
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                               const char *key, const char *problem)
 {
@@ -52,6 +56,7 @@ static mls_code expect_range(const mls_index_source *in, uint64_t least, uint64_
                                (unsigned long long)most);
 }
 
+/* Report that a value does not have the required type. */
 static mls_code fail_type(const mls_index_source *in, mls_json_node node, const char *key,
                           mls_json_type type)
 {
@@ -64,6 +69,8 @@ static mls_code fail_type(const mls_index_source *in, mls_json_node node, const 
 
 /* ---- values ---- */
 
+/* Fill in the nodes of `count` members, and report the first that is missing or has
+ * another type. An optional member that is absent gets MLS_JSON_NONE. */
 mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object,
                                 mls_json_member *table, size_t count)
 {
@@ -77,6 +84,7 @@ mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object
                : fail_type(in, m->node, m->key, m->type);
 }
 
+/* Read a whole number from `least` to `most`, both included. */
 mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member *m,
                                uint64_t least, uint64_t most, uint64_t *out)
 {
@@ -89,6 +97,8 @@ mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member
     return MLS_OK;
 }
 
+/* Read a string, which may contain any bytes of valid UTF-8. The text is borrowed from
+ * the document. */
 mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
                              const char *key, mls_str *out)
 {
@@ -99,6 +109,9 @@ mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
     return MLS_OK;
 }
 
+/* Read a string that is one of `name_of(0)` .. `name_of(count - 1)`, and return its
+ * number in `*out`; `*out` is undefined after a failure. `problem` is the message for any
+ * other string. */
 mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
                              const char *key, const char *(*name_of)(int), int count,
                              const char *problem, int *out)
@@ -116,7 +129,8 @@ mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
 
 /* ---- columns ---- */
 
-/* The offset points behind the opening quote. */
+/* Return a cursor at the first value of a column; its text is NULL if the column is
+ * absent. The offset points behind the opening quote. */
 mls_index_column mls_index_open_column(const mls_index_source *in,
                                        const mls_json_member *m)
 {
@@ -127,6 +141,8 @@ mls_index_column mls_index_open_column(const mls_index_source *in,
                                     .rest = mls_json_text(in->json, m->node)};
 }
 
+/* Check the length of an array column; `*out` receives its first value, or MLS_JSON_NONE
+ * if the column is absent or has no rows. */
 mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member *m,
                               size_t rows, mls_json_node *out)
 {
@@ -145,7 +161,8 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
     return MLS_OK;
 }
 
-/* A number ends at a comma; a checksum is cut at SHOWN_VALUE bytes. */
+/* Report the value at the cursor, and show it. A number ends at a comma; a checksum is
+ * cut at SHOWN_VALUE bytes. */
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
                                const char *problem)
 {
@@ -165,32 +182,35 @@ static void advance_column(mls_index_column *column, size_t length)
     column->rest.length -= length;
 }
 
-/* On failure the cursor stays at the invalid value, for the message. */
+/* Read the next number of a column, and move the cursor behind its comma. On failure the
+ * cursor stays at the invalid value, for the message. */
 mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *column,
                                uint64_t least, uint64_t most, uint64_t *out)
 {
     const char *digits = column->rest.data;
     const size_t length = column->rest.length;
-    size_t at = 0;
+    size_t used = 0;
     uint64_t value = 0;
-    while (at < length && at <= SURE_DIGITS && digits[at] >= '0' && digits[at] <= '9') {
-        value = 10 * value + (uint64_t)(digits[at++] - '0');
+    while (used < length && used <= SURE_DIGITS && digits[used] >= '0' &&
+           digits[used] <= '9') {
+        value = 10 * value + (uint64_t)(digits[used++] - '0');
     }
-    if (at == 0 && length == 0) {
+    if (used == 0 && length == 0) {
         return mls_index_fail_column(in, column,
                                      "must have one value for each row of its table");
     }
-    if (at == 0 || at > SURE_DIGITS || (digits[0] == '0' && at > 1) ||
-        (at < length && digits[at] != ',') || value < least || value > most) {
+    if (used == 0 || used > SURE_DIGITS || (digits[0] == '0' && used > 1) ||
+        (used < length && digits[used] != ',') || value < least || value > most) {
         mls_index_fail_column(in, column, out_of_range);
         return expect_range(in, least, most);
     }
     /* a comma behind the last number is left in place, and reported as an extra value */
-    advance_column(column, at + (at + 1 < length ? 1 : 0));
+    advance_column(column, used + (used + 1 < length ? 1 : 0));
     *out = value;
     return MLS_OK;
 }
 
+/* Read the next checksum of a column: 8 hexadecimal digits, without a separator. */
 mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column,
                             uint32_t *out)
 {
@@ -207,7 +227,8 @@ mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column
     return MLS_OK;
 }
 
-/* The order is fixed, so that the same fault is always reported first. */
+/* Check that no column has values left. The order is fixed, so that the same fault is
+ * always reported first. */
 mls_code mls_index_end_columns(const mls_index_source *in,
                                const mls_index_column *columns, size_t count)
 {

@@ -6,7 +6,8 @@
  * Other columns are arrays.
  *
  * All functions that return mls_code return MLS_OK, or MLS_E_FORMAT with key, offset and
- * the invalid value in the status. Results are untouched on failure. */
+ * the invalid value in the status. Results are untouched on failure, except that of
+ * mls_index_read_word. */
 #ifndef MLS_INDEX_READ_VALUES_H
 #define MLS_INDEX_READ_VALUES_H
 
@@ -30,7 +31,8 @@ typedef struct mls_index_source {
 #define MLS_INDEX_MEMBER(name, kind, must)                                               \
     {.key = (name), .length = sizeof(name) - 1, .needed = (must), .type = (kind)}
 
-/* Fill the status with "shard of 'x': "key" what" for a value. Returns MLS_E_FORMAT. */
+/* Fill the status with "shard of 'x': "key" problem" for a value. Returns MLS_E_FORMAT.
+ */
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                               const char *key, const char *problem);
 
@@ -47,8 +49,8 @@ mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member
 mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
                              const char *key, mls_str *out);
 
-/* Read a string that must be one of `count` names, and return its number. `what` is the
- * message for any other string. */
+/* Read a string that must be one of `count` names, and return its number. `problem` is
+ * the message for any other string. */
 mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
                              const char *key, const char *(*name_of)(int), int count,
                              const char *problem, int *out);

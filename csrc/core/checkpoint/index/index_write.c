@@ -35,6 +35,7 @@ static void put_text(mls_json_writer *b, const char *key, const char *text)
     put_string(b, key, (mls_str){text, strlen(text)});
 }
 
+/* Append `count` checksums, each with 8 hexadecimal digits and no separator. */
 static void put_crcs(mls_json_writer *b, const uint32_t *crcs, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -52,7 +53,8 @@ static void put_shape(mls_json_writer *b, const mls_index_shard *s)
     }
 }
 
-/* [[0,4],["flat",2]] */
+/* Append the member of a layout, with a leading comma: ,"layout":[[0,4],["flat",2]]. A
+ * step is an axis, or the name of a special step, and the number of parts. */
 static void put_layout(mls_json_writer *b, const mls_layout *layout)
 {
     mls_json_writer_text(b, ",\"layout\":[");
@@ -70,8 +72,9 @@ static void put_layout(mls_json_writer *b, const mls_layout *layout)
     mls_json_writer_text(b, "]");
 }
 
-/* Write the members of a shard (`whole`), or of its kind. Defaults (no state, the
- * parameter's axes, no tier) are omitted, so that each shard has only one form. */
+/* Append an object without its closing brace: all members of a shard if `is_complete`,
+ * otherwise only those of its kind. Defaults (no state, the parameter's axes, no tier)
+ * are omitted, so that each shard has only one form. */
 static void put_members(mls_json_writer *b, const mls_index_shard *s, bool is_complete)
 {
     put_text(b, "{\"section\":", mls_section_name(s->id.section));
@@ -112,7 +115,7 @@ void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *s)
     put_number(b, ",\"version\":", s->version);
 }
 
-/* "61044,59812" */
+/* Append the compressed lengths of all frames as one string: "61044,59812". */
 static void put_frames(mls_json_writer *b, const mls_compressed_frames *frames)
 {
     const size_t count = mls_compressed_frames_count(frames->bytes);
@@ -123,9 +126,9 @@ static void put_frames(mls_json_writer *b, const mls_compressed_frames *frames)
     mls_json_writer_text(b, "\"");
 }
 
-/* "0,2,17,1": the number of rows to skip, the number of rows held, and so on. Rows behind
- * the last range are omitted. All numbers are in one string, because there may be
- * thousands of them, and JSON values are slow to parse. */
+/* Append the row ranges of a layer: "0,2,17,1" are the number of rows to skip, the number
+ * of rows held, and so on. Rows behind the last range are omitted. All numbers are in one
+ * string, because there may be thousands of them, and JSON values are slow to parse. */
 static void put_rows(mls_json_writer *b, const mls_layer *layer)
 {
     size_t end = 0; /* end of the previous range */
@@ -141,7 +144,8 @@ static void put_rows(mls_json_writer *b, const mls_layer *layer)
     mls_json_writer_text(b, "\"");
 }
 
-/* A full layer has no rows; an uncompressed layer has no frames. */
+/* Append the members of a layer that describe its coding, each with a leading comma: a
+ * full layer has no rows, an uncompressed layer has no frames. */
 void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer)
 {
     if (layer->row != 0) {
@@ -205,6 +209,7 @@ static kind_table number_kinds(const mls_index *index)
     return t;
 }
 
+/* Append the array of kinds. Each kind is described by the first shard that has it. */
 static void put_kinds(mls_json_writer *b, const mls_index *index, const kind_table *kinds)
 {
     mls_json_writer_text(b, ",\n\"kinds\":[");
@@ -255,6 +260,8 @@ static const char *const column_marks[TABLE_COLUMNS][3] = {
     [CODEC] = {",\n\"codec\":[", ",", "]"},
     [FRAMES] = {",\n\"frames\":[", ",", "]"}};
 
+/* Return whether a row of the table needs a value in this column; other rows have the
+ * default. A column without any value is omitted. */
 static bool row_has_value(table_column column, const mls_index_shard *s,
                           const mls_layer *layer)
 {
@@ -274,6 +281,8 @@ static bool row_has_value(table_column column, const mls_index_shard *s,
     }
 }
 
+/* Append the value of one shard, or of one of its layers, in a column. `kind` is the
+ * number of the shard's kind. Only columns of the shard table ignore `layer`. */
 static void put_value(mls_json_writer *b, table_column column, const mls_index_shard *s,
                       size_t kind, const mls_layer *layer)
 {
@@ -326,8 +335,8 @@ static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t 
     return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
 }
 
-/* Columns before BLOCKS other than LAYER_COUNT are always written, and other columns if a
- * row has a value. */
+/* Return whether the index has this column: columns before BLOCKS other than LAYER_COUNT
+ * always, and other columns if a row has a value. */
 static bool is_column_needed(table_column column, const mls_index *index)
 {
     bool needed = column != LAYER_COUNT && column < BLOCKS;
@@ -341,7 +350,8 @@ static bool is_column_needed(table_column column, const mls_index *index)
     return needed;
 }
 
-/* Write one column. Arrays contain null for a layer without a value. */
+/* Append one column, for all shards or all layers; `kinds` has the kind of each shard.
+ * Arrays contain null for a layer without a value. */
 static void put_column(mls_json_writer *b, table_column column, const mls_index *index,
                        const size_t *kinds)
 {
@@ -363,6 +373,7 @@ static void put_column(mls_json_writer *b, table_column column, const mls_index 
     mls_json_writer_text(b, marks[2]);
 }
 
+/* Append the table of files: an array of paths, and two string columns. */
 static void put_files(mls_json_writer *b, const mls_index *index)
 {
     const mls_index_file *files = index->files;
@@ -381,7 +392,8 @@ static void put_files(mls_json_writer *b, const mls_index *index)
     mls_json_writer_text(b, "\"}");
 }
 
-/* A writer that failed ignores further appends, so its code is checked once, at the end.
+/* Append all of an index to an empty buffer; `*crc_out` is the CRC32C of the whole text.
+ * A writer that failed ignores further appends, so its code is checked once, at the end.
  * The JSON checksum is set last and covers all other bytes. A manifest records the CRC32C
  * of the whole text, including the digits of that checksum. */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,

@@ -34,6 +34,9 @@ static bool is_tensor(const mls_layer *place)
     return place->row == 0 && place->frames == NULL;
 }
 
+/* Allocate room for all places that file number `file` stores, and for their keys.
+ * `count` stays 0 until collect_places. The caller frees the arrays, also after a
+ * failure. */
 static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file,
                                  mls_status *st)
 {
@@ -54,7 +57,9 @@ static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file
                                                                        : MLS_OK;
 }
 
-/* Fill in the tensor of a member. The shape of a flat part is its length. */
+/* Fill in the tensor of a member; `number` is its position among the members. A flat part
+ * has one dimension, its length; a place that is not an array of the part's shape has its
+ * bytes. */
 static void describe_tensor(member *m, size_t number, mls_header_tensor *out)
 {
     const mls_index_shard *shard = m->shard;
@@ -113,7 +118,8 @@ static void describe_shards(const rebuild *r, mls_json_writer *text)
     mls_json_writer_text(text, "}");
 }
 
-/* Lay out the header, with the checksums of the index. Gives: mls_header_fini. */
+/* Lay out the header, with the checksums of the index. Release it with mls_header_fini
+ * after success. */
 static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
@@ -138,8 +144,8 @@ static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status 
     return code;
 }
 
-/* Append the header if its checksum equals the recorded one, which proves that it is the
- * original header. */
+/* Append the header if its checksum and the file's length equal the recorded ones, which
+ * proves that it is the original header. MLS_E_VALUE: they differ. */
 static mls_code append_header(mls_header *header, const mls_index_file *record,
                               const mls_crc_kernels *crc, mls_json_writer *out,
                               mls_status *st)
@@ -152,6 +158,8 @@ static mls_code append_header(mls_header *header, const mls_index_file *record,
     return out->code == MLS_OK ? MLS_OK : fail_memory(st);
 }
 
+/* Rebuild the header of file number `file` from the places that the index lists in it,
+ * and append it to `out`. */
 mls_code mls_shard_header_rebuild(const mls_index *index, size_t file,
                                   const mls_crc_kernels *crc, mls_json_writer *out,
                                   mls_status *st)
@@ -173,7 +181,9 @@ mls_code mls_shard_header_rebuild(const mls_index *index, size_t file,
     return code;
 }
 
-/* Ranks may share a file: an index that lists only some of its tensors is skipped. */
+/* Rebuild the header of the file at `path` from the first of `count` indexes that lists
+ * all of it. Ranks may share a file: an index that lists only some of its tensors is
+ * skipped. */
 mls_code mls_shard_header_rebuild_path(const mls_index *indexes, size_t count,
                                        const char *path, const mls_crc_kernels *crc,
                                        mls_json_writer *out, mls_status *st)

@@ -14,7 +14,8 @@ static bool is_same_group(const mls_index_shard *shard, const mls_index_shard *o
     return shard->part == other->part && mls_layout_equal(&shard->layout, &other->layout);
 }
 
-/* Return the group of a shard, or the number of groups if it needs a new one. */
+/* Return the group of a shard, or `count` if it needs a new one. `firsts` has the first
+ * shard of each of the `count` groups; group `hint` is tried first. */
 static size_t find_group(const mls_index_shard *shard,
                          const mls_index_shard *const *firsts, size_t count, size_t hint)
 {
@@ -28,6 +29,8 @@ static size_t find_group(const mls_index_shard *shard,
     return group;
 }
 
+/* Number the groups of an index. An index with too many groups gets a zeroed pattern,
+ * which is not `known`; that is not an error. */
 mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
                                 mls_status *st)
 {
@@ -62,6 +65,7 @@ void mls_index_pattern_fini(mls_index_pattern *pattern)
     *pattern = (mls_index_pattern){0};
 }
 
+/* Number the groups of `count` indexes. On failure everything made so far is freed. */
 mls_index_pattern *mls_index_patterns_new(const mls_index *indexes, size_t count,
                                           mls_status *st)
 {
@@ -92,7 +96,8 @@ static void put_numbers(mls_json_writer *b, const size_t *numbers, size_t count)
     mls_json_writer_put(b, (const char *)numbers, count * sizeof *numbers);
 }
 
-/* Lengths come first, so that different lists of shards have different bytes. */
+/* Append the identity of a pattern: tensors, layouts and groups, but no parts. Lengths
+ * come first, so that different lists of shards have different bytes. */
 void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pattern,
                              mls_json_writer *out)
 {
@@ -132,7 +137,8 @@ static size_t find_shard(const mls_index *index, const mls_tensor_id *id)
     return low;
 }
 
-/* Shards of one tensor are neighbours in an index, and belong to different groups. */
+/* Append a mls_index_pattern_place for each shard of a tensor in the indexes. Shards of
+ * one tensor are neighbours in an index, and belong to different groups. */
 void mls_index_pattern_places(const mls_index *indexes, const mls_index_pattern *patterns,
                               size_t count, const mls_tensor_id *id, mls_json_writer *out)
 {

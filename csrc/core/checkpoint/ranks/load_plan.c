@@ -8,8 +8,8 @@
 
 /* ---- choose parts ---- */
 
-/* A part takes hundreds of bytes, and most are never touched. So the arrays are not
- * zeroed, here and in mls_load_plan_find. */
+/* Create a plan with room for `most` tensors. A part takes hundreds of bytes, and most
+ * are never touched. So the arrays are not zeroed, here and in mls_load_plan_find. */
 mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *merged,
                             size_t most, mls_status *st)
 {
@@ -23,6 +23,7 @@ mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *merged,
     return MLS_OK;
 }
 
+/* Free the plan, but not the merged index or any destination. */
 void mls_load_plan_fini(mls_load_plan *plan)
 {
     mls_free(plan->items);
@@ -32,8 +33,9 @@ void mls_load_plan_fini(mls_load_plan *plan)
     *plan = (mls_load_plan){0};
 }
 
-/* Callers that load all tensors add them in the order of the merged index. Then each
- * tensor follows the previous one, and no search is needed. */
+/* Add a tensor, and room for its pieces; NULL if it is not in the merged index. Callers
+ * that load all tensors add them in the order of the merged index. Then each tensor
+ * follows the previous one, and no search is needed. */
 mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
 {
     const mls_merged_index *merged = plan->merged;
@@ -61,7 +63,8 @@ static mls_code name_tensor(const mls_load_item *w, mls_status *st)
     return mls_status_name(st, name.data, name.length);
 }
 
-/* A number of ranks defines how to cut one axis, but not several. */
+/* Choose the part of the item's tensor that `how` selects. A number of ranks defines how
+ * to cut one axis, but not several. */
 mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
@@ -89,6 +92,7 @@ static mls_code set_shapes(const mls_load_item *w, const char *have, const char 
     return name_tensor(w, st);
 }
 
+/* Check that the stored tensor has the shape of the target's whole tensor. */
 mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t *shape,
                                   mls_status *st)
 {
@@ -110,8 +114,8 @@ mls_code mls_load_item_part(mls_load_item *w, const mls_layout *layout, size_t i
     return mls_layout_part(layout, facts->rank, facts->shape, index, &w->part, st);
 }
 
-/* A flat range of the whole tensor. No layout describes it: several concatenated tensors
- * may be cut anywhere. */
+/* Choose elements `begin` .. `end` of the whole tensor. A flat range of the whole tensor.
+ * No layout describes it: several concatenated tensors may be cut anywhere. */
 mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
@@ -132,6 +136,7 @@ mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_sta
     return MLS_OK;
 }
 
+/* Check that the target has dtype and shape of the part to load. */
 mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *target,
                                     mls_status *st)
 {
@@ -169,8 +174,9 @@ static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
     return ranges > 0 && bytes / ranges >= LONG;
 }
 
-/* Compare the files of some pieces with their recorded sizes. Neighbours usually share a
- * file, which is checked once. */
+/* Compare the files of `count` pieces with their recorded sizes. Neighbours usually share
+ * a file, which is checked once: `*file` is the name of the last checked file, and after
+ * a failure the one that differs. */
 static mls_code check_files(const mls_stored_shard *stored, size_t count, int folder,
                             bool links, const char **file, mls_status *st)
 {
@@ -186,11 +192,14 @@ static mls_code check_files(const mls_stored_shard *stored, size_t count, int fo
     return MLS_OK;
 }
 
+/* List the pieces of all items. An item gets its range in `pieces`; `piece_count`, an
+ * upper bound until now, becomes their number. After a failure `*file` names the file
+ * that was checked last, if any. */
 mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                             mls_status *st)
 {
     size_t used = 0;
-    const char *seen = NULL;
+    const char *checked = NULL;
     *file = NULL;
     plan->stored = mls_realloc(NULL, plan->piece_count, sizeof *plan->stored);
     plan->parts = mls_realloc(NULL, plan->piece_count, sizeof *plan->parts);
@@ -204,14 +213,14 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                                        plan->pieces + used};
         if (mls_merged_index_pieces(plan->merged, w->tensor, &w->part, NULL, &room,
                                     &w->count, st) != MLS_OK) {
-            *file = seen;
+            *file = checked;
             return st->code;
         }
         w->first = used;
         w->long_zeros = has_long_zeros(plan->stored + used, w->count);
         if (folder >= 0 && check_files(plan->stored + used, w->count, folder,
-                                       plan->merged->links, &seen, st) != MLS_OK) {
-            *file = seen;
+                                       plan->merged->links, &checked, st) != MLS_OK) {
+            *file = checked;
             return st->code;
         }
         used += w->count;
@@ -228,6 +237,8 @@ size_t mls_load_item_bytes(const mls_load_item *w)
 
 /* ---- set destinations ---- */
 
+/* Set the destination of item `i`'s pieces. Pieces of zeros get NULL if the memory is
+ * zero already, so that nothing is written. */
 void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, bool zeroed)
 {
     const mls_load_item *w = &plan->items[i];
@@ -245,6 +256,8 @@ void mls_load_plan_foresee(mls_load_plan *plan)
     }
 }
 
+/* Move the pieces of item `i` down to piece `*used`, over pieces that are not needed.
+ * `*used` then is the end of the kept pieces. */
 void mls_load_plan_keep(mls_load_plan *plan, size_t i, size_t *used)
 {
     const mls_load_item *w = &plan->items[i];
@@ -255,6 +268,8 @@ void mls_load_plan_keep(mls_load_plan *plan, size_t i, size_t *used)
     *used += w->count;
 }
 
+/* Create a target for existing memory. A contiguous view in native byte order receives
+ * the bytes directly; any other is copied, and gets a staging block later. */
 mls_code mls_load_target_init(mls_load_target *target, const mls_tensor *view,
                               mls_status *st)
 {
@@ -278,6 +293,8 @@ void mls_load_target_fini(mls_load_target *target)
     *target = (mls_load_target){0};
 }
 
+/* Set the destination of each item to its target's memory, or to a new staging block,
+ * which the target owns (also after a failure). */
 mls_code mls_load_plan_place_all(mls_load_plan *plan, mls_load_target *targets,
                                  mls_status *st)
 {
@@ -296,6 +313,8 @@ mls_code mls_load_plan_place_all(mls_load_plan *plan, mls_load_target *targets,
     return MLS_OK;
 }
 
+/* Copy the staging blocks to their strided targets; other targets have their bytes
+ * already. */
 void mls_load_plan_scatter(const mls_load_plan *plan, const mls_load_target *targets,
                            const mls_kernels *kernels)
 {

@@ -22,8 +22,9 @@ static int compare_shards(const void *a, const void *b)
                                              : x->index->rank > y->index->rank;
 }
 
-/* Append the next shard to its tensor, or start a new tensor. Several ranks may have
- * stored the same part with the same data; only the first is kept. */
+/* Append the next shard, in the order of compare_shards, to its tensor, or start a new
+ * tensor; the arrays have room. Several ranks may have stored the same part with the same
+ * data; only the first is kept. */
 static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *next,
                           mls_status *st)
 {
@@ -64,8 +65,9 @@ static int compare_listed(const void *a, const void *b)
 }
 
 /* Check that indexes that share a file agree on its size and checksum, and that their
- * shards together fit the file. Shards of one index do not overlap, but several indexes
- * could claim the same bytes, and so claim more data than the files contain. */
+ * shards together fit the file. `files` are sorted by path. Shards of one index do not
+ * overlap, but several indexes could claim the same bytes, and so claim more data than
+ * the files contain. */
 static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
 {
     uint64_t used = 0;
@@ -84,17 +86,18 @@ static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
     return MLS_OK;
 }
 
-/* Check the files of all indexes. A single index is checked when it is parsed. */
+/* Check what the indexes record about their files. A single index is checked when it is
+ * parsed. */
 static mls_code check_files(const mls_index *const *indexes, size_t count, mls_status *st)
 {
-    size_t all = 0, first = 0;
+    size_t total = 0, first = 0;
     for (size_t i = 0; i < count; i++) {
-        all += indexes[i]->file_count; /* cannot overflow: all of them are in memory */
+        total += indexes[i]->file_count; /* cannot overflow: they are in memory */
     }
-    listed *files = mls_alloc(all, sizeof *files);
+    listed *files = mls_alloc(total, sizeof *files);
     if (files == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a merged index of %zu files",
-                        all);
+                        total);
     }
     for (size_t i = 0; i < count; i++) {
         const mls_index *index = indexes[i];
@@ -111,46 +114,48 @@ static mls_code check_files(const mls_index *const *indexes, size_t count, mls_s
         }
         first += index->file_count;
     }
-    qsort(files, all, sizeof *files, compare_listed);
-    const mls_code code = check_sharing(files, all, st);
+    qsort(files, total, sizeof *files, compare_listed);
+    const mls_code code = check_sharing(files, total, st);
     mls_free(files);
     return code;
 }
 
-/* The indexes are sorted, so a single index only needs grouping. */
+/* Merge the shards of all indexes in the order of tensors, parts and ranks. The indexes
+ * are sorted, so a single index only needs grouping. */
 mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *indexes,
                                size_t count, mls_status *st)
 {
     mls_merged_index c = {0};
     mls_code code = MLS_OK;
-    size_t all = 0;
+    size_t total = 0;
     for (size_t i = 0; i < count; i++) {
-        all += indexes[i]->shard_count; /* cannot overflow: all of them are in memory */
+        total += indexes[i]->shard_count; /* cannot overflow: they are in memory */
         c.links = c.links || indexes[i]->links;
     }
     /* as many tensors as shards, in case each tensor has one shard */
-    mls_merged_index_shard *sorted = mls_alloc(all, sizeof *sorted);
-    c.shards = mls_alloc(all, sizeof *c.shards);
-    c.tensors = mls_alloc(all, sizeof *c.tensors);
+    mls_merged_index_shard *sorted = mls_alloc(total, sizeof *sorted);
+    c.shards = mls_alloc(total, sizeof *c.shards);
+    c.tensors = mls_alloc(total, sizeof *c.tensors);
     if (sorted == NULL || c.shards == NULL || c.tensors == NULL) {
-        code =
-            mls_fail(st, MLS_E_MEMORY, "no memory for a merged index of %zu shards", all);
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for a merged index of %zu shards",
+                        total);
         goto done;
     }
     if (count > 1 && (code = check_files(indexes, count, st)) != MLS_OK) {
         goto done;
     }
-    all = 0;
+    total = 0;
     for (size_t i = 0; i < count; i++) {
         for (size_t j = 0; j < indexes[i]->shard_count; j++) {
-            sorted[all++] = (mls_merged_index_shard){indexes[i], &indexes[i]->shards[j]};
+            sorted[total++] =
+                (mls_merged_index_shard){indexes[i], &indexes[i]->shards[j]};
         }
     }
     /* a single index is already sorted */
     if (count > 1) {
-        qsort(sorted, all, sizeof *sorted, compare_shards);
+        qsort(sorted, total, sizeof *sorted, compare_shards);
     }
-    for (size_t i = 0; code == MLS_OK && i < all; i++) {
+    for (size_t i = 0; code == MLS_OK && i < total; i++) {
         code = add_shard(&c, &sorted[i], st);
     }
 done:
@@ -171,8 +176,8 @@ void mls_merged_index_fini(mls_merged_index *merged)
     *merged = (mls_merged_index){0};
 }
 
-/* Binary search; tensors are sorted by id. Each loaded tensor is looked up once, so a
- * hash table would not pay off. */
+/* Return the position of a tensor, or SIZE_MAX. Binary search; tensors are sorted by id.
+ * Each loaded tensor is looked up once, so a hash table would not pay off. */
 size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id *id)
 {
     size_t low = 0, high = merged->tensor_count;
@@ -219,9 +224,9 @@ static size_t count_common(const mls_part *a, const mls_part *b)
     return count;
 }
 
-/* Check that all elements of `to` were stored; missing parts elsewhere are allowed.
- * Counting stored elements is bounded by the index, whereas a file may claim any number
- * of missing parts. */
+/* Check that all elements of the part `to` were stored by some rank; missing parts
+ * elsewhere are allowed. Counting stored elements is bounded by the index, whereas a file
+ * may claim any number of missing parts. */
 static mls_code check_missing(const mls_merged_index *merged,
                               const mls_merged_index_tensor *tensor, const mls_part *to,
                               mls_status *st)
@@ -257,8 +262,8 @@ typedef struct listing {
     size_t count;
 } listing;
 
-/* Append a place, or zeros if `place` is NULL. `visible` is NULL if all elements are
- * visible. */
+/* Append a place of the current shard and the piece that reads it, or zeros if `place` is
+ * NULL. `visible` is NULL if all elements are visible. */
 static void list_place(listing *l, const mls_layer *place, const mls_row_range *visible,
                        size_t visible_count)
 {
@@ -313,7 +318,9 @@ static void list_layers(listing *l)
     }
 }
 
-/* Places without a common element are skipped, so their files need not exist: a rank of a
+/* List the stored places that have elements of `to`, and pieces that read them; `room`
+ * has space for `tensor->places` of each. `*count` is their number, also after a failure.
+ * Places without a common element are skipped, so their files need not exist: a rank of a
  * large world reads few of them. */
 mls_code mls_merged_index_pieces(const mls_merged_index *merged,
                                  const mls_merged_index_tensor *tensor,
@@ -342,8 +349,9 @@ mls_code mls_merged_index_pieces(const mls_merged_index *merged,
     return code;
 }
 
-/* Parts of one layout do not overlap, so either the first intersecting shard contains the
- * whole part, or no shard does. */
+/* Find the shard that stores `to` as one contiguous range. `*offset` is its first byte in
+ * the file; it may be set even if NULL is returned. Parts of one layout do not overlap,
+ * so either the first intersecting shard contains the whole part, or no shard does. */
 const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *merged,
                                                    const mls_merged_index_tensor *tensor,
                                                    const mls_part *to, uint64_t *offset)

@@ -2,6 +2,8 @@
  * bytes exceed the integers of a manifest. */
 #include "checkpoint/ranks/merged_index_summary.h"
 
+/* Add up all shards of a tensor. `version` is the highest one, `sparse` the number of
+ * sparse shards, and `codec` NULL if nothing is compressed. */
 mls_tensor_summary mls_tensor_summarize(const mls_merged_index *merged,
                                         const mls_merged_index_tensor *tensor)
 {
@@ -22,6 +24,7 @@ mls_tensor_summary mls_tensor_summarize(const mls_merged_index *merged,
     return sum;
 }
 
+/* Add up the uncompressed bytes of all shards, and the bytes that they take in files. */
 mls_index_summary mls_index_summarize(const mls_index *index)
 {
     mls_index_summary sum = {0};
@@ -37,6 +40,8 @@ uint64_t mls_layer_element_bytes(const mls_layer *layer)
     return layer->frames == NULL ? layer->bytes : layer->frames->bytes;
 }
 
+/* Return the uncompressed bytes of the layer's elements that no later layer hides.
+ * `item_bytes` is the size of one element. */
 uint64_t mls_layer_visible_bytes(const mls_layer *layer, size_t item_bytes)
 {
     uint64_t elements = 0;

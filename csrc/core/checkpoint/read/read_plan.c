@@ -17,8 +17,8 @@ enum {
     CODED_COST = 8 /* cost of a compressed byte, relative to an uncompressed one */
 };
 
-/* Cost of a span: a fixed part, and the larger of the bytes read and the bytes written.
- */
+/* Cost of a span in bytes: a fixed part, and the larger of the bytes read and the bytes
+ * written. */
 static uint64_t span_cost(const mls_read_span *s)
 {
     const uint64_t bytes = s->piece->data == NULL ? 0 : s->end - s->from;
@@ -28,6 +28,7 @@ static uint64_t span_cost(const mls_read_span *s)
                                                         : bytes);
 }
 
+/* Append a copy of a span, with its cost. MLS_E_MEMORY: the plan is unchanged. */
 static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
 {
     mls_read_span *spans = mls_grow(plan->spans, plan->count, &plan->room, sizeof *spans);
@@ -57,6 +58,8 @@ typedef struct zero_fill {
     size_t first;     /* element of the shard at byte `from` */
 } zero_fill;
 
+/* Return the number of elements in the visible ranges; 0 if the place has none, which
+ * means that all elements are visible. */
 static size_t count_visible(const mls_stored_shard *shard)
 {
     size_t count = 0;
@@ -67,8 +70,8 @@ static size_t count_visible(const mls_stored_shard *shard)
 }
 
 /* Return the range to fill if the next piece consists of the zeros between the runs of
- * `piece`, and both have the same contiguous destination. Then data and zeros are written
- * in one pass, while the memory is in the cache. */
+ * `piece`, and both have the same contiguous destination; otherwise an empty one. Then
+ * data and zeros are written in one pass, while the memory is in the cache. */
 static zero_fill find_zero_fill(const mls_read_range *piece, const mls_read_range *next)
 {
     const zero_fill none = {0};
@@ -104,7 +107,8 @@ static size_t destination_of(const mls_stored_shard *shard, const zero_fill *f, 
 
 /* Divide a piece into spans, at multiples of the span size from the start of the place,
  * so that no block belongs to two spans. Zeros that are already in memory are not
- * divided. Zeros between two spans are filled by the earlier span. */
+ * divided. `zeros`, if not empty, is the range of the destination to fill: each span
+ * fills the zeros up to the next one. */
 static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
                            const zero_fill *zeros, mls_status *st)
 {
@@ -156,8 +160,8 @@ static int compare_names(const mls_read_span *x, const mls_read_span *y)
     return x->file == y->file ? 0 : strcmp(x->file, y->file);
 }
 
-/* By file, then offset. The address breaks ties, so that the order does not depend on
- * qsort. */
+/* For qsort: by file, then offset. The address breaks ties, so that the order does not
+ * depend on qsort. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_read_span *x = *(const mls_read_span *const *)a;
@@ -202,7 +206,7 @@ static bool are_spans_sorted(mls_read_plan *plan)
     return true;
 }
 
-/* Sort the spans by file. They are usually in order already. */
+/* List all spans in `order`, by file and offset. They are usually in order already. */
 static void sort_spans(mls_read_plan *plan)
 {
     const bool sorted = are_spans_sorted(plan);
@@ -214,7 +218,8 @@ static void sort_spans(mls_read_plan *plan)
     }
 }
 
-/* Group neighbours until their cost exceeds one full span. */
+/* Group neighbours in `order` into tasks, until their cost exceeds one full span.
+ * `tasks[i]` is the first span of task i; a last entry marks the end. */
 static void group_tasks(mls_read_plan *plan)
 {
     uint64_t cost = 0;
@@ -229,8 +234,9 @@ static void group_tasks(mls_read_plan *plan)
     plan->tasks[plan->task_count] = plan->count;
 }
 
-/* Group consecutive tasks of one file. The cost of a work queue is limited, so that
- * threads do not wait for destinations or for each other. */
+/* Group consecutive tasks of one file into work queues. Their cost is limited, so that
+ * threads do not wait for destinations or for each other. `queues[i]` is the first task
+ * of queue i; a last entry marks the end. */
 static void divide_into_queues(mls_read_plan *plan)
 {
     uint64_t cost = 0;
@@ -248,7 +254,8 @@ static void divide_into_queues(mls_read_plan *plan)
     plan->queues[plan->queue_count] = plan->task_count;
 }
 
-/* After MLS_E_MEMORY no tasks are built. */
+/* Divide the pieces into spans, sort the spans, and group them into tasks and work
+ * queues. After MLS_E_MEMORY no tasks are built. */
 mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
                             size_t count, size_t *planned, mls_status *st)
 {
@@ -282,7 +289,7 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
     return code;
 }
 
-/* The caller owns the pieces. */
+/* Free the arrays of a plan. The caller owns the pieces. */
 void mls_read_plan_fini(mls_read_plan *plan)
 {
     mls_free(plan->spans);

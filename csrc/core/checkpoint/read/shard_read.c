@@ -81,7 +81,8 @@ static void fill_zeros_to(run_reader *r, size_t end)
     }
 }
 
-/* Make `next` the current run. Zeros that are already in memory have no destination. */
+/* Make `next` the current run, and fill the zeros before it. Memory that is zero already
+ * has no destination (NULL). */
 static void set_run(run_reader *r, const mls_stored_run *next)
 {
     unsigned char *data = r->span->piece->data;
@@ -94,6 +95,8 @@ static void set_run(run_reader *r, const mls_stored_run *next)
     }
 }
 
+/* Make the next run of the span current, or the zeros behind its last run. Nothing is
+ * left afterwards if there are none. (A span with an end has a single run.) */
 static void next_run(run_reader *r)
 {
     mls_stored_run next;
@@ -105,7 +108,8 @@ static void next_run(run_reader *r)
     }
 }
 
-/* The iterator is limited to the span; a single run needs none. */
+/* Start at the first run of a span. A span of a single run (`to` is set) needs no
+ * iterator; otherwise the iterator is limited to the span. */
 static void start_runs(run_reader *r, const mls_read_span *s)
 {
     r->span = s;
@@ -119,6 +123,8 @@ static void start_runs(run_reader *r, const mls_read_span *s)
     }
 }
 
+/* Move forward by `bytes` bytes, at most those left of the current run. At its end the
+ * next run becomes current. */
 static void advance_run(run_reader *r, size_t bytes)
 {
     r->now.at += bytes;
@@ -138,8 +144,8 @@ static mls_code fail_not_regular(const char *file_kind, mls_status *st)
     return mls_status_got(st, "%s", file_kind);
 }
 
-/* Explain a failed openat. Symbolic links are not followed in a folder of ours: shards
- * are stored there. */
+/* Report a failed openat, by its errno `reason`. Symbolic links are followed only if
+ * `links`: in a folder of ours they are refused, since shards are stored there. */
 static mls_code fail_open(int reason, bool links, mls_status *st)
 {
     if (!links && (reason == ELOOP || reason == EMLINK)) {
@@ -157,8 +163,9 @@ static void close_file(read_worker *w)
     }
 }
 
-/* Select the range of a file in memory that contains a span. Returns false if the span is
- * not to be read. */
+/* For reads from memory: select the loaded range of the span's file that contains it.
+ * Returns false if there is none. Zeros without a file are filled by the request without
+ * ranges. */
 static bool find_range(read_worker *w, const mls_read_span *s)
 {
     const char *file = s->piece->shard->file;
@@ -175,7 +182,8 @@ static bool find_range(read_worker *w, const mls_read_span *s)
     return true;
 }
 
-/* Open `name`, unless it is open already. */
+/* Open `name` for this thread and close the previous file, unless it is open already.
+ * Only a regular file is accepted. */
 static mls_code open_file(read_worker *w, const char *name, mls_status *st)
 {
     struct stat info;
@@ -204,8 +212,8 @@ static mls_code open_file(read_worker *w, const char *name, mls_status *st)
     return st->code;
 }
 
-/* A file with a different length is not the file that was written, so it is refused
- * before it is read. */
+/* Open the file of a shard, unless it is open. A file with a different length is not the
+ * file that was written, so it is refused before it is read. */
 static mls_code open_shard(read_worker *w, const mls_stored_shard *shard, mls_status *st)
 {
     const mls_code code = open_file(w, shard->file, st);
@@ -250,8 +258,8 @@ static mls_code borrow_buffer(read_worker *w, uint64_t offset, unsigned char **o
 
 /* ---- from a buffer to destinations ---- */
 
-/* Copy the requested bytes of a buffer to their destinations. `data` contains bytes `at`
- * .. `at + bytes` of the shard. */
+/* Copy the requested bytes of a buffer to their destinations, run by run. `data` contains
+ * bytes `at` .. `at + bytes` of the shard. */
 static void scatter_bytes(read_worker *w, run_reader *r, const unsigned char *data,
                           size_t at, size_t bytes)
 {
@@ -266,8 +274,9 @@ static void scatter_bytes(read_worker *w, run_reader *r, const unsigned char *da
 
 /* ---- unverified: only the requested bytes ---- */
 
-/* End of the runs to read together with the current one: short runs with small gaps. The
- * lookahead uses a copy of the iterator and fills no zeros. */
+/* Return the end, in bytes of the shard, of the runs to read together with the current
+ * one: short runs with small gaps. The lookahead uses a copy of the iterator and fills no
+ * zeros. */
 static size_t find_group_end(const run_reader *r)
 {
     run_reader ahead = *r;
@@ -318,8 +327,8 @@ static bool is_verified(const read_state *shared, const mls_stored_shard *shard)
     return shared->request.crc != NULL && shard->crcs != NULL;
 }
 
-/* Read `bytes` of a block, add them to its checksum, and deliver the requested ones:
- * directly if the step is within one run. */
+/* Read `bytes` bytes of a block from byte `at` of the shard, update the block's checksum
+ * `*crc`, and deliver the requested bytes: directly if the step is within one run. */
 static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes,
                           uint32_t *crc, mls_status *st)
 {
@@ -344,7 +353,8 @@ static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes
     return MLS_OK;
 }
 
-/* Read all blocks of a span that contain requested bytes; others are skipped. */
+/* Read all blocks of a span that contain requested bytes, and compare their checksums;
+ * other blocks are skipped. */
 static mls_code read_verified(read_worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
@@ -401,6 +411,8 @@ static mls_code read_compressed(read_worker *w, run_reader *r, mls_status *st)
 
 /* ---- zeros that were not stored ---- */
 
+/* Write the zeros of a place that has no file. Memory that is zero already (destination
+ * NULL) is skipped, but its bytes count as done. */
 static void fill_zeros(read_worker *w, run_reader *r)
 {
     while (r->now.left > 0) {
@@ -417,7 +429,8 @@ static void fill_zeros(read_worker *w, run_reader *r)
  * If several spans fail, the first one in the order of the pieces is reported,
  * independent of the number of threads. So spans before a failed one are still read. */
 
-/* Record the failure of a span, unless an earlier span failed or the read was stopped. */
+/* Record the failure of a span, unless an earlier span failed or the read was stopped:
+ * the first one in the caller's order is reported. */
 static void record_failure(read_state *shared, const mls_read_span *s,
                            const mls_status *st)
 {
@@ -430,7 +443,8 @@ static void record_failure(read_state *shared, const mls_read_span *s,
     pthread_mutex_unlock(&shared->lock);
 }
 
-/* A stop requested by the caller replaces any failure. */
+/* Record that the caller stopped the read, at span `s`. It replaces any failure; the
+ * first stop is kept. */
 static void record_stop(read_state *shared, const mls_read_span *s)
 {
     pthread_mutex_lock(&shared->lock);
@@ -443,6 +457,8 @@ static void record_stop(read_state *shared, const mls_read_span *s)
     pthread_mutex_unlock(&shared->lock);
 }
 
+/* Read one span, and record a failure in the shared state. In memory, only a span that
+ * the loaded range of the file contains is read. */
 static void read_span(read_worker *w, const mls_read_span *s)
 {
     mls_status st;
@@ -475,9 +491,10 @@ static void read_span(read_worker *w, const mls_read_span *s)
     }
 }
 
-/* Return whether a span is one run that can be read directly into its destination (if it
- * is long, without a slow copy). With verification it must also be a whole shard of at
- * most one block. */
+/* Return whether a span can be read directly into its destination: it has a destination,
+ * is a single run (`to` is set) without zeros to fill, and is short or at an address to
+ * which the system copies fast. To be `verified` it must also be a whole shard of at most
+ * one block. */
 static bool is_direct(const mls_read_span *s, bool verified)
 {
     const mls_stored_shard *shard = s->piece->shard;
@@ -491,8 +508,9 @@ static bool is_direct(const mls_read_span *s, bool verified)
                          mls_stored_bytes(shard, &bytes) && bytes == s->end);
 }
 
-/* Number of spans from `order[first]` on, before `order[end]`, that are adjacent in their
- * file and short enough for one call and the cache. */
+/* Return the number of spans from `order[first]` on, before `order[end]`, that are
+ * adjacent in their file and short enough for one call and the cache. 0 or 1: read the
+ * first one alone. */
 static size_t count_neighbours(const read_state *shared, size_t first, size_t end)
 {
     const char *file = shared->plan.order[first]->file;
@@ -570,6 +588,9 @@ static void make_destinations(void *context)
     mls_ready_counter_advance(&shared->ready, SIZE_MAX);
 }
 
+/* Wait until the maker has allocated the destinations of the spans `order[first]` ..
+ * `order[end - 1]`: all up to the last of their pieces, since pieces get destinations in
+ * order. */
 static void wait_for_destinations(read_state *shared, size_t first, size_t end)
 {
     size_t last = 0;
@@ -581,6 +602,9 @@ static void wait_for_destinations(read_state *shared, size_t first, size_t end)
     mls_ready_counter_wait(&shared->ready, last + 1);
 }
 
+/* Read all spans of task `index`, adjacent ones with one call if possible. If that call
+ * fails, each span is read alone, so that a failure names its piece. Progress is reported
+ * once for each task. */
 static void read_task(read_worker *w, size_t index)
 {
     read_state *shared = w->shared;
@@ -592,16 +616,16 @@ static void read_task(read_worker *w, size_t index)
         const mls_read_span *const *spans = shared->plan.order + i;
         const size_t count =
             shared->request.in_memory ? 1 : count_neighbours(shared, i, end);
-        const size_t all = count < 1 ? 1 : count;
+        const size_t group = count < 1 ? 1 : count;
         if (count < 2 || !is_pending(shared, *spans) ||
             !read_neighbours(w, spans, count)) {
-            for (size_t j = 0; j < all; j++) {
+            for (size_t j = 0; j < group; j++) {
                 if (is_pending(shared, spans[j])) {
                     read_span(w, spans[j]);
                 }
             }
         }
-        i += all;
+        i += group;
     }
     if (w->done > 0 && !mls_progress_report(shared->request.progress, w->done)) {
         record_stop(shared, shared->plan.order[end - 1]);
@@ -636,8 +660,9 @@ static void reading_fini(read_state *shared)
     pthread_mutex_destroy(&shared->lock);
 }
 
-/* The pieces before an invalid one are still read: the first failing piece is reported,
- * and it may be one that only fails when it is read. */
+/* Plan and read all pieces with the threads of the pool. The pieces before an invalid one
+ * are still read: the first failing piece is reported, and it may be one that only fails
+ * when it is read. */
 mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_status *st)
 {
     size_t planned;

@@ -17,7 +17,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Scripts may rely on these words. */
+/* Return the word for a kind of problem. Scripts may rely on these words. */
 const char *mls_problem_name(mls_problem_kind kind)
 {
     static const char *const names[MLS_PROBLEM_COUNT] = {
@@ -110,6 +110,8 @@ static void append_problem(verifier *v, const mls_problem *problem)
     problems->list[problems->count++] = *problem;
 }
 
+/* Add a problem; takes the lock. `file` and `shard` are positions in the index, SIZE_MAX
+ * for no shard; `offset` and `bytes` are a range of the file. `text` is copied. */
 static void add_problem(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
                         uint64_t offset, uint64_t bytes, const char *text)
 {
@@ -130,6 +132,8 @@ static int compare_problems(const void *a, const void *b)
                                    : x->offset > y->offset;
 }
 
+/* Count `bytes` bytes as read, and report them. If the caller wants to stop, the
+ * verification fails with MLS_E_STOPPED. */
 static void report_progress(verifier *v, uint64_t bytes)
 {
     pthread_mutex_lock(&v->lock);
@@ -142,8 +146,9 @@ static void report_progress(verifier *v, uint64_t bytes)
 
 /* ---- a file ---- */
 
-/* Open a file. If it is missing or differs from its record, return false; if `tell` is
- * set, add a problem. Only the header task of a file sets `tell`. */
+/* Open file number `file` as `*fd`. Returns false if it is missing or its length differs
+ * from its record; then a problem is added if `reports` is set, which only the header
+ * task of a file does. */
 static bool open_file(verifier *v, size_t file, bool reports, int *fd)
 {
     const mls_index_file *record = &v->index->files[file];
@@ -216,7 +221,8 @@ static bool is_header_recorded(const verifier *v, const mls_safetensors *header,
     return true;
 }
 
-/* Read the header of an open file; it must end before `end`. Gives. */
+/* Read the length field and the text of a header; both must end before byte `end` of the
+ * file. `*out` receives owned memory of `*length` bytes; free it with mls_free. */
 static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *length,
                           mls_status *st)
 {
@@ -246,10 +252,10 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
     return MLS_OK;
 }
 
-/* Read and check a header. Its own checksum detects damage; the recorded checksum detects
- * a different file. A valid header with another checksum belongs to a file of another
- * save: a copy went wrong, but the disk is fine. Gives both outputs, also after a
- * failure. */
+/* Read a header into `*head` and `header`, and check it. Its own checksum detects damage;
+ * the recorded checksum detects a different file. A valid header with another checksum
+ * belongs to a file of another save: a copy went wrong, but the disk is fine. The caller
+ * releases both outputs, also after a failure. */
 static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
                             const mls_crc_kernels *crc, unsigned char **head,
                             mls_safetensors *header, mls_status *st)
@@ -266,6 +272,7 @@ static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
     return code;
 }
 
+/* Check the header of an open file, and forget it again. */
 mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *record,
                                 const mls_crc_kernels *crc, mls_status *st)
 {
@@ -277,6 +284,8 @@ mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *reco
     return code;
 }
 
+/* Check that the header of a file is undamaged, has the recorded checksum, and lists the
+ * places of the index. Place `first` in `order` is the file's first place. */
 static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 {
     const mls_layer place = place_of(v, first);
@@ -292,8 +301,9 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
     return code;
 }
 
-/* The task of a file: everything except the bytes of its tensors. Obsolete shards may
- * precede the first listed place; they are skipped. */
+/* The task of a file: check its existence, length and header, but not the bytes of
+ * tensors. `first` is the file's first place in `order`. Obsolete shards may precede the
+ * first listed place; they are skipped. */
 static void verify_file(verifier *v, size_t first)
 {
     const mls_layer place = place_of(v, first);
@@ -318,25 +328,26 @@ static void verify_file(verifier *v, size_t first)
 
 /* ---- bytes ---- */
 
-/* Add a problem for damaged bytes. For a shard with layers the message includes the
- * layer's position. */
-static void add_altered(verifier *v, const spot *s, size_t file, uint64_t at,
+/* Add a problem for damaged bytes: `length` bytes at offset `at` of the file. For a shard
+ * with layers the message includes the layer's position. */
+static void add_altered(verifier *v, const spot *s, size_t file, uint64_t offset,
                         uint64_t length)
 {
     static const char message[] = "the bytes have changed since they were written";
     const mls_layers *layers = v->index->shards[s->shard].layers;
     char text[120];
     if (layers == NULL) {
-        add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, message);
+        add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, offset, length, message);
         return;
     }
     snprintf(text, sizeof text, "%s, in layer %zu of %zu", message, s->layer + 1,
              layers->count);
-    add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, text);
+    add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, offset, length, text);
 }
 
-/* Verify one block of a place. A block is the smallest range that a checksum can identify
- * as damaged. */
+/* Verify the block that starts at byte `start` of place `number`, and report it; `buffer`
+ * has STEP bytes. A block is the smallest range that a checksum can identify as
+ * damaged. */
 static void verify_block(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
@@ -380,8 +391,9 @@ static size_t count_adjacent(const verifier *v, size_t first, size_t most, size_
     return count;
 }
 
-/* Verify adjacent places, none longer than a block, with one read. Returns false if the
- * read failed; the caller then reads each place separately. */
+/* Verify `count` adjacent places of `bytes` bytes in total, none longer than a block,
+ * with one read into `buffer`. Returns false if the read failed; the caller then reads
+ * each place separately. */
 static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, size_t bytes,
                             unsigned char *buffer)
 {
@@ -404,7 +416,8 @@ static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, siz
     return true;
 }
 
-/* Verify one place from `start` on: all of it, or PART bytes. */
+/* Verify place `number` from byte `start` on: all of it, or PART bytes. `buffer` has STEP
+ * bytes. */
 static void verify_place(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
@@ -442,7 +455,8 @@ static void verify_places(verifier *v, const task *t)
     mls_free(buffer);
 }
 
-/* `count` selects the kind of task. */
+/* Thread function: run task `index`. A task without places (`count` 0) verifies its file
+ * except the bytes of tensors. */
 static void verify_task(void *context, size_t index)
 {
     verifier *v = context;
@@ -459,6 +473,7 @@ static void verify_task(void *context, size_t index)
 
 /* ---- the whole index ---- */
 
+/* For qsort: by file, offset and shard, ascending. */
 static int compare_places(const void *a, const void *b)
 {
     const spot *x = a, *y = b;
@@ -469,7 +484,7 @@ static int compare_places(const void *a, const void *b)
 }
 
 /* List all places by file and offset, for sequential reads; the places of a file become
- * neighbours. Gives. */
+ * neighbours. `*out` is owned by the caller. */
 static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
                             mls_status *st)
 {
@@ -496,8 +511,8 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
     return MLS_OK;
 }
 
-/* Divide the work; `tasks` has room for the number that count_tasks returns. Return their
- * number. */
+/* Divide the work into `tasks`, which has room for the number that count_tasks returns.
+ * Return their number. */
 static size_t make_tasks(const verifier *v, task *tasks)
 {
     size_t count = 0, bytes = 0, file = SIZE_MAX;
@@ -518,7 +533,7 @@ static size_t make_tasks(const verifier *v, task *tasks)
             continue;
         }
         if (!open || bytes + place.bytes > PART) {
-            tasks[count++] = (task){.first = i};
+            tasks[count++] = (task){.first = i}; /* its places are counted below */
             bytes = 0;
             open = true;
         }
@@ -528,8 +543,8 @@ static size_t make_tasks(const verifier *v, task *tasks)
     return count;
 }
 
-/* Upper bound of the number of tasks. The sizes come from an untrusted index, so the sum
- * is checked against the address space. */
+/* Compute an upper bound of the number of tasks. The sizes come from an untrusted index:
+ * returns false if the sum exceeds the address space. */
 static bool count_tasks(const verifier *v, size_t *out)
 {
     /* for each place: its file's task, a task that it starts, and one for each started
@@ -542,7 +557,8 @@ static bool count_tasks(const verifier *v, size_t *out)
     return most < SIZE_MAX / sizeof(task);
 }
 
-/* Problems are sorted at the end, so that the same damage produces the same list. */
+/* Verify all files of an index with the threads of the pool. Problems are sorted at the
+ * end, so that the same damage produces the same list. */
 mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
                           mls_pool *pool, const mls_progress *progress, mls_problems *out,
                           mls_status *st)

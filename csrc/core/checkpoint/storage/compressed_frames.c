@@ -33,8 +33,9 @@ size_t mls_compressed_frames_text_count(mls_str text)
     return mls_str_count(text, ',') + 1;
 }
 
-/* A compressed frame is never longer than its uncompressed bytes, so the sums cannot
- * overflow. */
+/* Parse the comma-separated lengths of compressed frames, and store their running sums in
+ * `ends`. A compressed frame is never longer than its uncompressed bytes, so the sums
+ * cannot overflow. */
 bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 {
     const char *at = text.data, *end = at + text.length;
@@ -60,8 +61,8 @@ bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 #    pragma GCC optimize("O3")
 #endif
 
-/* Move byte b of every element to plane b, or back. `item` and `back` are constants at
- * each call. */
+/* Move byte b of each of `count` elements to plane b, or back. `item`, the bytes of an
+ * element, and `back` are constants at each call. */
 static inline void move_items(const unsigned char *restrict from, size_t count,
                               size_t item, bool back, unsigned char *restrict to)
 {
@@ -77,6 +78,8 @@ static inline void move_items(const unsigned char *restrict from, size_t count,
     }
 }
 
+/* Sort the bytes of all elements into planes, or restore them if `back`. `item` is 2, 4
+ * or 8 bytes: a constant in each branch gives a fast loop. */
 static inline void move_bytes(const unsigned char *from, size_t bytes, size_t item,
                               bool back, unsigned char *to)
 {
@@ -93,8 +96,9 @@ static inline void move_bytes(const unsigned char *from, size_t bytes, size_t it
 #    pragma GCC pop_options
 #endif
 
-/* Elements of one byte need no shuffle, but are copied anyway: a codec may read its input
- * twice, and must see the same bytes even if another thread changes the array. */
+/* Shuffle and compress one frame. Elements of one byte need no shuffle, but are copied
+ * anyway: a codec may read its input twice, and must see the same bytes even if another
+ * thread changes the array. */
 mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
                                      size_t item, const unsigned char *from, size_t bytes,
                                      unsigned char *apart, unsigned char *to, size_t *out,
@@ -131,8 +135,8 @@ enum {
 
 _Static_assert((int)MLS_FRAME_BYTES == (int)BLOCK, "a frame is in at most two blocks");
 
-/* The checksums have the same digits as in the index, so that users can search for them.
- */
+/* Report a block whose checksum differs from the expected one. The checksums have the
+ * same digits as in the index, so that users can search for them. */
 mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
                            uint32_t checksum, uint32_t expected, mls_status *st)
 {
@@ -167,7 +171,8 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
                                    coded->crcs[block], st);
 }
 
-/* Ensure that blocks `first` to `last`, one or two, are in the buffer. */
+/* Ensure that blocks `first` to `last`, one or two, are in the buffer, verified. A block
+ * that is in the buffer already is moved, not read again. */
 static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
                             size_t first, size_t last, mls_status *st)
 {
@@ -194,6 +199,9 @@ static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *co
     return MLS_OK;
 }
 
+/* Read the compressed bytes `begin` .. `end` of a place; `*out` points into the buffer,
+ * until the next call. With verification whole blocks are read, and kept for the next
+ * frame. */
 static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
                                  size_t begin, size_t end, const unsigned char **out,
                                  mls_status *st)
@@ -210,7 +218,8 @@ static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_code
     return code;
 }
 
-/* A frame whose stored length equals its uncompressed length is stored uncompressed. */
+/* Read and decompress frame `number` of a place. A frame whose stored length equals its
+ * uncompressed length is stored uncompressed. */
 mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st)

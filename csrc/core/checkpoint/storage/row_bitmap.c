@@ -14,8 +14,9 @@ enum {
     STRIDE = 64          /* bytes compared at a time */
 };
 
-/* The division depends only on shape and dtype, so every save of a shard uses the same
- * rows, and a newer layer hides rows of older layers completely. */
+/* Divide a part into rows of at most 64 KiB; returns their size in elements. The division
+ * depends only on shape and dtype, so every save of a shard uses the same rows, and a
+ * newer layer hides rows of older layers completely. */
 mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
 {
     mls_row_cut rows = {
@@ -36,8 +37,9 @@ mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
     return rows;
 }
 
-/* Eight words without a branch, so that the compiler can use the widest registers. The
- * scan stops at the first STRIDE with a non-zero byte. */
+/* Return whether all bytes are zero. Eight words without a branch, so that the compiler
+ * can use the widest registers. The scan stops at the first STRIDE with a non-zero
+ * byte. */
 bool mls_rows_zero(const unsigned char *data, size_t bytes)
 {
     for (; bytes >= STRIDE; data += STRIDE, bytes -= STRIDE) {
@@ -64,7 +66,8 @@ static size_t mark_row(unsigned char *bits, size_t row)
     return (__atomic_fetch_or(&bits[row / 8], bit, __ATOMIC_RELAXED) & bit) == 0;
 }
 
-/* Other threads may process the rest of the first and last row. */
+/* Set the bits of rows that are not zero, and return the number of newly set ones. Other
+ * threads may process the rest of the first and last row. */
 size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t first,
                             size_t count, const unsigned char *data)
 {
@@ -82,7 +85,8 @@ size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t
     return marked;
 }
 
-/* One comparison of the whole range first, then row by row if it differs. */
+/* Set the bits of rows that differ, and return the number of newly set ones. One
+ * comparison of the whole range first, then row by row if it differs. */
 size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_t first,
                              size_t count, const unsigned char *now,
                              const unsigned char *before)
@@ -122,8 +126,9 @@ static size_t find_row(const unsigned char *bits, size_t row, size_t end, bool s
     return end;
 }
 
-/* Adjacent rows form one range. A gap has at least one row, which is larger than the
- * description of a range. */
+/* List ranges of rows whose bits are set, ascending, and return their number; `out` NULL
+ * only counts. Adjacent rows form one range. A gap has at least one row, which is larger
+ * than the description of a range. */
 size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
                      mls_row_range *out)
 {

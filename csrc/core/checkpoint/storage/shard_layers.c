@@ -6,6 +6,8 @@
  * most twice the number of row ranges, plus one. */
 #include "checkpoint/storage/shard_layers.h"
 
+/* Return the number of elements that a layer stores; a full layer (`row` 0) stores all
+ * `elements` of the shard. */
 size_t mls_layer_element_count(const mls_layer *layer, size_t elements)
 {
     if (layer->row == 0) {
@@ -27,8 +29,9 @@ mls_rows mls_layer_rows(size_t row, size_t elements)
                       .all = elements / row + (elements % row != 0 ? 1 : 0)};
 }
 
-/* Rows are checked before the multiplication, so the product is at most the number of
- * elements. */
+/* Convert a pair of numbers (rows to skip, rows held) to the next range of elements;
+ * false: the pair is invalid. Rows are checked before the multiplication, so the product
+ * is at most the number of elements. */
 bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range *out)
 {
     const size_t row = rows->row, left = rows->all - rows->at;
@@ -48,7 +51,8 @@ size_t mls_layer_rows_count(mls_str text)
     return (mls_str_count(text, ',') + 1) / 2;
 }
 
-/* Each pair of numbers is a range. */
+/* Parse a text such as "0,2,17,1" into ranges; false: it is invalid. Each pair of numbers
+ * is a range. */
 bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size_t *count)
 {
     const char *at = text.data, *end = at + text.length;
@@ -65,8 +69,8 @@ bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size
     return *count > 0;
 }
 
-/* Each boundary of a row range starts at most one visible range, and so does the start of
- * the shard. */
+/* Return an upper bound of the ranges that mls_layers_resolve writes. Each boundary of a
+ * row range starts at most one visible range, and so does the start of the shard. */
 size_t mls_layers_room(const mls_layers *layers)
 {
     size_t runs = 0;
@@ -76,7 +80,9 @@ size_t mls_layers_room(const mls_layers *layers)
     return 2 * runs + 1;
 }
 
-/* The shared binary search; lists ascend in both numbers. */
+/* Binary search: return the range that contains `element`, or the next one; `count` if
+ * there is none. `element` counts elements of the layer if `by_layer`, otherwise of the
+ * shard; lists ascend in both. */
 static inline size_t find_range(const mls_row_range *list, size_t count, size_t element,
                                 bool by_layer)
 {
@@ -110,8 +116,8 @@ typedef struct layer_sweep {
     size_t next[MLS_LAYERS_MOST]; /* first range of each layer that ends after `at` */
 } layer_sweep;
 
-/* Return the next visible range and its layer; the number of layers means zeros.
- * Returns false at the end. */
+/* Return the next visible range and the number of its layer, or the number of layers for
+ * zeros. Later layers hide earlier ones. Returns false at the end. */
 static bool next_visible(layer_sweep *w, size_t *layer_number, mls_row_range *out)
 {
     const size_t count = w->layers->count;
@@ -149,7 +155,8 @@ static bool next_visible(layer_sweep *w, size_t *layer_number, mls_row_range *ou
     return true;
 }
 
-/* A single layer is completely visible, and the gaps between its ranges are zeros. This
+/* Resolve a shard with one layer, which is completely visible; the gaps between its
+ * ranges are zeros. Returns the number of zero ranges, which are written to `room`. This
  * avoids the sweep for shards that were saved once and have thousands of ranges. */
 static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range *room)
 {
@@ -172,8 +179,10 @@ static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range 
     return count;
 }
 
-/* Two sweeps: the first only counts, so that each layer's ranges can be stored together.
- */
+/* Compute which elements of each layer are visible, and which elements no layer holds
+ * (zeros), as ranges in `room`, which has space for mls_layers_room ranges; returns their
+ * number. Two sweeps: the first only counts, so that each layer's ranges can be stored
+ * together. */
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     if (layers->count == 1 && layers->list[0].row != 0) {

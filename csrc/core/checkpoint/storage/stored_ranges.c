@@ -19,7 +19,8 @@ static size_t compressed_bytes(const mls_compressed_frames *frames)
     return frames->ends[mls_compressed_frames_count(frames->bytes) - 1];
 }
 
-/* Zeros without a file cannot exceed it. */
+/* Compute the uncompressed bytes of a place; false: they overflow, or the stored bytes
+ * exceed the file. Zeros without a file cannot exceed it. */
 bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
 {
     uint64_t end;
@@ -36,6 +37,8 @@ bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
             end <= INT64_MAX); /* the largest offset that the system accepts */
 }
 
+/* Restart the iterator: intersect the requested part with elements `first` .. `end` of
+ * the shard's (flat) part. */
 static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
 {
     mls_part part;
@@ -47,8 +50,9 @@ static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
     mls_overlap_init(&r->overlap, &part, r->to);
 }
 
-/* Includes elements that are only partly in `from` .. `end`; mls_stored_runs_next clips
- * their bytes. */
+/* Prepare to iterate over the runs of a place that `to` needs, from byte `from` to byte
+ * `end` of the place. Includes elements that are only partly in `from` .. `end`;
+ * mls_stored_runs_next clips their bytes. */
 void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
                           const mls_part *to, size_t from, size_t end)
 {
@@ -84,6 +88,8 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     start_overlap(runs, first, behind);
 }
 
+/* Advance to the next common run; its position `a` becomes relative to the start of the
+ * shard. Returns false after the last. */
 static bool next_run(mls_stored_runs *r)
 {
     if (!mls_overlap_next(&r->overlap, &r->run)) {
@@ -93,8 +99,8 @@ static bool next_run(mls_stored_runs *r)
     return true;
 }
 
-/* Advance to the visible range that ends after the current run's start. Returns false
- * after the last. */
+/* Advance to the first visible range that ends after the current run's start. Returns
+ * false after the last. */
 static bool next_extent(mls_stored_runs *r)
 {
     const mls_row_range *list = r->shard->visible;
@@ -153,7 +159,8 @@ static bool next_common(mls_stored_runs *r, mls_run *out)
     return false;
 }
 
-/* Runs have whole elements; bytes outside the requested range are clipped. */
+/* Return the next run in bytes; false after the last. Runs have whole elements; bytes
+ * outside the requested range are clipped. */
 bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
 {
     const size_t item = runs->shard->item_bytes;
@@ -178,7 +185,8 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
     }
 }
 
-/* Without visible ranges both positions are equal. */
+/* Convert position `at` among the visible elements to a position in the shard. Without
+ * visible ranges both positions are equal. */
 size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
 {
     if (shard->visible == NULL) {
@@ -189,7 +197,9 @@ size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
     return extent->begin + (at - extent->at);
 }
 
-/* The end follows from the last requested element; the runs between are not visited. */
+/* Compute the smallest range of a place that contains everything that `to` needs; false:
+ * it needs nothing. The end follows from the last requested element; the runs between are
+ * not visited. */
 bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
                          mls_stored_range *out)
 {
@@ -226,8 +236,9 @@ static void round_to_frames(const mls_compressed_frames *frames, size_t *begin,
     *end = frames->ends[(*end - 1) / MLS_FRAME_BYTES];
 }
 
-/* Runs are ascending, so one pass finds both ends, and a block or frame that two runs
- * share is counted once. */
+/* Count the bytes and blocks that reading `to` from a place loads from the file. Runs are
+ * ascending, so one pass finds both ends, and a block or frame that two runs share is
+ * counted once. */
 mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
                                      bool verify)
 {
@@ -267,6 +278,8 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
     return reads;
 }
 
+/* Prefix the text of an error with the names of tensor and file, and keep its other
+ * fields. */
 mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st)
 {
     const mls_status why = *st;

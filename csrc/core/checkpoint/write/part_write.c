@@ -37,7 +37,8 @@ typedef struct writing {
     uint32_t zeros;
 } writing;
 
-/* Convert 8-bit floats to another dtype. */
+/* Convert `count` 8-bit floats to another dtype; `out` has room for them in that
+ * dtype. */
 static void convert_bytes(const mls_kernels *kernels, mls_dtype from, mls_dtype to,
                           const unsigned char *codes, size_t count, unsigned char *out)
 {
@@ -51,7 +52,8 @@ static void convert_bytes(const mls_kernels *kernels, mls_dtype from, mls_dtype 
     mls_scaled_codes_decode(kernels, NULL, &values, &source);
 }
 
-/* Convert elements of the item into the buffer. */
+/* Convert elements `first` .. `first + count` of the item into the first half of the
+ * buffer, and return them. The second half is scratch space. */
 static const unsigned char *converted_at(const writing *w, size_t first, size_t count)
 {
     const mls_kernels *kernels = w->job->kernels;
@@ -76,8 +78,8 @@ static const unsigned char *converted_at(const writing *w, size_t first, size_t 
     return out;
 }
 
-/* Return bytes `at` .. of the item as they are in the file, in the buffer if its memory
- * is strided or has another dtype. */
+/* Return bytes `at` .. `at + count` of the item as they are in the file: a pointer into
+ * its memory, or into the buffer if the memory is strided or has another dtype. */
 static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t count)
 {
     const mls_shard_item *item = w->placed->item;
@@ -93,6 +95,8 @@ static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t co
     return w->file->buffer;
 }
 
+/* Append `count` zero bytes to the current block's share of the checksum. The CRC of
+ * zeros is cached, since runs often have equal distances; a share of 0 stays 0. */
 static void append_zeros(writing *w, size_t count)
 {
     if (w->share != 0 && w->zero_count != count) {
@@ -102,8 +106,8 @@ static void append_zeros(writing *w, size_t count)
     w->share = w->share == 0 ? 0 : mls_crc_append(w->share, w->zeros);
 }
 
-/* XOR the share of the current block to its checksum. The bytes up to the end of the
- * block count as zeros. */
+/* XOR the share of the current block, the CRC of this item's bytes with zeros elsewhere,
+ * to the block's checksum. The next block starts with a share of 0. */
 static void finish_block(writing *w)
 {
     if (w->share != 0) {
@@ -115,8 +119,9 @@ static void finish_block(writing *w)
     }
 }
 
-/* Add bytes `to` .. `to + count` of the tensor to the shares of their blocks. Bytes
- * between them and the last ones count as zeros. Calls ascend. */
+/* Add bytes `to` .. `to + count` of the tensor to the shares of their blocks, the
+ * checksums of this item's bytes only. Bytes between them and the previous ones count as
+ * zeros. Calls ascend. */
 static void add_share(writing *w, const unsigned char *data, size_t to, size_t count)
 {
     while (count > 0) {
@@ -135,7 +140,8 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
     }
 }
 
-/* Report the bytes if there are at least `least` of them: runs may be short. */
+/* Report the bytes that are not reported yet, if there are at least `least`: runs may be
+ * short. Returns MLS_E_STOPPED if the caller wants to stop. */
 static mls_code report(writing *w, size_t least, mls_status *st)
 {
     if (w->unreported < least) {
@@ -174,18 +180,19 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
     return MLS_OK;
 }
 
-/* The runs of the part ascend in the whole tensor. */
+/* Write one item to its file, run by run; the runs of its part ascend in the whole
+ * tensor. The layout without steps has one part, the whole tensor. */
 static mls_code write_item(const mls_parts_job *job, const mls_placed_item *placed,
                            part_file *file, mls_status *st)
 {
     const mls_shard_item *item = placed->item;
-    const mls_layout all = {0};
+    const mls_layout undivided = {0};
     mls_part part, full_part;
     mls_overlap overlap;
     mls_run run;
     mls_code code =
         mls_layout_part(&item->layout, item->rank, item->shape, item->part, &part, st);
-    if (code != MLS_OK || (code = mls_layout_part(&all, item->rank, item->shape, 0,
+    if (code != MLS_OK || (code = mls_layout_part(&undivided, item->rank, item->shape, 0,
                                                   &full_part, st)) != MLS_OK) {
         return code;
     }
@@ -205,7 +212,8 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
     return code == MLS_OK ? report(&w, 1, st) : code;
 }
 
-/* Write `count` items of one file, which is complete on this rank afterwards. */
+/* Open, write and close one file: `count` items, after which this rank's part of it is
+ * complete. The file must exist. */
 static mls_code write_file(const mls_parts_job *job, const mls_placed_item *items,
                            size_t count, part_file *file, mls_status *st)
 {
@@ -225,6 +233,8 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
     return reason == 0 ? code : mls_fail_os(st, reason, "cannot sync the file to disk");
 }
 
+/* Return whether file, offset, block and result numbers of an item are within the job's
+ * arrays. The caller's numbers are signed and unchecked. */
 static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
 {
     const mls_shard_item *item = placed->item;
@@ -257,6 +267,7 @@ static int compare_places(const void *a, const void *b)
                                     : 0;
 }
 
+/* Check all items, sort them by file and offset, and write each file with one pass. */
 mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_status *st)
 {
     mls_code code = MLS_OK;

@@ -7,8 +7,9 @@
 
 #include <string.h>
 
-/* Ensure capacity for `more` elements behind the `used` ones of a block. Returns false if
- * memory runs out; the block is then unchanged. */
+/* Ensure capacity for `more` elements of `size` bytes behind the `used` ones. `block` is
+ * the address of the array's pointer, which is updated. Returns false if memory runs out;
+ * the array is then unchanged. */
 static bool ensure_capacity(void *block, size_t size, size_t used, size_t more,
                             size_t *room)
 {
@@ -26,6 +27,7 @@ static bool ensure_capacity(void *block, size_t size, size_t used, size_t more,
     return true;
 }
 
+/* Free a list, but not the memory of its tensors. */
 void mls_shard_list_fini(mls_shard_list *list)
 {
     for (size_t i = 0; i < list->count; i++) {
@@ -37,6 +39,8 @@ void mls_shard_list_fini(mls_shard_list *list)
     *list = (mls_shard_list){0};
 }
 
+/* Append an item without memory or a shape; its dimensions are appended to a shared
+ * array, which may still move. The result is valid until the next call. */
 mls_shard_item *mls_shard_list_add(mls_shard_list *list, const mls_tensor_id *id,
                                    mls_dtype dtype, int rank, const size_t *dims,
                                    mls_status *st)
@@ -57,8 +61,9 @@ mls_shard_item *mls_shard_list_add(mls_shard_list *list, const mls_tensor_id *id
     return &list->items[list->count++];
 }
 
-/* An array without elements may have a NULL address, which must not look like missing
- * memory. */
+/* Set the memory of the last item: a pointer if it is contiguous, otherwise an owned
+ * view. An array without elements may have a NULL address, which must not look like
+ * missing memory. */
 mls_code mls_shard_list_set_memory(mls_shard_list *list, const mls_tensor *memory,
                                    size_t first, mls_status *st)
 {
@@ -78,8 +83,8 @@ mls_code mls_shard_list_set_memory(mls_shard_list *list, const mls_tensor *memor
     return MLS_OK;
 }
 
-/* Add one part of a replicated array: its box as a view, and for a flat part the position
- * of its first element in the box. */
+/* Add part `index` of a replicated array: its box as a view, and for a flat part the
+ * position of its first element in the box. */
 static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
                          const mls_tensor *array, const mls_layout *layout, size_t index,
                          mls_status *st)
@@ -102,29 +107,33 @@ static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
     return mls_shard_list_set_memory(list, &box, part.begin, st);
 }
 
+/* Add this rank's share of the parts of a replicated array: parts `rank`, `rank +
+ * world_size`, and so on. `layout` divides the parameter, whose axes the array's are
+ * (`axes`; NULL: the same). */
 mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
                                   const mls_tensor *array, const mls_layout *layout,
                                   const signed char *axes, uint64_t rank,
                                   uint64_t world_size, mls_status *st)
 {
-    mls_layout unsharded = {0};
+    mls_layout projected = {0};
     size_t parts = 1, ignored;
     if (mls_layout_parts(layout, &parts, st) != MLS_OK) {
         return st->code;
     }
     if (parts <= 1) {
-        return add_part(list, id, array, &unsharded, 0, st);
+        return add_part(list, id, array, &projected, 0, st);
     }
-    mls_layout_project(layout, 0, array->rank, axes, &unsharded, &ignored);
-    (void)mls_layout_parts(&unsharded, &parts, st); /* at most as many as `layout` has */
+    mls_layout_project(layout, 0, array->rank, axes, &projected, &ignored);
+    (void)mls_layout_parts(&projected, &parts, st); /* at most as many as `layout` has */
     for (uint64_t part = rank; part < parts; part += world_size) {
-        if (add_part(list, id, array, &unsharded, (size_t)part, st) != MLS_OK) {
+        if (add_part(list, id, array, &projected, (size_t)part, st) != MLS_OK) {
             return st->code;
         }
     }
     return MLS_OK;
 }
 
+/* Check the number of elements of a shard. `label` names the tensor in errors. */
 mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
                               const mls_tensor *memory, const char *label, mls_status *st)
 {
@@ -143,6 +152,7 @@ mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
                     label, count, mls_part_count(&part));
 }
 
+/* Point the items to their dimensions, which no longer move. */
 void mls_shard_list_finish(mls_shard_list *list)
 {
     const size_t *dims = list->dims;

@@ -49,7 +49,7 @@ mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
 
 /* Check that memory has as many elements as the item's part of a tensor of shape `shape`.
  * The shape of the memory may differ: flat parts are often views of a larger array.
- * `what` names the tensor. MLS_E_SHAPE; errors of mls_layout_part. */
+ * `label` names the tensor. MLS_E_SHAPE; errors of mls_layout_part. */
 mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
                               const mls_tensor *memory, const char *label,
                               mls_status *st);

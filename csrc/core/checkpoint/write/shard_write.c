@@ -99,7 +99,7 @@ static mls_pages take_buffer(writer *w)
     return buffer;
 }
 
-/* Kept for the next task: fresh memory costs as much as the copying. */
+/* Keep a thread's buffer for the next task: fresh memory costs as much as the copying. */
 static void return_buffer(writer *w, mls_pages buffer)
 {
     pthread_mutex_lock(&w->lock);
@@ -162,7 +162,8 @@ static mls_code write_aligned(sink *s, size_t bytes)
     return code;
 }
 
-/* Write the buffer. Bytes count as done after the system call. */
+/* Write the buffer at the sink's offset, and empty it. Bytes count as done after the
+ * system call. */
 static mls_code flush_buffer(sink *s)
 {
     mls_code code = s->used == 0 ? MLS_OK : write_aligned(s, s->used);
@@ -188,9 +189,9 @@ static mls_destination buffer_destination(const sink *s)
     return s->out->direct ? (mls_destination){.bytes = SIZE_MAX} : mls_cached();
 }
 
-/* Append a piece of one block, which fits the buffer: elements from `first` on. Packed
- * memory is copied and checksummed in one pass; other memory is packed first, and
- * checksummed while it is in the cache. */
+/* Append a piece of one block, which fits the buffer: `bytes` bytes from element `first`
+ * on; `*crc` is the block's checksum so far. Packed memory is copied and checksummed in
+ * one pass; other memory is packed first, and checksummed while it is in the cache. */
 static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size_t bytes,
                          uint32_t *crc)
 {
@@ -205,9 +206,10 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
     s->used += bytes;
 }
 
-/* Convert byte `start` of the stored data to an element of the shard, and limit `*bytes`
- * to the contiguous rest. `*run` is the number of a row range at or before that element;
- * it advances to the range of the element. */
+/* Convert byte `start` of the stored data to an element of the shard, which is returned,
+ * and limit `*bytes` to the contiguous rest; `size` is the size of an element. `*run` is
+ * the number of a row range at or before that element; it advances to the range of the
+ * element. */
 static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
                           size_t *run, size_t *bytes)
 {
@@ -260,6 +262,8 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     return code;
 }
 
+/* Append the compressed bytes `coded` of a tensor, and compute the checksum of each
+ * block, in steps that end with a block or with the buffer. */
 static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
                                const unsigned char *coded)
 {
@@ -287,8 +291,9 @@ static const char *folder_name(int number)
     return number == INDEX_FOLDER ? "index" : mls_section_name((mls_section)number);
 }
 
-/* Open all folders. A symbolic link is refused: it may lead to another checkpoint. An
- * open descriptor keeps referring to the same folder, even after a rename. */
+/* Open the folders of all sections and of indexes; the one of states may be missing. A
+ * symbolic link is refused: it may lead to another checkpoint. An open descriptor keeps
+ * referring to the same folder, even after a rename. */
 static mls_code open_folders(writer *w, mls_status *st)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
@@ -303,7 +308,8 @@ static mls_code open_folders(writer *w, mls_status *st)
     return MLS_OK;
 }
 
-/* Return the open folder of a path; `*name` is the rest of the path. */
+/* Return the descriptor of the open folder of a path "folder/name"; `*name` is the rest
+ * of the path, borrowed. */
 static int folder_of(const writer *w, const char *path, const char **name)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
@@ -347,9 +353,9 @@ static void remove_file(const writer *w, const char *path)
 
 /* ---- files ---- */
 
-/* Allocate disk space, so that a full disk is detected before writing, and so that
- * several threads can write behind the current end. On other systems the file just grows.
- */
+/* Allocate disk space for a large file, so that a full disk is detected before writing,
+ * and so that several threads can write behind the current end. File systems without that
+ * operation just let the file grow. */
 static mls_code reserve_space(const output *out, mls_status *st)
 {
 #if defined(__linux__)
@@ -368,8 +374,8 @@ static mls_code reserve_space(const output *out, mls_status *st)
     return MLS_OK;
 }
 
-/* The generation makes names unique. If the name exists anyway, that file is already
- * committed, and a rename would destroy it. */
+/* Fail with EEXIST if a file has this name. The generation makes names unique, so that
+ * file is already committed, and a rename would destroy it. */
 static mls_code check_new_name(const writer *w, const char *path, mls_status *st)
 {
     struct stat info;
@@ -380,6 +386,8 @@ static mls_code check_new_name(const writer *w, const char *path, mls_status *st
                : MLS_OK;
 }
 
+/* Lay out one file, create it under its temporary name, and reserve its space. `created`
+ * is set as soon as there is a file to delete. A large file gets O_DIRECT if possible. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
     if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
@@ -404,8 +412,9 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* The first task of a file opens it; others wait. Files are opened late and closed early,
- * so that even a hundred thousand files need few descriptors. */
+/* Open the file of a task unless another task has opened it; the others wait. Files are
+ * opened late and closed early, so that even a hundred thousand files need few
+ * descriptors. */
 static mls_code ensure_output(writer *w, output *out, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -470,8 +479,9 @@ static mls_code finish_output(sink *s)
 
 /* ---- tasks ---- */
 
-/* Write the bytes of one task. The task that finishes last completes the file; the lock
- * around the counter makes the other tasks' checksums visible to it. */
+/* Write the bytes of one task by way of `buffer`, which no other task uses. The task that
+ * finishes last completes the file; the lock around the counter makes the other tasks'
+ * checksums visible to it. */
 static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];
@@ -508,8 +518,8 @@ static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_st
     return last ? finish_output(&s) : MLS_OK;
 }
 
-/* Record a failure. The first task in order wins, so that the reported error does not
- * depend on the number of threads. */
+/* Record the failure of task `index`. The first task in order wins, so that the reported
+ * error does not depend on the number of threads. */
 static void record_failure(writer *w, size_t index, const mls_status *st)
 {
     pthread_mutex_lock(&w->lock);
@@ -520,7 +530,8 @@ static void record_failure(writer *w, size_t index, const mls_status *st)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* After a failure no further task is started. */
+/* Thread function: run task `index` with a buffer, and record its failure. After a
+ * failure no further task is started. */
 static void write_task(void *context, size_t index)
 {
     writer *w = context;
@@ -553,9 +564,9 @@ static size_t first_bytes(const mls_write_plan *plan, size_t number)
     return mls_planned_bytes(&plan->planned[shard], &plan->index.shards[shard]);
 }
 
-/* Divide a file into tasks: a single large shard at block boundaries; everything else is
- * one task. A compressed shard is one task too, since the position of each byte depends
- * on the previous ones. */
+/* Divide file `number` into tasks, and return their number: a single large shard at block
+ * boundaries; everything else is one task. A compressed shard is one task too, since the
+ * position of each byte depends on the previous ones. `out` has room for them. */
 static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
 {
     const size_t bytes = first_bytes(plan, number);
@@ -574,8 +585,9 @@ static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
     return count;
 }
 
-/* Return whether a file contains a shard whose memory is not staged. One such shard makes
- * its whole segment urgent; this is rare, since small shards are staged first. */
+/* Return whether file `number` contains a shard whose memory is not staged. One such
+ * shard makes its whole segment urgent; this is rare, since small shards are staged
+ * first. */
 static bool has_unstaged(const writer *w, size_t number)
 {
     const mls_planned_file *file = &w->plan.files[number];
@@ -587,12 +599,13 @@ static bool has_unstaged(const writer *w, size_t number)
     return false;
 }
 
-/* Add the tasks of all files with (`lent`) or without unstaged memory. Without a `freed`
- * callback all files are in one list, in order. */
-static void add_tasks(writer *w, bool lent)
+/* Add the tasks of all files that read unstaged memory, or (if not `unstaged`) of all
+ * others. Without a `freed` callback no caller waits for memory, and all files are in one
+ * list, in order. */
+static void add_tasks(writer *w, bool unstaged)
 {
     for (size_t i = 0; i < w->plan.file_count; i++) {
-        if (w->job->freed == NULL || has_unstaged(w, i) == lent) {
+        if (w->job->freed == NULL || has_unstaged(w, i) == unstaged) {
             mls_planned_file *file = &w->plan.files[i];
             w->outputs[i] = (output){
                 .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
@@ -656,6 +669,8 @@ static bool can_sync_once(int folder)
     return false;
 }
 
+/* Sync everything at once with syncfs, or else the folders: files that are synced
+ * separately were synced when they were written. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
 #if defined(__linux__)
@@ -681,8 +696,8 @@ static mls_code make_durable(const writer *w, mls_status *st)
 
 /* ---- the index ---- */
 
-/* Write a small file: temporary file, rename. It is synced here only if files are synced
- * separately. */
+/* Write the text of the index to a temporary file, and rename it to `path`. It is synced
+ * here only if files are synced separately. */
 static mls_code write_small(const writer *w, const char *path,
                             const mls_json_writer *text, mls_status *st)
 {
@@ -712,8 +727,8 @@ static mls_code write_small(const writer *w, const char *path,
     return code;
 }
 
-/* Write the index, when all checksums are known. It is the last file, so everything that
- * an index lists exists. */
+/* Write the index, when all checksums are known, and fill in the result. It is the last
+ * file, so everything that an index lists exists. */
 static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 {
     mls_index *index = &w->plan.index;
@@ -749,6 +764,8 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 
 /* ---- the whole save ---- */
 
+/* Delete all files that this call created, under their current names; `index` is the path
+ * of the index file. Failures are ignored. */
 static void discard_files(const writer *w, const char *index)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
@@ -762,7 +779,8 @@ static void discard_files(const writer *w, const char *index)
     }
 }
 
-/* File descriptors are open only after a failure. */
+/* Free everything, close folders and files. File descriptors of outputs are open only
+ * after a failure. */
 static void release_writer(writer *w)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
@@ -809,8 +827,8 @@ static mls_code write_files(writer *w, mls_status *st)
     return MLS_OK;
 }
 
-/* Each step may fail. Nothing is committed before the last one, and a failure deletes
- * everything that was created. */
+/* Plan, write, sync and index all items. Each step may fail. Nothing is committed before
+ * the last one, and a failure deletes everything that was created. */
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st)
 {

@@ -36,6 +36,8 @@ typedef struct copy_state {
 
 /* ---- sizes ---- */
 
+/* Compute the packed bytes of an item's part, and check its layout and shape. Errors name
+ * the tensor. */
 static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *st)
 {
     mls_part part;
@@ -51,7 +53,8 @@ static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *
     return code;
 }
 
-/* The items are in memory, so the sum can only overflow if they share memory. */
+/* Compute the memory that staging all items takes. The items are in memory, so the sum
+ * can only overflow if they share memory. */
 mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out,
                           mls_status *st)
 {
@@ -71,8 +74,9 @@ mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out
     return MLS_OK;
 }
 
-/* Measured with 150 and 20,000 items. Each thread holds one compressed shard, at most
- * three quarters of its size. */
+/* Estimate the memory that the writer itself takes, from above. Measured with 150 and
+ * 20,000 items. Each thread holds one compressed shard, at most three quarters of its
+ * size. */
 mls_code mls_staging_overhead(const mls_shard_item *items, size_t count, size_t threads,
                               bool compress, size_t *out, mls_status *st)
 {
@@ -108,8 +112,8 @@ static int compare_chosen(const void *a, const void *b)
                                 : (x->number < y->number ? -1 : x->number > y->number);
 }
 
-/* Position of the first of `count` items, sorted by size, with at least `bytes` bytes;
- * `count` if there is none. */
+/* Position of the first of `count` items, sorted by ascending size, with at least `bytes`
+ * bytes; `count` if none has. */
 static size_t find_item_of_size(const staged_item *order, size_t count, size_t bytes)
 {
     size_t low = 0, high = count;
@@ -155,7 +159,9 @@ static void omit_items(staged_item *order, size_t count, size_t excess)
     }
 }
 
-/* List the items to copy, smallest first, and assign their offsets. */
+/* List the items to copy in `order`, smallest first, and assign their offsets in the
+ * staging memory; `out` receives number and total bytes. Items that are staged already
+ * are skipped. */
 static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
                              size_t count, staged_item *order, copy_state *out,
                              mls_status *st)
@@ -195,8 +201,8 @@ static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
 
 /* ---- copying ---- */
 
-/* Copy bytes `start` .. `start + bytes` of an item; both are multiples of its element
- * size. */
+/* Copy bytes `start` .. `start + bytes` of an item to its place in the staging memory;
+ * both are multiples of its element size. */
 static void copy_bytes(const copy_state *c, const staged_item *staged, size_t start,
                        size_t bytes)
 {
@@ -213,7 +219,8 @@ static void copy_bytes(const copy_state *c, const staged_item *staged, size_t st
     }
 }
 
-/* Position of the last item that starts at or before `place`. It always exists. */
+/* Position of the last item that starts at or before byte `place` of the staging memory.
+ * It always exists. */
 static size_t find_item(const copy_state *c, size_t place)
 {
     size_t low = 0, high = c->count;
@@ -228,8 +235,9 @@ static size_t find_item(const copy_state *c, size_t place)
     return low;
 }
 
-/* Offset in the item of the first element boundary at or after `place`. Tasks may divide
- * an item, which is unaligned, but not an element. */
+/* Offset in the item of the first element boundary at or after byte `place` of the
+ * staging memory; at most its length. Tasks may divide an item, which is unaligned, but
+ * not an element. */
 static size_t element_offset(const copy_state *c, const staged_item *staged, size_t place)
 {
     if (place <= staged->place) {
@@ -241,6 +249,8 @@ static size_t element_offset(const copy_state *c, const staged_item *staged, siz
     return rounded < staged->bytes ? rounded : staged->bytes;
 }
 
+/* Thread function: copy everything that belongs into piece `index` (PIECE_BYTES) of the
+ * staging memory. A piece may start and end within an item. */
 static void copy_task(void *context, size_t index)
 {
     const copy_state *c = context;
@@ -270,6 +280,8 @@ static void point_to_copies(const copy_state *c)
     }
 }
 
+/* Set `staged` of each item by whether its memory starts in `memory` .. `memory +
+ * bytes`. */
 void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
                       size_t bytes)
 {
@@ -277,12 +289,13 @@ void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
     for (size_t i = 0; i < count; i++) {
         mls_shard_item *item = &items[i];
         const unsigned char *data = item->data != NULL ? item->data : item->strided->data;
-        const uintptr_t at = (uintptr_t)data;
-        item->staged = at >= start && at - start < bytes;
+        const uintptr_t address = (uintptr_t)data;
+        item->staged = address >= start && address - start < bytes;
     }
 }
 
-/* Sorting takes less than a thousandth of the time of copying. Tasks divide the memory,
+/* Copy as many items as fit into the staging memory, and point them to their copies.
+ * Sorting takes less than a thousandth of the time of copying. Tasks divide the memory,
  * not the items: several threads share a large item, and small items are grouped. */
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
                    mls_staged *out, mls_status *st)

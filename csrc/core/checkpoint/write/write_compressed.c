@@ -21,8 +21,8 @@ enum {
 
 /* ---- access to elements ---- */
 
-/* Return elements `first` .. `first + count` of the data to write: a pointer into the
- * array, or a packed copy in `room`. */
+/* Return elements `first` .. `first + count` of the data to write, without omitted rows:
+ * a pointer into the array, or a packed copy in `room`. */
 static const unsigned char *packed_elements(const mls_write_plan *plan,
                                             const mls_planned *planned, size_t first,
                                             size_t count, unsigned char *room)
@@ -69,6 +69,8 @@ typedef struct sample_state {
     mls_status why;
 } sample_state;
 
+/* Prepare a shard for compression: give it frames without lengths, and a full new layer
+ * unless it has a new layer of rows. */
 static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
                            const mls_index_shard *shard, mls_status *st)
 {
@@ -90,7 +92,7 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
     if (layers != NULL) {
         layers->list = (mls_layer *)(layers + 1);
         layers->count = 1;
-        layers->list[0] = (mls_layer){.bytes = bytes};
+        layers->list[0] = (mls_layer){.bytes = bytes}; /* `row` 0: a full layer */
         planned->layers = layers;
         planned->fresh = &layers->list[0];
     }
@@ -99,6 +101,7 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
     return MLS_OK;
 }
 
+/* Undo set_frames: the shard is written uncompressed. */
 static void unset_frames(mls_planned *planned)
 {
     /* a full layer exists only for the frames; a layer of rows stays */
@@ -112,27 +115,29 @@ static void unset_frames(mls_planned *planned)
     planned->frames = NULL;
 }
 
+/* Compress samples of a shard; `*out` tells whether they shrink enough. `room` has space
+ * for three samples: packed elements, the codec's scratch space and its output. */
 static mls_code test_samples(const mls_write_plan *plan, const mls_planned *planned,
                              unsigned char *room, bool *out, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
     const size_t item = planned->frames->item, bytes = planned->frames->bytes;
     const size_t length = bytes < SAMPLE ? bytes : SAMPLE, count = length / item;
-    const size_t all = bytes / item;
+    const size_t elements = bytes / item;
     size_t coded = 0, sampled = 0;
     for (int i = 0; i < (bytes < SAMPLES * SAMPLE ? 1 : SAMPLES); i++) {
         /* evenly spaced, from the first element to the last; a small shard is sampled at
          * its start only */
-        const size_t first = (all - count) / (SAMPLES - 1) * (size_t)i;
-        size_t more = 0;
+        const size_t first = (elements - count) / (SAMPLES - 1) * (size_t)i;
+        size_t sample_coded = 0;
         const unsigned char *from = packed_elements(plan, planned, first, count, room);
-        const mls_code code =
-            mls_compressed_frame_encode(job->codecs, job->codec, item, from, length,
-                                        room + SAMPLE, room + 2 * SAMPLE, &more, st);
+        const mls_code code = mls_compressed_frame_encode(
+            job->codecs, job->codec, item, from, length, room + SAMPLE, room + 2 * SAMPLE,
+            &sample_coded, st);
         if (code != MLS_OK) {
             return code;
         }
-        coded += more;
+        coded += sample_coded;
         sampled += length;
     }
     *out = saves_enough(coded, sampled);
@@ -147,7 +152,8 @@ static bool has_failed(sample_state *s)
     return failed;
 }
 
-/* Sample one shard. Only this task modifies it. */
+/* Thread function: sample shard `index`, and keep its frames if the samples shrink
+ * enough. Only this task modifies the shard. */
 static void sample_task(void *context, size_t index)
 {
     sample_state *s = context;
@@ -188,7 +194,8 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
     return bytes >= LEAST && bytes >= plan->job->pack_below;
 }
 
-/* Samples every shard that has its own file. */
+/* Choose the shards to compress, by samples. Samples every shard that has its own
+ * file. */
 mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
 {
     size_t count = 0;
@@ -225,8 +232,9 @@ static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_stat
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
-/* Compress all frames, and stop as soon as the gain is too small. So the output never
- * exceeds that limit by more than one frame. */
+/* Compress all frames into `to`, and stop as soon as the gain is too small, so that the
+ * output never exceeds that limit by more than one frame. `*out` is the compressed length
+ * so far. `room` has space for two frames. */
 static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
                               unsigned char *room, unsigned char *to, size_t *out,
                               mls_status *st)
@@ -259,8 +267,8 @@ static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
     return code == MLS_OK && left > 0 ? report_progress(job, left, st) : code;
 }
 
-/* The buffer has the largest useful compressed size plus one frame; unused pages are
- * never touched. */
+/* Compress a whole shard. The buffer has the largest useful compressed size plus one
+ * frame; unused pages are never touched. */
 mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char **out,
                             mls_status *st)
 {

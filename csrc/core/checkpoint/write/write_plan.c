@@ -112,7 +112,8 @@ static mls_code describe_shard(const mls_shard_item *item, mls_index_shard *shar
     return MLS_OK;
 }
 
-/* Check for names that a file cannot store or the reader would refuse. */
+/* Refuse a name that a file cannot store or the reader would refuse; `key` is the whole
+ * name in the file. */
 static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st)
 {
     const mls_tensor_id *id = &item->id;
@@ -131,8 +132,8 @@ static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st
     return name_tensor(item, st);
 }
 
-/* Fill in shards and planned from `sorted`, the items in index order. Duplicates are
- * neighbours, and the output is sorted. */
+/* Fill in shards, keys and planned from `sorted`, the items in index order. Duplicates
+ * are neighbours, and are refused; the output is sorted. */
 static mls_code describe_shards(mls_write_plan *plan, const mls_shard_item **sorted,
                                 mls_status *st)
 {
@@ -189,8 +190,9 @@ static void set_state_axes(mls_write_plan *plan)
     }
 }
 
-/* Match shards with the previous index by a merge pass. A shard whose shape, dtype or
- * layout changed has no predecessor; its versions restart. */
+/* Set `before` of each shard to the shard of the previous index, by a merge pass over the
+ * two sorted lists. A shard whose shape, dtype or layout changed has no predecessor; its
+ * versions restart. */
 static void match_committed(mls_write_plan *plan)
 {
     const mls_index *before = plan->job->before;
@@ -209,7 +211,8 @@ static void match_committed(mls_write_plan *plan)
     }
 }
 
-/* Only pointers to the items are sorted. */
+/* Check and describe all items, and match them with the previous index. Only pointers to
+ * the items are sorted. */
 mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
                              mls_status *st)
 {
@@ -240,7 +243,8 @@ mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
     return MLS_OK;
 }
 
-/* The index borrows from the items and this plan, so it owns nothing else. */
+/* Free the plan. The index borrows from the items and this plan, so it owns nothing
+ * else. */
 void mls_write_plan_fini(mls_write_plan *plan)
 {
     for (size_t i = 0; i < plan->file_count; i++) {
@@ -262,7 +266,8 @@ void mls_write_plan_fini(mls_write_plan *plan)
 
 /* ---- layers of a shard ---- */
 
-/* The new layer and its row ranges are in the same allocation. */
+/* Free the layers and frames of a shard, which becomes plain. The new layer and its row
+ * ranges are in the same allocation. */
 void mls_planned_drop_layers(mls_planned *planned)
 {
     mls_free(planned->layers);
@@ -272,8 +277,9 @@ void mls_planned_drop_layers(mls_planned *planned)
     planned->fresh = NULL;
 }
 
-/* Keep only visible layers. A hidden layer is dropped, so that its file can be deleted
- * when nothing else needs it. */
+/* Copy the layers of the previous shard that are still visible to `out`, and return their
+ * number. A hidden layer is dropped, so that its file can be deleted when nothing else
+ * needs it. */
 static size_t keep_layers(const mls_index_shard *before, mls_layer *out)
 {
     size_t layer_count = 0;
@@ -286,8 +292,9 @@ static size_t keep_layers(const mls_index_shard *before, mls_layer *out)
     return layer_count;
 }
 
-/* One allocation contains the struct, the list and the new layer's row ranges, so that
- * one call frees all. */
+/* Give a shard the visible committed layers (`keep`), and a new layer of the rows in
+ * `bits`. One allocation contains the struct, the list and the new layer's row ranges, so
+ * that one call frees all. */
 mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_cut *rows,
                                 const unsigned char *bits, mls_status *st)
 {
@@ -334,8 +341,8 @@ static bool is_visible(const mls_index_shard *before, const mls_layer *place)
     return before->layers == NULL || place->visible_count > 0;
 }
 
-/* Count bytes by file, in one pass over each index. Removed shards count as dead, like
- * changed ones. */
+/* Count, for each previous file, the bytes of all its shards and of those that may stay;
+ * `*out` is owned by the caller. Removed shards count as dead, like changed ones. */
 static mls_code count_use(const mls_write_plan *plan, file_use **out, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -393,6 +400,9 @@ static size_t list_kept_file(mls_write_plan *plan, file_use *uses, size_t file)
     return u->moved;
 }
 
+/* Reuse the stored bytes of shard `number`: copy its place, or its layers, from the
+ * previous index. `uses` numbers the previous files in the new index. A new layer, if
+ * any, gets its file later. */
 static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
                            mls_status *st)
 {
@@ -422,7 +432,8 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
     return MLS_OK;
 }
 
-/* Shards that cannot be kept are written whole, even if they have new layers. */
+/* Reuse the stored bytes of all shards that can be kept. The others are written whole,
+ * even if they have new layers. */
 static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 {
     file_use *uses = NULL;
@@ -438,8 +449,8 @@ static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
     return code;
 }
 
-/* At most one file for each written shard, plus the previous files. Unused pages of the
- * table are never touched, so they cost nothing. */
+/* Allocate the list of files: at most one for each written shard, plus the previous
+ * files. Unused pages of the table are never touched, so they cost nothing. */
 static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -459,9 +470,9 @@ mls_code mls_write_plan_reuse(mls_write_plan *plan, mls_status *st)
     return code == MLS_OK && plan->job->before != NULL ? keep_shards(plan, st) : code;
 }
 
-/* Versions increase only with changes; caller-supplied versions were checked before. A
- * version that cannot increase (for example a hash that a caller used as version) would
- * make the index unreadable. */
+/* Set the version of each shard: the caller's if it is not 0, otherwise the previous one,
+ * plus one if the shard changed. A version that cannot increase (for example a hash that
+ * a caller used as version) would make the index unreadable, and is refused. */
 static mls_code set_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -501,8 +512,8 @@ static int compare_placings(const void *a, const void *b)
                                   : 0;
 }
 
-/* List everything to write, in file order. `nth` counts all shards of a tensor, including
- * kept ones: numbers only need to be unique. */
+/* List everything to write, in file order, and return the number. `nth` counts all shards
+ * of a tensor, including kept ones: numbers only need to be unique. */
 static size_t list_placings(const mls_write_plan *plan, placing *out)
 {
     size_t count = 0, nth = 0;
@@ -525,8 +536,8 @@ static size_t placed_bytes(const mls_write_plan *plan, const placing *p)
     return mls_planned_bytes(&plan->planned[p->shard], &plan->index.shards[p->shard]);
 }
 
-/* Number of placings, at most `left`, that share the next file. At least one, even if it
- * is large. */
+/* Return the number of placings, of the `left` ones from `placings` on, that share the
+ * next file. At least one, even if it is large. */
 static size_t next_file(const mls_write_plan *plan, const placing *placings, size_t left)
 {
     const mls_index_shard *shards = plan->index.shards;
@@ -542,9 +553,9 @@ static size_t next_file(const mls_write_plan *plan, const placing *placings, siz
     return count;
 }
 
-/* Make a file name: "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or
- * "segment-12" instead of tensor and part. No tensor's file can have that name, since it
- * has no part. */
+/* Write a file name into `path`:
+ * "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" instead of
+ * tensor and part. No tensor's file can have that name, since it has no part. */
 static mls_code name_file(const mls_write_plan *plan, const placing *first, char *path,
                           mls_status *st)
 {
@@ -569,6 +580,8 @@ static mls_code name_file(const mls_write_plan *plan, const placing *first, char
                : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
 }
 
+/* Create one file for `count` shards: name it, list it in the index, and set the shards'
+ * file numbers. `shards` has room for `count` numbers, which the file borrows. */
 static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t count,
                            size_t *shards, mls_status *st)
 {
@@ -595,7 +608,8 @@ static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t
     return MLS_OK;
 }
 
-/* Versions first, since the headers of files contain them. */
+/* Set all versions, and distribute everything that is written over files. Versions first,
+ * since the headers of files contain them. */
 mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = set_versions(plan, st);
@@ -646,6 +660,8 @@ static void describe_file(const mls_write_plan *plan, const mls_planned_file *fi
     mls_json_writer_text(text, "}");
 }
 
+/* Make the header of a file, with the text that maps its tensors to shards; offsets and
+ * checksums are filled in later. */
 static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
@@ -662,6 +678,8 @@ static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_st
     return code;
 }
 
+/* Describe shard `number` as a tensor of a file: as an array of its part's shape, or as
+ * the bytes of its new layer. */
 static mls_header_tensor header_tensor(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
@@ -683,7 +701,8 @@ static mls_header_tensor header_tensor(const mls_write_plan *plan, size_t number
     return tensor;
 }
 
-/* The header sorts the tensors, so offsets are read from it. */
+/* Make the header of a file, and set the offsets of its shards and the file's length. The
+ * header sorts the tensors, so offsets are read from it. */
 mls_code mls_write_plan_lay_out(mls_write_plan *plan, mls_planned_file *file,
                                 mls_status *st)
 {
@@ -723,7 +742,8 @@ void mls_write_plan_finish(mls_planned_file *file)
     file->tensors = NULL;
 }
 
-/* All steps of a save except those that read bytes. */
+/* Build the index that a first save of the job would write, without checksums. All steps
+ * of a save except those that read bytes. */
 mls_code mls_write_plan_index(const mls_shard_job *job, mls_json_writer *out,
                               mls_status *st)
 {

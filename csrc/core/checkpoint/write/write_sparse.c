@@ -17,7 +17,8 @@ enum {
 
 /* ---- one shard ---- */
 
-/* Packed memory is scanned and written in place. */
+/* Return elements of an item in packed form. Packed memory is scanned and written in
+ * place. */
 const unsigned char *mls_planned_elements(const mls_shard_job *job,
                                           const mls_shard_item *item, size_t first,
                                           size_t count, unsigned char *room)
@@ -63,8 +64,8 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
            plan->index.shards[number].bytes > 0;
 }
 
-/* A small shard shares a file, and a list of rows would be as large as the shard. So it
- * is treated as one row. */
+/* Divide a shard into rows. A small shard shares a file, and a list of rows would be as
+ * large as the shard, so it is one row. */
 static mls_row_cut divide_rows(const mls_write_plan *plan, size_t number)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -76,6 +77,9 @@ static mls_row_cut divide_rows(const mls_write_plan *plan, size_t number)
     return rows;
 }
 
+/* List the shards to scan for zero rows, and allocate their bits (all 0: no row is known
+ * to be filled) and the room for pieces. A shard stays dense once more than `most` of its
+ * rows are filled. */
 static mls_code list_candidates(sparse_scan *s, mls_status *st)
 {
     const mls_write_plan *plan = s->plan;
@@ -96,7 +100,7 @@ static mls_code list_candidates(sparse_scan *s, mls_status *st)
                         shards);
     }
     /* a second pass assigns each shard its range of bits */
-    unsigned char *at = s->bits;
+    unsigned char *bits_left = s->bits;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
             scanned_shard *shard = &s->shards[s->count++];
@@ -104,14 +108,17 @@ static mls_code list_candidates(sparse_scan *s, mls_status *st)
             shard->rows = divide_rows(plan, i);
             const size_t count = mls_rows_count(&shard->rows);
             shard->most = count - (count + 3) / 4; /* three quarters */
-            shard->bits = at;
+            shard->bits = bits_left;
             atomic_init(&shard->filled, 0);
-            at += mls_rows_bits(&shard->rows);
+            bits_left += mls_rows_bits(&shard->rows);
         }
     }
     return MLS_OK;
 }
 
+/* Divide all candidates into pieces of about PIECE bytes, one task each: part of a large
+ * shard, or several small shards. Returns their number. `from` and `to` are elements of
+ * the first shard. */
 static size_t make_pieces(const sparse_scan *s)
 {
     size_t count = 0, room = 0; /* bytes that the last piece can still take */
@@ -137,6 +144,8 @@ static size_t make_pieces(const sparse_scan *s)
     return count;
 }
 
+/* Mark the rows with non-zero bytes in elements `from` .. `to` of a shard, in steps that
+ * fit `buffer`, until so many rows are filled that the shard is not sparse. */
 static void scan_rows(const sparse_scan *s, scanned_shard *shard, size_t from, size_t to,
                       unsigned char *buffer)
 {
@@ -154,7 +163,7 @@ static void scan_rows(const sparse_scan *s, scanned_shard *shard, size_t from, s
     }
 }
 
-/* Scan one piece. Only strided memory needs a buffer. */
+/* Thread function: scan piece `index`. Only strided memory needs a buffer. */
 static void scan_task(void *context, size_t index)
 {
     sparse_scan *s = context;
@@ -174,7 +183,8 @@ static void scan_task(void *context, size_t index)
     mls_free(buffer);
 }
 
-/* Create the layers of sparse shards. Omitted bytes count as done. */
+/* Give each sparse shard a layer of its rows that are not zero. Omitted bytes count as
+ * done. */
 static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
 {
     for (size_t i = 0; i < s->count; i++) {
@@ -196,8 +206,9 @@ static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
     return MLS_OK;
 }
 
-/* Runs after reuse is decided and before files are assigned: only shards to write are
- * scanned, and their remaining size determines their file. */
+/* Find and omit the zero rows of the shards to write. Runs after reuse is decided and
+ * before files are assigned: only shards to write are scanned, and their remaining size
+ * determines their file. */
 mls_code mls_write_plan_sparse(mls_write_plan *plan, mls_status *st)
 {
     if (!plan->job->sparse) {

@@ -78,8 +78,9 @@ typedef struct file_reader {
 
 /* ---- bytes ---- */
 
-/* Return whether the header of an open file is as recorded; `end` is the offset of one of
- * its places. The first task that opens a file checks it. */
+/* Return whether the header of file `number`, which is open, is as recorded; `end` is the
+ * offset of one of its places. The first task that opens a file checks it; the result is
+ * kept. */
 static bool header_is_good(compare_state *c, int fd, size_t number, uint64_t end)
 {
     mls_status ignored;
@@ -97,8 +98,8 @@ static bool header_is_good(compare_state *c, int fd, size_t number, uint64_t end
     return state == GOOD;
 }
 
-/* Open the file of a place, unless it is open. Returns false if it differs from its
- * record. */
+/* Open the file of a place for this task, unless it is open. Returns false if it is
+ * missing or differs from its record. */
 static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
 {
     uint64_t length;
@@ -126,6 +127,9 @@ static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
     return true;
 }
 
+/* Compare elements `first` .. `first + count` of a shard with their stored bytes
+ * `before`. Changed rows are marked and counted if the shard has bits; otherwise any
+ * change counts once. */
 static void compare_elements(const compare_state *c, compared_shard *shard, size_t first,
                              size_t count, const unsigned char *before, file_reader *r)
 {
@@ -143,7 +147,7 @@ static void compare_elements(const compare_state *c, compared_shard *shard, size
 }
 
 /* Compare the visible elements in `data`, which contains `bytes` bytes of a place from
- * `start` on. */
+ * byte `start` on, with the caller's memory. */
 static void compare_read(const compare_state *c, compared_shard *shard,
                          const mls_layer *place, size_t start, size_t bytes,
                          const unsigned char *data, file_reader *r)
@@ -168,8 +172,9 @@ static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
                        : place->crcs[(end - 1) / MLS_SAFETENSORS_BLOCK]);
 }
 
-/* Number of bytes to read next, within one block. The first step is small, since changed
- * shards usually differ at the start. */
+/* Number of bytes to read next from byte `done` of the place on, within one block. If
+ * rows are not compared, the first step is small, since changed shards usually differ at
+ * the start. */
 static size_t next_read_size(const compared_shard *shard, const piece *p, size_t done)
 {
     const size_t most = shard->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
@@ -180,9 +185,9 @@ static size_t next_read_size(const compared_shard *shard, const piece *p, size_t
     return left < most ? left : most;
 }
 
-/* Compare a piece of a place until the result is known. The checksum must match even if
- * the bytes equal those in memory: the memory may have been loaded from the damaged file.
- */
+/* Compare a piece of an uncompressed place until the result is known. The checksum must
+ * match even if the bytes equal those in memory: the memory may have been loaded from the
+ * damaged file. */
 static void compare_stored(compare_state *c, compared_shard *shard,
                            const mls_layer *place, const piece *p, file_reader *r)
 {
@@ -213,6 +218,9 @@ static void compare_stored(compare_state *c, compared_shard *shard,
     }
 }
 
+/* Compare a piece of a compressed place, frame by frame, until too many rows have
+ * changed. `p->from` and `p->to` are uncompressed bytes of the place, in whole frames. A
+ * file that cannot be read makes the shard LOST: it is written again. */
 static void compare_compressed(compare_state *c, compared_shard *shard,
                                const mls_layer *place, const piece *p, file_reader *r)
 {
@@ -255,6 +263,7 @@ static void compare_compressed(compare_state *c, compared_shard *shard,
     }
 }
 
+/* Compare the elements that no layer stores with zero, within a piece. */
 static void compare_zeros(const compare_state *c, compared_shard *shard,
                           const mls_layers *layers, const piece *p, file_reader *r)
 {
@@ -266,18 +275,19 @@ static void compare_zeros(const compare_state *c, compared_shard *shard,
         const mls_row_range *extent = &layers->zeros[i];
         const size_t last = extent->begin + extent->count;
         const size_t end = last < to ? last : to, most = c->buffer / item;
-        for (size_t at = extent->begin > from ? extent->begin : from; at < end;) {
-            const size_t step = end - at < most ? end - at : most;
+        for (size_t element = extent->begin > from ? extent->begin : from;
+             element < end;) {
+            const size_t step = end - element < most ? end - element : most;
             if (atomic_load(&shard->changed) > shard->most) {
                 return;
             }
-            compare_elements(c, shard, at, step, r->read, r);
-            at += step;
+            compare_elements(c, shard, element, step, r->read, r);
+            element += step;
         }
     }
 }
 
-/* Compare one piece. The place of a plain shard is completely visible. */
+/* Compare one piece: of a layer, of a plain shard (completely visible), or of zeros. */
 static void compare_piece(compare_state *c, const piece *p, file_reader *r)
 {
     compared_shard *shard = &c->shards[p->shard];
@@ -304,8 +314,9 @@ static bool has_stopped(const compare_state *c)
     return atomic_load(&c->stopped) || atomic_load(&c->no_memory);
 }
 
-/* Compare one batch. The task that compares the last piece of an unchanged shard reports
- * its progress; changed shards are reported when they are written. */
+/* Thread function: compare batch `index`. The task that compares the last piece of an
+ * unchanged shard reports its progress; changed shards are reported when they are
+ * written. */
 static void compare_task(void *context, size_t index)
 {
     compare_state *c = context;
@@ -366,6 +377,8 @@ static size_t most_changed_rows(const mls_write_plan *plan, const mls_planned *p
     return (room < half ? room : half) / (rows->row * rows->item);
 }
 
+/* Divide shard `number` into rows, and return how many of them may change before it is
+ * written whole. 0: after any change, or its version shows that nothing changed. */
 static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -379,8 +392,8 @@ static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut
     return planned->same ? 0 : most_changed_rows(plan, planned, rows);
 }
 
-/* Return whether a shard is compared. If its version shows a change, only its rows are of
- * interest. */
+/* Return whether shard `number` is compared with its stored bytes. If its version shows a
+ * change, only a shard that may become a layer is. */
 static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
@@ -390,9 +403,9 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
             (plan->job->incremental && divide_rows(plan, number, &ignored) > 0));
 }
 
-/* List the pieces of a shard, in whole frames; if `out` is NULL, they are only counted. A
- * place without bytes to compare still gets one piece, which checks that its file exists.
- */
+/* List the pieces of a shard in `out`, in whole frames, and return their number; if `out`
+ * is NULL, they are only counted. A place without bytes to compare still gets one piece,
+ * which checks that its file exists. */
 static size_t list_shard_pieces(const compare_state *c, size_t number, piece *out)
 {
     const mls_planned *planned = &c->plan->planned[number];
@@ -486,12 +499,13 @@ static void list_pieces(compare_state *c)
     }
 }
 
+/* Group consecutive pieces into batches of at least BATCH bytes, one task each. */
 static void make_batches(compare_state *c)
 {
     size_t bytes = 0;
     for (size_t i = 0; i < c->piece_count; i++) {
         if (c->batch_count == 0 || bytes >= BATCH) {
-            c->batches[c->batch_count++] = (batch){.from = i};
+            c->batches[c->batch_count++] = (batch){.from = i}; /* `to` follows */
             bytes = 0;
         }
         bytes += c->pieces[i].to - c->pieces[i].from;
@@ -501,6 +515,8 @@ static void make_batches(compare_state *c)
 
 /* ---- results ---- */
 
+/* Mark the unchanged shards, and give shards with few changed rows a new layer of these
+ * rows. Their other bytes are not written, and count as done. */
 static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -522,7 +538,8 @@ static mls_code apply_results(const compare_state *c, mls_status *st)
     return code;
 }
 
-/* A caller-supplied version is trusted but must not decrease. */
+/* Set `same` of the shards whose version equals the committed one; version 0 means that
+ * the caller gave none. A caller-supplied version is trusted but must not decrease. */
 static mls_code check_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -547,8 +564,8 @@ static mls_code check_versions(mls_write_plan *plan, mls_status *st)
     return MLS_OK;
 }
 
-/* Versions are checked before anything is read. Without a previous index everything is
- * new. */
+/* Find the shards that need not be written, or only in part. Versions are checked before
+ * anything is read. Without a previous index everything is new. */
 mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = check_versions(plan, st);

@@ -53,6 +53,9 @@ static bool is_float(mls_dtype dtype)
     return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
+/* Returns the kernel for a reduction, the scalar one if the instruction set has none;
+ * NULL: the reduction is not supported. Only float32 outputs may have another dtype than
+ * the sources. */
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                        const mls_reduction *r)
 {
@@ -117,6 +120,8 @@ struct job {
     double number; /* divisor, scale or factor */
 };
 
+/* Returns a job without a step, over `count` elements at `out`. A complex element is two
+ * items. Unless `wants_norm`, no squares are computed. */
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
                     bool wants_norm)
 {
@@ -147,6 +152,8 @@ static uint64_t count_nonfinite(const job *j, double squares, const unsigned cha
                              : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
 }
 
+/* Computes items `start` .. `start + n` of the output, and returns their sum of squares,
+ * in one pass if a kernel can. */
 static double block_squares(const job *j, size_t start, size_t n)
 {
     if (j->sum_squares != NULL) {
@@ -197,7 +204,8 @@ static void add_squares(mls_norm_partial *partial, double squares)
     partial->squares = isnan(sum) ? mls_f64_nan() : sum;
 }
 
-/* Divides each round among the threads, and then adds its blocks in order. */
+/* Computes the norm partial of a job. Divides each round of blocks among the threads, and
+ * then adds the blocks' sums in order. */
 static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *partial)
 {
     const size_t blocks = divide_up(j->count, j->block);
@@ -217,6 +225,8 @@ static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *partial)
     }
 }
 
+/* Runs a job over packed arrays, and adds its figures to `partial` unless that is NULL.
+ * Threads share large jobs. */
 static void job_run(job *j, mls_pool *pool, mls_norm_partial *partial)
 {
     mls_pool *shared = j->count >= SHARED_BYTES / j->item ? pool : NULL;
@@ -248,7 +258,9 @@ static bool differs_from_one(double value)
     return !(value >= 1 && value <= 1);
 }
 
-/* A divisor too small for float32 becomes 0, which is refused too. */
+/* Checks that the divisor is finite and not 0 in the dtype of the computation, and 1
+ * unless floats are summed. A divisor too small for float32 becomes 0, which is refused
+ * too. */
 static mls_code check_divisor(const mls_reduction *r, mls_status *st)
 {
     const bool wide = r->dtype == MLS_F64;
@@ -268,7 +280,8 @@ static mls_code check_divisor(const mls_reduction *r, mls_status *st)
     return MLS_OK;
 }
 
-/* The scalar table defines the supported reductions. */
+/* Checks whether a reduction is supported. The scalar table defines the supported
+ * reductions. */
 mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
 {
     const char *name = mls_dtype_of(r->dtype)->name;
@@ -292,8 +305,9 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
     return mls_status_got(st, "%s", mls_dtype_of(r->out_dtype)->name);
 }
 
-/* Checks one array of a reduction against the first one. The two floats of a complex
- * number are read separately, so the alignment of a float is enough. */
+/* Checks one array of a reduction against the first one: layout, alignment, number of
+ * elements. `label` names it. The two floats of a complex number are read separately, so
+ * the alignment of a float is enough. */
 static mls_code check_array(const mls_tensor *t, const char *label,
                             const mls_tensor *first, mls_status *st)
 {
@@ -314,9 +328,10 @@ static mls_code check_array(const mls_tensor *t, const char *label,
                           label, n, element_count);
 }
 
-/* All arrays are packed and have the same number of elements, so an equal address and
- * dtype means the same elements, and each element is read before it is written. An output
- * of a wider dtype would overwrite elements that are not read yet. */
+/* Checks the arrays of a reduction, and sets `*n` and the dtypes of `r`. All arrays are
+ * packed and have the same number of elements, so an equal address and dtype means the
+ * same elements, and each element is read before it is written. An output of a wider
+ * dtype would overwrite elements that are not read yet. */
 mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
                                  const mls_tensor *out, mls_reduction *r, size_t *n,
                                  mls_status *st)
@@ -359,6 +374,8 @@ static void reduce_step(const job *j, size_t start, size_t n)
  * stack. */
 enum { MOST_CUT = 64 };
 
+/* Reduces n elements of `count` sources into `out`, on this thread, with ordinary
+ * stores. */
 static void reduce_through_cache(const mls_reduce_kernels *k, const mls_reduction *r,
                                  const void *const *sources, size_t count, void *out,
                                  size_t n, mls_norm_partial *partial)
@@ -373,8 +390,8 @@ static void reduce_through_cache(const mls_reduce_kernels *k, const mls_reductio
     job_run(&j, NULL, partial);
 }
 
-/* Reduces block by block into a buffer that stays in the L1 cache, and stores each block
- * with non-temporal stores. */
+/* Reduces block by block into a buffer that stays in the L1 cache, and copies each block
+ * to `out` with stores of the kind `store` (non-temporal). At most MOST_CUT sources. */
 static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r,
                               const void *const *sources, size_t count,
                               unsigned char *out, size_t n, mls_store store,
@@ -396,8 +413,8 @@ static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r
     }
 }
 
-/* A store trial covers whole norm blocks, so the bits of the norm partial do not depend
- * on the trials. */
+/* Reduces `count` arrays of n elements in their order. A store trial covers whole norm
+ * blocks, so the bits of the norm partial do not depend on the trials. */
 void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
                     mls_destination destination, mls_norm_partial *partial)
@@ -433,7 +450,8 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
 
 /* ---- checks of dst += scale * src ---- */
 
-/* In the error, "expected" is the target's shape and "got" the source's. */
+/* Checks that both shapes are equal and countable. In the error, "expected" is the
+ * target's shape and "got" the source's. */
 static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_status *st)
 {
     char expected[MLS_FACT_BYTES], actual[MLS_FACT_BYTES];
@@ -462,7 +480,8 @@ static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
     return dst != MLS_C64 && src != MLS_C64 && is_summed(dst) && is_float(src);
 }
 
-/* A NaN scale would destroy the array and is certainly a mistake. */
+/* Checks that a scale is finite, and 1 for integers. A NaN scale would destroy the array
+ * and is certainly a mistake. */
 static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_status *st)
 {
     const bool wide = dst == MLS_F64 || src == MLS_F64;
@@ -478,8 +497,8 @@ static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_stat
     return MLS_OK;
 }
 
-/* Returns whether a view has an axis with stride 0, so that several indices share one
- * element. */
+/* Returns whether a view has an axis of several indices with stride 0, so that these
+ * share one element. An empty view has none. */
 static bool has_zero_stride(const mls_tensor *t)
 {
     bool has_zero = false, empty = false;
@@ -490,7 +509,7 @@ static bool has_zero_stride(const mls_tensor *t)
     return has_zero && !empty;
 }
 
-/* Cheap checks first. */
+/* Checks the arguments of mls_accumulate, with the same errors; cheap checks first. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
                               mls_status *st)
 {
@@ -527,6 +546,8 @@ static bool is_packed_run(const mls_tensor *t, ptrdiff_t step)
     return step == (ptrdiff_t)item && (!t->swapped || item == 1);
 }
 
+/* Copies `count` elements of `t` from address `at` on, `step` bytes apart, to packed
+ * memory, in this machine's byte order. */
 static void gather_native(unsigned char *packed, const mls_tensor *t,
                           const unsigned char *at, ptrdiff_t step, size_t count)
 {
@@ -537,7 +558,8 @@ static void gather_native(unsigned char *packed, const mls_tensor *t,
     }
 }
 
-/* Inverse of `gather_native`; overwrites `packed`. */
+/* Inverse of `gather_native`: stores packed elements in the byte order of `t`. Overwrites
+ * `packed`. */
 static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t step,
                            unsigned char *packed, size_t count)
 {
@@ -548,6 +570,8 @@ static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t ste
     mls_scatter(at, step, packed, item, count);
 }
 
+/* Runs the step of a job on `count` packed elements at `out` and `src` instead of its
+ * own. For an integer sum, whose step reads `sources`, these are set too. */
 static void run_packed(const job *like, unsigned char *out, const unsigned char *src,
                        size_t count)
 {
@@ -561,8 +585,8 @@ static void run_packed(const job *like, unsigned char *out, const unsigned char 
     j.step(&j, 0, count * parts_of(j.dtype));
 }
 
-/* Runs a job's step on one row of both views, CHUNK elements at a time. `src` may be
- * NULL. */
+/* Runs a job's step on one row of both views, CHUNK elements at a time through packed
+ * buffers. The row begins at `at` and at `other`; `src` may be NULL. */
 static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src,
                         const mls_strided_iter *w, unsigned char *at,
                         const unsigned char *other)
@@ -606,8 +630,8 @@ static bool is_packed(const mls_tensor *t)
     return mls_tensor_is_contiguous(t) && (!t->swapped || mls_tensor_item_bytes(t) == 1);
 }
 
-/* Iterates over rows of the innermost axis in C order; mls_strided_iter_init may reorder
- * axes. Returns false for an empty view. */
+/* Prepares an iterator over rows of the innermost axis in C order; mls_strided_iter_init
+ * may reorder axes. Returns false for an empty view. */
 static bool rows_of(mls_strided_iter *w, const mls_tensor *t)
 {
     *w = (mls_strided_iter){.length = 1,
@@ -672,7 +696,8 @@ static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
     add_gathered(&g, partial);
 }
 
-/* Runs a job whose step works in place on `t`. `src` may be NULL. */
+/* Runs a job whose step works in place on `t`, packed or not, and adds the figures of the
+ * result to `partial` (NULL: none). `src` may be NULL. */
 static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
                          const mls_tensor *src, mls_norm_partial *partial)
 {
@@ -698,8 +723,9 @@ static void scale_step(const job *j, size_t start, size_t n)
     j->scale(j->out + start * j->item, n, j->number);
 }
 
-/* Integers have no scale: they use the kernel for a sum of two sources, the first of
- * which is `dst`. */
+/* Adds scale * src to dst, in place, and the figures of the result to `partial` unless
+ * that is NULL. Integers have no scale: they use the kernel for a sum of two sources, the
+ * first of which is `dst`. */
 mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
                         const mls_tensor *src, double scale, mls_norm_partial *partial,
                         mls_status *st)
@@ -729,6 +755,8 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
     return MLS_OK;
 }
 
+/* Checks the arguments of mls_scale: float dtype, finite factor, distinct elements,
+ * countable. */
 mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
 {
     const char *name = mls_dtype_of(t->dtype)->name;
@@ -753,6 +781,8 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
                           "an array has more elements than memory can hold");
 }
 
+/* Multiplies all elements of `t` by the factor, in place. Unlike mls_accumulate it
+ * computes no norm. */
 mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double factor,
                    mls_status *st)
 {
@@ -771,7 +801,8 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
     return MLS_OK;
 }
 
-/* An array with more elements than size_t can count has strides of 0; like every unpacked
+/* Adds sum of squares and number of non-finite elements of an array to `partial`. An
+ * array with more elements than size_t can count has strides of 0; like every unpacked
  * array it is read row by row. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
                          mls_norm_partial *partial)

@@ -49,7 +49,8 @@ MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 
 /* ---- sums ---- */
 
-/* Sums TOGETHER registers of items of all sources in order, beginning at byte `at`. */
+/* Sums TOGETHER registers of items of all sources in order, beginning at byte `at`.
+ * `bytes` is the size of an item, `pages` as in prefetch_ahead. */
 MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
                            size_t at, size_t bytes, bool pages, floats_function load)
 {
@@ -69,8 +70,8 @@ MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count
     }
 }
 
-/* Runs whole steps of a sum; returns the first item that is left. `count` and `divides`
- * are constants. */
+/* Sums and stores whole steps of items `start` .. `end`, and divides if `divides`;
+ * returns the first item that is left. `count` and `divides` are constants. */
 MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, size_t count,
                              size_t start, size_t end, float divisor, bool divides,
                              size_t from_bytes, size_t to_bytes, floats_function load,
@@ -93,7 +94,9 @@ MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, siz
     return i;
 }
 
-/* Sums any number of sources. Two sources, the usual number, have their own loop. */
+/* Sums items `start` .. `start + n` of any number of sources, and divides by `divisor`.
+ * Two sources, the usual number, have their own loop. The scalar kernel does the rest
+ * below a whole step. */
 MLS_INLINED void sum_run(void *out, const void *const *sources, size_t count,
                          size_t start, size_t n, double divisor, size_t from_bytes,
                          size_t to_bytes, floats_function load, store_function store,
@@ -133,7 +136,7 @@ MLS_DEFINE_SUM(sum_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
 MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
 
-/* The sum of float64, one register at a time: memory is the bottleneck. */
+/* Sums float64, one register at a time: memory is the bottleneck. */
 MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
                                size_t start, size_t n, double divisor)
 {
@@ -153,8 +156,8 @@ MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t cou
 
 /* ---- dst += scale * src ---- */
 
-/* Runs whole steps. Product and sum are rounded separately: the build forbids
- * contraction. */
+/* Adds scale * src to dst in whole steps, and returns the number of items done. Product
+ * and sum are rounded separately: the build forbids contraction. */
 MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_t n,
                              float scale, size_t to_bytes, size_t from_bytes,
                              floats_function load_dst, floats_function load_src,
@@ -182,8 +185,9 @@ MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_
     return i;
 }
 
-/* As add_steps for bfloat16 on both sides, a full register of items at a time: one shift
- * or mask turns each half of a pair into a float, so no widening is needed. */
+/* Does the same as add_steps for bfloat16 on both sides, a full register of items at a
+ * time: one shift or mask turns each half of a pair into a float, so no widening is
+ * needed. */
 MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src, size_t n,
                              float scale)
 {
@@ -240,7 +244,8 @@ MLS_DEFINE_ADD(f32, f16, 4, 2, MLS_F32, MLS_F16)
 MLS_DEFINE_ADD(f32, bf16, 4, 2, MLS_F32, MLS_BF16)
 MLS_DEFINE_ADD(f32, f32, 4, 4, MLS_F32, MLS_F32)
 
-/* One register at a time, like sum_f64. */
+/* Adds scale * src to dst for n items of float64, one register at a time, like
+ * sum_f64. */
 MLS_TARGET static void add_f64_f64(void *dst, const void *src, size_t n, double scale)
 {
     unsigned char *to = dst;
@@ -272,7 +277,7 @@ MLS_DEFINE_SCALE(f16, 2, MLS_F16)
 MLS_DEFINE_SCALE(bf16, 2, MLS_BF16)
 MLS_DEFINE_SCALE(f32, 4, MLS_F32)
 
-/* As above, in float64. */
+/* Multiplies n items of float64 by the factor, in place. */
 MLS_TARGET static void scale_f64(void *items, size_t n, double factor)
 {
     unsigned char *at = items;
@@ -296,7 +301,8 @@ MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items, size_t
     }
 }
 
-/* Adds the squares of n items. Zeros fill the last step; they change no lane. */
+/* Adds the squares of n items of `bytes` bytes to the lanes. Zeros fill the last step;
+ * they change no lane. */
 MLS_INLINED void square_items(doubles *lanes, const unsigned char *items, size_t n,
                               size_t bytes, doubles_function load)
 {
@@ -318,6 +324,8 @@ MLS_INLINED void clear_lanes(doubles *lanes)
     }
 }
 
+/* Returns the sum of all lanes, added in the order that defines the bits of a norm
+ * partial. */
 MLS_INLINED double fold_lanes(const doubles *lanes)
 {
     double sums[MLS_SQUARE_LANES];
@@ -354,9 +362,9 @@ MLS_DEFINE_SQUARES(f64, 8)
 
 enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and squared in one step */
 
-/* Sums TOGETHER registers and adds the squares of the stored values. The stored values
- * are not read back: loading a part of a recent store is slow. `first` is the lane of the
- * first item, a constant. */
+/* Sums TOGETHER registers of items from number `at` on, stores them, and adds the squares
+ * of the stored values to the lanes. The stored values are not read back: loading a part
+ * of a recent store is slow. `first` is the lane of the first item, a constant. */
 MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out,
                                 const void *const *sources, size_t count, size_t at,
                                 floats by, bool divides, size_t from_bytes,
@@ -379,8 +387,8 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
     }
 }
 
-/* Runs whole pairs; returns the number of items done. `count` and `divides` are
- * constants. */
+/* Sums and squares whole pairs of steps of items `start` .. `start + n`; returns the
+ * number of items done. `count` and `divides` are constants. */
 MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
                              const void *const *sources, size_t count, size_t start,
                              size_t n, float divisor, bool divides, size_t from_bytes,
@@ -399,7 +407,8 @@ MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
     return done;
 }
 
-/* Sums a block and returns its sum of squares, with the same bits as separate passes. */
+/* Sums items `start` .. `start + n`, at most a block, and returns the sum of squares of
+ * the results, with the same bits as separate passes. */
 MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t count,
                                    size_t start, size_t n, double divisor,
                                    size_t from_bytes, size_t to_bytes,
@@ -449,7 +458,8 @@ enum {
 }; /* FULL: items of a register. QUARTERS: registers of doubles for them, in the order
       even low, even high, odd low, odd high. */
 
-/* Stores a full register of sums, and adds their squares to four registers of lanes. */
+/* Sums and stores a full register of bfloat16 at byte `at`, and adds the squares of the
+ * results to four registers of lanes. */
 MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const *sources,
                           size_t count, size_t at, floats by, bool divides)
 {
@@ -476,7 +486,8 @@ MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const 
     }
 }
 
-/* As sum_pairs. `count` and `divides` are constants. */
+/* Does the same as sum_pairs for bfloat16, with sum_full. `count` and `divides` are
+ * constants. */
 MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
                                   const void *const *sources, size_t count, size_t start,
                                   size_t n, float divisor, bool divides)
@@ -514,8 +525,8 @@ MLS_INLINED void order_lanes(doubles *lanes)
     }
 }
 
-/* The sum of bfloat16 as bfloat16, with its squares. The bits equal the results of
- * sum_squares_run; it processes a full register of items at a time. */
+/* Sums bfloat16 to bfloat16, and returns the sum of squares. The bits equal the results
+ * of sum_squares_run; it processes a full register of items at a time. */
 MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
                                           size_t count, size_t start, size_t n,
                                           double divisor)

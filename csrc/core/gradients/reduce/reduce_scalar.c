@@ -230,7 +230,8 @@ static double value_at(mls_dtype dtype, const unsigned char *at)
     }
 }
 
-/* A complex number counts once, even if both components are not finite. */
+/* Returns how many of n elements are infinite or NaN. A complex number counts once, even
+ * if both components are not finite. */
 uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
 {
     const bool complex = dtype == MLS_C64;

@@ -23,6 +23,8 @@ enum {
     SHARED_BYTES = 512 << 10 /* below this, waking a thread costs more than it saves */
 };
 
+/* Returns the comparison functions for an instruction set; all vector sets use the same
+ * source. */
 const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 {
 #if defined(__x86_64__) || defined(__aarch64__)
@@ -35,7 +37,8 @@ const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 
 /* ---- checks ---- */
 
-/* In errors, "expected" is the first tensor and "got" the second. */
+/* Checks that two tensors can be compared. In errors, "expected" is the first tensor and
+ * "got" the second. */
 mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st)
 {
     char a_shape[MLS_FACT_BYTES], b_shape[MLS_FACT_BYTES];
@@ -91,6 +94,8 @@ static const unsigned char *gather_native(const measurer *m, side from, size_t c
     return room;
 }
 
+/* Compares `count` elements of a run on both sides, and adds the result to `into`. Sides
+ * that are not packed and native are gathered CHUNK elements at a time. */
 static void measure_run(const measurer *m, side a, side b, size_t count,
                         mls_diff_result *into)
 {
@@ -109,8 +114,8 @@ static void measure_run(const measurer *m, side a, side b, size_t count,
     }
 }
 
-/* Compares `count` elements of a pair's traversal, beginning with number `start`. The
- * elements must exist. Single bytes have no byte order. */
+/* Compares `count` elements of a pair's traversal, beginning with number `start`, and
+ * adds the result to `into`. The elements must exist. Single bytes have no byte order. */
 static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
                          size_t start, size_t count, mls_diff_result *into)
 {
@@ -142,7 +147,8 @@ static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
 
 /* ---- pairs ---- */
 
-/* Returns the number of elements to compare: 0 if both views are identical. */
+/* Returns the number of elements to compare: 0 if both views are identical, since nothing
+ * can differ. */
 static size_t elements_of(mls_diff_pair pair)
 {
     size_t count = 0;
@@ -181,6 +187,7 @@ typedef struct job {
     part *parts;
 } job;
 
+/* Task: compares part `index`, and stores its own result. */
 static void measure_task(void *context, size_t index)
 {
     const job *j = context;
@@ -210,6 +217,8 @@ static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
     return true;
 }
 
+/* Lists the parts of all pairs, in order; `parts` has room for the number that
+ * count_parts computed. */
 static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
 {
     size_t next = 0;
@@ -231,8 +240,9 @@ static void add_result(mls_diff_result *into, mls_diff_result added)
     into->max_rel = added.max_rel > into->max_rel ? added.max_rel : into->max_rel;
 }
 
-/* Results are kept for each part until all are done, so threads need no lock, and `out`
- * is written only when no failure is possible any more. */
+/* Compares all pairs; `out` has room for a result of each. Results are kept for each part
+ * until all are done, so threads need no lock, and `out` is written only when no failure
+ * is possible any more. */
 mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
                   const mls_diff_pair *pairs, size_t count, mls_diff_result *out,
                   mls_status *st)
@@ -266,7 +276,8 @@ typedef struct search {
     atomic_bool differs;
 } search;
 
-/* Compares `count` elements, unless a difference is known. */
+/* Compares `count` elements of a pair from number `start` on, unless a difference is
+ * known already. */
 static void search_part(search *s, mls_diff_pair pair, size_t start, size_t count)
 {
     mls_diff_result differences = {0};
@@ -296,8 +307,8 @@ static void search_large(void *context, size_t index)
     search_part(s, pair, index * part_length(pair), part_rest(pair, s->elements, index));
 }
 
-/* Allocates nothing, so it cannot fail: one call of the pool for all small pairs, and one
- * for each large pair. */
+/* Returns whether all pairs are equal. Allocates nothing, so it cannot fail: one call of
+ * the pool for all small pairs, and one for each large pair. */
 bool mls_diff_same(const mls_diff_kernels *kernels, mls_pool *pool,
                    const mls_diff_pair *pairs, size_t count)
 {

@@ -30,7 +30,8 @@ static void add_nan(mls_diff_result *into)
     into->nan++;
 }
 
-/* Compares the values of two elements whose bits differ. */
+/* Compares the values of two elements whose bits differ. A NaN on one side counts as
+ * such; two NaNs are equal. */
 static void measure_values(double a, double b, mls_diff_result *into)
 {
     if (isnan(a) || isnan(b)) {
@@ -73,7 +74,8 @@ static double modulus(double real, double imaginary)
     return sqrt(real * real + imaginary * imaginary);
 }
 
-/* Infinite values are handled first: the difference of two equal infinities is NaN. */
+/* Compares two complex numbers whose bits differ, by the magnitude of their difference.
+ * Infinite values are handled first: the difference of two equal infinities is NaN. */
 static void measure_complex(mls_complex64 a, mls_complex64 b, mls_diff_result *into)
 {
     const bool a_nan = isnan(a.real) || isnan(a.imaginary);

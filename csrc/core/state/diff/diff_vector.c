@@ -77,7 +77,8 @@ MLS_INLINED doubles load_i32(const unsigned char *group, int index)
     return doubles_i32(group + index * (WIDTH / 2));
 }
 
-/* Subtracts 2^31 as an integer and adds it back as a double. */
+/* Loads register number `index` of doubles from 32-bit unsigned items. Subtracts 2^31 as
+ * an integer and adds it back as a double. */
 MLS_INLINED doubles load_u32(const unsigned char *group, int index)
 {
     unsigned char items[WIDTH / 2];
@@ -94,7 +95,8 @@ MLS_INLINED doubles magnitude(doubles x)
     return (doubles)((signed_64)x & INT64_MAX);
 }
 
-/* 0 / 0 is NaN, which most_f64 ignores. Equal doubles have equal bits in the dtype. */
+/* Compares two registers of doubles, and updates all maxima and counts in `l`. 0 / 0 is
+ * NaN, which most_f64 ignores. Equal doubles have equal bits in the dtype. */
 MLS_INLINED void measure(lanes *l, doubles x, doubles y)
 {
     const doubles distance = magnitude(x - y);
@@ -113,7 +115,8 @@ typedef struct item_kind {
     mls_diff_run oracle;
 } item_kind;
 
-/* Measures a register of items, which is up to four registers of floats. */
+/* Measures a register of items on each side, which is up to four registers of floats or
+ * eight of doubles. */
 MLS_INLINED void measure_group(lanes *l, const unsigned char *a, const unsigned char *b,
                                item_kind kind)
 {
@@ -135,7 +138,8 @@ MLS_INLINED doubles greater(doubles x, double y)
     return most_f64(x, repeat_f64(y));
 }
 
-/* Measures a block of whole registers. */
+/* Measures `bytes` bytes, a block of whole registers: maxima stay in `l`, counts are
+ * added to `into`. If a NaN occurs, the scalar function measures the block again. */
 MLS_INLINED void measure_block(lanes *l, const unsigned char *a, const unsigned char *b,
                                size_t bytes, item_kind kind, mls_diff_result *into)
 {
@@ -170,8 +174,9 @@ MLS_INLINED double greatest(doubles x)
     return most;
 }
 
-/* Measures a run. Items that do not fill a register are padded with zeros, which are
- * equal. */
+/* Compares `count` packed items, block by block, and adds the result to `into`. Equal
+ * blocks are skipped by memcmp. Items that do not fill a register are padded with zeros,
+ * which are equal. */
 MLS_INLINED void diff_run(const unsigned char *a, const unsigned char *b, size_t count,
                           item_kind kind, mls_diff_result *into)
 {

@@ -52,6 +52,10 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
 
 
 def _children(module: torch.nn.Module, count: int | None) -> list[tuple[str, Any]]:
+    """Return the blocks of a module by name: the elements of its list of `count` modules.
+
+    `count` None: of any number. Raises ValueError unless it has exactly one such list.
+    """
     import torch
 
     lists = (torch.nn.Sequential, torch.nn.ModuleList)
@@ -83,6 +87,10 @@ class Interceptor:
     """
 
     def __init__(self, blocks: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
+        """Make each call of a block call `enter` first; `calls` then has the blocks' own functions.
+
+        A module that is listed several times is replaced once.
+        """
         self.calls: list[Callable[..., Any]] = []
         self._undo: list[tuple[Any, Any, Any, Any]] = []
         self._positions: dict[int, list[int]] = {}
@@ -95,6 +103,7 @@ class Interceptor:
             self.calls.append(wrappers[id(block)])
 
     def _intercept(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
+        """Hook one block, and return its own function, which runs it without the plan."""
         import torch
 
         if not isinstance(block, torch.nn.Module):
@@ -111,7 +120,7 @@ class Interceptor:
         return original
 
     def remove(self) -> None:
-        """Restore the original calls of the modules."""
+        """Restore the blocks' own calls; later calls do nothing."""
         for block, before, hook, handle in reversed(self._undo):
             if block.__dict__.get(_HOOK) is hook:
                 del block.__dict__[_HOOK]
@@ -133,7 +142,10 @@ def _break_graph(module: torch.nn.Module, args: Any) -> None:
 def run_blocks(
     modules: Sequence[Any], enter: Callable[..., Any] | None, args: Any, kwargs: Any
 ) -> Any:
-    """Run blocks in sequence; call blocks that are not modules through `enter`."""
+    """Run blocks in sequence, each on the output before; return the last output.
+
+    `enter`: runs the blocks that are not modules, which no hook can intercept; None: call them.
+    """
     import torch
 
     out, *others = args
@@ -182,6 +194,10 @@ class PlannedModel:
         folder: str | None,
         observe: Callable[[str, int], None] | None,
     ) -> None:
+        """Put the plan's hooks on the blocks of `module`; `remove` undoes it.
+
+        `folder`: of offloaded tensors; None: memory. `observe`: called with each step as it runs.
+        """
         self.plan = plan
         self.module = module
         self.names: list[str] = [name for name, _ in blocks]
@@ -213,7 +229,10 @@ class PlannedModel:
     def _enter(
         self, positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a called block, by the plan if gradients are enabled."""
+        """Run a called block by the plan; torch.compile does not trace this.
+
+        `positions`: of the block in the plan. `original`: its own call.
+        """
         if "torch._dynamo" not in sys.modules:
             return self._run(positions, original, args, kwargs)
         call = self._compiled
@@ -227,6 +246,10 @@ class PlannedModel:
     def _run(
         self, positions: tuple[int, ...], original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        """Run a block for its caller: by the plan if gradients are enabled, otherwise directly.
+
+        `positions`: of the block in the plan; several if it is listed more than once.
+        """
         import torch
 
         if not torch.is_grad_enabled() or self._runs_directly:
@@ -244,6 +267,10 @@ class PlannedModel:
         return out
 
     def _order_error(self, run: Run | None, positions: tuple[int, ...]) -> ValueError:
+        """Return the error of a block that is called out of order, with the likely reason.
+
+        `run`: the pass under way in this thread, or None.
+        """
         name = self.names[positions[0]]
         if run is None or run.next not in positions:
             turn = self.names[0 if run is None else run.next]

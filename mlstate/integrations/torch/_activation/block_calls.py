@@ -26,6 +26,7 @@ class BlockCall:
     """One call of a block, with arguments detached from the graph."""
 
     def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Record a call; its tensors are detached but share memory with the arguments."""
         import torch
         from torch.utils import _pytree
 
@@ -86,6 +87,11 @@ class SampledModel:
     """A model with its blocks in order, and arguments for a run: a tensor, a tuple or a dict."""
 
     def __init__(self, module: Any, sample: Any, blocks: Any, count: int | None) -> None:
+        """Find the blocks of a model that is to run on `sample`.
+
+        `sample`: a tensor, a tuple of arguments, or a dict of keywords. `blocks`: a pattern or list
+        as in `Chain.from_torch`; None: the only list of `count` modules.
+        """
         args, self.kwargs = ((), sample) if isinstance(sample, dict) else (sample, {})
         self.args = args if isinstance(args, tuple) else (args,)
         tensors = tensors_in((self.args, self.kwargs))
@@ -98,7 +104,7 @@ class SampledModel:
         self.blocks = [block for _, block in self.found]
 
     def run(self, enter: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-        """Call the model, or its blocks in sequence through `enter`."""
+        """Call the model with gradients (its blocks through `enter`), and return the output."""
         import torch
 
         with torch.enable_grad():
@@ -107,7 +113,7 @@ class SampledModel:
             return run_blocks(self.blocks, enter, args, kwargs)
 
     def measure_blocks(self, measure: Callable[[BlockCall], object]) -> None:
-        """Call the model once, and measure each block when it is called."""
+        """Call the model once, and call `measure` with each block's call before the block runs."""
         reached = 0
 
         def enter(
@@ -139,7 +145,10 @@ class SampledModel:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restore generators, buffers and gradients at exit; gradients are zeros inside."""
+        """Restore generators, buffers and gradients at the end of the block.
+
+        Inside, gradients are zeros.
+        """
         import torch
 
         states = generator_states(devices_of(tensors_in((self.args, self.kwargs))))

@@ -36,7 +36,7 @@ class Host:
         self._back: dict[int, torch.Tensor] = {}
 
     def put(self, tensor: torch.Tensor) -> Offloaded:
-        """Copy a tensor's storage, unless it was copied for another tensor."""
+        """Copy a tensor's storage to the host, unless it was copied; return its place there."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._index:
@@ -64,6 +64,7 @@ class Host:
         return target.set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
 
     def _copied(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a storage, copied to memory (pinned for CUDA) or to a file."""
         import torch
 
         if self._folder is None:
@@ -84,7 +85,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _file(folder: str, count: int) -> torch.Tensor:
-    """Return a tensor over a new unnamed file."""
+    """Return a tensor of `count` bytes in a new file of `folder` that has no name."""
     import torch
 
     if not count:

@@ -57,7 +57,7 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[object]:
 
 
 def _make_recorder(device: torch.device, look: bool) -> Any:
-    """Return a mode that records each call; `look` also determines which outputs can be kept."""
+    """Return a mode of torch that records operators; `look`: also which outputs can be kept."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -72,7 +72,7 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
             self._makers: dict[int, int] = {}  # number of the call that allocated a storage
 
         def _look(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, bool]:
-            """Return bytes of new memory, and whether the output is only new memory."""
+            """Return bytes of new memory of an output, and whether it is only new memory."""
             inputs = _storages((args, kwargs))
             fresh = {k: n for k, n in _storages(out).items() if k not in inputs}
             for changed in _storages(_written_arguments(func, args, kwargs)):
@@ -85,6 +85,7 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
         def __torch_dispatch__(
             self, func: Any, types: object, args: Any = (), kwargs: Any = None
         ) -> Any:
+            """Run an operator and record name, seconds, new bytes, and whether it can be kept."""
             kwargs = kwargs or {}
             if func in SAC_IGNORED_OPS:
                 return func(*args, **kwargs)
@@ -189,6 +190,7 @@ class OperatorProfile:
         )
 
     def _rows(self) -> list[list[str]]:
+        """Return texts for each operator: name, calls, seconds, bytes, keepable; slowest first."""
         operators = [name.rpartition(" ")[0] for name in self.names]
         rows = []
         for name in dict.fromkeys(operators):
@@ -311,7 +313,7 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
 
 
 def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Split names into operators (all calls) and single calls."""
+    """Return names of operators (all calls are saved), and names of single calls."""
     kinds, single = set(), set()
     for name in names:
         operator, space, number = name.rpartition(" ")
@@ -366,13 +368,14 @@ def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
 
 
 def selective_contexts(saved: Iterable[str]) -> tuple[object, object]:
-    """Return contexts without a warning; see `operator_contexts`."""
+    """Return torch's two contexts that save the results of the operators in `saved`."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     kinds, single = _split_names(saved)
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     def policy(context: Any, func: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        """Return torch's policy for one operator call: keep its result, or recompute it."""
         name = str(func)
         # Some torch versions call this again in the backward pass.
         count = counts[bool(context.is_recompute)]

@@ -85,6 +85,7 @@ class Allocations:
         self.curve: list[tuple[float, int]] = []
 
     def __enter__(self) -> Allocations:
+        """Start to record allocations; on the CPU by torch's profiler, if it is not in use."""
         import torch
 
         if self._on_cpu:
@@ -106,7 +107,7 @@ class Allocations:
             self._profile = None
 
     def mark(self) -> None:
-        """End one span and start the next."""
+        """End one span of measuring and start the next; see `spans`."""
         import torch
 
         self._marks += 1
@@ -119,6 +120,10 @@ class Allocations:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _read_events(self, roots: Any) -> None:
+        """Add the bytes and peak before each mark to `_read`, and the curve of live bytes.
+
+        `roots`: the profiler's tree of events.
+        """
         live_bytes = peak = 0
         began = None
         sizes: dict[int, int] = {}  # sizes of recorded allocations, by address
@@ -148,7 +153,7 @@ class Allocations:
 
 
 def _memory_and_marks(roots: Any) -> Iterator[tuple[int, Any]]:
-    """Yield times of a tree of events: with memory events, or None for marks."""
+    """Yield time and memory event, or None for a mark, from the profiler's tree of events."""
     waiting = list(roots)
     while waiting:
         event = waiting.pop()

@@ -51,6 +51,7 @@ class _Times:
         self._keys: list[tuple[Any, ...]] = []
 
     def __call__(self, call: BlockCall) -> None:
+        """Run a block forward and backward several times, and add the seconds of each run."""
         runs = []
         for _ in range(self._repeats + 1):
             run = call.bind()
@@ -95,6 +96,7 @@ class _Bytes:
         self.gradients: list[int] = []
 
     def __call__(self, call: BlockCall) -> None:
+        """Run a block, and add bytes of its activation and gradient; marks separate its phases."""
         import torch
 
         if not self.activations:
@@ -126,7 +128,7 @@ class _Bytes:
         mark()
 
     def of_blocks(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return saved bytes, and temporary peaks of forward, saving and backward runs."""
+        """Return by block: saved bytes; temporary bytes of forward, saving and backward runs."""
         spans = self._watched.spans()
         columns: tuple[list[int], ...] = ([], [], [], [])
         for i, out in enumerate(self.activations[1:]):
@@ -146,7 +148,7 @@ def _refuse(_: Any) -> Any:
 
 
 def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
-    """Measure the speed of copies to the host and back."""
+    """Return the speeds of copies to the host and back, as arguments of `Chain`."""
     import torch
 
     folder = None if offload is True else local_path(offload)

@@ -45,7 +45,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
-    """Describe the difference of two tensors with different bits."""
+    """Return a text on the difference of two tensors with different bits, for the user."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{_describe(first)}, then {_describe(second)}"
     different = first.detach() != second.detach()
@@ -69,6 +69,8 @@ class _Where:
                     self._watch(name, module)
 
     def _watch(self, name: str, module: Any) -> None:
+        """Put hooks on a submodule that record its name while it runs."""
+
         def enter(*_: Any) -> None:
             self._stack.append(name)
 
@@ -90,6 +92,7 @@ class _Run:
     """Tensors that one run of a block saved and returned."""
 
     def __init__(self, call: BlockCall, where: _Where) -> None:
+        """Run a block; record its outputs, saved tensors, and which submodule saved each."""
         import torch
 
         self.saved: list[torch.Tensor] = []
@@ -122,6 +125,7 @@ class _Checker:
         self._next = 0
 
     def __call__(self, call: BlockCall) -> None:
+        """Check the next call of a block, if it is a chosen one; an exception becomes a finding."""
         i = self._next
         self._next += 1
         if i not in self._blocks:
@@ -136,6 +140,10 @@ class _Checker:
             where.remove()
 
     def _check(self, name: str, module: Any, call: BlockCall, where: _Where) -> None:
+        """Run a block twice as a recomputation does, and add a finding for each difference.
+
+        `where`: tells which submodule runs.
+        """
         entering = [tensor for tensor, _ in call.tensors()]
         before = [tensor.clone() for tensor in entering]
         outside = _outside_states()
@@ -176,6 +184,10 @@ class _Checker:
         self.findings.append(Finding(name, place, kind, text))
 
     def _check_random(self, name: str, before: tuple[Any, ...]) -> None:
+        """Add a finding if the block drew from `random` or NumPy.
+
+        `before`: the states of both generators before the block ran.
+        """
         for source, then, now in zip(
             ("random", "numpy.random"), before, _outside_states(), strict=True
         ):
@@ -194,7 +206,7 @@ class _Checker:
         where: _Where,
         surroundings: Surroundings,
     ) -> _Trace:
-        """Run the block twice more, and find the first operator with different results."""
+        """Run the block twice more, and return a trace with the first operator that differs."""
         trace = _Trace(where)
         with surroundings.restored(name, module), trace:
             call()
@@ -245,6 +257,7 @@ class _Trace:
     def __init__(
         self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
     ) -> None:
+        """Trace one run; `record`: operators of the first run to compare with, or None."""
         self.made: list[tuple[str, str, list[torch.Tensor]]] = []
         self.found: tuple[str, str] | None = None  # first operator with other results, and how
         self.routing: tuple[str, str] | None = None  # first operator with other indices
@@ -254,6 +267,7 @@ class _Trace:
         self._mode: Any = None
 
     def __enter__(self) -> _Trace:
+        """Start to see each operator that torch runs in this thread."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         trace = self
@@ -274,7 +288,7 @@ class _Trace:
         self._mode.__exit__(*error)
 
     def record_result(self, func: Any, out: torch.Tensor) -> None:
-        """Record the results of an operator, or compare them with the record."""
+        """Record the tensors of an operator's result, or compare them with the first run's."""
         if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
             return
         k, operator = len(self.made), f"aten.{func.__name__}"
@@ -361,6 +375,7 @@ def _gradients_of(model: SampledModel, planned: Any = None) -> dict[str, torch.T
 
 
 def _parameters(model: SampledModel) -> dict[str, Any]:
+    """Return the parameters by name, of the module or, if it is only a list, of its blocks."""
     if hasattr(model.module, "named_parameters"):
         return dict(model.module.named_parameters())
     return {
@@ -372,7 +387,7 @@ def _parameters(model: SampledModel) -> dict[str, Any]:
 
 
 def _compare_gradients(model: SampledModel, plan: Any) -> list[Finding]:
-    """Compare gradients of a run by the plan with gradients of a plain run."""
+    """Return a finding for each gradient that differs between runs with and without the plan."""
 
     def run(planned: Any = None) -> dict[str, torch.Tensor]:
         with model.untouched():

@@ -30,7 +30,7 @@ def refusal(
 
 
 def devices_of(leaves: Iterable[object]) -> set[torch.device]:
-    """Return the devices of tensors, except the CPU and meta."""
+    """Return the devices of the tensors among `leaves`, which have generators; not the CPU."""
     import torch
 
     return {
@@ -95,6 +95,7 @@ def copy_objects(values: object) -> Any:
 
 
 def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a value that shares the tensors' memory; `memo`: copies by id."""
     import torch
 
     if id(value) in memo:
@@ -121,6 +122,7 @@ def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_object(value: Any, memo: dict[int, object]) -> Any:
+    """Return a copy of an object and its content, or the object if it cannot be copied."""
     try:
         copied = copy.copy(value)
     except Exception:  # locks, generators, handles of devices: all runs share them
@@ -172,7 +174,10 @@ class Buffers:
     def changed(
         self, copies: dict[_Place, Any], versions: dict[_Place, Any]
     ) -> dict[_Place, torch.Tensor]:
-        """Return the copies that differ from the current buffers."""
+        """Return the copies of those buffers that have changed since.
+
+        `copies`, `versions`: the result of `copy` before.
+        """
         import torch
 
         different = {}
@@ -212,6 +217,10 @@ class Surroundings:
     """
 
     def __init__(self, module: object, buffers: Buffers, leaves: Sequence[Any]) -> None:
+        """Record what a run depends on: random states, buffers, training mode, autocast.
+
+        `leaves`: the block's arguments, whose devices' generators count.
+        """
         import torch
 
         self._training = getattr(module, "training", None)
@@ -228,7 +237,7 @@ class Surroundings:
         ]
 
     def drop_unused(self) -> None:
-        """Discard the state that the first run neither used nor changed."""
+        """Forget, after the first run, recorded state that the run neither used nor changed."""
         now = _pack_states(generator_states(self._devices))
         self._states = {
             device: state for device, state in self._states.items() if state != now[device]

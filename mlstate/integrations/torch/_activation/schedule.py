@@ -29,6 +29,10 @@ class Program:
     """A schedule, with data derived for every step."""
 
     def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
+        """Compute from a plan's steps what each step must keep and free.
+
+        Raises ValueError if torch cannot run a kind of step.
+        """
         self.steps = [(str(kind), int(index)) for kind, index in steps]
         unknown = next((kind for kind, _ in self.steps if kind not in _KINDS), None)
         if unknown is not None:
@@ -49,6 +53,7 @@ class Program:
         self.runs_blocks_once = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
 
     def _read_steps(self) -> None:
+        """Fill the tables by block: runs, first run, backward step, offload, dropped input."""
         saved: set[int] = set()
         for at, (kind, i) in enumerate(self.steps):
             if kind in ("forward", "save"):
@@ -146,6 +151,7 @@ class _Call:
     """Data to run a block again as in its first run."""
 
     def __init__(self) -> None:
+        """Create the record of a block's call, still empty."""
         self.slots: list[weakref.ref[_SavedSlot]] = []
         self.spec: Any = None
         # leaves of its arguments: the number of a tensor in the activation, or None for an object
@@ -196,6 +202,10 @@ class Run:
         folder: str | None = None,
         observe: Callable[[str, int], None] | None = None,
     ) -> None:
+        """Start a forward pass of the blocks; no block has run.
+
+        `folder`: of offloaded tensors; None: memory. `observe`: called with each step as it runs.
+        """
         self.next = 0  # next block of the forward pass
         self._program = program
         self._blocks = blocks
@@ -225,7 +235,10 @@ class Run:
         return any(leaf is tensor for leaf in leaves for tensor in came)
 
     def first(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
-        """Run the next block for the first time, and the steps around that."""
+        """Run the next block for the first time, and the plan's steps around it; return its output.
+
+        `leaves`, `spec`: its arguments, flattened.
+        """
         i, program = self.next, self._program
         block = self._blocks[i]
         self._take_steps_until(program.first[i])
@@ -254,7 +267,7 @@ class Run:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _link_arguments(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
-        """Return for each argument its tensor number in the activation, or None."""
+        """Return for each argument of block `i` its number in the activation before it, or None."""
         import torch
 
         if i:
@@ -272,7 +285,7 @@ class Run:
         return [next(count) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def _refuse_between(self, i: int, tensor: torch.Tensor, version: int) -> None:
-        """Raise if an activation was changed in place before the next block."""
+        """Raise if an activation was changed in place before block `i`; `version`: at first."""
         if version_of(tensor) != version and self._program.runs[i - 1] > 1:
             name, before = self._blocks[i].name, self._blocks[i - 1].name
             raise refusal(
@@ -285,6 +298,11 @@ class Run:
     def _record_call(
         self, call: _Call, block: Block, leaves: list[Any], spec: Any, links: list[int | None]
     ) -> None:
+        """Record the arguments and surroundings of a block's first run, for running it again.
+
+        `leaves`: arguments, flattened by `spec`. `links`: the number of each in the activation, or
+        None.
+        """
         import torch
 
         call.spec = spec
@@ -302,6 +320,7 @@ class Run:
         call.surroundings = Surroundings(block.module, block.buffers, leaves)
 
     def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        """Run a block for the first time and return its output; keep or drop its saved tensors."""
         import torch
 
         kind = self._program.steps[self._position][0]
@@ -324,7 +343,10 @@ class Run:
             return self._blocks[i].call(*args, **kwargs)
 
     def _refuse_changes(self, block: Block, leaves: list[Any], versions: list[int]) -> None:
-        """Raise if a block changed its arguments, which its recomputation needs."""
+        """Raise if a block changed its arguments in place; its recomputation needs them.
+
+        `versions`: of the arguments before the block ran.
+        """
         changed = [
             k
             for k, (tensor, version) in enumerate(zip(self._tensors(leaves), versions, strict=True))
@@ -339,7 +361,7 @@ class Run:
             )
 
     def _keep_output(self, i: int, out: object, call: _Call) -> None:
-        """Keep a block's output if the schedule needs it, and watch its gradient."""
+        """Keep a block's output if the plan needs it, and hook its gradient."""
         tensors = tensors_in(out)
         if not tensors:
             raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
@@ -363,6 +385,7 @@ class Run:
             self._take_step()
 
     def _take_step(self) -> None:
+        """Carry out the next step of the plan during the backward pass."""
         at = self._position
         kind, i = self._program.steps[at]
         if self._observe is not None:
@@ -383,7 +406,7 @@ class Run:
         self._position = at + 1
 
     def _run_again(self, i: int, save: bool, keep: bool) -> None:
-        """Recompute a block: its output if `keep`, and its saved tensors if `save`."""
+        """Recompute block `i`; store its output if `keep`, and its saved tensors if `save`."""
         import torch
 
         call, block = self._call_of(i), self._blocks[i]
@@ -433,6 +456,7 @@ class Run:
         return leaves
 
     def _arguments(self, i: int, call: _Call) -> list[Any]:
+        """Return the arguments to run block `i` again: activations, tensors, copied objects."""
         objects = copy_objects(call.objects)
         arguments = []
         for k, (leaf, flag) in enumerate(zip(call.leaves, call.flags, strict=True)):
@@ -445,6 +469,10 @@ class Run:
         return arguments
 
     def _offload(self, i: int, output: bool) -> None:
+        """Move the saved tensors of block `i` out of the device's memory; `output`: its output too.
+
+        Parameters and the block's input stay.
+        """
         call = self._call_of(i)
         host = call.host = Host(self._folder)
         persistent = _persistent_storages(self._blocks[i].module)
@@ -461,6 +489,7 @@ class Run:
             host.outputs = [host.put(leaf.value) for leaf in self._activation(i + 1)]
 
     def _load(self, i: int, output: bool) -> None:
+        """Bring back what `_offload` moved; `output`: the block's output too."""
         call = self._call_of(i)
         host = call.host
         if host is None:
@@ -484,7 +513,7 @@ class Run:
         self.prepare(i)
 
     def prepare(self, i: int) -> None:
-        """Run the steps before a block's backward pass."""
+        """Run the plan's steps up to the backward pass of block `i`; torch is about to run that."""
         import torch
 
         if self._spent or i >= self._program.blocks:
@@ -515,7 +544,7 @@ class Run:
             self._activations[i + 1 :] = [None] * (len(self._activations) - i - 1)
 
     def _free_finished(self, i: int) -> None:
-        """Free saved memory of later blocks, whose backward passes are complete."""
+        """Free saved memory of blocks after `i`, whose backward passes are complete."""
         for k in self._free_later:
             self._activations[k] = None
         self._free_later = []
@@ -533,7 +562,7 @@ class Run:
         self._activations = []
 
     def tensor_of(self, slot: _SavedSlot) -> torch.Tensor:
-        """Return a saved tensor; the backward pass calls this."""
+        """Return the saved tensor of a slot to torch's backward pass, recomputed if necessary."""
         import torch
 
         name = self._blocks[slot.block].name
@@ -571,7 +600,7 @@ class _SavedTensor:
         self.version = version_of(tensor)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor for a block; raise if it was changed in place."""
+        """Return the kept tensor; raise, naming the block `name`, if it was changed in place."""
         if version_of(self.value) != self.version:
             raise refusal(
                 name,
@@ -605,6 +634,10 @@ class _Packer:
         keep: bool,
         places: dict[int, int],
     ) -> None:
+        """Prepare for a block's recomputation; `slots`: where its first run's saved tensors belong.
+
+        `keep`: its output is needed, so it runs to its end. `places`: storages of its input.
+        """
         self._name = name
         self._slots = slots
         self._keep = keep
@@ -612,6 +645,7 @@ class _Packer:
         self._count = 0
 
     def __call__(self, tensor: torch.Tensor) -> None:
+        """Put the next saved tensor into its slot, or raise if it differs; stop after the last."""
         k = self._count
         self._count += 1
         if self._slots is None or k >= len(self._slots):
@@ -626,7 +660,7 @@ class _Packer:
             raise StopRecompute
 
     def finish(self) -> None:
-        """Raise if the number of saved tensors differs from the first run's."""
+        """Raise after a recomputation if it saved another number of tensors than the first run."""
         if self._slots is not None and self._count != len(self._slots):
             raise refusal(
                 self._name,
@@ -662,6 +696,7 @@ def _persistent_storages(module: Any) -> set[int]:
 
 
 def _difference_error(name: str, label: str, first: list[Any], now: list[Any]) -> MLStateError:
+    """Return the error for a recomputation that saves another tensor than the first run."""
     texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
     return refusal(
         name,

@@ -140,6 +140,10 @@ class _Recomputation:
         self._keeps: list[tuple[bool, bool]] = []
 
     def __call__(self, call: BlockCall) -> None:
+        """Run a block as its recomputation does, to its last saved tensor, between two marks.
+
+        It records whether the saved tensors include the block's input and its output.
+        """
         import torch
 
         hooks: Any = torch.autograd.graph.saved_tensors_hooks
@@ -177,12 +181,13 @@ class _Recomputation:
 class _StepSimulation:
     """A plan's steps as torch runs them: memory held, and differences from the plan's count.
 
-    An activation is in memory if it is kept (`held`), if it is the argument of the next first
-    run (`passing`), or if a neighbouring block saved it for its backward run. A block's saved
-    memory is counted without its input and output.
+    An activation is in memory if it is kept (`_live_activations`), if it is the argument of the
+    next first run (`_passing`), or if a neighbouring block saved it for its backward run. A
+    block's saved memory is counted without its input and output.
     """
 
     def __init__(self, plan: Plan, again: list[_Recompute]) -> None:
+        """Start before the first step; `again`: measurements of each block's recomputation."""
         self._chain = plan.chain
         self._again = again
         self._program = Program(plan.steps())
@@ -213,7 +218,7 @@ class _StepSimulation:
         return sorted(k for k in counted if not self._is_live(k))
 
     def step(self, at: int) -> tuple[int, str]:
-        """Simulate a step; return its peak, and why it differs from the plan."""
+        """Simulate one step; return its peak of bytes and why it differs from the plan, or ""."""
         kind, i = self._program.steps[at]
         why = self._seed(at) if kind in ("forward", "save", "load") else []
         why += [_TWICE] if self._twice else []
@@ -250,7 +255,10 @@ class _StepSimulation:
         return peak, "; ".join(why)
 
     def _run(self, at: int, save: bool, i: int) -> tuple[int, int, bool]:
-        """Run a block: return bytes made, temporary bytes, and whether the run ends early."""
+        """Simulate a run of block `i`: return bytes made, temporary bytes, whether it ends early.
+
+        `save`: with its saved tensors.
+        """
         chain, size = self._chain, self._activations[i + 1]
         first, keep = at == self._program.first[i], self._program.keeps[at]
         if not save:
@@ -265,7 +273,7 @@ class _StepSimulation:
         return again.peak, 0, True
 
     def _backward(self, i: int) -> int:
-        """Run a block's backward pass; return the peak bytes held."""
+        """Simulate the backward pass of block `i`; return the peak of bytes."""
         chain = self._chain
         entering = self._is_live(i)  # also true if only the block's saved memory holds it
         del self._saved_bytes[i]
@@ -281,7 +289,7 @@ class _StepSimulation:
         return before + created + saved
 
     def _seed(self, at: int) -> list[str]:
-        """Count the result's gradient, which exists before a block is recomputed."""
+        """Count the result's gradient once it exists; return the reason for a difference or []."""
         n = self._chain.blocks
         if self._seeded or not self._program.first[n - 1] < at < self._program.backward_at[n - 1]:
             return []
@@ -374,6 +382,13 @@ def measure_plan(
     for at, (kind, block) in enumerate(plan.steps()):
         expected, why = walk.step(at)
         steps_measured.append(
-            StepUse(kind, block, predicted[at], expected, spans[at].peak + base, why)
+            StepUse(
+                kind=kind,
+                block=block,
+                predicted_bytes=predicted[at],
+                expected_bytes=expected,
+                measured_bytes=spans[at].peak + base,
+                why=why,
+            )
         )
     return PlanUse(steps_measured)

@@ -50,6 +50,7 @@ class _Forward:
         self.manager, self.name, self.number, self.plain = manager, name, number, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, checkpointed by torch if the manager decides so for its first tensor."""
         import torch
         from torch.utils.checkpoint import checkpoint
 
@@ -79,7 +80,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
-    """Return the blocks' modules by name, in the module's order."""
+    """Return the submodules that `blocks` names, by name, in order; None: the direct children."""
     if blocks is None:
         return dict(module.named_children())
     patterns = [blocks] if isinstance(blocks, str) else list(blocks)

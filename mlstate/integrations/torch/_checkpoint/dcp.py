@@ -33,7 +33,7 @@ class _Unpickler(pickle.Unpickler):
     """Unpickler that only finds classes of checkpoint metadata."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return a class that the file names, if it is allowed."""
+        """Return a class that a pickle names, if it is one of torch's for metadata; else raise."""
         import torch
         from torch.distributed.checkpoint import metadata
 
@@ -54,6 +54,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_metadata(file: Any) -> Any:
+    """Return the metadata from the file `.metadata`, read without running any code in it."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
@@ -68,7 +69,10 @@ def _read_metadata(file: Any) -> Any:
 
 
 def _check(metadata: Any, available: int) -> None:
-    """Raise FormatError for paths outside of the directory, or tensors larger than its files."""
+    """Raise FormatError for metadata with paths outside of the directory, or too large tensors.
+
+    `available`: bytes of all files.
+    """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     transformed = False
@@ -120,6 +124,7 @@ def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> A
             self.fs = RegularFiles()
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            """Return the metadata of the chosen keys; raises if the files are too small for it."""
             if kwargs.get("rank") is not None:
                 raise FormatError("a checkpoint whose metadata are by rank cannot be read whole")
             with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
@@ -147,6 +152,7 @@ def planner() -> Any:
 
     class Careful(_EmptyStateDictLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
+            """Put a value that is not a tensor into the state dict; refuse pickled code."""
             name = read_item.dest_index.fqn
             try:
                 allowed = harmless_globals(value)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...._sharding.layout import Layout, Shard
 from .._tensors.state import refuse_unstorable, state_dict_of
-from .fsdp1_flat import FlatRun, flat_runs, is_flattened
+from .fsdp1_flat import flat_wrappers
 from .module_contract import ModuleContract, OwnLoad, saves_itself
 from .module_names import by_name, unwrapped_name
 from .optimizer import (
@@ -23,6 +23,7 @@ from .optimizer import (
     stored_states,
 )
 from .optimizer_contract import check_contract
+from .optimizer_slots import parameter_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,7 +107,7 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
 
 
 def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
-    """Return this rank's rows of a ShardedTensor, as FSDP1 creates them."""
+    """Return this rank's rows of a ShardedTensor, as FSDP1 creates them, as a shard."""
     import torch.distributed as dist
 
     group = value._process_group
@@ -162,18 +163,9 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
 # ---- modules ----
 
 
-def _flat_sharded(module: torch.nn.Module) -> list[Any]:
-    """Return the FSDP1 wrappers in a module."""
-    loaded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if loaded is None:
-        return []
-    kind = loaded.FullyShardedDataParallel
-    return [child for child in module.modules() if isinstance(child, kind)]
-
-
 def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
     """Return why all ranks must collect a state together; empty if each can do so alone."""
-    if not _flat_sharded(module):
+    if not flat_wrappers(module):
         return ""
     if source is module:
         return "of a module of FSDP1"
@@ -226,7 +218,7 @@ def module_state(
     memory, except entries that are not its memory and, if the state will be filled, all entries
     of submodules that load their entries themselves. Names have no prefixes of wrappers.
     """
-    wrappers = _flat_sharded(module)
+    wrappers = flat_wrappers(module)
     if not wrappers:
         contract = ModuleContract(module, state_dict_of(module))
         if fill and contract.units:
@@ -247,7 +239,7 @@ def module_state(
 
 
 def _state_to_fill(contract: ModuleContract) -> tuple[dict[str, Any], Store]:
-    """Return a state with copies of the entries of units, and the function that loads these."""
+    """Return a module's state with copies for submodules that load themselves, and their loader."""
     copies = {}
     for name, value in contract.entries.items():
         part_of(name, value)  # raises if it is not a tensor
@@ -278,43 +270,6 @@ def _reshard(module: torch.nn.Module) -> None:
             child.reshard()
 
 
-class ParameterSlot(NamedTuple):
-    """A parameter in the optimizer: its own tensor, or a run of a flat parameter."""
-
-    owner: torch.Tensor
-    shape: tuple[int, ...]
-    run: FlatRun | None
-
-
-def parameter_slots(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
-) -> tuple[dict[str, ParameterSlot], list[list[str]]]:
-    """Return all parameters by name, and the parameter names of each group."""
-    wrappers = [] if module is None else _flat_sharded(module)
-    if module is None or not wrappers:
-        named = _name_parameters(optimizer, names)
-        if module is not None and names is module:
-            named = by_name(module, named)
-        slots = {name: ParameterSlot(p, tuple(p.shape), None) for name, p in named.items()}
-    else:
-        runs = {n: run for n, run in flat_runs(module, wrappers).items() if not run.tied}
-        slots = {name: ParameterSlot(run.owner, run.shape, run) for name, run in runs.items()}
-        for name, p in module.named_parameters():
-            if not is_flattened(p):
-                slots[unwrapped_name(module, name)] = ParameterSlot(p, tuple(p.shape), None)
-    by_owner: dict[int, list[str]] = {}
-    for name, slot in slots.items():
-        by_owner.setdefault(id(slot.owner), []).append(name)
-    members = []
-    for group in optimizer.param_groups:
-        if any(id(p) not in by_owner for p in group["params"]):
-            _name_parameters(optimizer, module)  # raises an error that lists them
-            raise ValueError(f"the optimizer has parameters that {type(module).__name__} lacks")
-        members.append([name for p in group["params"] for name in by_owner[id(p)]])
-    listed = {name for group in members for name in group}
-    return {name: slot for name, slot in slots.items() if name in listed}, members
-
-
 def optimizer_parts(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, *, fill: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
@@ -324,7 +279,7 @@ def optimizer_parts(
     numbers back, which are 0-d arrays among the states. `fill`: the states will be filled in
     place.
     """
-    wrappers = [] if module is None else _flat_sharded(module)
+    wrappers = [] if module is None else flat_wrappers(module)
     if module is not None and wrappers:
         if fill:
             raise TypeError(
@@ -374,11 +329,14 @@ def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
-    """Return whether `here` is true on any rank of an FSDP1 module; a rank may have no elements."""
+    """Return whether `local_flag` is true on any rank of an FSDP1 module.
+
+    A rank may hold no elements of it, so its own answer is not enough.
+    """
     import torch
     import torch.distributed as dist
 
-    wrapper = _flat_sharded(module)[0]
+    wrapper = flat_wrappers(module)[0]
     flag = torch.tensor(int(local_flag), device=wrapper.compute_device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=wrapper.process_group)
     return bool(flag.item())
@@ -387,7 +345,10 @@ def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
 def _parts_of_flat(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an FSDP1 optimizer's states, divided by torch into parameters."""
+    """Return an FSDP1 optimizer's states by key as shards, and keywords of the state; all ranks.
+
+    `replica`: of this rank among those with the same shards.
+    """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     check_contract(optimizer)

@@ -108,7 +108,10 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> tuple[StateDict, dict[st
 
 
 def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
-    """Map the keys of an optimizer's state to parameter names, from its groups."""
+    """Return the parameter names by the keys of an optimizer's states, from its `groups`.
+
+    `path`: of the file, for errors.
+    """
     names: dict[Any, str] = {}
     for group in groups:
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
@@ -133,7 +136,10 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
 
 
 def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
-    """Return the contents of ``optimizer.state_dict()``, with parameter names."""
+    """Return an optimizer's state of a file as arrays by parameter name and state.
+
+    `tree`: what ``optimizer.state_dict()`` returned.
+    """
     groups = tree["param_groups"]
     saved_states = tree.get("state", {})
     if not isinstance(groups, list) or not isinstance(saved_states, Mapping):
@@ -241,7 +247,7 @@ def _state_value(value: Any) -> Any:
 
 
 def _add_rest(rest: Mapping[Any, Any], metadata: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the other entries of a tree as named states; add plain values to the metadata."""
+    """Return the other entries of a file as named states; plain values are added to `metadata`."""
     states: dict[str, Any] = {}
 
     def add(name: str, value: Any) -> None:
@@ -280,7 +286,10 @@ def _is_optimizer(value: Any) -> bool:
 def _restore_model(
     value: Any, texts: Mapping[str, Any], path: Path
 ) -> tuple[StateDict, dict[str, Any]]:
-    """Return a model as a state of the class recorded in the file, and its plain values."""
+    """Return a file's model as a state, and its values that are not tensors.
+
+    `texts`: what mlstate recorded in the file, such as the class of the state.
+    """
     if isinstance(value, StateDict):
         return value, {}
     state, other_values = _state_from(value, path)
@@ -288,7 +297,7 @@ def _restore_model(
 
 
 def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> OptimizerStateDict:
-    """Return an optimizer as a state, with the attributes recorded in the file."""
+    """Return the optimizer in a file as a state; `texts`: attributes that mlstate recorded."""
     if isinstance(value, OptimizerStateDict):
         return value
     tree = _unflatten(value, path) if _is_flat_optimizer(value) else value
@@ -303,7 +312,7 @@ def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> Opti
 
 
 def _find_parts(tree: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
-    """Return the keys of models and of optimizers in a tree."""
+    """Return the keys of a file's dict that hold models, and those that hold optimizers."""
     numbered = [key for key in tree if isinstance(key, str) and re.match(r"optimizer_\d+\Z", key)]
     listed = tree.get(_LIGHTNING)
     optimizers = [*_OPTIMIZER_KEYS, *(numbered if len(numbered) == 1 else [])]
@@ -338,7 +347,10 @@ def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
 
 
 def parts_of(tree: Any, path: Path) -> Parts:
-    """Split a tree into model, optimizer, plain values, and named states."""
+    """Divide a file's content into model, optimizer, metadata and named states.
+
+    The model or optimizer is None if there is none, or several with optimizers.
+    """
     if isinstance(tree, OptimizerStateDict):
         return Parts(None, tree, {}, {})
     if isinstance(tree, StateDict):
@@ -381,7 +393,7 @@ def parts_of(tree: Any, path: Path) -> Parts:
 
 
 def _outline(paths: list[tuple[Any, ...]]) -> Any:
-    """Return a tree of None with these paths; lists are as long as the numbers in it are many."""
+    """Return a nested tree of None whose values have these paths of keys and list indices."""
     if paths == [()]:
         return None
     inner: dict[Any, list[tuple[Any, ...]]] = {}
@@ -406,7 +418,7 @@ class Choice(NamedTuple):
 
 
 def choose_keys(paths: Mapping[str, tuple[Any, ...]], selection: Selection) -> Choice:
-    """Return the keys to read of a distributed checkpoint, of its keys with their paths."""
+    """Return the keys of a distributed checkpoint to read; `paths`: of each key in the tree."""
     if any(len(path) > _DEEPEST for path in paths.values()):
         raise FormatError(f".metadata has a value more than {_DEEPEST} levels deep")
     tree = _outline([*paths.values()])

@@ -174,7 +174,7 @@ def read_tree(path: Path) -> Any:
 
 
 def write_tree(tree: Any, file: IO[bytes]) -> None:
-    """Write any value with ``torch.save``."""
+    """Write any value with ``torch.save``; an OSError of `file` is raised as itself."""
     import torch
 
     try:
@@ -223,6 +223,10 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
 
 
 def _load_pickle(path: Path, *, maps: bool) -> Any:
+    """Return the content of a torch file, read without running code in it; raises FormatError.
+
+    `maps`: map the file's tensors into memory instead of reading them.
+    """
     from pickle import UnpicklingError
 
     import torch
@@ -250,7 +254,7 @@ def _first_line(error: object) -> str:
 
 
 def _describe_refusal(text: str) -> str:
-    """Return an error text for an object that torch's reader refused."""
+    """Return the text for a user whose file has an object that torch's reader refused."""
     import re
 
     match = re.search(r"GLOBAL ([\w.]+)", text)
@@ -270,7 +274,10 @@ def write_pt(
     metadata: Mapping[str, Any],
     states: Mapping[str, Any],
 ) -> None:
-    """Atomically write a file that ``torch.load`` reads with ``weights_only``."""
+    """Atomically write a file that ``torch.load`` reads with ``weights_only``.
+
+    Parts that are None or empty are left out.
+    """
     tree = tree_of(model, optimizer, metadata, states)
     with replacing(target.path, target) as file:
         write_tree(tree, file)
@@ -332,7 +339,10 @@ def write_dcp(
     metadata: Mapping[str, Any],
     states: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""
+    """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one.
+
+    Parts that are None or empty are left out.
+    """
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(model, optimizer, metadata, states)

@@ -6,6 +6,7 @@ of the result. So each rank has a contiguous run of a parameter's elements in C 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .module_names import unwrapped_name
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
+
+
+def flat_wrappers(module: torch.nn.Module) -> list[Any]:
+    """Return the FSDP1 wrappers in a module."""
+    loaded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if loaded is None:
+        return []
+    kind = loaded.FullyShardedDataParallel
+    return [child for child in module.modules() if isinstance(child, kind)]
 
 
 class FlatRun(NamedTuple):
@@ -83,7 +93,10 @@ def flat_runs(module: torch.nn.Module, wrappers: Iterable[object]) -> dict[str, 
 
 
 def _run(name: str, handle: Any, number: int) -> FlatRun:
-    """Return the run of one parameter of a unit."""
+    """Return the elements of one parameter that this rank has in FSDP1's flat parameter.
+
+    `handle`: of torch's unit. `number`: of the parameter in it.
+    """
     flat = handle.flat_param
     if flat._param_extensions[number] is not None:
         raise TypeError(

@@ -17,16 +17,13 @@ from .._tensors.dtypes import torch_has
 from .._tensors.memory import note_written
 from .._tensors.state import state_dict_of
 from .dtensor_shards import (
-    ParameterSlot,
-    _flat_sharded,
     _reshard,
     module_state,
     optimizer_parts,
-    parameter_slots,
     part_of,
 )
 from .dtensor_shards import tied_names as tied_names
-from .fsdp1_flat import flat_runs, is_flattened, reshard_flat
+from .fsdp1_flat import flat_runs, flat_wrappers, is_flattened, reshard_flat
 from .module_contract import EXTRA, ModuleContract, OwnLoad, refuse_units
 from .module_names import unwrapped_name
 from .optimizer import (
@@ -46,6 +43,7 @@ from .optimizer_contract import (
 )
 from .optimizer_contract import has_standard_state_dict as has_standard_state_dict
 from .optimizer_groups import Scope, match_groups, set_state
+from .optimizer_slots import ParameterSlot, parameter_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -76,7 +74,7 @@ def _place(name: str, value: Any) -> Place:
 
 
 def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise if elements of a tensor share memory, as after expand(): torch refuses the write."""
+    """Raise if elements of a target share memory, as after expand(): torch refuses the write."""
     if overlaps_itself(tensor):
         error = CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
@@ -104,8 +102,8 @@ def _ranks_of(wrapper: Any) -> int:
 
 
 def _check_ranks(module: torch.nn.Module, ranks: int) -> None:
-    """Raise ValueError if a module is spread over more ranks than save."""
-    for wrapper in _flat_sharded(module):
+    """Raise ValueError if a module is spread over more ranks than take part in the load."""
+    for wrapper in flat_wrappers(module):
         if _ranks_of(wrapper) > ranks:
             name = next(iter(flat_runs(module, [wrapper])), type(module).__name__)
             raise _refuse_alone(name, _ranks_of(wrapper), ranks)
@@ -116,6 +114,7 @@ def _check_ranks(module: torch.nn.Module, ranks: int) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    """Raise for an optimizer of FSDP1, or one sharded over more than `ranks` processes."""
     for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         if is_flattened(parameter):
             raise TypeError(
@@ -135,7 +134,7 @@ def saved_module(
     For saving by a number of ranks: raises ValueError if the module is spread over more ranks.
     """
     _check_ranks(module, ranks)
-    if _flat_sharded(module):
+    if flat_wrappers(module):
         return module_state(module)[0], {}, {}
     contract = ModuleContract(module, state_dict_of(module))
     tensors, others = {}, {}
@@ -181,6 +180,7 @@ class Filling:
         optional: Iterable[str] = (),
         contract: ModuleContract | None = None,
     ) -> None:
+        """Prepare to fill `places`, by name; allocates CPU memory for tensors on a device."""
         self.places = places
         self.contract = contract
         self.optional = frozenset(optional)
@@ -197,7 +197,7 @@ class Filling:
         return [self.places[key][1:] for key in keys]
 
     def whole(self) -> None:
-        """Raise if a place is a part of a tensor, which cannot be divided again."""
+        """Raise TypeError if this rank has only a part of a tensor: then a layout is refused."""
         for name, place in self.places.items():
             if place.cut != ():
                 raise TypeError(
@@ -210,7 +210,10 @@ class Filling:
         self.zeros.append(self.places[name].tensor)
 
     def done(self) -> None:
-        """Complete the load after all reads; the checkpoint can cause no error here."""
+        """Complete the load after all reads: copy to devices, set zeros.
+
+        The checkpoint can cause no error here.
+        """
         import torch
 
         with torch.no_grad():
@@ -234,7 +237,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def fill_module(module: torch.nn.Module) -> Filling:
     """Return this rank's memory for a module's state, by the names of `saved_module`."""
-    wrappers = _flat_sharded(module)
+    wrappers = flat_wrappers(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
         contract = ModuleContract(module, state_dict_of(module))
@@ -271,7 +274,7 @@ def own_load(
 
 
 def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield parameters that FSDP1 ignores, and persistent buffers."""
+    """Yield name and tensor of parameters that FSDP1 ignores, and of persistent buffers."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         start = prefix + "." if prefix else ""
         for name, parameter in child._parameters.items():
@@ -288,7 +291,7 @@ def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 def _converted(
     key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
 ) -> torch.Tensor:
-    """Return a state as torch's ``load_state_dict`` converts it."""
+    """Return a state's tensor as torch's ``load_state_dict`` converts it for its parameter."""
     import torch
 
     owner = torch.empty(0, dtype=slot.owner.dtype, device=slot.owner.device)
@@ -327,7 +330,7 @@ def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
 def _new_state(
     key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return a new state as the optimizer would create it, sharded like its parameter."""
+    """Return a new tensor for the state `key`, sharded like its parameter; `like`: its dtype."""
     import torch
 
     owner, dtype = slot.owner.detach(), like.dtype
@@ -372,6 +375,11 @@ class OptimizerFilling(Filling):
         complete: bool,
         cast: bool,
     ) -> None:
+        """Check that the checkpoint's states fit the optimizer, and prepare memory for them.
+
+        `records`: the stored states by key. `saved`: their parameter groups and step. `names`: of
+        the parameters, if the module is None. `strict`, `complete`, `cast`: as in `load`.
+        """
         if module is None:
             _check_optimizer(optimizer, 1 << 62)
         check_contract(optimizer)
@@ -420,7 +428,7 @@ class OptimizerFilling(Filling):
     def _find_state(
         self, key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
     ) -> Any:
-        """Return a state to fill in place; None if torch would replace it."""
+        """Return the optimizer's tensor to fill in place; None if torch would replace it."""
         state = record.state or ""
         _, created_states = self.made.get(id(slot.owner), (None, {}))
         if state in created_states:
@@ -445,7 +453,10 @@ class OptimizerFilling(Filling):
         return is_number(self.optimizer.state.get(slot.owner, {}).get(key.rpartition(".")[2]))
 
     def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
-        """Return states to read in place, and others to set; True: as a number."""
+        """Return the places of states to read in place, and the keys of those that `done` sets.
+
+        The second is True for a key whose value is a Python number.
+        """
         numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
         alone: dict[str, bool] = {}
@@ -465,7 +476,7 @@ class OptimizerFilling(Filling):
         return places, alone
 
     def _like(self, key: str, slot: ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
-        """Return an empty tensor of the dtype and device that torch gives a loaded state."""
+        """Return an empty tensor of the dtype and device that torch would give the state `key`."""
         import torch
 
         if not torch_has(record.dtype):
@@ -494,6 +505,10 @@ class OptimizerFilling(Filling):
         current: Any,
         like: torch.Tensor,
     ) -> Place:
+        """Return the memory for the state `key`; `current`: the optimizer's own, None: create it.
+
+        `like`: a tensor with the device and dtype of a created one.
+        """
         state = record.state or ""
         run = slot.run
         if run is not None and record.shape != slot.shape:
@@ -522,7 +537,7 @@ class OptimizerFilling(Filling):
                 self.arrays[key] = torch.empty(array.shape, dtype=dtype, device="cpu")
 
     def _value_of(self, key: str, slot: ParameterSlot, array: Any, *, number: bool) -> Any:
-        """Return the value of a scalar or nested state as torch would load it."""
+        """Return the value that torch would load for a stored scalar or nested state."""
         group = self.group_of[self.records[key].parameter]
         if key in self.packed:
             value = unpack_state(key, array)
@@ -543,7 +558,7 @@ class OptimizerFilling(Filling):
     def _read_scalars(
         self, arrays: dict[str, NDArray], alone: dict[str, bool]
     ) -> dict[tuple[int, str], tuple[ParameterSlot, Any]]:
-        """Return the values to set in `done`: one for each state of an owner."""
+        """Return the values that `done` sets, by (id of the owner, state's name)."""
         scalars: dict[tuple[int, str], tuple[ParameterSlot, Any]] = {}
         first: dict[tuple[int, str], str] = {}
         for key, array in arrays.items():
@@ -565,7 +580,7 @@ class OptimizerFilling(Filling):
         return scalars
 
     def _list_unsaved(self) -> dict[str, tuple[ParameterSlot, str, Any]]:
-        """Return states that the optimizer has and the checkpoint lacks."""
+        """Return states, by key, that the optimizer has and the checkpoint lacks."""
         unsaved = {}
         for name, slot in self.slots.items():
             for state, value in self.optimizer.state.get(slot.owner, {}).items():
@@ -647,7 +662,7 @@ class OptimizerFilling(Filling):
             group.update(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the argument of the optimizer's own ``load_state_dict``."""
+        """Return the argument of the optimizer's ``load_state_dict``: loaded states and groups."""
         form = torch_form(self.optimizer)
         parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}

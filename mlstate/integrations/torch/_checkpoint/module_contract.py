@@ -53,7 +53,7 @@ def _has_hooks(module: torch.nn.Module, *names: str) -> bool:
 
 
 def _loads_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module's load does more than copy to parameters and buffers."""
+    """Return whether a module's own load does more than copy to its parameters and buffers."""
     if _has_hooks(module, "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
         return True
     if _is_torch_method(module, "_load_from_state_dict"):
@@ -127,7 +127,7 @@ def _entries_match(
 
 
 def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
-    """Return modules, and all that share memory with them: the order of loading counts."""
+    """Return `chosen` (ids) with the modules that share memory with one: the order counts."""
     modules = list(module.modules())
     storages = {id(m): {(_memory_of(t) or (0,))[0] for _, t in _tensors_of(m)} for m in modules}
     count = -1
@@ -143,6 +143,7 @@ def _modules_of(unit: Unit) -> Iterable[torch.nn.Module]:
 
 
 def _copy_of(name: str, value: Any) -> Any:
+    """Return a copy of an entry of a state, to undo a load with; raises if it cannot be copied."""
     import torch
 
     try:
@@ -171,6 +172,7 @@ class ModuleContract:
     """
 
     def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Find the submodules that load their own entries, and those that are tied to them."""
         self.module = module
         self._keys = by_name(module, {key: key for key in state})
         self.entries = {name: state[key] for name, key in self._keys.items()}
@@ -189,7 +191,11 @@ class ModuleContract:
     def _walk(
         self, module: torch.nn.Module, prefix: str, name: str, unit: Unit | None, chosen: set[int]
     ) -> None:
-        """List the units in torch's order of loading; `chosen`: modules that are units."""
+        """List the submodules that load themselves, in torch's order.
+
+        `unit`: the one that contains `module`, or None. `chosen`: ids of modules that are units
+        anyway.
+        """
         if unit is None:
             is_whole = self._is_whole(module, name)
             if is_whole or _has_extra_state(module) or id(module) in chosen:
@@ -270,14 +276,14 @@ class ModuleContract:
     def metadata_by_prefix(
         self, stored: Mapping[str, dict[str, object]], default: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Return a checkpoint's metadata in torch's form."""
+        """Return a checkpoint's metadata of modules by torch's prefixes; `default`: of others."""
         return {
             prefix: dict(stored.get(unwrapped_name(self.module, prefix), default))
             for prefix, _ in self.module.named_modules(remove_duplicate=False)
         }
 
     def memory(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Return a unit's entries that are parameters or buffers, under their own names."""
+        """Return a unit's entries that are parameters or buffers, by name; they can be filled."""
         import torch
 
         tree = unit.module.named_modules(remove_duplicate=False)
@@ -324,6 +330,7 @@ class OwnLoad:
         *,
         strict: bool,
     ) -> None:
+        """Copy all entries of the units' modules for `undo`; nothing is loaded yet."""
         import torch
 
         self.contract = contract
@@ -359,7 +366,7 @@ class OwnLoad:
         )  # fmt: skip
 
     def _by_unit(self, entries: Mapping[str, object]) -> list[dict[str, Any]]:
-        """Return the entries of each unit, by torch's keys."""
+        """Return for each unit its entries by torch's keys."""
         tables: dict[int, dict[str, object]] = {id(unit): {} for unit in self.units}
         for name, value in entries.items():
             unit = self.contract.unit_of(name)
@@ -368,7 +375,7 @@ class OwnLoad:
         return [tables[id(unit)] for unit in self.units]
 
     def apply(self) -> None:
-        """Load the entries; raise CompatibilityError as ``load_state_dict`` raises."""
+        """Load the entries of all units; raise CompatibilityError as ``load_state_dict`` would."""
         missing: list[str] = []
         unexpected: list[str] = []
         errors: list[str] = []
@@ -385,7 +392,7 @@ class OwnLoad:
             raise _refusal((missing or unexpected or [name])[0], text)
 
     def undo(self) -> None:
-        """Load the earlier entries back, and restore the memory."""
+        """Load the entries from before `apply` back, and restore parameters and buffers."""
         import torch
 
         failures: list[str] = []
@@ -418,6 +425,7 @@ class OwnLoad:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
+        """Let one unit load its entries; names that do not fit are added to the three lists."""
         ordered: Any = OrderedDict(state)
         ordered._metadata = metadata
         root = self.contract.module
@@ -448,7 +456,10 @@ def _load_module(
     problems: tuple[list[str], list[str], list[str]],
     is_whole: bool,
 ) -> None:
-    """Load one module as `torch.nn.Module.load_state_dict` does, children included if whole."""
+    """Load one module as `torch.nn.Module.load_state_dict` does, children included if whole.
+
+    `problems`: lists of missing and unexpected names and errors, which are extended.
+    """
     from torch.nn.modules.module import _IncompatibleKeys
 
     module._load_from_state_dict(state, prefix, metadata.get(prefix[:-1], {}), True, *problems)

@@ -66,7 +66,7 @@ def unwrapped_name(module: torch.nn.Module, name: str) -> str:
 
 
 def by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return values by their names in the wrapped module."""
+    """Return `state` by the names without parts that wrappers of modules add."""
     named = {unwrapped_name(module, name): value for name, value in state.items()}
     if len(named) != len(state):
         raise CompatibilityError(

@@ -44,7 +44,7 @@ _FACTOR = re.compile(r"row|col")
 
 
 def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) -> list[str]:
-    """Return the name of each parameter in the module, found by identity."""
+    """Return the names of an optimizer's parameters, which are found in the module by identity."""
     names = {id(p): name for name, p in module.named_parameters()}
     lost = [
         f"number {i} of shape {tuple(p.shape)}"
@@ -70,7 +70,10 @@ def _names_of_groups(groups: list[dict[str, Any]], count: int) -> list[str]:
 def _name_parameters(
     optimizer: torch.optim.Optimizer, names: torch.nn.Module | Iterable[str] | None
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's parameters by name, in its order."""
+    """Return the optimizer's parameters by name, in its order.
+
+    `names`: the module, or a name for each; None: the names in its groups, or numbers.
+    """
     import torch
 
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -132,7 +135,7 @@ def check_state_name(name: str, state: object) -> None:
 def _collect_states(
     named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Return the values of all states by ``"<parameter>.<state name>"``."""
+    """Return the values of all states by ``"<parameter>.<state>"``; `named`: parameters by name."""
     check_contract(optimizer)
     parameter_ids = {id(parameter) for parameter in named.values()}
     if any(id(key) not in parameter_ids for key in optimizer.state):
@@ -193,7 +196,7 @@ def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
 
 
 def _group_values(group: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return the values of a group in their JSON form."""
+    """Return the hyperparameters of a group in JSON form; `where`: for errors."""
     forms: dict[str, Any] = {}
     for key, value in group.items():
         if key in ("params", "param_names"):
@@ -254,7 +257,7 @@ def _rate_of(groups: Iterable[Mapping[str, Any]]) -> float:
 def keywords_from(
     optimizer_type: str, groups: list[dict[str, Any]], states: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `mlstate.OptimizerStateDict` other than the arrays."""
+    """Return the keywords of an `OptimizerStateDict`: type, step, learning rate, groups."""
     packed_keys = packed_states(groups)
     values = [v for k, v in states.items() if k.endswith(".step") and k not in packed_keys]
     steps = [float(v) for v in values if math.prod(getattr(v, "shape", ())) == 1]
@@ -277,7 +280,7 @@ def number_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def packed_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the keys of states that are nested values, from groups of a checkpoint."""
+    """Return the keys of states that are stored as nested values, as the groups record."""
     return {
         f"{group['params'][position]}.{state}"
         for group in groups
@@ -324,7 +327,10 @@ def optimizer_state(
 def _is_valid_shape(
     state: str, have: tuple[int, ...], want: tuple[int, ...], present: Mapping[str, object]
 ) -> bool:
-    """Return whether a state may have shape `have`: the parameter's, a scalar's, or a factor's."""
+    """Return whether a state may have shape `have`: the parameter's, a scalar's, or a factor's.
+
+    `want`: of the parameter. `present`: the other states of the parameter.
+    """
     if have == want or have in ((), (1,)):
         return True
     current = present.get(state)
@@ -409,7 +415,7 @@ def _copy_unwritable(arrays: dict[str, Any]) -> dict[str, Any]:
 def _torch_groups(
     osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the groups in the form of torch's state dict, with parameter numbers."""
+    """Return the groups of `osd` for torch's state dict, with numbers in place of names."""
     names = iter(named)
     members = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     groups = match_groups(osd.param_groups, osd.learning_rate, optimizer, members)

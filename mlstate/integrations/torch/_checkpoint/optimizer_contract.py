@@ -71,7 +71,7 @@ def tensor_of(array: Array) -> torch.Tensor:
 
 
 def check_restorable(value: object, restored: object, where: str) -> None:
-    """Raise TypeError for a value that the codec would restore as another value."""
+    """Raise TypeError if a value differs from itself after encoding and decoding (`restored`)."""
     if not equal_values(value, restored):
         cls = type(value)
         raise TypeError(
@@ -121,7 +121,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 def decode_value(form: Any, where: str) -> Any:
-    """Return the value of a JSON form; raise FormatError if it is malformed."""
+    """Return the value of a stored JSON form; raise FormatError that names `where`."""
     if not (isinstance(form, dict) and form.get("$") == "tree"):
         return _as_tuples(form)
     try:
@@ -162,7 +162,7 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_own_loader(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``load_state_dict`` does more than torch's."""
+    """Return whether the optimizer's ``load_state_dict`` does more than torch's own."""
     names = ("load_state_dict", "__setstate__", "_process_value_according_to_param_policy")
     return (
         any(_overridden(optimizer, name) for name in names)
@@ -203,7 +203,7 @@ def has_standard_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_contract(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError if ``state_dict()`` differs from `state` and `param_groups`."""
+    """Raise TypeError if ``state_dict()`` has more than `state` and `param_groups`."""
     if not has_own_state_dict(optimizer):
         return
     own_dict, torch_dict = _own_state_dict(optimizer), torch_form(optimizer)

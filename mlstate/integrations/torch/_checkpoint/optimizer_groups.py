@@ -50,7 +50,10 @@ def _same(form: Any, other: Any) -> bool:
 
 
 def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any]]) -> int:
-    """Return a saved group that has the values of several; raise if they differ."""
+    """Return the number of the saved group whose values the optimizer's group `number` gets.
+
+    `indexes`: saved groups that its parameters were in; raises if their values differ.
+    """
     first = indexes[0]
     values = _values_of(saved[first])
     for index in indexes[1:]:
@@ -71,7 +74,10 @@ def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any
 
 
 def _by_position(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> list[int]:
-    """Match groups without names of parameters; raise if their lengths differ."""
+    """Return the saved group of each group, matched by position; for groups without names.
+
+    Raises if the numbers of parameters differ.
+    """
     have = [
         len(group.get("params", members_of))
         for group, members_of in zip(saved, members, strict=False)
@@ -100,7 +106,10 @@ def _saved_group(
     saved: Sequence[Mapping[str, Any]],
     count: int,
 ) -> int:
-    """Return the saved group that has the values of one of `count` groups; raise if none has."""
+    """Return the number of the saved group whose values the group `number` gets; raise if none.
+
+    `group_names`: its parameters. `groups_of`: saved group of each parameter.
+    """
     unknown = [name for name in group_names if name not in groups_of]
     if unknown:
         raise _mismatch(f"no saved group has {quoted(unknown)} of group {number}", unknown[0])
@@ -150,7 +159,7 @@ def _is_numbered(saved: Sequence[Mapping[str, Any]]) -> bool:
 def set_state(
     optimizer: torch.optim.Optimizer, states: dict[Any, Any], groups: list[dict[str, Any]]
 ) -> None:
-    """Change states and groups as torch's ``load_state_dict`` does at its end.
+    """Change `states` and `groups` as torch's ``load_state_dict`` does at its end.
 
     The optimizer is unchanged.
     """

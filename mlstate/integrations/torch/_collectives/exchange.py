@@ -38,6 +38,7 @@ class Link(ExchangeLink):
     )
 
     def __init__(self, group: Any, device: torch.device, timeout: float | None) -> None:
+        """Begin one operation on torch's `group`; `timeout`: seconds, None for torch's own."""
         self._group = group
         self._deadline = None if timeout is None else monotonic() + timeout
         self.began = False  # communication was started
@@ -55,7 +56,7 @@ class Link(ExchangeLink):
         work.wait() if remaining is None else work.wait(remaining)
 
     def run_overlapped_task(self) -> None:
-        """Run `meanwhile` unless it has run."""
+        """Run the task that overlaps the exchange, unless it has run."""
         task, self.overlapped_task = self.overlapped_task, None
         if task is not None:
             task()
@@ -116,7 +117,7 @@ class Link(ExchangeLink):
         return works
 
     def broadcast(self, memory: torch.Tensor, root: int) -> None:
-        """Broadcast with torch's operation on a device."""
+        """Overwrite `memory` with the root's memory; on a device by torch's own operation."""
         if memory.device.type == "cpu":
             super().broadcast(memory, root)
             return

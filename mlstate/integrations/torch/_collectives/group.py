@@ -61,7 +61,7 @@ def _is_flat(array: Any) -> bool:
 
 
 def _put(flat: torch.Tensor, place: Any) -> None:
-    """Copy flat elements to `place`, unless they share memory."""
+    """Copy a flat result to the caller's array `place`, unless they share memory."""
     if is_torch(place):
         if flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
             place.copy_(flat.view(place.dtype).reshape(place.shape))
@@ -125,6 +125,7 @@ class TorchGroup(Engine):
     """
 
     def __init__(self, process_group: Any = None, *, check: bool = False) -> None:
+        """Wrap a group of torch (None: the default group); the class describes the arguments."""
         import torch
         import torch.distributed as dist
 
@@ -164,6 +165,7 @@ class TorchGroup(Engine):
         return call.device is not None and call.device.type != "cpu"
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        """Run one operation over a link to the ranks; an error after its start ends the group."""
         link = Link(self._group, self._device, call.seconds)
         try:
             if self._check:
@@ -222,6 +224,7 @@ class TorchGroup(Engine):
         return self._move_near(_flat(operation, array, reduced=reduced))
 
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
+        """Return a flat tensor for a result; it is `place` itself if its memory allows that."""
         import torch
 
         check_supported_tensor(operation, place)
@@ -237,7 +240,7 @@ class TorchGroup(Engine):
     def _gather_overlapped(
         self, data: bytes, task: Callable[[], None], timeout: float | None
     ) -> list[bytes]:
-        """Gather bytes like `gather_bytes`, and run a task during the transfer."""
+        """Return the bytes of all ranks, and run `task` while they are transferred."""
 
         def perform(link: Link) -> Any:
             link.overlapped_task = task

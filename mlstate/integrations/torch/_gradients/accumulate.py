@@ -22,7 +22,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def copy_of(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Return a copy for accumulation, in C order if the tensor is strided."""
+    """Return a copy of a gradient to add others to, in C order if it is strided."""
     import torch
 
     with torch.no_grad():

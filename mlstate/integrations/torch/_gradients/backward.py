@@ -54,6 +54,7 @@ class ModuleHooks(Hooks):
         is_full: bool,
         keep: bool,
     ) -> None:
+        """Check the parameters that have units, and hook each of them."""
         parameters = parameters_of(module)
         for name, unit in units.items():
             _check_parameter(unit, parameters.get(name), module, parameters)
@@ -84,7 +85,7 @@ class ModuleHooks(Hooks):
         self._make_live()
 
     def begin_pass(self, on_end: Callable[[], None], rank: int) -> weakref.ref[object]:
-        """Call a function at the end of the running backward pass, unless an error aborts the pass.
+        """Call `on_end` at the end of the running backward pass, unless an error aborts the pass.
 
         Returns a weak reference that is dead after the pass.
         """
@@ -130,7 +131,7 @@ class ModuleHooks(Hooks):
     def take_missing(
         self, name: str, token: Callable[[], object] | None
     ) -> tuple[object, Callable[[], None] | None]:
-        """Apply `take` to a gradient of earlier passes that this pass did not compute."""
+        """Return, as `take`, a parameter's gradient of earlier passes, if this pass had none."""
         if name in self.unsent:
             self._drop_zeroed(name)
             return self.take(name, token)
@@ -206,7 +207,7 @@ class _NodeHook:
 def _check_parameter(
     unit: FSDPShardingUnit, parameter: Any, model: torch.nn.Module, parameters: Mapping[str, Array]
 ) -> None:
-    """Raise ValueError if a unit does not fit its parameter."""
+    """Raise ValueError if a unit does not fit `parameter`, its parameter of the model or None."""
     name = unit.parameter_name
     if parameter is None:
         shared = _tied_to(model, name)
@@ -250,7 +251,7 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None
 
 
 def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Warn once for each hook object if an optimizer skips its parameters."""
+    """Warn the user once if a step of an optimizer skips parameters, as their grad is None."""
     for hooks in live_hooks():
         if not isinstance(hooks, ModuleHooks) or not hooks.taken or hooks.has_warned:
             continue
@@ -316,7 +317,7 @@ class PassErrors:
 
 
 def _is_inside_another() -> bool:
-    """Return whether a function in one backward pass started the running pass."""
+    """Return whether the running backward pass was started within another one."""
     from torch.autograd.function import BackwardCFunction
 
     frame: FrameType | None = sys._getframe(1)
@@ -346,7 +347,7 @@ def why_not_reduced(tensor: torch.Tensor) -> str:
 def reduce_on_device(
     group: Any, entry: Entry, terms: Terms, timeout: float | None
 ) -> tuple[float, int]:
-    """Reduce a gradient on a device; return sum of squares and number of non-finite elements."""
+    """Reduce a gradient on a device to `entry.out`; return (sum of squares, non-finite count)."""
     import torch
 
     wide, flat = entry.source, entry.out.view(-1)
@@ -380,7 +381,7 @@ def _gather_bucket(
 def _gather_pairs(
     group: Any, pairs: Sequence[tuple[FSDPShardingUnit, torch.nn.Parameter]], timeout: float | None
 ) -> None:
-    """Gather the gradients of units and their parameters, all of one dtype and device."""
+    """Gather the gradients of units into their parameters' grad; all of one dtype and device."""
     import torch
 
     own_parts = torch.cat([u.local_gradient.detach().reshape(-1).to(p.dtype) for u, p in pairs])

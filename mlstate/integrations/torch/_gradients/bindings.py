@@ -30,6 +30,7 @@ class Bindings:
     """The parameters of a module; the ones in `hooked` have hooks."""
 
     def __init__(self, module: torch.nn.Module, hooked: Collection[str]) -> None:
+        """Record where each parameter is in the module, to detect a later replacement."""
         self._module = module
         by_id = {id(p): name in hooked for name, p in module.named_parameters()}
         self._bindings: list[_Binding] = []
@@ -43,7 +44,7 @@ class Bindings:
                     self._bindings.append(_Binding(child._parameters, key, parameter, name, *facts))
 
     def change(self) -> str:
-        """Return which parameter has changed so that its gradient is not reduced, or ""."""
+        """Return a text on a parameter that was replaced, added or unfrozen, or "" if none was."""
         for binding in self._bindings:
             current = binding.table.get(binding.key)
             if current is binding.parameter:

@@ -107,6 +107,7 @@ class _Buckets:
     """Reduces the buckets of one model."""
 
     def __init__(self, model: Any, group: Any, finite: bool, timeout: float | None) -> None:
+        """Prepare for a DDP model; `finite`: refuse gradients that are NaN or infinite."""
         self._names = {p: name for name, p in model.module.named_parameters()}
         self._model = weakref.ref(model)  # whose reducer refers to this object
         self._group = group
@@ -133,6 +134,7 @@ class _Buckets:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
         def task() -> None:
+            """Reduce the bucket in the group's thread; keep an error, and set the future anyway."""
             try:
                 if not current.is_lost:
                     self._reduce(current, index, parts, buffer)
@@ -156,7 +158,7 @@ class _Buckets:
         return bool(getattr(self._model(), "_divide_by_initial_world_size", True))
 
     def _average(self, buffer: torch.Tensor, divisor: int) -> None:
-        """Replace a buffer by the sum over the ranks, divided in float32 or wider."""
+        """Replace `buffer` by the sum over the ranks, divided by `divisor` in float32 or wider."""
         import torch
 
         if divisor == self._group.world_size:
@@ -168,6 +170,11 @@ class _Buckets:
     def _reduce(
         self, current: _Pass, index: int, parts: dict[str, torch.Tensor], buffer: torch.Tensor
     ) -> None:
+        """Replace `buffer` by the mean over the ranks if all ranks agree on the bucket's gradients.
+
+        `parts`: the bucket's gradients by name. Otherwise the error is kept in `current`, for every
+        rank.
+        """
         bad = (
             [name for name, (_, n) in norm_partials(parts).items() if n]
             if self._refuses_nonfinite

@@ -94,7 +94,7 @@ def reduce_scatter_with(
 
 
 def _check_mesh(name: str, parameter: Any, group: Any) -> None:
-    """Raise ValueError if a parameter is sharded over ranks other than the group's."""
+    """Raise ValueError if a parameter (`name`) is sharded over other ranks than the group's."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return
@@ -133,7 +133,10 @@ class _Reduction:
             self._free[buffer.dtype] = buffer if buffer._base is None else buffer._base
 
     def reduce(self, name: str, source: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
-        """Reduce the gradients of one module; on a failure that all ranks agree on, set NaN."""
+        """Reduce the gradients of the module `name` to `out`; on an error of all ranks, set NaN.
+
+        `source`: parts of all ranks one after the other.
+        """
         ranks, rank = self._group.world_size, self._group.rank
         unit = FSDPShardingUnit(name, source.shape, source.dtype, rank, world_size=ranks)
         unit.local_gradient = out
@@ -189,6 +192,7 @@ class _ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Any:
+        """Reduce the input over the ranks, and write this rank's part to the output."""
         divisor = _divisor(op, group.size())
         self._shared.reduce(self._name, input_tensor, output_tensor, divisor)
         return _Done() if async_op else None

@@ -37,7 +37,7 @@ def _fits(length: int, move: KVMove, position: int) -> bool:
 
 
 def _are_core_readable(source: torch.Tensor, out: torch.Tensor) -> bool:
-    """Return whether the core can read and write both, and autograd records neither."""
+    """Return whether the core can do the move: it can access both, and autograd records nothing."""
     return (
         _core.can_view(source, False)
         and _core.can_view(out, True)
@@ -92,7 +92,7 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
 
 
 def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
-    """Convert tokens from or to integers; raise ValueError if a value does not fit."""
+    """Return tokens as the dtype `target`; raise ValueError if a value does not fit."""
     import torch
 
     if target == "bfloat16":  # same range as float32

@@ -51,7 +51,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def refuse_graph(*tensors: object) -> None:
-    """Raise ValueError if autograd would have to record a write to a tensor."""
+    """Raise ValueError if autograd would have to record a write to one of the tensors."""
     import torch
 
     if any(isinstance(tensor, torch.Tensor) and needs_graph(tensor) for tensor in tensors):

@@ -123,7 +123,10 @@ def _dtype_of(text: Any) -> NumpyDType:
 
 
 def _decode_array(name: str, form: Any, tensor: Any) -> Any:
-    """Return the original value of a loaded tensor; on a device it stays a tensor if possible."""
+    """Return the original value of a loaded tensor, by its stored `form`.
+
+    On a device it stays a tensor if possible.
+    """
     import torch
 
     if form in ("array", "scalar"):

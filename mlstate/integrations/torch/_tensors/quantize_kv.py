@@ -36,7 +36,7 @@ def _divide(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return int32 words with the codes of the last axis as one string of bits."""
+    """Return int32 words that hold the codes of the last axis, `bits` bits each, without gaps."""
     step = gcd(bits, 32)
     parts = _divide(codes, 32 // step)
     words = codes.new_zeros((*parts.shape[:-1], bits // step))
@@ -49,7 +49,7 @@ def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _split(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the int32 codes of a string of bits."""
+    """Return the int32 codes of `bits` bits that `_join` packed into words."""
     step = gcd(bits, 32)
     parts = _divide(words, bits // step)
     codes = words.new_empty((*parts.shape[:-1], 32 // step))
@@ -71,7 +71,10 @@ def kv_quantize(
     bits: int,
     group: int,
 ) -> None:
-    """Write codes, scales and biases; raise ValueError if a value is not finite."""
+    """Quantize `values` to `codes`, `scales` and `biases`, which are overwritten.
+
+    `bits`: of a code. `group`: elements with one scale. Raises ValueError for NaN and infinity.
+    """
     import torch
 
     if values.is_meta:
@@ -114,7 +117,7 @@ def kv_dequantize(
     bits: int,
     group: int,
 ) -> None:
-    """Write the values of codes."""
+    """Overwrite `values` with the values of codes, scales and biases."""
     if values.numel():
         values.copy_(_values_of(codes, scales, biases, bits, group))
 

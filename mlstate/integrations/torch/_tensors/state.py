@@ -227,7 +227,7 @@ def _extent(array: NDArray) -> tuple[int, int]:
 
 
 def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield address range and names of arrays with overlapping memory; each array occurs once.
+    """Yield start, end and names of groups of arrays that overlap in memory; each array once.
 
     Strides must not be negative.
     """

@@ -1,4 +1,4 @@
-"""Caches of transformers as `CacheState`, and back; see `from_cache` and `to_cache`."""
+"""`from_cache` and `to_cache`: caches of transformers as `CacheState`, and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...._common.set_module import set_module
 from ....kv import CacheSpec
 from ....kv._arguments import incompatible
-from ..._caches import LaidOutState
+from ..._caches import LaidOutState, unknown_classes
 from .fill_cache import Filler
 from .layer_classes import Layout, check_cache, new_cache, new_layer
 from .read_cache import Reader
@@ -193,7 +193,10 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
 
 
 def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
-    """Return layers that a cache without a config would add on its decoder."""
+    """Return layers that the state has and `cache` lacks; a cache without a config adds them.
+
+    `prefix`: of the entries' names, empty for the decoder.
+    """
     create = getattr(cache, "layer_class_to_replicate", None)
     if create is None:
         return []
@@ -203,13 +206,12 @@ def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
 
 
 def _new_cache(state: CacheState) -> Any:
-    """Create an empty cache like the one that the state was made from."""
-    if not isinstance(state, LaidOutState):
-        text = "from_cache did not make the state, so the classes of its layers are unknown"
-        raise incompatible(f"{text}: pass into=", None, "into=", None)
+    """Create an empty cache like the one that the state was made from; raise if unknown."""
+    layouts = state._layouts if isinstance(state, LaidOutState) else None
+    if not isinstance(layouts, _Layouts):
+        raise unknown_classes()
     from transformers import EncoderDecoderCache
 
-    layouts = state._layouts
     spec = state.spec
     layers = [_new_layer(spec, layouts, index) for index in range(len(layouts.layers))]
     decoder = new_cache(layouts.class_name, layers)
@@ -220,7 +222,7 @@ def _new_cache(state: CacheState) -> Any:
 
 
 def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
-    """Create an empty layer, which is as long as the arrays that it will use."""
+    """Create the empty layer `index`, which is as long as the arrays that it will use."""
     layout = layouts.layers[index]
     if "max_cache_len" not in layout.options:
         return new_layer(layout)

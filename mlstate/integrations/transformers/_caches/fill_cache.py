@@ -33,7 +33,10 @@ class Filler(EntryPlan):
         self.is_shared = is_shared  # the layers are new: they use the arrays themselves
 
     def plan(self, layer: Any, index: int, prefix: str = "") -> None:
-        """Check a layer, and add the writes for it."""
+        """Check that a layer fits the state, and plan the writes to it; nothing is written.
+
+        `prefix`: of the entries' names, for cross-attention.
+        """
         where = f"{prefix}{index}"
         cls = layer_class(layer, where)
         at = _Place(self, layer, where, cls, is_cross=bool(prefix))
@@ -59,7 +62,7 @@ class _Place(NamedTuple):
         return self.filler.entry(self.where, self.cls.name, part, *kinds)
 
     def both(self, *kinds: str, prefix: str = "") -> list[CacheEntry]:
-        """Return the entries of keys and values, or no entry."""
+        """Return the entries of the layer's keys and values, or [] if the state has neither."""
         return self.filler.both(self.where, self.cls.name, *kinds, prefix=prefix)
 
     def tensor(self, entry: CacheEntry) -> Any:
@@ -80,7 +83,7 @@ class _Place(NamedTuple):
         self.filler.require_empty(self.where, has_tokens)
 
     def check_target(self, target: Any, shape: tuple[int, ...], entry: CacheEntry) -> None:
-        """Raise unless the tokens of an entry can be copied into a tensor."""
+        """Raise unless the tokens of an entry fit the layer's tensor `target`, of this shape."""
         tensor = self.tensor(entry)
         got = tuple(target.shape)
         if got != shape:
@@ -101,7 +104,7 @@ class _Place(NamedTuple):
 
 
 def _joined(pieces: list[Any], like: Any, axis: int) -> Any:
-    """Return tokens as one tensor: a view if they are adjacent."""
+    """Return pieces of tokens as one tensor: a view if there is one piece; `like`: if none."""
     if len(pieces) == 1:
         return pieces[0]
     if not pieces:
@@ -153,6 +156,7 @@ def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
 
 
 def _plan_dynamic(at: _Place) -> None:
+    """Check that a growing layer can take the state's keys and values, and plan the write."""
     layer = at.layer
     kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
     entries = at.both(kind)
@@ -181,6 +185,7 @@ def _plan_dynamic(at: _Place) -> None:
 
 
 def _plan_fp8(at: _Place) -> None:
+    """Check that a layer of FP8 codes can take the state's codes and scales, and plan the write."""
     layer = at.layer
     initialized = value_of(layer, at.where, "is_initialized", bool)
     codes = at.both("full", prefix="quantized_")
@@ -215,6 +220,7 @@ def _plan_fp8(at: _Place) -> None:
 
 
 def _plan_static(at: _Place) -> None:
+    """Check that a layer of fixed size can take the keys and values, and plan the write."""
     layer = at.layer
     kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
     entries = at.both(kind)
@@ -240,6 +246,7 @@ def _plan_static(at: _Place) -> None:
     ]
 
     def write() -> None:
+        """Write keys, values and counters to the layer."""
         if is_new:
             _initialize_static(at, entries, positions)
         for fill in fills:
@@ -252,7 +259,7 @@ def _plan_static(at: _Place) -> None:
 
 
 def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) -> None:
-    """Allocate the tensors of a layer, or none if it will use the arrays."""
+    """Initialize a new layer of fixed size; without tensors if it will use the state's arrays."""
     layer = at.layer
     keys, values = (at.tensor(entry) for entry in entries)
     if _is_adopted(at, entries[0], positions) and _is_adopted(at, entries[1], positions):
@@ -264,7 +271,10 @@ def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) ->
 
 
 def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:
-    """Return whether a new layer can use the array itself."""
+    """Return whether a new layer can use the entry's array itself, without a copy.
+
+    `positions`: length of the layer.
+    """
     if not at.filler.is_shared or at.is_cross or entry.seq_length != positions:
         return False
     if entry.kind == "full":
@@ -283,7 +293,7 @@ def _adopt(at: _Place, attribute: str, tensor: Any) -> None:
 def _plan_fill(
     at: _Place, entry: CacheEntry, attribute: str, positions: int, *, is_full: bool, is_new: bool
 ) -> Callable[[], None]:
-    """Return the call that writes the tokens of an entry into a tensor with fixed positions.
+    """Return the call that writes the tokens of an entry into the layer's tensor `attribute`.
 
     A full window ends with the newest token; anything else begins with the first one.
     """
@@ -302,6 +312,7 @@ def _plan_fill(
         _refuse_overlap(at, entry, target)
 
     def fill() -> None:
+        """Copy the pieces behind each other from `start`, and zero the other positions."""
         target, place = getattr(layer, attribute), start
         for piece in pieces:
             overwrite(target.narrow(axis, place, piece.shape[axis]), piece)
@@ -321,6 +332,7 @@ def _refuse_overlap(at: _Place, entry: CacheEntry, target: Any) -> None:
 
 
 def _plan_indexer(at: _Place) -> None:
+    """Check that a layer's indexer can take its keys and position ids, and plan the write."""
     layer, is_static = at.layer, at.cls.attention == "static"
     entry = at.entry("indexer_keys", "full")
     ids = at.entry("indexer_position_ids", "full", "opaque")
@@ -340,6 +352,7 @@ def _plan_indexer(at: _Place) -> None:
     keys = at.tensor(entry)
 
     def write() -> None:
+        """Write the indexer's keys, counter and position ids."""
         if not is_static:
             layer.lazy_initialization_indexer(keys)
             layer.indexer_keys = _joined(at.tokens(entry), keys, 1)
@@ -359,6 +372,7 @@ def _plan_indexer(at: _Place) -> None:
 
 
 def _plan_states(at: _Place) -> None:
+    """Plan the writes of a layer's convolution and recurrent states."""
     for number in range(value_of(at.layer, at.where, "number_of_states", int)):
         conv = at.entry(f"conv_states.{number}", "conv")
         recurrent = at.entry(f"recurrent_states.{number}", "recurrent")
@@ -370,7 +384,10 @@ def _plan_states(at: _Place) -> None:
 
 
 def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | None) -> None:
-    """Add the write of one state: into the tensor of the layer, or a new one."""
+    """Plan the write of one convolution or recurrent state (`attribute`), number `number`.
+
+    `entry`: of the state to write, or None.
+    """
     layer, part = at.layer, attribute.partition("_")[0]
     is_new = not state_of(layer, at.where, f"is_{attribute}_initialized", number)
     if entry is None:
@@ -390,6 +407,7 @@ def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | Non
             _refuse_overlap(at, entry, target)
 
     def write() -> None:
+        """Write one state; it becomes the layer's own tensor if the layer had none."""
         states = getattr(layer, attribute)
         if is_new:
             layer.lazy_initialization(**{attribute: tensor[:0], "state_idx": number})

@@ -95,7 +95,7 @@ def new_cache(class_name: str, layers: list[Any]) -> Any:
 
 
 def check_cache(cache: Any, label: str) -> None:
-    """Raise unless an object is a cache of a known class."""
+    """Raise unless `cache` is one of transformers' known classes; `label`: for errors."""
     from transformers.cache_utils import Cache
 
     if not isinstance(cache, Cache):
@@ -109,7 +109,7 @@ def check_cache(cache: Any, label: str) -> None:
 
 
 def layer_class(layer: object, where: str) -> LayerClass:
-    """Return the description of a class of layers, or raise if it is unknown."""
+    """Return the description of a layer's class; raise if it is not known."""
     description = _layer_classes().get(type(layer))
     if description is not None:
         return description
@@ -128,7 +128,7 @@ def layer_class(layer: object, where: str) -> LayerClass:
 
 
 def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
-    """Return the exception for an attribute that no known version has like this."""
+    """Return the error for a layer's attribute that is not as in known versions; `text`: how."""
     import transformers
 
     got = f"transformers {transformers.__version__}"
@@ -148,7 +148,7 @@ def tensor_of(layer: object, where: str, attribute: str, rank: int | None = None
 def checked_tensor(
     value: Any, layer: object, where: str, attribute: str, rank: int | None = None
 ) -> Any:
-    """Return a value that must be a tensor of a rank."""
+    """Return a layer's attribute if it is a tensor with `rank` axes, or raise; None: any."""
     from torch import Tensor
 
     if not isinstance(value, Tensor):

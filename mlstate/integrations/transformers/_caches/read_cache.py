@@ -26,7 +26,7 @@ class Reader(EntryReader):
         self.layouts: list[Layout] = []
 
     def read(self, layer: Any) -> None:
-        """Add the entries of the next layer."""
+        """Add the entries of the cache's next layer; no tensor is copied."""
         index = len(self.layouts)
         where = f"{self.prefix}{index}"
         cls = layer_class(layer, where)
@@ -85,7 +85,7 @@ class _Place(NamedTuple):
     cls: LayerClass
 
     def add(self, part: str, tensor: Any, kind: Any, seq_axis: int = 2, **options: Any) -> None:
-        """Add an array of the layer."""
+        """Add one array of the layer as an entry; `part`: its name in the layer, such as "keys"."""
         of = self.where, self.layer_index
         self.reader.add(*of, part, tensor, kind, seq_axis, **options)
 
@@ -111,6 +111,7 @@ def _dynamic_tensors(at: _Place) -> tuple[Any, Any]:
 
 
 def _read_dynamic(at: _Place) -> None:
+    """Add the entries of a growing layer to the reader, without copying."""
     keys, values = _dynamic_tensors(at)
     kind, options = "full", {}
     stored = 0 if keys is None else keys.shape[2]
@@ -151,6 +152,7 @@ def _static_tensors(at: _Place) -> tuple[Any, Any, int]:
 
 
 def _read_static(at: _Place) -> None:
+    """Add the entries of a layer of fixed size to the reader, without copying."""
     keys, values, tokens = _static_tensors(at)
     kind, options = "full", {}
     if at.cls.is_sliding:
@@ -162,7 +164,7 @@ def _read_static(at: _Place) -> None:
 
 
 def _read_fp8(at: _Place) -> None:
-    """Add codes by position, the scale of each, and the dtype of the values."""
+    """Add the codes, scales and dtype of an FP8 layer as entries, without copying."""
     tokens = value_of(at.layer, at.where, "cumulative_length", int)
     for part in ("keys", "values"):
         attribute = f"_quantized_{part}"
@@ -205,7 +207,7 @@ def _read_indexer(at: _Place) -> None:
 
 
 def _read_states(at: _Place, number_of_states: int) -> None:
-    """Add the states of a linear attention that has seen a token."""
+    """Add the convolution and recurrent states of a layer, if it has seen a token."""
     as_count(f"{at.where}: number_of_states", number_of_states)
     for number in range(number_of_states):
         of = at.layer, at.where
@@ -222,7 +224,7 @@ def _read_states(at: _Place, number_of_states: int) -> None:
 
 
 def _last_inputs(at: _Place, conv: Any, number: int) -> Any:
-    """Return as many inputs of a convolution as its kernel has; a recording layer keeps more."""
+    """Return the last inputs of a convolution, as many as its kernel has, from `conv`."""
     conv = checked_tensor(conv, at.layer, at.where, "conv_states")
     size = state_of(at.layer, at.where, "conv_kernel_size", number)
     if type(size) is not int or conv.ndim < 2:
