@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     State: TypeAlias = Mapping[str, Any] | LoadedState | str | os.PathLike[str]
 
 
-def _loaded(value: object) -> LoadedState | None:
+def _loaded(value: object, storage_options: Mapping[str, Any] | None) -> LoadedState | None:
     """Return what a path holds, or a loaded state; None for the tensors of one state."""
     from ._load import LoadedState, load
 
     if isinstance(value, str | os.PathLike):
-        return load(value)
+        return load(value, storage_options=storage_options)
     return value if isinstance(value, LoadedState) else None
 
 
@@ -66,7 +66,14 @@ def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
     return entries
 
 
-def diff(a: State, b: State, *, rtol: float = 0.0, atol: float = 0.0) -> StateDiff:
+def diff(
+    a: State,
+    b: State,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    storage_options: Mapping[str, Any] | None = None,
+) -> StateDiff:
     """Compare two states element by element.
 
     Parameters
@@ -79,6 +86,8 @@ def diff(a: State, b: State, *, rtol: float = 0.0, atol: float = 0.0) -> StateDi
         as texts, are part of the name: ``states.run.note = 'first'``.
     rtol, atol : float, default 0
         As for `mlstate.state.diff`.
+    storage_options : mapping, optional
+        As for `load`, for URLs of object stores.
 
     Returns
     -------
@@ -100,7 +109,7 @@ def diff(a: State, b: State, *, rtol: float = 0.0, atol: float = 0.0) -> StateDi
     >>> mlstate.diff(path, {"w": np.array([1.0, 1.01])}, rtol=0.1).identical
     True
     """
-    loaded = _loaded(a), _loaded(b)
+    loaded = _loaded(a, storage_options), _loaded(b, storage_options)
     only_model = None in loaded
     first, second = (
         cast("Mapping[str, Any]", each) if state is None else _entries(state, only_model=only_model)

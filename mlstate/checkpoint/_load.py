@@ -149,11 +149,13 @@ def chosen_names(
     listed: list[str] | None,
     folder: str,
     weights: WeightFiles | None = None,
+    is_renamed: bool = False,
 ) -> tuple[Names, list[list[str]]]:
     """Return the name matcher and, for model and optimizer, the names to load.
 
     `sections`: all names of both. `listed`: names or globs of the caller, None for all; raises
     TensorNotFoundError for one without a match. `weights`: of a folder of Hugging Face.
+    `is_renamed`: the names in `sections` are new ones, which the index of `weights` lacks.
     """
     if listed is None:
         return ALL_NAMES, sections
@@ -166,10 +168,11 @@ def chosen_names(
         used |= meant
     unused = [name for name in listed if name not in used]
     if unused:
-        listed_only = listed_only_error(weights, unused[0], folder)
+        listed_only = listed_only_error(None if is_renamed else weights, unused[0], folder)
         if listed_only is not None:
             raise listed_only
         hint = names_hint(unused[0], chain.from_iterable(sections))
+        hint += "; names= takes the names after rename=" if is_renamed else ""
         error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint{hint}")
         error.name, error.path = unused[0], folder
         raise error
@@ -258,7 +261,8 @@ class Loader:
     def chosen(self) -> tuple[Names, list[list[str]]]:
         """Return the name matcher, and the selected names of model and optimizer."""
         names = [section.names for section in self.sections[:STATES]]
-        return chosen_names(names, self.request.names, self.folder, self.manifest.weights)
+        weights, is_renamed = self.manifest.weights, bool(self.request.options["rename"])
+        return chosen_names(names, self.request.names, self.folder, weights, is_renamed)
 
     def need(self, requests: Iterable[tuple[Section, list[str], Cuts]]) -> None:
         """Read the indexes that list the requested parts, given as section, names and cutting."""

@@ -174,8 +174,12 @@ def _kind_of(state: StateDict) -> dict[str, Any]:
 
 
 def _step_of(parts: Parts) -> int | None:
-    step = getattr(parts.optimizer, "step", 0) or parts.metadata.get("step")
-    return step if isinstance(step, int) and not isinstance(step, bool) else None
+    """Return the step that the file's maker stored, or else the optimizer's; None without one."""
+    own = parts.metadata.get("step"), parts.metadata.get("global_step")
+    for step in (*own, getattr(parts.optimizer, "step", 0) or None):
+        if isinstance(step, int) and not isinstance(step, bool):
+            return step
+    return None
 
 
 # ---- loading ----

@@ -91,8 +91,8 @@ class CheckpointManager:
     Warns
     -----
     CheckpointWarning
-        `keep` will delete steps that this manager did not save, which are not those of the run
-        that it resumes: the step that it restored, and older ones. The warning is issued once,
+        `keep` will delete steps that this manager did not save, and that are newer than the step
+        that it restored, or of another run. The warning is issued once,
         before the first such deletion, and names the steps; every rank of a group warns. Or the
         first step that this manager saves lacks the metric of `keep_best`. Or the model did not
         change between two steps: then another object may be trained than the one

@@ -12,7 +12,7 @@ from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, number_order, printable, shorten, steps_text
 from ..checkpoint import CheckpointManager, inspect, load_metadata
 from ..checkpoint._checkpoint import in_order, stored_text
-from ..checkpoint._files.convert import PARTS
+from ..checkpoint._files.convert import PARTS, has_prefixes
 from ..checkpoint._files.safetensors_verify import read_header
 from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._load_whole import WholePath
@@ -203,9 +203,11 @@ def _inspect_file(arguments: argparse.Namespace) -> None:
     path = arguments.path
     place = local_folder(path)
     header = read_header(place)
-    metadata = {key: text for key, text in load_metadata(place).items() if key != PARTS}
+    texts = load_metadata(place)
+    metadata = {key: text for key, text in texts.items() if key != PARTS}
     has_checksums = header.has_checksums or find_of_file(place) is not None
-    parameters = sum(prod(t.shape) for t in header.tensors)
+    states = "optimizer." if has_prefixes(texts) else ()
+    parameters = sum(prod(t.shape) for t in header.tensors if not t.key.startswith(states))
     [chosen] = chosen_keys(arguments.names, [[t.key for t in header.tensors]])
     listed = [t for t in header.tensors if t.key in chosen and not arguments.summary]
     if arguments.json:

@@ -64,6 +64,7 @@ def test_a_state_survives_the_store_bit_for_bit(url, options, how):
     assert same(loaded.optimizer, moments)
     assert (loaded.step, loaded.metadata) == (3, {"a": 1})
     assert saved.path == url and saved.load().step == 3
+    assert mlstate.diff(url, loaded, storage_options=options).identical
     report = mlstate.verify(url, storage_options=options)
     assert report and not report.leftover and not report.strange
     assert report.bytes == sum(saved.files().values()) + saved._manifest.indexes[0].bytes
@@ -542,7 +543,7 @@ def test_commands_take_urls(url, environment, capsys):
     assert main(["diff", url, url]) == 0
     capsys.readouterr()
     assert main(["prune", url]) == 2
-    assert "orphan_seconds" in capsys.readouterr().err
+    assert "--orphan-seconds" in capsys.readouterr().err
     assert main(["prune", url, "--keep", "1", "--orphan-seconds", "0"]) == 0
     assert manager.steps() == [2]
     assert main(["verify", url, "--repair"]) == 2

@@ -21,7 +21,8 @@ static mls_code view_capacity(const mls_kv_buffer *b, size_t capacity, mls_tenso
     return mls_tensor_init(out, b->pages.data, b->dtype, b->rank, shape, st);
 }
 
-/* Fail with MLS_E_CAPACITY: `label` is `got`, but at most `most`, the value of `limit`. */
+/* Fail with MLS_E_CAPACITY: `label` is `got`, but `most`, the value of `limit`, is the
+ * largest possible. */
 static mls_code fail_capacity(mls_status *st, const char *label, size_t got,
                               const char *limit, size_t most)
 {

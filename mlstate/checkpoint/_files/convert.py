@@ -373,6 +373,15 @@ def _join_states(
     return joined, {"parts": {name: describe(state) for name, state in present.items()}}
 
 
+def has_prefixes(texts: Mapping[str, str]) -> bool:
+    """Return whether a file's names begin with "model." or "optimizer.", by its metadata."""
+    try:
+        record = json.loads(texts.get(PARTS, "{}"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and "parts" in record
+
+
 def _split_state(
     path: Path, state: Mapping[str, object], record: Mapping[str, object]
 ) -> tuple[Any, Any]:

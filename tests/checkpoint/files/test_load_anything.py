@@ -1,5 +1,6 @@
 """Load, inspect and verify files and folders of every format."""
 
+import json
 import os
 import pickle
 
@@ -33,6 +34,38 @@ def test_every_tensor_is_loaded(path):
     assert mlstate.diff(loaded.model, WEIGHTS).identical
     assert mlstate.diff(loaded.optimizer, MOMENTS).identical
     assert (loaded.step, loaded.metadata, loaded.optimizer.step) == (5, {"run": "a"}, 5)
+
+
+def test_inspect_counts_the_parameters_of_the_model(path, capsys):
+    from mlstate.cli import main
+
+    assert main(["inspect", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 11
+
+
+@pytest.mark.parametrize("key", ["step", "global_step"])
+def test_the_step_is_the_one_that_the_maker_stored(tmp_path, key):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**content, key: 7}, tmp_path / "a.pt")
+    torch.save(content, tmp_path / "b.pt")
+    assert mlstate.load(tmp_path / "a.pt").step == 7
+    assert mlstate.load(tmp_path / "b.pt").step == 1
+
+
+def test_an_error_for_names_tells_of_a_rename(tmp_path):
+    model = {"model.layers.1.w": np.ones(2), "model.head": np.ones(2)}
+    mlstate.save(tmp_path / "own", model)
+    mlstate.export_huggingface(tmp_path / "hf", model)
+    for folder in ("own", "hf"):
+        options = {"rename": {"model.": ""}}
+        with pytest.raises(mlstate.TensorNotFoundError, match="names= takes the names after"):
+            mlstate.load(tmp_path / folder, names="model.layers.1", **options)
+        assert list(mlstate.load(tmp_path / folder, names="layers.1", **options).model)
 
 
 def test_a_rank_gets_its_part(path):
