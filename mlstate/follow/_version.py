@@ -162,6 +162,8 @@ def part_of(value: Any) -> Part:
     """Return the part that a value of a state holds: a `Shard`, or a whole array."""
     shard = value if isinstance(value, Shard) else Shard(value)
     array = shard.array.detach() if is_torch(shard.array) else shard.array
+    if not is_torch(array) and not array.dtype.isnative:
+        raise CompatibilityError(f"an array of {array.dtype} is byte-swapped: convert it")
     return Part(array, name_of(array.dtype), shard.shape, shard.layout, shard.index)
 
 
