@@ -205,8 +205,8 @@ def test_a_step_needs_memory_for_the_changed_elements_only(path, base):
     tracemalloc.start()
     try:
         publisher.publish(0, model)
-        held = tracemalloc.get_traced_memory()[0]
-        assert held < (1.05 if base == "memory" else 0.05) * nbytes
+        traced = tracemalloc.get_traced_memory()[0]
+        assert traced < (1.05 if base == "memory" else 0.05) * nbytes
         follower.advance()
         for array in model.values():
             array.flat[::100] = 1
@@ -216,8 +216,8 @@ def test_a_step_needs_memory_for_the_changed_elements_only(path, base):
         current, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert current < held + 0.05 * nbytes
-    assert peak < held + 0.2 * nbytes
+    assert current < traced + 0.05 * nbytes
+    assert peak < traced + 0.2 * nbytes
     assert same(into, model)
 
 
@@ -488,7 +488,7 @@ def test_damage_of_any_file_leaves_the_old_version_or_the_right_new_one(path, se
     assert same(into, models[follower.version])
 
 
-def test_a_replayed_delta_changes_nothing(path):
+def test_a_replayed_delta_leaves_the_arrays_unchanged(path):
     publisher, models = published(path, 2)
     old = path / "manifest.json"
     data = old.read_bytes()

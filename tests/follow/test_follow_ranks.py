@@ -77,7 +77,7 @@ def test_ranks_exchange_short_messages_only(tmp_path):
     assert max(run_ranks(work, groups=groups)) < 4096
 
 
-def test_a_failure_of_one_rank_is_raised_on_all_and_publishes_nothing(tmp_path):
+def test_a_failure_of_one_rank_is_raised_on_all_without_a_version(tmp_path):
     def work(group):
         publisher = Publisher(tmp_path / "w", group=group)
         for step, is_bad in enumerate([False, True, False]):

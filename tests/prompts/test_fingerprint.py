@@ -181,12 +181,12 @@ def test_names_and_versions_in_nested_configs_are_not_part_of_a_model(tmp_path):
     assert first == second != third
 
 
-def test_an_empty_iterator_of_adapters_is_no_adapter():
+def test_an_empty_iterator_of_adapters_equals_none():
     assert fingerprint(fingerprint("a"), adapters=iter(())) == fingerprint("a")
 
 
 @pytest.mark.torch
-def test_modules_that_compute_something_else_differ():
+def test_modules_with_another_computation_differ():
     torch = pytest.importorskip("torch")
     nn = torch.nn
 

@@ -383,3 +383,101 @@ def test_a_key_is_not_believed_without_the_tokens(log):
     result = match(log, [1] * BLOCK)
     assert result.length == 0
     assert len(result.damage) == 1 and "segment-00000001, offset 64" in result.damage[0]
+
+
+SEGMENT = 1 << 20  # a budget whose segments have 64 KiB
+
+
+def put_one(log, tokens, kind=0, size=20_000):
+    """Store one record of `size` bytes that ends with the tokens."""
+    items = [(kind, len(tokens), b"", [np.ones(size, np.uint8)])]
+    return log.put(FINGERPRINT, np.asarray(tokens), BLOCK, items, SEGMENT, 30.0)
+
+
+@pytest.mark.parametrize(("kind", "more"), [(1, 2), (0, BLOCK)])
+def test_record_that_was_moved_before_its_parent_stays_below_it(tmp_path, kind, more):
+    log, first = PromptLog(tmp_path / "log", True), [1] * BLOCK
+    longer = first + [2] * more
+    put_one(log, first)
+    put_one(log, [7] * BLOCK, size=40_000)  # the rest of segment 1
+    put_one(log, longer, kind)
+    put_one(log, [8] * BLOCK, size=40_000)  # the rest of segment 2
+    put_one(log, [9] * BLOCK, size=60_000)
+    assert log.mark(match(log, longer), [1], "pin", 30.0) == 1
+    for token in (8, 7):  # segment 2 is compacted before segment 1
+        assert log.mark(match(log, [token] * BLOCK), [0], "delete", 30.0) == 1
+    (tmp_path / "log" / "index").unlink(missing_ok=True)
+    log = PromptLog(tmp_path / "log", False)
+    assert pairs_of(match(log, longer)) == [(0, BLOCK), (kind, len(longer))]
+    log = PromptLog(tmp_path / "log", False)
+    log.prune(0, 30.0)
+    assert pairs_of(match(log, longer)) == [(0, BLOCK), (kind, len(longer))]
+    assert log.mark(match(log, first), [0], "delete", 30.0) == 0  # a record hangs on it
+
+
+def test_moved_records_keep_their_recency_if_the_index_is_old(tmp_path):
+    log = PromptLog(tmp_path / "log", True)
+    for token in range(6):
+        put_one(log, [token] * BLOCK, size=20_000 if token == 0 else 40_000)
+    match(log, [0] * BLOCK)
+    log.prune(None, 30.0)  # writes the index
+    assert log.mark(match(log, [1] * BLOCK), [0], "delete", 30.0) == 1  # moves record 0
+    log = PromptLog(tmp_path / "log", False)
+    log.prune(150_000, 30.0)
+    kept = {token for token in range(6) if match(log, [token] * BLOCK).length}
+    assert 0 in kept and 2 not in kept
+
+
+def test_index_is_written_to_the_store_after_a_change_of_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = PromptLog("log", True)
+    put(log, [1] * BLOCK)
+    (tmp_path / "other" / "log").mkdir(parents=True)
+    monkeypatch.chdir("other")
+    log.prune(None, 30.0)
+    assert not list((tmp_path / "other" / "log").iterdir())
+    assert (tmp_path / "log" / "index").exists()
+
+
+def test_stored_record_is_not_evicted_for_the_others_of_its_put(log):
+    longer = np.arange(7 * BLOCK)
+    big = [np.ones(12_000, np.uint8)]
+    tail = (1, 2, b"", big)
+    assert log.put(FINGERPRINT, longer, BLOCK, [tail], None, 30.0) == [1]
+    items = [tail, *((0, end, b"", big) for end in range(BLOCK, 29, BLOCK))]
+    results = log.put(FINGERPRINT, longer, BLOCK, items, 80_000, 30.0)
+    assert results[0] == 0 and -1 in results
+    assert pairs_of(match(log, longer))[0] == (1, 2)
+
+
+def test_one_put_stores_ten_thousand_records(log):
+    tokens = np.arange(10_000)
+    items = [(0, end, b"", []) for end in range(1, 10_001)]
+    assert log.put(FINGERPRINT, tokens, 1, items, None, 30.0) == [1] * 10_000
+    assert log.put(FINGERPRINT, tokens, 1, items, None, 30.0) == [0] * 10_000
+    assert log.match(FINGERPRINT, tokens, 1).length == 10_000
+    items = [(0, end, b"", []) for end in range(2, 10_001)]
+    assert log.put(b"other", tokens, 1, items, None, 30.0) == [-1] * 9_999
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_threads_of_a_forked_child_use_the_log_at_once(log):
+    put(log, [1] * BLOCK)
+    children = []
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            lengths, start = [], threading.Barrier(4)
+
+            def work(lengths=lengths, start=start):
+                start.wait()
+                lengths.append(match(log, [1] * BLOCK).length)
+
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            os._exit(0 if lengths == [BLOCK] * 4 else 1)
+        children.append(child)
+    assert {os.waitpid(child, 0)[1] for child in children} == {0}

@@ -502,7 +502,7 @@ def test_a_match_of_another_model_is_refused(store, tmp_path):
         assert store_at(tmp_path).restore(match, into=state) == 40  # the same model
 
 
-def test_a_refused_put_does_not_decide_what_the_store_holds(store, tmp_path):
+def test_a_refused_put_does_not_fix_the_entries_of_the_store(store, tmp_path):
     store.put(TOKENS[:40], prefilled(FULL, TOKENS[:40]))
     with store_at(tmp_path) as fresh:
         with pytest.raises(CompatibilityError, match="dtype 'float64'"):

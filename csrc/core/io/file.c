@@ -500,6 +500,21 @@ static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *
     return mls_fail_os(st, reason, "cannot keep the old file's permissions");
 }
 
+/* Begin in the folder and with the name that `file` has. */
+static mls_code begin_named(mls_atomic_file *file, unsigned mode, mls_status *st)
+{
+    struct stat old;
+    bool exists = false;
+    if (file->name == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
+    }
+    mls_code code = examine_target(file, &old, &exists, st);
+    if (code == MLS_OK) {
+        code = open_temporary(file, mode, st);
+    }
+    return code == MLS_OK && exists ? copy_owner_and_mode(file->fd, &old, st) : code;
+}
+
 /* Begin to replace the file `path`, in a temporary file in the same folder. All refusals
  * happen here, before any byte is written. `file` can be aborted at every step, and a
  * failure does so. */
@@ -507,30 +522,15 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
                           mls_status *st)
 {
     mls_atomic_file file = {.fd = -1, .folder = -1};
-    struct stat old;
-    bool exists = false;
     char *resolved = NULL;
     mls_code code = resolve_links(path, &resolved, st);
-    if (code != MLS_OK) {
-        goto done;
-    }
-    code = open_folder(resolved, &file.folder, st);
-    if (code != MLS_OK) {
-        goto done;
-    }
-    file.name = join_path(resolved, 0, resolved + folder_length(resolved));
-    if (file.name == NULL) {
-        code = mls_fail(st, MLS_E_MEMORY, "no memory for a path");
-        goto done;
-    }
-    code = examine_target(&file, &old, &exists, st);
     if (code == MLS_OK) {
-        code = open_temporary(&file, mode, st);
+        code = open_folder(resolved, &file.folder, st);
     }
-    if (code == MLS_OK && exists) {
-        code = copy_owner_and_mode(file.fd, &old, st);
+    if (code == MLS_OK) {
+        file.name = join_path(resolved, 0, resolved + folder_length(resolved));
+        code = begin_named(&file, mode, st);
     }
-done:
     mls_free(resolved);
     if (code == MLS_OK) {
         *out = file;
@@ -630,19 +630,37 @@ failed:
     return st->code;
 }
 
+static mls_code write_whole(mls_atomic_file *file, const void *data, size_t bytes,
+                            mls_status *st)
+{
+    const mls_code code = mls_atomic_write(file, data, bytes, 0, st);
+    if (code != MLS_OK) {
+        mls_atomic_abort(file);
+        return code;
+    }
+    return mls_atomic_commit(file, st);
+}
+
 /* Replace a file by `bytes` bytes in one call: begin, write, commit. */
 mls_code mls_file_replace(const char *path, unsigned mode, const void *data, size_t bytes,
                           mls_status *st)
 {
     mls_atomic_file file;
-    mls_code code = mls_atomic_begin(path, mode, &file, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    code = mls_atomic_write(&file, data, bytes, 0, st);
+    const mls_code code = mls_atomic_begin(path, mode, &file, st);
+    return code == MLS_OK ? write_whole(&file, data, bytes, st) : code;
+}
+
+mls_code mls_file_replace_at(int folder, const char *name, unsigned mode,
+                             const void *data, size_t bytes, mls_status *st)
+{
+    mls_atomic_file file = {.fd = -1, .name = join_path(name, 0, name)};
+    file.folder = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const mls_code code = file.folder < 0
+                              ? mls_fail_os(st, errno, "cannot open the file's folder")
+                              : begin_named(&file, mode, st);
     if (code != MLS_OK) {
         mls_atomic_abort(&file);
         return code;
     }
-    return mls_atomic_commit(&file, st);
+    return write_whole(&file, data, bytes, st);
 }

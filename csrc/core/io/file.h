@@ -156,4 +156,8 @@ void mls_atomic_abort(mls_atomic_file *file);
 mls_code mls_file_replace(const char *path, unsigned mode, const void *data, size_t bytes,
                           mls_status *st);
 
+/* The same for `name` in an open folder. A link is refused. */
+mls_code mls_file_replace_at(int folder, const char *name, unsigned mode,
+                             const void *data, size_t bytes, mls_status *st);
+
 #endif

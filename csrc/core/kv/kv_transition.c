@@ -370,8 +370,9 @@ static bool has_row_kernel(const job *j, size_t row)
            row % 16 == 0 && (uintptr_t)j->dst->data % 16 == 0;
 }
 
-/* Move the rows of a part (`bytes` bytes) with the kernel, as measurements have chosen to
- * store them; if they are in progress, return false and move nothing. */
+/* Move the rows of a part (`bytes` bytes) and fill the rest of each with the pad, by the
+ * kernel, with the stores (past the cache or not) that earlier trials chose. While such a
+ * trial runs, move nothing and return false: the caller then copies in stages. */
 static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from,
                       size_t bytes)
 {

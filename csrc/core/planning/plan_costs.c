@@ -196,9 +196,10 @@ static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64
     return best;
 }
 
-/* Fills the table of needs column by column, each from the diagonal upwards: then the
+/* Fills the table of needs: entry (s, t) is the least memory for the blocks s .. t, as
+ * least_of computes it. Goes column by column, each from the diagonal upwards: then the
  * entries below in the column and to the left in the row are known. `column` is scratch
- * space. Returns false if the poll stops it. */
+ * space for c->blocks numbers. Returns false if the poll stops it. */
 static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
                        int64_t *column)
 {

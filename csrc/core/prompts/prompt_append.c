@@ -79,44 +79,33 @@ mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t l
 
 /* ---- payloads ---- */
 
-/* Continue after `written` bytes of the vectors. */
-static void skip_written(payload_writer *w, size_t written)
-{
-    int written_count = 0;
-    while (written_count < w->count && written >= w->vectors[written_count].iov_len) {
-        written -= w->vectors[written_count++].iov_len;
-    }
-    w->count -= written_count;
-    memmove(w->vectors, w->vectors + written_count,
-            (size_t)w->count * sizeof w->vectors[0]);
-    if (w->count > 0) {
-        w->vectors[0].iov_base = (unsigned char *)w->vectors[0].iov_base + written;
-        w->vectors[0].iov_len -= written;
-    }
-}
-
+/* After a short or failed call, each vector is written again. */
 static mls_code flush(payload_writer *w, mls_status *st)
 {
     mls_prompt_append *append = w->append;
-    while (w->count > 0) {
-        const ssize_t put = pwritev(append->fd, w->vectors, w->count, (off_t)w->offset);
-        if (put < 0 && errno == EINTR) {
-            continue;
-        }
-        if (put <= 0) {
-            return mls_fail_os(st, put < 0 ? errno : EIO,
-                               "cannot write %zu bytes at offset %llu of a segment",
-                               w->bytes, (unsigned long long)w->offset);
-        }
-        w->offset += (uint64_t)put;
-        w->bytes -= (size_t)put;
-        skip_written(w, (size_t)put);
-        mls_file_start_writeback(append->fd, &append->started, w->offset);
-        if (!mls_progress_report(append->progress, (uint64_t)put)) {
-            return mls_fail(st, MLS_E_STOPPED, "stopped");
-        }
+    if (w->count == 0) {
+        return MLS_OK;
     }
-    return MLS_OK;
+    const bool is_whole =
+        pwritev(append->fd, w->vectors, w->count, (off_t)w->offset) == (ssize_t)w->bytes;
+    for (int i = 0; i < w->count; i++) {
+        const struct iovec *vector = &w->vectors[i];
+        const mls_code code = is_whole
+                                  ? MLS_OK
+                                  : mls_file_write_at(append->fd, vector->iov_base,
+                                                      vector->iov_len, w->offset, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        w->offset += vector->iov_len;
+    }
+    const size_t bytes = w->bytes;
+    w->count = 0;
+    w->bytes = 0;
+    mls_file_start_writeback(append->fd, &append->started, w->offset);
+    return mls_progress_report(append->progress, bytes)
+               ? MLS_OK
+               : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
 /* Collect bytes, which stay in place until the next flush. */
@@ -408,7 +397,7 @@ mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
 {
     mls_prompt_log *log = append->log;
     mls_prompt_enter_state(log);
-    mls_code code = mls_prompt_index_reserve(&log->index, append->count, st);
+    mls_code code = mls_prompt_index_reserve(&log->index, 2 * append->count, st);
     mls_prompt_leave_state(log);
     const unsigned char *bytes = append->bytes;
     for (size_t i = 0; code == MLS_OK && i < append->count; i++) {
@@ -427,6 +416,8 @@ mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
     }
     mls_prompt_enter_state(log);
     enter_all(append);
+    log->synced_segment = append->segment;
+    log->synced_bytes = append->end;
     mls_prompt_leave_state(log);
     release(append);
     return MLS_OK;

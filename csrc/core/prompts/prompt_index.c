@@ -114,24 +114,42 @@ static void note_kind(mls_prompt_index *index, const mls_prompt_entry *entry)
     }
 }
 
-/* A removed entry of the key is used again: records that have it as parent are found. */
+/* A removed entry of the key is used again: records that have it as parent are found, and
+ * it stays at least as recent as these. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry)
 {
     uint32_t number = find_any(index, &entry->key);
+    uint32_t used = 0;
     uint8_t branches = 0;
     if (number == MLS_PROMPT_NONE) {
         number = (uint32_t)index->count++;
         index->entries[number] = *entry;
         enter_number(index, number);
     } else {
+        used = index->entries[number].used;
         branches = index->entries[number].flags & MLS_PROMPT_BRANCHES;
         index->removed -= is_removed(index, number);
         index->entries[number] = *entry;
     }
-    index->entries[number].flags |= branches;
-    index->entries[number].parent = MLS_PROMPT_NONE;
+    mls_prompt_entry *added = &index->entries[number];
+    added->used = added->used > used ? added->used : used;
+    added->flags |= branches;
+    added->parent = MLS_PROMPT_NONE;
     mls_prompt_index_link(index, number, entry->parent);
-    note_kind(index, &index->entries[number]);
+    note_kind(index, added);
+    return number;
+}
+
+uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key *key,
+                                  uint32_t end)
+{
+    uint32_t number = find_any(index, key);
+    if (number == MLS_PROMPT_NONE) {
+        const mls_prompt_entry entry = {
+            .key = *key, .end = end, .parent = MLS_PROMPT_NONE};
+        number = mls_prompt_index_add(index, &entry);
+        mls_prompt_index_remove(index, number);
+    }
     return number;
 }
 

@@ -57,6 +57,11 @@ mls_code mls_prompt_index_reserve(mls_prompt_index *index, size_t count, mls_sta
  * number. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry);
 
+/* Return the number of the entry with a key, removed or not. If there is none, add a
+ * removed one: the parent of a record that is stored before it. There must be room. */
+uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key *key,
+                                  uint32_t end);
+
 /* Set the parent of an entry, if their ends fit together: a chain is never circular. */
 void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t parent);
 

@@ -10,8 +10,8 @@
 #include "base/size.h"
 #include "io/file.h"
 
+#include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -74,7 +74,6 @@ mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 {
     struct stat info;
     size_t bytes;
-    /* a replacement would follow a link out of the folder */
     if (fstatat(log->folder, MLS_PROMPT_INDEX, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
         !S_ISREG(info.st_mode)) {
         return mls_fail(st, MLS_E_FORMAT, "`index` is not a regular file: delete it");
@@ -87,9 +86,7 @@ mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
         return mls_fail(st, MLS_E_SIZE, "the index is too large");
     }
     unsigned char *data = mls_alloc(bytes, 1);
-    const size_t path_bytes = strlen(log->path) + sizeof MLS_PROMPT_INDEX + 1;
-    char *path = mls_alloc(path_bytes, 1);
-    if (data == NULL || path == NULL) {
+    if (data == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for an index of %zu bytes", bytes);
     } else {
         mls_prompt_head head = {0};
@@ -101,11 +98,9 @@ mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
         mls_store_le32(data + COUNTS + 16, (uint32_t)log->index.count);
         write_entries(&log->index, write_segments(log, data + TABLES));
         mls_store_le32(data + TABLES - 4, checksum(data, bytes, log->crc));
-        snprintf(path, path_bytes, "%s/%s", log->path, MLS_PROMPT_INDEX);
-        code = mls_file_replace(path, MODE, data, bytes, st);
+        code = mls_file_replace_at(log->folder, MLS_PROMPT_INDEX, MODE, data, bytes, st);
     }
     mls_free(data);
-    mls_free(path);
     if (code == MLS_OK) {
         log->unindexed = 0;
         log->index_bytes = bytes;
@@ -186,6 +181,9 @@ static bool load_segments(mls_prompt_log *log, const unsigned char *at, size_t c
         before = segment.number;
         if (fstatat(log->folder, mls_prompt_segment_name(name, segment.number), &info,
                     AT_SYMLINK_NOFOLLOW) != 0) {
+            if (errno != ENOENT) {
+                return false;
+            }
             continue;
         }
         if (!S_ISREG(info.st_mode) || (uint64_t)info.st_size < segment.bytes ||

@@ -44,11 +44,10 @@ typedef struct mls_prompt_segment {
 } mls_prompt_segment;
 
 struct mls_prompt_log {
-    char *path;
     int folder, store; /* descriptors; `store` may be open for reading only */
     int used;          /* -1: not open */
     int refused;       /* errno of opening `store` for writing; 0: it is open so */
-    pid_t pid;
+    _Atomic pid_t pid;
     unsigned char id[MLS_PROMPT_KEY];
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
@@ -63,7 +62,9 @@ struct mls_prompt_log {
     size_t unindexed;      /* records that the index file lacks */
     uint32_t tail_segment; /* the first record of the last put that the scan found */
     uint64_t tail_offset;
-    uint64_t index_bytes; /* length of the index file */
+    uint64_t index_bytes;    /* length of the index file */
+    uint32_t synced_segment; /* this process made this segment durable, */
+    uint64_t synced_bytes;   /* up to here */
 };
 
 /* ---- prompt_segments.c ---- */
@@ -142,11 +143,11 @@ mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st);
 /* Enter what follows a damaged header at the end of the newest segment. */
 mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st);
 
-/* Enter a record that is stored now. There is room in the index. */
+/* Enter a record that is stored now. The index has room for it and its parent. */
 void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
                       const mls_prompt_header *header);
 
-/* Remove an entry. */
+/* Remove an entry, unless it is removed. */
 void mls_prompt_forget(mls_prompt_log *log, uint32_t number);
 
 /* Apply one note to the entries. */

@@ -140,12 +140,11 @@ static mls_code propose_kinds(search *s, const mls_prompt_key *parent, size_t st
     return code;
 }
 
-/* Follow the chain of blocks, and what branches off from it. The links between entries
- * are renewed on the way: a parent may have been stored after its child. */
+/* Follow the chain of blocks, and what branches off from it. */
 static mls_code propose_chain(search *s, mls_status *st)
 {
     const mls_prompt_prefix *prefix = s->prefix;
-    mls_prompt_index *index = &s->log->index;
+    const mls_prompt_index *index = &s->log->index;
     mls_prompt_hash hash =
         mls_prompt_hash_root(s->log->id, s->fingerprint, prefix->fingerprint_bytes);
     mls_prompt_key parent = mls_prompt_hash_key(&hash);
@@ -170,9 +169,6 @@ static mls_code propose_chain(search *s, mls_status *st)
         code = propose(s, number, &parent, start, st);
         if (code != MLS_OK) {
             return code;
-        }
-        if (last != MLS_PROMPT_NONE && index->entries[number].parent != last) {
-            mls_prompt_index_link(index, number, last);
         }
         last = number;
         parent = key;

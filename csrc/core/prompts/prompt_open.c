@@ -7,7 +7,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -28,7 +27,6 @@ static const char letters[] = "mlsprmpt";
  * share the lock with the parent. */
 static void renew_after_fork(mls_prompt_log *log)
 {
-    log->pid = getpid();
     pthread_mutex_init(&log->state, NULL);
     pthread_mutex_init(&log->writer, NULL);
     log->index = (mls_prompt_index){0};
@@ -41,12 +39,17 @@ static void renew_after_fork(mls_prompt_log *log)
                                  O_NOFOLLOW | O_NONBLOCK);
     (void)close(log->store);
     log->store = store;
+    atomic_store(&log->pid, getpid());
 }
 
 void mls_prompt_enter_state(mls_prompt_log *log)
 {
-    if (log->pid != getpid()) {
-        renew_after_fork(log);
+    const pid_t pid = getpid();
+    for (pid_t owner; (owner = atomic_load(&log->pid)) != pid;) {
+        /* one thread of the child renews it; the others wait for that */
+        if (owner != 0 && atomic_compare_exchange_strong(&log->pid, &owner, 0)) {
+            renew_after_fork(log);
+        }
     }
     pthread_mutex_lock(&log->state);
 }
@@ -84,21 +87,12 @@ static mls_code write_store(const mls_prompt_log *log, mls_status *st)
 {
     unsigned char bytes[MLS_PROMPT_FILE_HEAD];
     mls_prompt_head head = {0};
-    const size_t path_bytes = strlen(log->path) + sizeof MLS_PROMPT_STORE + 1;
-    char *path = mls_alloc(path_bytes, 1);
-    if (path == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
-    }
-    mls_code code = MLS_OK;
     if (getentropy(head.id, sizeof head.id) != 0) {
-        code = mls_fail_os(st, errno, "cannot get random bytes");
-    } else {
-        mls_prompt_head_write(bytes, letters, &head, log->crc);
-        snprintf(path, path_bytes, "%s/%s", log->path, MLS_PROMPT_STORE);
-        code = mls_file_replace(path, MODE, bytes, sizeof bytes, st);
+        return mls_fail_os(st, errno, "cannot get random bytes");
     }
-    mls_free(path);
-    return code;
+    mls_prompt_head_write(bytes, letters, &head, log->crc);
+    return mls_file_replace_at(log->folder, MLS_PROMPT_STORE, MODE, bytes, sizeof bytes,
+                               st);
 }
 
 /* The folder is locked meanwhile, so that two processes do not create two stores. A file
@@ -132,13 +126,14 @@ static int sync_parent(int folder)
     return reason;
 }
 
-static mls_code open_folder(mls_prompt_log *log, bool create, mls_status *st)
+static mls_code open_folder(mls_prompt_log *log, const char *path, bool create,
+                            mls_status *st)
 {
-    const bool is_new = create && mkdir(log->path, FOLDER_MODE) == 0;
+    const bool is_new = create && mkdir(path, FOLDER_MODE) == 0;
     if (create && !is_new && errno != EEXIST) {
         return mls_fail_os(st, errno, "cannot create the folder");
     }
-    log->folder = open(log->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    log->folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (log->folder < 0) {
         return mls_fail_os(st, errno, "cannot open the folder");
     }
@@ -185,9 +180,10 @@ static mls_code read_store(mls_prompt_log *log, mls_status *st)
 }
 
 /* A folder without `store` is not a prompt store, unless it may become one. */
-static mls_code open_files(mls_prompt_log *log, bool create, mls_status *st)
+static mls_code open_files(mls_prompt_log *log, const char *path, bool create,
+                           mls_status *st)
 {
-    mls_code code = open_folder(log, create, st);
+    mls_code code = open_folder(log, path, create, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -207,15 +203,10 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
                              mls_prompt_log **out, mls_status *st)
 {
     mls_prompt_log *log = mls_alloc(1, sizeof *log);
-    const size_t path_bytes = strlen(path) + 1;
-    char *copy = mls_alloc(path_bytes, 1);
-    if (log == NULL || copy == NULL) {
-        mls_free(log);
-        mls_free(copy);
+    if (log == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to open a prompt store");
     }
-    *log = (mls_prompt_log){.path = memcpy(copy, path, path_bytes),
-                            .folder = -1,
+    *log = (mls_prompt_log){.folder = -1,
                             .store = -1,
                             .used = -1,
                             .pid = getpid(),
@@ -223,7 +214,7 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
                             .crc = mls_crc_of(kernels->cpu)};
     pthread_mutex_init(&log->state, NULL);
     pthread_mutex_init(&log->writer, NULL);
-    mls_code code = open_files(log, create, st);
+    mls_code code = open_files(log, path, create, st);
     if (code == MLS_OK) {
         code = mls_prompt_load(log, st);
     }
@@ -252,6 +243,5 @@ void mls_prompt_log_free(mls_prompt_log *log)
     }
     pthread_mutex_destroy(&log->state);
     pthread_mutex_destroy(&log->writer);
-    mls_free(log->path);
     mls_free(log);
 }

@@ -139,21 +139,45 @@ static bool has_parent(const put_work *w, const mls_prompt_item *item)
                MLS_PROMPT_NONE;
 }
 
-/* Protect the stored part of the chain from the eviction for its continuation. */
-static void keep_chain(const put_work *w, bool keep)
+static void keep_record(mls_prompt_index *index, const mls_prompt_key *key, bool keep)
 {
-    mls_prompt_index *index = &w->log->index;
+    const uint32_t number = mls_prompt_index_find(index, key);
+    if (number != MLS_PROMPT_NONE) {
+        uint8_t *flags = &index->entries[number].flags;
+        *flags &= (uint8_t)~MLS_PROMPT_KEPT;
+        *flags |= keep ? MLS_PROMPT_KEPT : 0;
+    }
+}
+
+/* Protect the stored part of the chain, and the stored items, from the eviction for the
+ * others. */
+static void keep_stored(const put_work *w, bool keep)
+{
     for (size_t i = 1; i <= w->blocks; i++) {
-        const uint32_t number = mls_prompt_index_find(index, &w->chain[i]);
-        if (number != MLS_PROMPT_NONE) {
-            uint8_t *flags = &index->entries[number].flags;
-            *flags &= (uint8_t)~MLS_PROMPT_KEPT;
-            *flags |= keep ? MLS_PROMPT_KEPT : 0;
-        }
+        keep_record(&w->log->index, &w->chain[i], keep);
+    }
+    for (size_t i = 0; i < w->count; i++) {
+        keep_record(&w->log->index, &w->headers[i].key, keep);
     }
 }
 
 /* ---- batches: the records that one sync makes durable ---- */
+
+/* Compare an item with the earlier ones of its batch: items are in the order of their
+ * ends, so those before its block do not matter. */
+static void compare_with_batch(const put_work *w, size_t first, size_t number,
+                               bool *is_new, bool *is_rooted)
+{
+    const mls_prompt_header *header = &w->headers[number];
+    const size_t start = item_start(w, &w->items[number]);
+    for (size_t i = number; i > first && w->items[i - 1].end >= start; i--) {
+        if (w->items[i - 1].result == 1) {
+            const mls_prompt_key *key = &w->headers[i - 1].key;
+            *is_new = *is_new && !mls_prompt_key_equal(key, &header->key);
+            *is_rooted = *is_rooted || mls_prompt_key_equal(key, &header->parent);
+        }
+    }
+}
 
 /* Choose items from `first` on: at least one, and as many as a segment should have. An
  * item that is stored is skipped; for one without a parent the result is -1. Returns the
@@ -168,14 +192,7 @@ static size_t choose_batch(put_work *w, size_t first, uint64_t limit, uint64_t *
         bool is_new =
             mls_prompt_index_find(&w->log->index, &header->key) == MLS_PROMPT_NONE;
         bool is_rooted = has_parent(w, item);
-        for (size_t i = first; i < next && is_new; i++) {
-            const bool is_written = w->items[i].result == 1;
-            is_new =
-                !is_written || !mls_prompt_key_equal(&w->headers[i].key, &header->key);
-            is_rooted =
-                is_rooted ||
-                (is_written && mls_prompt_key_equal(&w->headers[i].key, &header->parent));
-        }
+        compare_with_batch(w, first, next, &is_new, &is_rooted);
         item->result = !is_new ? 0 : is_rooted ? 1 : -1;
         if (item->result != 1) {
             continue;
@@ -221,7 +238,7 @@ static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
     bool fits = true;
     mls_prompt_enter_state(w->log);
     *next = choose_batch(w, first, limit, &bytes);
-    keep_chain(w, true);
+    keep_stored(w, true);
     mls_prompt_leave_state(w->log);
     /* with a new segment, and the entries in the index file */
     const uint64_t more = 2 * MLS_PROMPT_FILE_HEAD + MLS_PROMPT_UNIT * (*next - first);
@@ -229,7 +246,7 @@ static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
         bytes == 0 ? MLS_OK
                    : mls_prompt_make_room(w->log, bytes + more, w->max_bytes, &fits, st);
     mls_prompt_enter_state(w->log);
-    keep_chain(w, false);
+    keep_stored(w, false);
     mls_prompt_leave_state(w->log);
     for (size_t i = first; !fits && i < w->count; i++) {
         w->items[i].result = w->items[i].result == 0 && i < *next ? 0 : -1;
@@ -264,22 +281,6 @@ static mls_code prepare(put_work *w, mls_status *st)
     return code;
 }
 
-/* Link the items that were stored already to their parents: a parent that was dropped and
- * stored again does not know the records that branch off from it. */
-static void link_stored(const put_work *w)
-{
-    mls_prompt_index *index = &w->log->index;
-    mls_prompt_enter_state(w->log);
-    for (size_t i = 0; i < w->count; i++) {
-        const uint32_t child = mls_prompt_index_find(index, &w->headers[i].key);
-        const uint32_t parent = mls_prompt_index_find(index, &w->headers[i].parent);
-        if (w->items[i].result == 0 && child != MLS_PROMPT_NONE) {
-            mls_prompt_index_link(index, child, parent);
-        }
-    }
-    mls_prompt_leave_state(w->log);
-}
-
 mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                         mls_prompt_item *items, size_t count, uint64_t max_bytes,
                         const mls_progress *progress, mls_status *st)
@@ -293,9 +294,6 @@ mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
     mls_code code = prepare(&w, st);
     for (size_t next = 0; code == MLS_OK && next < count;) {
         code = put_batch(&w, &next, st);
-    }
-    if (code == MLS_OK) {
-        link_stored(&w);
     }
     if (code == MLS_OK) { /* the records are stored, whether or not this succeeds */
         mls_status ignored;

@@ -11,7 +11,6 @@
 #include "io/file.h"
 #include "prompts/payload_runs.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/uio.h>
@@ -38,37 +37,22 @@ typedef struct part_reader {
     const mls_crc_kernels *kernels;
 } part_reader;
 
-/* Fill the vectors, which have `bytes` bytes; a call may transfer fewer. */
+/* Fill the vectors, which have `bytes` bytes. After a short or failed call, each is read
+ * again. */
 static mls_code read_vectors(part_reader *r, struct iovec *vectors, int count,
                              size_t bytes, mls_status *st)
 {
-    ssize_t got;
-    do {
-        got = preadv(r->fd, vectors, count, (off_t)r->offset);
-    } while (got < 0 && errno == EINTR);
-    if (got < 0) {
-        return mls_fail_os(st, errno, "cannot read the segment");
-    }
-    size_t done = (size_t)got;
-    r->offset += bytes;
+    const bool is_whole =
+        preadv(r->fd, vectors, count, (off_t)r->offset) == (ssize_t)bytes;
     for (int i = 0; i < count; i++) {
         unsigned char *to = vectors[i].iov_base;
         const size_t length = vectors[i].iov_len;
-        if (done < length) {
-            bytes = length - done;
-            const uint64_t at = r->offset;
-            size_t later = bytes;
-            for (int j = i + 1; j < count; j++) {
-                later += vectors[j].iov_len;
-            }
-            const mls_code code =
-                mls_file_read_at(r->fd, to + done, bytes, at - later, st);
-            if (code != MLS_OK) {
-                return code;
-            }
-            done = length;
+        const mls_code code =
+            is_whole ? MLS_OK : mls_file_read_at(r->fd, to, length, r->offset, st);
+        if (code != MLS_OK) {
+            return code;
         }
-        done -= length;
+        r->offset += length;
         r->crc = r->kernels->update(r->crc, to, length);
     }
     return MLS_OK;

@@ -177,9 +177,10 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
 static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
                           uint32_t segment, mls_status *st)
 {
-    const mls_prompt_log *log = append->log;
-    const uint32_t number = mls_prompt_index_find(&log->index, &note.key);
+    mls_prompt_log *log = append->log;
     bool matters;
+    mls_prompt_enter_state(log);
+    const uint32_t number = mls_prompt_index_find(&log->index, &note.key);
     if (note.operation == MLS_PROMPT_DELETE) {
         matters = number == MLS_PROMPT_NONE && note.segment != segment &&
                   mls_prompt_segment_find(log, note.segment) != NULL;
@@ -192,6 +193,7 @@ static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
             note.operation = is_pinned ? MLS_PROMPT_PIN : MLS_PROMPT_UNPIN;
         }
     }
+    mls_prompt_leave_state(log);
     return matters ? mls_prompt_append_notes(append, &note, 1, st) : MLS_OK;
 }
 
@@ -403,12 +405,9 @@ static bool evict(mls_prompt_log *log, uint32_t number)
 {
     mls_prompt_enter_state(log);
     const mls_prompt_entry *entry = &log->index.entries[number];
-    bool is_dead = false;
-    if ((entry->flags & MLS_PROMPT_REMOVED) == 0) {
-        const mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
-        mls_prompt_forget(log, number);
-        is_dead = segment != NULL && is_mostly_dead(segment);
-    }
+    const mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
+    mls_prompt_forget(log, number);
+    const bool is_dead = segment != NULL && is_mostly_dead(segment);
     mls_prompt_leave_state(log);
     return is_dead;
 }
@@ -445,7 +444,9 @@ mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *fre
                           mls_status *st)
 {
     bool fits = false;
+    mls_prompt_enter_state(log);
     const uint64_t before = mls_prompt_disk_bytes(log);
+    mls_prompt_leave_state(log);
     mls_code code = mls_prompt_make_room(log, 0, max_bytes, &fits, st);
     if (code == MLS_OK) {
         code = compact_all(log, mls_prompt_segment_limit(max_bytes), true, st);

@@ -25,8 +25,20 @@ static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool
 
 void mls_prompt_forget(mls_prompt_log *log, uint32_t number)
 {
-    change_live(log, &log->index.entries[number], false);
-    mls_prompt_index_remove(&log->index, number);
+    if ((log->index.entries[number].flags & MLS_PROMPT_REMOVED) == 0) {
+        change_live(log, &log->index.entries[number], false);
+        mls_prompt_index_remove(&log->index, number);
+    }
+}
+
+/* Return the entry of the parent, which may come later: a compaction changes the order.
+ */
+static uint32_t require_parent(mls_prompt_log *log, const mls_prompt_header *header)
+{
+    const uint64_t start = header->end - header->token_count;
+    return start == 0
+               ? MLS_PROMPT_NONE
+               : mls_prompt_index_require(&log->index, &header->parent, (uint32_t)start);
 }
 
 /* A later record replaces an earlier one with its key. A copy made by a compaction keeps
@@ -39,12 +51,13 @@ static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
         .segment = segment->number,
         .place = (uint32_t)(offset / MLS_PROMPT_UNIT),
         .units = (uint32_t)(header->record_bytes / MLS_PROMPT_UNIT),
-        .parent = mls_prompt_index_find(&log->index, &header->parent),
+        .parent = MLS_PROMPT_NONE,
         .end = (uint32_t)header->end,
         .kind = (uint8_t)header->kind,
     };
     uint32_t number = mls_prompt_index_find(&log->index, &header->key);
     if (number == MLS_PROMPT_NONE) {
+        entry.parent = require_parent(log, header);
         number = mls_prompt_index_add(&log->index, &entry);
     } else {
         mls_prompt_entry *old = &log->index.entries[number];
@@ -136,7 +149,7 @@ static mls_code scan_window(mls_prompt_log *log, mls_prompt_segment *segment, in
             return MLS_OK; /* the end, or a record that is being written */
         }
         if (code == MLS_OK) {
-            code = mls_prompt_index_reserve(&log->index, 1, st);
+            code = mls_prompt_index_reserve(&log->index, 2, st);
         }
         if (code == MLS_OK) {
             mls_prompt_enter(log, segment, segment->bytes, &header);
@@ -170,11 +183,14 @@ static mls_code scan_records(mls_prompt_log *log, mls_prompt_segment *segment, i
         if (code == MLS_OK) {
             code = scan_window(log, segment, fd, length, window, bytes, &done, st);
         }
-        const uint64_t next =
-            code == MLS_OK && done && skips
-                ? mls_prompt_header_search(fd, segment->bytes + MLS_PROMPT_UNIT, length,
-                                           log->crc)
-                : 0;
+        uint64_t next = 0;
+        if (code == MLS_OK && done && skips) {
+            next = mls_prompt_header_search(fd, segment->bytes + MLS_PROMPT_UNIT, length,
+                                            log->crc);
+        }
+        if (next > 0) { /* headers before it may have been written meanwhile */
+            next = mls_prompt_header_search(fd, segment->bytes, length, log->crc);
+        }
         if (next > 0) {
             segment->bytes = next;
             done = false;
@@ -250,12 +266,16 @@ static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
     }
     const uint32_t newest =
         log->segment_count > 0 ? log->segments[log->segment_count - 1].number : 0;
+    size_t missing = log->segment_count;
     for (size_t i = 0; code == MLS_OK && i < count; i++) {
         if (numbers[i] > newest) {
             code = scan_new_segment(log, numbers[i], st);
+        } else {
+            missing -= mls_prompt_segment_find(log, numbers[i]) != NULL;
         }
     }
     mls_free(numbers);
+    changed = changed || missing > 0; /* open files would keep the space of the others */
     log->is_stale = log->is_stale || changed;
     return code;
 }

@@ -105,6 +105,13 @@ static void release_entry(mls_prompt_hit *hit)
     mls_free(hit->bytes);
 }
 
+/* An error of the system, such as too many open files, proves no damage. */
+static bool is_system_error(mls_code code, const mls_status *st)
+{
+    return code == MLS_E_MEMORY || code == MLS_E_STOPPED ||
+           (code == MLS_E_IO && st->os_error != EIO && st->os_error != ENOENT);
+}
+
 mls_code mls_prompt_list(mls_prompt_log *log,
                          bool (*visit)(void *context, const mls_prompt_listed *listed),
                          void *context, mls_status *st)
@@ -121,7 +128,7 @@ mls_code mls_prompt_list(mls_prompt_log *log,
         const mls_code result = read_entry(log, &entries[i], room, &listed.hit, st);
         if (result == MLS_OK) {
             is_done = !visit(context, &listed);
-        } else if (result == MLS_E_MEMORY) {
+        } else if (is_system_error(result, st)) {
             code = result;
         }
         release_entry(&listed.hit);
@@ -177,9 +184,7 @@ static mls_code verify_entry(verification *v, const mls_prompt_entry *entry,
     if (code == MLS_OK || is_gone) {
         return MLS_OK;
     }
-    return code == MLS_E_STOPPED || code == MLS_E_MEMORY
-               ? code
-               : report_damage(v, entry, st->text, st);
+    return is_system_error(code, st) ? code : report_damage(v, entry, st->text, st);
 }
 
 mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,

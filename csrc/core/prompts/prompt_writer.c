@@ -4,6 +4,7 @@
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"
+#include "io/file.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -12,6 +13,22 @@
 #include <unistd.h>
 
 enum { UNINDEXED = 256, BUFFER = 256 << 10 };
+
+/* Make the records of another writer durable: it may have been killed before its sync,
+ * and a put of the same records returns that they are stored. */
+static int sync_newest(mls_prompt_log *log, const mls_prompt_segment *newest, int fd)
+{
+    if (newest->number == log->synced_segment && newest->bytes == log->synced_bytes) {
+        return 0;
+    }
+    int reason = mls_file_sync(fd);
+    reason = reason == 0 ? mls_folder_sync(log->folder) : reason;
+    if (reason == 0) {
+        log->synced_segment = newest->number;
+        log->synced_bytes = newest->bytes;
+    }
+    return reason;
+}
 
 /* Cut what a killed writer left after the last complete record. */
 static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
@@ -30,6 +47,7 @@ static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
         ftruncate(fd, (off_t)newest->bytes) != 0) {
         reason = errno;
     }
+    reason = reason == 0 ? sync_newest(log, newest, fd) : reason;
     if (fd >= 0) {
         (void)close(fd);
     }

@@ -101,11 +101,10 @@ static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static PyObject *log_close(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
-    if (!self->is_closed) {
-        mls_prompt_log *log = enter(self);
-        if (log == NULL) {
-            return NULL;
-        }
+    mls_prompt_log *log = enter(self);
+    if (log == NULL) {
+        PyErr_Clear(); /* it is closed already */
+    } else {
         MLSPY_WITHOUT_GIL(mls_prompt_log_save_index(log));
         leave(self);
         close_log(self);

@@ -53,13 +53,17 @@ def metadata_of(state: object) -> dict[str, dict[str, Any]]:
 
 
 def shown_states(states: dict[str, object]) -> dict[str, Any]:
-    """Return the named states for the caller, without internal ones that only torch needs."""
+    """Return the named states for the caller, without those that only torch's loaders need.
 
-    def is_shown(name: str) -> bool:
+    These are states of a module (`encode_entries`) whose name begins with a dot and whose list of
+    entries is empty: they have only torch's metadata.
+    """
+
+    def is_hidden(name: str) -> bool:
         value = states[name]
-        return name[0] != "." or not isinstance(value, dict) or bool(value.get("entries", True))
+        return name[0] == "." and isinstance(value, dict) and not value.get("entries", True)
 
-    return {name: states[name] for name in states if is_shown(name)}
+    return {name: value for name, value in states.items() if not is_hidden(name)}
 
 
 # ---- loading ----

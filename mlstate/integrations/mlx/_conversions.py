@@ -87,7 +87,11 @@ def from_cache(cache: list[Any], *, length: int | None = None) -> CacheState:
 
 
 def read_state(layers: list[LayerValues], length: int | None = None) -> CacheState:
-    """Return the values of layers as a state."""
+    """Return the values of layers as a state.
+
+    `length` is the number of tokens, needed if no layer counts them; raises if the layers count
+    another number.
+    """
     reader = Reader()
     for i, layer in enumerate(layers):
         reader.read(layer, i, str(i))

@@ -49,21 +49,26 @@ class Filler(EntryPlan):
         """Check a layer, and add the writes for it."""
         self._plan(layer, read_layer(layer, where), where, layout)
 
-    def _plan(self, layer: Any, before: LayerValues, where: str, layout: Layout | None) -> None:
+    def _plan(self, layer: Any, current: LayerValues, where: str, layout: Layout | None) -> None:
+        """Do as `plan`, also for the children of a CacheList.
+
+        `current` has the layer's values, and `where` is its place, such as "3.1". A `layout` of
+        another class is ignored, unless its padding would be lost: then this raises.
+        """
         first = self._layers.setdefault(id(layer), where)
         if first != where:
             text = f"layers {first} and {where} are the same object"
             raise incompatible(text, where, "a layer for each place", "one layer")
-        name = before.cls.name
+        name = current.cls.name
         if layout is not None and layout.class_name != name:
             _refuse_padding(layout, name, where)
             layout = None
         if name == "CacheList":
-            layouts = layouts_for(before.children, layout and layout.children, f"layer {where}")
-            for i, child in enumerate(before.children):
+            layouts = layouts_for(current.children, layout and layout.children, f"layer {where}")
+            for i, child in enumerate(current.children):
                 self._plan(layer.caches[i], child, f"{where}.{i}", layouts[i])
             return
-        at = _Place(self, before, where, {} if layout is None else layout.options)
+        at = _Place(self, current, where, {} if layout is None else layout.options)
         values = _PLANS[name](at)
         self._targets.append(layer)
         self.writes.append(lambda: write_layer(layer, values))

@@ -143,6 +143,19 @@ TEST(failed_rename_removes_the_temporary_file)
     CHECK(entries() == 1);
 }
 
+TEST(a_file_in_an_open_folder_is_replaced)
+{
+    char old[PATH_ROOM], link[PATH_ROOM];
+    const int fd = open(folder, O_RDONLY | O_DIRECTORY);
+    REQUIRE(fd >= 0 && symlink("nothing", in_folder(link, "link")) == 0);
+    CHECK(mls_file_replace_at(fd, "named", 0666, "old", 3, &status) == MLS_OK);
+    CHECK(mls_file_replace_at(fd, "named", 0666, "newer", 5, &status) == MLS_OK);
+    CHECK(content_is(in_folder(old, "named"), "newer"));
+    CHECK(mls_file_replace_at(fd, "link", 0666, "x", 1, &status) == MLS_E_VALUE);
+    CHECK(mls_file_replace_at(-2, "named", 0666, "x", 1, &status) == MLS_E_IO);
+    CHECK(close(fd) == 0);
+}
+
 TEST(failed_replacement_keeps_the_old_file)
 {
     struct rlimit old;

@@ -46,6 +46,37 @@ TEST(a_reader_follows_new_segments_and_their_removal)
     mls_prompt_log_free(reader);
 }
 
+/* A file that stays open keeps its space, although the folder is within its budget. */
+TEST(a_reader_closes_segments_that_a_writer_removed)
+{
+    mls_prompt_log *writer = open_log(), *reader = open_log();
+    struct stat info;
+    for (uint32_t i = 1; i <= 12; i++) {
+        const prompt p = prompt_of(i);
+        CHECK(put_bytes(writer, &p, 1, 50000, 200000) == 1);
+        CHECK(stored_tokens(reader, i) == 4);
+    }
+    CHECK(writer->segments[0].number > 1);
+    for (size_t i = 0; i < reader->segment_count; i++) {
+        const mls_prompt_file *file = reader->segments[i].file;
+        CHECK(file == NULL || (fstat(file->fd, &info) == 0 && info.st_nlink == 1));
+    }
+    CHECK(reader->segment_count == writer->segment_count);
+    mls_prompt_log_free(writer);
+    mls_prompt_log_free(reader);
+}
+
+TEST(an_entry_is_removed_once)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 2) == 2);
+    const uint64_t live = log->segments[0].live;
+    mls_prompt_forget(log, 0);
+    mls_prompt_forget(log, 0);
+    CHECK(log->index.removed == 1 && log->segments[0].live * 2 == live);
+    mls_prompt_log_free(log);
+}
+
 TEST(an_incomplete_record_is_ignored_and_then_cut)
 {
     mls_prompt_log *log = open_log();

@@ -1,6 +1,9 @@
 /* Verification of the whole log, lists and statistics. */
 #include "support/prompt_logs.h"
 
+#include <errno.h>
+#include <sys/resource.h>
+
 static size_t verify(mls_prompt_log *log, bool repair)
 {
     mls_prompt_damage *damage = NULL;
@@ -65,5 +68,35 @@ TEST(statistics_count_the_stored_records)
     CHECK(stats.records == 3 && stats.blocks == 3 && stats.pinned == 3);
     CHECK(stats.segments == 1 && stats.live_bytes >= 3 * PART_BYTES);
     CHECK(stats.disk_bytes >= file_bytes(segment_path(1)));
+    mls_prompt_log_free(log);
+}
+
+/* Without descriptors, a repair must not remove healthy records. */
+TEST(too_many_open_files_are_no_damage)
+{
+    mls_prompt_log *log = open_log();
+    const prompt p = prompt_of(1);
+    struct rlimit before;
+    mls_prompt_damage *damage = NULL;
+    size_t count = 0;
+    uint64_t freed = 0;
+    bool busy = true;
+    CHECK(put_bytes(log, &p, 3, 40000, 1 << 20) == 3 && log->segment_count > 1);
+    REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
+    CHECK(mls_prompt_prune(log, UINT64_MAX, &freed, &status) == MLS_OK);
+    mls_prompt_unlock(log);
+    mls_prompt_log_free(log);
+    log = open_log(); /* only the newest segment is open */
+    REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
+    const int lowest = dup(STDIN_FILENO);
+    REQUIRE(lowest >= 0 && close(lowest) == 0 && getrlimit(RLIMIT_NOFILE, &before) == 0);
+    const struct rlimit none = {.rlim_cur = (rlim_t)lowest, .rlim_max = before.rlim_max};
+    REQUIRE(setrlimit(RLIMIT_NOFILE, &none) == 0);
+    const mls_code code = mls_prompt_verify(log, true, NULL, &damage, &count, &status);
+    CHECK(mls_prompt_list(log, count_records, &count, &status) == MLS_E_IO);
+    REQUIRE(setrlimit(RLIMIT_NOFILE, &before) == 0);
+    mls_prompt_unlock(log);
+    CHECK(code == MLS_E_IO && status.os_error == EMFILE);
+    CHECK(stored_tokens(log, 1) == 12);
     mls_prompt_log_free(log);
 }

@@ -42,6 +42,21 @@ TEST(the_damaged_part_of_the_last_put_is_stored_again)
     mls_prompt_log_free(log);
 }
 
+/* A put that finds its records stored by a killed writer returns that they are durable.
+ */
+TEST(records_of_another_writer_are_synced)
+{
+    mls_prompt_log *log = open_log(), *other = open_log();
+    CHECK(put_blocks(log, 1, 2) == 2);
+    CHECK(log->synced_bytes == log->segments[0].bytes);
+    CHECK(other->synced_bytes == 0 && put_blocks(other, 1, 2) == 0);
+    CHECK(other->synced_segment == 1 && other->synced_bytes == log->synced_bytes);
+    CHECK(put_blocks(other, 2, 2) == 2 && put_blocks(log, 2, 2) == 0);
+    CHECK(log->synced_bytes == other->synced_bytes);
+    mls_prompt_log_free(log);
+    mls_prompt_log_free(other);
+}
+
 TEST(a_segment_that_another_writer_created_is_used)
 {
     mls_prompt_log *log = open_log(), *other = open_log();
