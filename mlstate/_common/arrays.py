@@ -74,6 +74,42 @@ def shares_elements(first: Array, second: Array) -> bool:
     return has_addresses and _core.memory_overlap(left, right)
 
 
+def is_same_memory(first: Array, second: Array) -> bool:
+    """Return whether two arrays are the same elements at the same addresses."""
+    if first is second or _size_of(first) == 0:
+        return True
+    return _has_memory(first, second) and _memory_of(first) == _memory_of(second)
+
+
+def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:
+    """Return the names of arrays whose range of addresses meets the range of another array."""
+    ranges = []
+    for name, array in arrays.items():
+        if not _has_memory(array) or _size_of(array) == 0:
+            continue
+        address, item, shape, strides = _memory_of(array)
+        if address:
+            steps = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+            low = address + sum(step for step in steps if step < 0)
+            ranges.append((low, address + item + sum(step for step in steps if step > 0), name))
+    sharing: set[str] = set()
+    end, last = 0, ""
+    for low, high, name in sorted(ranges):
+        if low < end:
+            sharing |= {last, name}
+        if high > end:
+            end, last = high, name
+    return sharing
+
+
+def _has_memory(*arrays: Any) -> bool:
+    return all(is_torch(array) or isinstance(array, np.ndarray) for array in arrays)
+
+
+def _size_of(array: Any) -> int:
+    return int(array.numel() if is_torch(array) else array.size)
+
+
 def assign(target: Any, source: Any) -> None:
     """Copy the elements of `source` into `target`, of the same library and shape."""
     if is_torch(target):

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import dataclass
 
 from .._common.atomic_file import Target
 from .._common.local_path import local_path
@@ -54,13 +55,13 @@ def run_follow(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--every must be a positive number of seconds, got {arguments.every}")
     if arguments.once:
         open_files(arguments.path, reads=True).read_manifest()  # raises if nothing is published
-        _follow(None, arguments)
+        _follow(_Progress(), arguments)
         return 0
-    follower: Follower | None = None
+    progress = _Progress()
     problem = ""
     while True:
         try:
-            follower = _follow(follower, arguments)
+            _follow(progress, arguments)
             problem = ""
         except (FormatError, StoreError) as error:  # until the next anchor, or the store is back
             if str(error) != problem:
@@ -69,19 +70,29 @@ def run_follow(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.every)
 
 
-def _follow(follower: Follower | None, arguments: argparse.Namespace) -> Follower | None:
-    """Write the newest version if it is new; return the follower, None before the first version."""
+@dataclass
+class _Progress:
+    """The follower, and whether the folder has its version."""
+
+    follower: Follower | None = None
+    is_written: bool = False
+
+
+def _follow(progress: _Progress, arguments: argparse.Namespace) -> None:
+    """Write the newest version unless the folder has it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            if follower is None or follower.poll() is not None:
-                follower = _advance(follower, arguments.path)
+            follower = progress.follower
+            if follower is None or not progress.is_written or follower.poll() is not None:
+                progress.is_written = False  # also after an error: the next turn writes it
+                progress.follower = follower = _advance(follower, arguments.path)
                 if follower is not None:
                     _write(follower, arguments)
+                    progress.is_written = True
         finally:
             for warning in caught:
                 _warn(str(warning.message))
-    return follower
 
 
 def _advance(follower: Follower | None, path: str) -> Follower | None:

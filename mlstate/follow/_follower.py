@@ -7,7 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_flags, check_int
-from .._common.arrays import copy_of, is_torch
+from .._common.arrays import copy_of, is_same_memory, is_torch, names_sharing_memory
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import name_of
 from .._common.log import log as write_log
@@ -78,7 +78,8 @@ class Follower:
         Folder or URL of the versions; it may not exist yet.
     into : torch.nn.Module, or mapping of str to array or Shard
         What follows: all published tensors, under their names. Parts of a tensor are given by
-        `layout` and `rank`, by a `Shard`, or by a module that is sharded itself.
+        `layout` and `rank`, by a `Shard`, or by a module that is sharded itself. The arrays are
+        looked up at each call, so a module may be moved to another device.
     layout, rank, world_size : optional
         Part of the arrays that are not a `Shard`, as for `mlstate.load`.
     double_buffer : bool, default False
@@ -94,11 +95,13 @@ class Follower:
     ------
     TypeError, ValueError
         An argument is wrong.
+    CompatibilityError
+        An array is byte-swapped, or `into` gives copies of its tensors.
 
     Notes
     -----
-    One thread may call the methods of a follower. A follower takes no lock and writes nothing into
-    the folder.
+    One thread may call the methods of a follower; others may read `version` and, with
+    `double_buffer`, `state`. A follower takes no lock and writes nothing into the folder.
 
     If a part is not a published part, its checksum is not the publisher's: the follower compares
     it with the checksum after its own last change.
@@ -137,12 +140,13 @@ class Follower:
         self._files = open_files(path, storage_options)
         self._cutting = ranks_of(rank, world_size, layout, None)
         self._double_buffer, self._check = bool(double_buffer), check
-        values = values_of(into, sys.maxsize)
-        self._shards = {
-            name: part_of(value) for name, value in values.items() if isinstance(value, Shard)
-        }
-        arrays = {name: part_of(value).array for name, value in values.items()}
-        self._state = _State(None, "", arrays, {}, {})
+        self._into = into
+        self._shards: dict[str, Part] = {}
+        self._state = _State(None, "", self._own_arrays(), {}, {})
+        again = self._own_arrays()
+        for name, array in self._state.arrays.items():
+            if not is_same_memory(array, again[name]):
+                raise CompatibilityError(f"into= gives a copy of {name!r}: pass its tensors")
         self._undo: tuple[_State | None, UndoLog] = (None, [])
 
     @property
@@ -153,7 +157,6 @@ class Follower:
     @property
     def version(self) -> int | None:
         """Step of the version that the arrays hold; None before the first `advance`."""
-        self._settle()
         version = self._state.version
         return None if version is None else version.step
 
@@ -237,6 +240,7 @@ class Follower:
         (1, 1, None)
         """
         self._settle()
+        self._refresh()
         if step is not None:
             step = check_int("step", step, 0)
         for attempt in range(_TRIES):
@@ -260,6 +264,8 @@ class Follower:
         ------
         ChecksumError
             An array has changed since the last `advance`; the message names it.
+        CompatibilityError
+            `into` has other tensors than at the last `advance`.
 
         Examples
         --------
@@ -272,9 +278,26 @@ class Follower:
         >>> follower.verify()
         """
         self._settle()
+        self._refresh()
         state = self._state
+        if state.version is not None:
+            refuse_other_names(state.arrays, state.parts, self.path)
         for name, crc32c in state.checksums.items():
             _compare_checksum(name, state.arrays[name], crc32c)
+
+    # ---- the arrays ----
+
+    def _own_arrays(self) -> dict[str, Any]:
+        """Return the arrays of `into` as they are now, and note which of them are shards."""
+        values = values_of(self._into, sys.maxsize)
+        parts = {name: part_of(value) for name, value in values.items()}
+        self._shards = {name: parts[name] for name in parts if isinstance(values[name], Shard)}
+        return {name: part.array for name, part in parts.items()}
+
+    def _refresh(self) -> None:
+        """Take the arrays that `into` has now: a module may have been moved or converted."""
+        if not self._double_buffer or self._state.version is None:
+            self._state = self._state._replace(arrays=self._own_arrays())
 
     # ---- the way to a version ----
 
@@ -341,13 +364,17 @@ class Follower:
                 text = f"{self.path}: step {version.step} has other tensors than its anchor"
                 raise format_error(text, self.path)
         anchor = _read_model(loaders[0], parts) if is_anchor else {}
+        if not is_anchor:
+            self._refuse_changed(published[-1], parts)
         state = self._state
         arrays = state.arrays
         if self._double_buffer:
             arrays = {name: copy_of(array) for name, array in arrays.items()}
+        sharing = names_sharing_memory(arrays)
         checksums: dict[str, int] = {}
         log: UndoLog = []
-        self._undo = (state, log)
+        if not self._double_buffer:
+            self._undo = (state, log)
         try:
             for number, (name, part) in enumerate(parts.items()):
                 change = _Change(
@@ -357,16 +384,28 @@ class Follower:
                     [changes[name] for changes in steps],
                     published[-1][name],
                 )
-                before = state.checksums.get(name)
-                is_checked = self._checks(number, versions[-1])
-                after = _apply_change(name, change, before, log, check=is_checked)
+                is_checked = name in sharing or self._checks(number, versions[-1])
+                after = _apply_change(name, change, log, check=is_checked)
                 if after is not None:
                     checksums[name] = after
+            for name in sharing:
+                _refuse_other_content(name, arrays[name], checksums[name])
             self._state = _State(versions[-1], lineage, arrays, parts, checksums)
         except BaseException:
             self._settle()
             raise
         self._undo = (None, [])
+
+    def _refuse_changed(
+        self, published: Mapping[str, list[Change]], parts: Mapping[str, Part]
+    ) -> None:
+        """Compare the parts that are not published parts with the last change's checksums.
+
+        All before any change: tied tensors have the same memory.
+        """
+        for name, crc32c in self._state.checksums.items():
+            if self._check != "none" and not _places(parts[name], published[name]):
+                _compare_checksum(name, self._state.arrays[name], crc32c)
 
     def _checks(self, number: int, version: Version) -> bool:
         """Return whether to compare the checksum of a tensor."""
@@ -374,11 +413,19 @@ class Follower:
         return self._check == "all" or (is_sampled and self._check == "sample")
 
     def _settle(self) -> None:
-        """Restore the elements that an interrupted change overwrote."""
-        state, log = self._undo
-        if state is not None and state is self._state:
-            roll_back(log)
-        self._undo = (None, [])
+        """Restore the elements that an interrupted change overwrote, in spite of interrupts."""
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                state, log = self._undo
+                if state is not None and state is self._state:
+                    roll_back(log)
+                self._undo = (None, [])
+                break
+            except KeyboardInterrupt as caught:
+                interrupt = caught
+        if interrupt is not None:
+            raise interrupt
 
     def _parts(self, published: Mapping[str, list[Change]]) -> dict[str, Part]:
         """Return the followed part of each published tensor, without its array."""
@@ -455,19 +502,17 @@ def _like(array: Any, target: Any) -> Any:
     return array
 
 
-def _apply_change(
-    name: str, change: _Change, before: int | None, log: UndoLog, *, check: bool
-) -> int | None:
-    """Change one array; return its checksum, or None if it is not known.
+def _places(part: Part, published: list[Change]) -> list[int]:
+    """Return where a part is among the published parts: one number, or none."""
+    return [number for number, each in enumerate(published) if part.has_place_of(each.part)]
 
-    `before` is the checksum before the change, if it is known.
-    """
+
+def _apply_change(name: str, change: _Change, log: UndoLog, *, check: bool) -> int | None:
+    """Change one array; return its checksum, or None if it is not known."""
     part, array, model, steps, final = change
-    places = [number for number, each in enumerate(final) if part.has_place_of(each.part)]
+    places = _places(part, final)
     if model is not None:
         apply_delta(array, compare_arrays(array, _like(model, array), checksum=False), log)
-    elif check and not places and before is not None:
-        _compare_checksum(name, array, before)
     if not places:
         for published in steps:
             for source in published:
@@ -500,4 +545,15 @@ def _compare_checksum(name: str, array: Any, expected: int) -> None:
             f"{name!r} has CRC32C {crc32c:08x} instead of {expected:08x}: the array was changed"
         )
         error.name, error.expected, error.got = name, f"{expected:08x}", f"{crc32c:08x}"
+        raise error
+
+
+def _refuse_other_content(name: str, array: Any, expected: int) -> None:
+    """Raise if a later tensor changed an array that it shares memory with."""
+    if checksum_of(array) != expected:
+        error = CompatibilityError(
+            f"{name!r} shares memory with another tensor of the follower, but the published "
+            "tensors have different elements"
+        )
+        error.name = name
         raise error

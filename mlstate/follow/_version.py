@@ -35,6 +35,7 @@ from ._delta import Delta
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from .._types import NDArray
     from ..checkpoint._store.checkpoint_files import CheckpointFiles
     from ..checkpoint._store.manifest import Manifest
 
@@ -162,6 +163,8 @@ def part_of(value: Any) -> Part:
     """Return the part that a value of a state holds: a `Shard`, or a whole array."""
     shard = value if isinstance(value, Shard) else Shard(value)
     array = shard.array.detach() if is_torch(shard.array) else shard.array
+    if not is_torch(array) and not array.dtype.isnative:
+        raise CompatibilityError(f"an array of {array.dtype} is byte-swapped: convert it")
     return Part(array, name_of(array.dtype), shard.shape, shard.layout, shard.index)
 
 
@@ -206,9 +209,19 @@ def _decode_change(facts: Any) -> Change:
     part = Part(None, facts["dtype"], shape, layout, int(facts["part"]))
     delta = None
     if facts["gaps"] is not None:
-        values = facts["values"].view(numpy_dtype(part.dtype))
-        delta = Delta(part.elements, facts["gaps"], values, int(facts["crc32c"]))
+        gaps, values = (_vector(facts, name) for name in ("gaps", "values"))
+        if values.dtype != np.uint8 or gaps.dtype not in (np.uint8, np.uint16):
+            raise ValueError(f"gaps are {gaps.dtype} and values {values.dtype}")
+        values = values.view(numpy_dtype(part.dtype))
+        delta = Delta(part.elements, gaps, values, int(facts["crc32c"]))
     return Change(part, int(facts["crc32c"]), delta)
+
+
+def _vector(facts: Any, name: str) -> NDArray:
+    array: NDArray = facts[name]
+    if not isinstance(array, np.ndarray) or array.ndim != 1:
+        raise TypeError(f"{name} are not a vector")
+    return array
 
 
 def open_version(files: CheckpointFiles, root: str, manifest: Manifest) -> Loader:
@@ -245,7 +258,8 @@ def read_changes(loader: Loader) -> dict[str, list[Change]]:
             numbers = sorted(change.part.number for change in parts)
             alike = {(c.part.dtype, c.part.shape, c.part.layout.steps) for c in parts}
             parts.sort(key=lambda change: change.part.number)
-            if len(alike) != 1 or numbers != list(range(first.layout.parts)):
+            is_whole = first.layout.parts == len(numbers)
+            if len(alike) != 1 or not is_whole or numbers != list(range(len(numbers))):
                 raise ValueError(f"the parts of {name!r} are not one tensor")
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, FormatError):

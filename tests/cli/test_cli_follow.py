@@ -131,6 +131,21 @@ def test_follow_writes_each_version_until_it_is_interrupted(versions):
         assert process.wait(20) == 130
 
 
+def test_follow_writes_a_version_that_could_not_be_written_before(versions):
+    publisher, model = versions
+    with following() as process:
+        assert process.stdout.readline() == "hf: step 5\n"
+        Path("hf").rename("away")
+        Path("hf").write_text("in the way")
+        model["w"][30] = 6
+        publisher.publish(6, model)
+        assert "not a Hugging Face folder" in process.stderr.readline()
+        assert Path("hf").read_text() == "in the way"
+        Path("hf").rename("moved")
+        assert process.stdout.readline() == "hf: step 6\n"
+        assert np.array_equal(mlstate.load("hf").model["w"], model["w"])
+
+
 def test_follow_continues_after_a_damaged_version(versions):
     publisher, model = versions
     with following() as process:

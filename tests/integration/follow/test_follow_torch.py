@@ -6,6 +6,7 @@ import pytest
 import rank_jobs
 import torch
 
+from mlstate.errors import CompatibilityError
 from mlstate.follow import Follower, Publisher
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
@@ -38,6 +39,40 @@ def test_a_module_follows_a_module(tmp_path, dtype, double_buffer):
             module[0].weight[step, 0] += 1
     if not double_buffer:
         assert copy(torch.ones(1, 7, dtype=dtype)).requires_grad
+
+
+def test_a_module_that_was_converted_or_got_new_parameters_follows(tmp_path):
+    model, into = torch.nn.Linear(30, 3), torch.nn.Linear(30, 3)
+    publisher = Publisher(tmp_path / "w")
+    follower = Follower(tmp_path / "w", into=into)
+
+    def replace():
+        into.weight = torch.nn.Parameter(into.weight.detach().clone())
+
+    changes = (lambda: None, lambda: into.double().float(), replace)
+    for step, change in enumerate(changes):
+        publisher.publish(2 * step, model)
+        follower.advance()
+        change()
+        with torch.no_grad():
+            model.weight[0, step] = step + 7
+        publisher.publish(2 * step + 1, model)
+        follower.advance()
+        assert torch.equal(into.weight, model.weight)
+        follower.verify()
+    into.half()
+    publisher.publish(90, model)
+    with pytest.raises(CompatibilityError, match="dtype is float32, not float16"):
+        follower.advance()
+
+
+def test_a_module_with_copies_in_its_state_dict_is_refused(tmp_path):
+    module = torch.nn.Linear(3, 3)
+    module._register_state_dict_hook(
+        lambda module, state, *_: {name: value.clone() for name, value in state.items()}
+    )
+    with pytest.raises(CompatibilityError, match="gives a copy of"):
+        Follower(tmp_path / "w", into=module)
 
 
 def test_autograd_notices_a_change_of_saved_tensors(tmp_path):
