@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 def _loaded(value: object, storage_options: Mapping[str, Any] | None) -> LoadedState | None:
     """Return what a path holds, or a loaded state; None for the tensors of one state."""
     from ._load import LoadedState, load
+    from ._store.open_path import is_url
 
     if isinstance(value, str | os.PathLike):
-        return load(value, storage_options=storage_options)
+        return load(value, storage_options=storage_options if is_url(value) else None)
     return value if isinstance(value, LoadedState) else None
 
 
@@ -87,7 +88,7 @@ def diff(
     rtol, atol : float, default 0
         As for `mlstate.state.diff`.
     storage_options : mapping, optional
-        As for `load`, for URLs of object stores.
+        As for `load`, for those of `a` and `b` that are URLs.
 
     Returns
     -------

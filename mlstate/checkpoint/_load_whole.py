@@ -156,7 +156,7 @@ def manifest_of(where: WholePath, parts: Parts) -> Manifest:
         sequence=1,
         created=changed.isoformat(timespec="microseconds").replace("+00:00", "Z"),
         writer=f"a program that writes the format {where.format}",
-        step=_step_of(parts),
+        step=parts.step,
         world_size=1,
         model=None if parts.model is None else _kind_of(parts.model),
         optimizer=None if parts.optimizer is None else _kind_of(parts.optimizer),
@@ -171,15 +171,6 @@ def _kind_of(state: StateDict) -> dict[str, Any]:
         return kind_of(state) or {"kind": "state"}
     except (TypeError, ValueError):  # values that JSON cannot hold
         return {"kind": "optimizer" if isinstance(state, OptimizerStateDict) else "state"}
-
-
-def _step_of(parts: Parts) -> int | None:
-    """Return the step that the file's maker stored, or else the optimizer's; None without one."""
-    own = parts.metadata.get("step"), parts.metadata.get("global_step")
-    for step in (*own, getattr(parts.optimizer, "step", 0) or None):
-        if isinstance(step, int) and not isinstance(step, bool):
-            return step
-    return None
 
 
 # ---- loading ----
@@ -325,7 +316,7 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
             is_view = is_mapped and part is sections[number][name]
             arrays[-1][name] = part.copy() if is_view else part
     metadata = dict(parts.metadata)
-    step = _step_of(parts)
+    step = parts.step
     states = dict(parts.states) if request.names is None else {}
     if is_mapped:
         states = deepcopy(states)

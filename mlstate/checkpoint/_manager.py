@@ -607,7 +607,8 @@ class CheckpointManager:
         self._warns_unchanged = False
         warnings.warn(
             f"the model of step {saved.step} has the same bytes as that of step {before}: is this "
-            "the model that is trained? warn_unchanged=False allows it",
+            "the model that is trained, and does it wait for save_async(...).staged()? "
+            "warn_unchanged=False allows it",
             CheckpointWarning,
             stacklevel=3,
         )

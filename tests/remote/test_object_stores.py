@@ -52,7 +52,7 @@ def state_of(seed, rows=64):
 @pytest.mark.parametrize(
     "how", [{}, {"sparse": True}, {"compress": "zlib"}, {"pack_below_bytes": 0}], ids=str
 )
-def test_a_state_survives_the_store_bit_for_bit(url, options, how):
+def test_a_state_survives_the_store_bit_for_bit(url, options, tmp_path, how):
     state = state_of(1)
     state["layer.0.weight"][5:40] = 0
     moments = {f"{name}.m": array * 0 for name, array in state.items()}
@@ -65,6 +65,8 @@ def test_a_state_survives_the_store_bit_for_bit(url, options, how):
     assert (loaded.step, loaded.metadata) == (3, {"a": 1})
     assert saved.path == url and saved.load().step == 3
     assert mlstate.diff(url, loaded, storage_options=options).identical
+    local = mlstate.save(tmp_path / "local", state, moments).path
+    assert mlstate.diff(local, url, storage_options=options).identical
     report = mlstate.verify(url, storage_options=options)
     assert report and not report.leftover and not report.strange
     assert report.bytes == sum(saved.files().values()) + saved._manifest.indexes[0].bytes

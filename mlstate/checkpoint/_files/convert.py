@@ -548,7 +548,8 @@ def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     from .._save import save
 
     model, optimizer, metadata, states = parts
-    save(target.save_folder(), model, optimizer, metadata=metadata, states=states or None)
+    folder, step = target.save_folder(), parts.step
+    save(folder, model, optimizer, step=step, metadata=metadata, states=states or None)
 
 
 def _read_huggingface(path: Place) -> Parts:

@@ -24,6 +24,15 @@ class Parts(NamedTuple):
     metadata: dict[str, Any]
     states: dict[str, Any]
 
+    @property
+    def step(self) -> int | None:
+        """The step that the file's maker stored, or else the optimizer's; None without one."""
+        own = self.metadata.get("step"), self.metadata.get("global_step")
+        for step in (*own, getattr(self.optimizer, "step", 0) or None):
+            if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 63:
+                return step
+        return None
+
     def without_empty(self) -> Parts:
         """Return the parts without a model or an optimizer of no tensors."""
         return self._replace(model=self.model or None, optimizer=self.optimizer or None)

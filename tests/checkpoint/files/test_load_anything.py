@@ -9,6 +9,7 @@ import pytest
 
 import mlstate
 from mlstate.checkpoint._files.convert import write_any
+from mlstate.cli import main
 
 WEIGHTS = {"layers.0.w": np.arange(8, dtype=np.float32).reshape(4, 2), "b": np.ones(3)}
 MOMENTS = {"layers.0.w.m": np.arange(8, dtype=np.float32).reshape(4, 2)}
@@ -37,8 +38,6 @@ def test_every_tensor_is_loaded(path):
 
 
 def test_inspect_counts_the_parameters_of_the_model(path, capsys):
-    from mlstate.cli import main
-
     assert main(["inspect", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == 11
 
@@ -54,6 +53,8 @@ def test_the_step_is_the_one_that_the_maker_stored(tmp_path, key):
     torch.save({**content, key: 7}, tmp_path / "a.pt")
     torch.save(content, tmp_path / "b.pt")
     assert mlstate.load(tmp_path / "a.pt").step == 7
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "own")]) == 0
+    assert mlstate.load(tmp_path / "own").step == 7
     assert mlstate.load(tmp_path / "b.pt").step == 1
 
 
