@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._common.arguments import check_flags, check_int
@@ -15,7 +16,7 @@ from ._options import check_timeout
 from ._store.open_path import open_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ._folder.names import Root
     from ._store.checkpoint_files import CheckpointFiles
@@ -68,25 +69,22 @@ class PruneReport(NamedTuple):
         return f"{self.path}: {self._title()}"
 
 
-def _sort_out(
-    files: CheckpointFiles, keep: int | None
-) -> tuple[list[Root], list[int | None], list[int | None]]:
-    """Return the roots to delete, their steps, and the steps that stay; deletes nothing.
-
-    `keep`: number of newest steps that stay; None: all.
-    """
+def _old_roots(files: CheckpointFiles, keep: int | None) -> list[Root]:
+    """Return the roots without the newest `keep` steps; None keeps all."""
+    if keep is None:
+        return []
     manager = CheckpointManager(files.path, keep=keep)
     newest = files.read_manifest().generation
-    old: list[Root] = []
-    if keep is not None:
-        old = manager._divide_roots(newest, manager._roots(FormatError), is_new=False)[0]
+    return manager._divide_roots(newest, manager._roots(FormatError), is_new=False)[0]
+
+
+def _steps_of(files: CheckpointFiles) -> dict[Root, int | None]:
     steps: dict[Root, int | None] = {}
     for root in files.list_roots():
         steps[root] = None
         with suppress(MLStateError):
             steps[root] = files.read_manifest(root.path).step
-    kept_steps = [step for root, step in steps.items() if root not in old]
-    return old, [steps[root] for root in old], kept_steps
+    return steps
 
 
 def _is_dead(name: str, changed: float, generations: set[str], before: float) -> bool:
@@ -161,20 +159,27 @@ def prune(
     if keep is not None:
         keep = check_int("keep", keep, 1, also=" or None")
     files = open_files(path, storage_options)
-    folder = files.folder
     timeout = check_timeout(lock_timeout)
     files.read_manifest()  # raises without a checkpoint: no file would be needed
-    before = folder.orphan_time(local_clock=dry_run)
-    if before is None and keep is None:
+    if keep is None and files.folder.orphan_time(local_clock=dry_run) is None:
         raise ValueError(
             f"{files.path}: objects of a killed writer look like those of a running one: pass "
             "storage_options={'orphan_seconds': N} to delete those older than the longest save, "
             "or keep= to delete old steps"
         )
+    return delete_roots(files, partial(_old_roots, files, keep), dry_run, timeout)
+
+
+def delete_roots(
+    files: CheckpointFiles, choose: Callable[[], list[Root]], dry_run: bool, timeout: float
+) -> PruneReport:
+    """Delete the roots that `choose` returns under the writers' lock, and unneeded files."""
+    folder = files.folder
+    before = folder.orphan_time(local_clock=dry_run)
     exclusion = NoExclusion() if dry_run else folder.exclusive(timeout)
     with exclusion.holder:
         exclusion.acquire()
-        old, steps, kept_steps = _sort_out(files, keep)
+        old, steps = choose(), _steps_of(files)
         temporary = files.temporary_files()
         unneeded = {*files.known_files()} - files.needed_files(old)
         infos = folder.find_files({*unneeded, *temporary, *(root.path for root in old)})
@@ -194,4 +199,6 @@ def prune(
         for name in sorted({*dead, *(root.path for root in old)})
         if name in infos
     }
-    return PruneReport(files.path, dry_run, steps, kept_steps, sizes)
+    deleted = [steps.get(root) for root in old]
+    kept = [step for root, step in steps.items() if root not in old]
+    return PruneReport(files.path, dry_run, deleted, kept, sizes)

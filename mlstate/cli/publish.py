@@ -7,13 +7,16 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from .._common.text import bytes_text, count_text, printable, steps_text
-from ..checkpoint import prune, verify
+from ..checkpoint import verify
+from ..checkpoint._options import check_timeout
+from ..checkpoint._prune import delete_roots
 from ..checkpoint._store.open_path import RootPath, open_files
 from ..errors import MLStateError
 from ..follow._version import lineage_of, trim_chain
 from ._common import Commands, add_command, add_lock_timeout, print_table
 
 if TYPE_CHECKING:
+    from ..checkpoint._folder.names import Root
     from ..checkpoint._store.checkpoint_files import CheckpointFiles
     from ..follow._version import Lineage
 
@@ -112,9 +115,17 @@ def run_prune(arguments: argparse.Namespace) -> int:
     """Delete old versions, and print a summary."""
     if arguments.keep < 1:
         raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")
-    _, lineage = _read(arguments.path)
-    count = len(trim_chain(lineage.versions, arguments.keep))
-    report = prune(arguments.path, keep=count, lock_timeout=arguments.lock_timeout)
+    files = open_files(arguments.path)
+    lineage_of(files.read_manifest(), files.path)  # raises without versions, before the lock
+
+    def choose() -> list[Root]:
+        stored, newest = files.list_roots(), files.read_manifest()
+        versions = trim_chain(lineage_of(newest, files.path).versions, arguments.keep)
+        kept = {version.root for version in versions}
+        # a later root belongs to a version that is being published
+        return [r for r in stored if r.path not in kept and r.sequence < newest.sequence]
+
+    report = delete_roots(files, choose, False, check_timeout(arguments.lock_timeout))
     if arguments.json:
         data = {"path": report.path, "steps": report.steps, "kept": report.kept}
         print(json.dumps({**data, "files": report.files, "bytes": report.nbytes}, indent=2))

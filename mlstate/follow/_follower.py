@@ -424,8 +424,11 @@ class Follower:
                 break
             except KeyboardInterrupt as caught:
                 interrupt = caught
-        if interrupt is not None:
-            raise interrupt
+        try:
+            if interrupt is not None:
+                raise interrupt
+        finally:
+            del interrupt  # its traceback refers to this frame
 
     def _parts(self, published: Mapping[str, list[Change]]) -> dict[str, Part]:
         """Return the followed part of each published tensor, without its array."""

@@ -13,7 +13,8 @@ import pytest
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager
-from mlstate.follow import Publisher
+from mlstate.checkpoint._folder.writer_lock import WriterLock
+from mlstate.follow import Follower, Publisher
 
 
 @pytest.fixture
@@ -84,6 +85,26 @@ def test_publish_prune_keeps_an_anchor_and_the_publisher_continues(versions, run
     assert publisher.publish(7, model) == "delta"
     assert [row["step"] for row in run_json("publish", "ls", "weights")[1]["versions"]] == [6, 7]
     assert run("publish", "verify", "weights")[0] == 0
+
+
+def test_publish_prune_keeps_the_anchor_of_a_version_that_is_published_before_it_has_the_lock(
+    versions, run, monkeypatch
+):
+    publisher, model = versions
+    publisher.publish(6, model)  # with an anchor
+    acquire = WriterLock.acquire
+
+    def publish_and_acquire(lock):
+        monkeypatch.setattr(WriterLock, "acquire", acquire)
+        model["w"][20] = 9
+        assert publisher.publish(7, model) == "delta"
+        return acquire(lock)
+
+    monkeypatch.setattr(WriterLock, "acquire", publish_and_acquire)
+    assert run("publish", "prune", "weights", "--keep", "1")[1][-1] == "kept: 6, 7"
+    into = {name: np.ones_like(array) for name, array in model.items()}
+    assert Follower("weights", into=into).advance() == 7
+    assert np.array_equal(into["w"], model["w"])
 
 
 def test_follow_keeps_a_folder_with_its_other_files(versions, run, run_json):

@@ -138,6 +138,21 @@ def test_versions_before_the_kept_ones_are_deleted(path):
     assert same(into, models[11])
 
 
+def test_a_relative_path_names_the_same_folder_after_a_change_of_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = model_of()
+    publisher, into = Publisher("weights"), zeros_like(model)
+    follower = Follower("weights", into=into)
+    (tmp_path / "other").mkdir()
+    for step in range(2):
+        publisher.publish(step, model)
+        monkeypatch.chdir("other" if step == 0 else "..")
+        assert follower.advance() == step
+        assert same(into, model)
+        train(model, step)
+    assert not any((tmp_path / "other").iterdir())
+
+
 def test_an_empty_folder_is_not_an_error(path):
     follower = Follower(path, into=model_of())
     assert (follower.poll(), follower.advance(), follower.version) == (None, None, None)
