@@ -272,6 +272,8 @@ def attack(owner, prefix=""):
         function = getattr(owner, name)
         if name.startswith("__") or not callable(function):
             continue
+        if name == "local_join":  # owns the descriptor that it takes, so 1 would close stdout
+            continue
         print(prefix + name, file=sys.stderr, flush=True)  # the last one, if this crashes
         signature = getattr(function, "__text_signature__", None) or ""
         for count in [*range(14), *[signature.count(",")] * TRIES]:
