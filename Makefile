@@ -50,7 +50,7 @@ test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltoo
 	@$(RUN) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(STAMP)-test $(MPI) install ## Run the rest: more ranks and engines, leaks, faults.
-	@$(RUN) -m pytest $(PARALLEL) -m long $(PYTEST_ARGS)
+	@$(RUN) -m pytest $(PARALLEL:loadfile=worksteal) -m long $(PYTEST_ARGS)
 
 mpi: $(MPI) ## Install both MPIs for the tests of their groups.
 
