@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from needs import needs
 from checkpoint_model import flip
 from command_table import CHECKPOINT_COMMANDS, call_of
 
@@ -667,6 +668,7 @@ def test_prune_gives_up_steps(place, run, run_json):
     assert run("verify", "run", "--all-steps")[0] == 0
 
 
+@needs("obstore")
 def test_prune_of_a_url_names_its_options(place, run):
     status, _, err = run("prune", "s3://bucket/run", "--dry-run")
     assert status == 2 and "pass --orphan-seconds N to delete" in err[0]
