@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from needs import needs
 from checkpoint_model import flip
 from command_table import CHECKPOINT_COMMANDS, call_of
+from needs import needs
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager
