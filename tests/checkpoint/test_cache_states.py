@@ -102,7 +102,7 @@ def test_targets_are_filled_in_place_and_continue(tmp_path, make):
         (hybrid_cache, grown_cache(), "class KVState.* CacheState"),
     ],
 )
-def test_other_layouts_are_refused_and_nothing_changes(tmp_path, make, target, text):
+def test_other_layouts_are_refused_before_any_change(tmp_path, make, target, text):
     mlstate.save(tmp_path / "c", {"w": np.ones(3)}, states={"kv": make()})
     before, model = facts(target), {"w": np.zeros(3)}
     with pytest.raises(CompatibilityError, match=text):

@@ -288,7 +288,7 @@ def test_signal_ends_the_wait_for_the_lock(log, interrupt):
     assert put(log, [1] * BLOCK) == [1]
 
 
-def test_signal_stops_a_put_and_leaves_the_log_as_before(log, interrupt):
+def test_a_signal_stops_a_put_and_leaves_the_log_unchanged(log, interrupt):
     put(log, [1] * BLOCK)
     before = log.stats()
     parts = [np.ones(8 << 20, np.uint8)] * 400

@@ -466,7 +466,7 @@ static bool clip_row(const mls_overlap *o, mls_run *out)
     return true;
 }
 
-/* Returns the next run of shared elements; false: there are no more. Joins rows that are
+/* Returns the next run of shared elements; false after the last one. Joins rows that are
  * consecutive in both parts, so that many small rows become few large reads. */
 bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
 {

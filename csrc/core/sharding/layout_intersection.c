@@ -128,7 +128,7 @@ static size_t part_number(const mls_layout_intersection *m)
     return part;
 }
 
-/* Sets `*part` to the next part with an element of `to`; false: there are no more. Visits
+/* Sets `*part` to the next part with an element of `to`; false after the last one. Visits
  * the steps depth first: at each depth, the parts that intersect the bounding box of
  * `to`; at the end, a part is returned if it really shares an element. */
 bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part)

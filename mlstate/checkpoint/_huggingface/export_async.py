@@ -57,7 +57,7 @@ class _ExportJob(SaveJob):
     def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
         """Write the export's folder, and return it as `inspect` does.
 
-        `freed`: called when the model's memory is no longer read.
+        `freed`: called after the last read of the model's memory.
         """
         together(self.target.group, gathered.error)
         assert self.plan is not None

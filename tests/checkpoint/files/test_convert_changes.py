@@ -149,7 +149,7 @@ def test_the_description_of_parts_is_not_shown_as_metadata(tmp_path, capsys):
     assert "mlstate_parts" not in out and 'metadata: {"note": "text"}' in out
 
 
-def test_a_hugging_face_folder_without_config_is_told(tmp_path, capsys):
+def test_convert_says_that_no_config_was_written(tmp_path, capsys):
     write_any(tmp_path / "own", MODEL)
     words = ["convert", str(tmp_path / "own"), str(tmp_path / "hf"), "--to", "huggingface"]
     assert main(words) == 0

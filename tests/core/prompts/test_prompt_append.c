@@ -16,7 +16,7 @@ static void limit_files(rlim_t bytes)
     CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0);
 }
 
-TEST(a_full_disk_leaves_the_log_as_before)
+TEST(a_full_disk_leaves_the_log_unchanged)
 {
     mls_prompt_log *log = open_log();
     CHECK(put_blocks(log, 1, 2) == 2);
@@ -90,7 +90,7 @@ static bool stop(void *context, uint64_t bytes)
     return bytes == 0;
 }
 
-TEST(a_stopped_put_leaves_the_log_as_before)
+TEST(a_stopped_put_leaves_the_log_unchanged)
 {
     mls_prompt_log *log = open_log();
     const prompt p = prompt_of(1);

@@ -152,7 +152,7 @@ def test_a_rotating_cache_moves_to_another_context(model_of, count):
         to_cache(from_cache(cache), into=rotating(128))
 
 
-def test_a_quantized_cache_equals_that_of_mlx():
+def test_a_quantized_cache_equals_one_that_mlx_made():
     model = create_model("llama", head_dim=32)
     logits, cache = filled(model)
 
