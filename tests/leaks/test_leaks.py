@@ -643,8 +643,10 @@ class _MallocInfo(ctypes.Structure):
 
 
 try:
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = _MallocInfo
+    libc = ctypes.CDLL(None)
+    mallinfo = libc.mallinfo2
+    mallinfo.restype, libc.malloc.restype = _MallocInfo, ctypes.c_void_p
+    libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
 except (OSError, TypeError, AttributeError):
     mallinfo = None  # no glibc here: Python's blocks are counted alone
 
@@ -655,6 +657,14 @@ def c_bytes():
         return 0
     info = mallinfo()
     return info.uordblks + info.hblkhd
+
+
+def fill_thread_cache():
+    """Fill glibc's cache of freed blocks: mallinfo2 counts a cached block as handed out."""
+    if mallinfo is not None:
+        blocks = [libc.malloc(size) for size in range(24, 1033, 16) for _ in range(7)]
+        for block in blocks:
+            libc.free(block)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -675,9 +685,15 @@ def frozen():
 
 
 def settle():
-    """Let idle threads end: each keeps some memory until then."""
+    """Let idle threads end, and bring the caches of Python and of malloc into one state.
+
+    Python's cache of 4,096 looked-up attributes fills slowly, because an attribute that C looks
+    up by name takes another entry each time.
+    """
     time.sleep(0.005)
     gc.collect()
+    ctypes.pythonapi.PyType_ClearCache()
+    fill_thread_cache()
 
 
 def measured(call, calls=CALLS):
