@@ -1,5 +1,8 @@
 """Small models of transformers with random weights, one for each kind of cache."""
 
+from functools import cache as kept
+
+import pytest
 import torch
 import transformers
 
@@ -73,6 +76,17 @@ def new_model(name):
     create, config = MODELS[name]()
     config._attn_implementation = "eager"
     return create(config).eval()
+
+
+shared_model = kept(new_model)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def prompt(count=20, seed=1):

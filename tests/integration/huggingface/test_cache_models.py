@@ -9,31 +9,11 @@ pytestmark = [pytest.mark.torch, needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
 transformers = pytest.importorskip("transformers", reason="its models run")
 
-from cache_models import ARGUMENT, COMMON, HAS_CACHE, MODELS, new_model, prompt, run  # noqa: E402
+from cache_models import ARGUMENT, COMMON, HAS_CACHE, MODELS, one_thread, prompt, run, shared_model  # noqa: E402, F401
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.integrations.transformers import from_cache, to_cache  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def models():
-    created = {}
-
-    def model(name):
-        if name not in created:
-            created[name] = new_model(name)
-        return created[name]
-
-    return model
 
 
 def steps(model, logits, cache, count):
@@ -63,8 +43,8 @@ def assert_same_bytes(got, expected):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_ladder_of_static_caches_equals_a_fixed_one(models, name, dtype):
-    model = copy.deepcopy(models(name)).to(getattr(torch, dtype))
+def test_a_ladder_of_static_caches_equals_a_fixed_one(name, dtype):
+    model = copy.deepcopy(shared_model(name)).to(getattr(torch, dtype))
     fixed, rung = StaticCache(model.config, 256), StaticCache(model.config, 64)
     expected = run(model, prompt(), fixed)
     logits = run(model, prompt(), rung)
@@ -83,8 +63,8 @@ def test_a_ladder_of_static_caches_equals_a_fixed_one(models, name, dtype):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_used_static_cache_takes_other_tokens(models, name):
-    model = models(name)
+def test_a_used_static_cache_takes_other_tokens(name):
+    model = shared_model(name)
     cache, used = StaticCache(model.config, 64), StaticCache(model.config, 128)
     logits = run(model, prompt(), cache)
     run(model, prompt(50, seed=7), used)
@@ -98,8 +78,8 @@ def test_a_used_static_cache_takes_other_tokens(models, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_checkpoint_keeps_a_cache_for_the_next_process(models, tmp_path, name):
-    model = copy.deepcopy(models(name)).to(torch.bfloat16)
+def test_a_checkpoint_keeps_a_cache_for_the_next_process(tmp_path, name):
+    model = copy.deepcopy(shared_model(name)).to(torch.bfloat16)
     cache, loaded = DynamicCache(config=model.config), DynamicCache(config=model.config)
     logits = run(model, prompt(), cache)
     mlstate.save(tmp_path / "c", states={"prompt": from_cache(cache)})
@@ -112,8 +92,8 @@ def test_a_checkpoint_keeps_a_cache_for_the_next_process(models, tmp_path, name)
 @pytest.mark.parametrize("argument", ["past_key_values", "cache"] if HAS_CACHE else [ARGUMENT])
 @pytest.mark.parametrize("kind", ["dynamic", "static", "dynamic to static"])
 @pytest.mark.parametrize("name", MODELS)
-def test_generate_continues_from_a_moved_cache(models, name, kind, argument):
-    model = models(name)
+def test_generate_continues_from_a_moved_cache(name, kind, argument):
+    model = shared_model(name)
 
     def cache_after(count):
         tokens = prompt(count)
@@ -139,8 +119,8 @@ def test_generate_continues_from_a_moved_cache(models, name, kind, argument):
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rollback_equals_a_cache_that_never_went_ahead(models, name, kind):
-    model = models(name)
+def test_a_rollback_equals_a_cache_that_never_went_ahead(name, kind):
+    model = shared_model(name)
 
     def new_cache():
         if kind == "static":
@@ -207,8 +187,8 @@ def test_generate_continues_with_a_moved_encoder_decoder_cache(kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_generate_continues_with_a_moved_fp8_cache(models):
-    model = models("llama")
+def test_generate_continues_with_a_moved_fp8_cache():
+    model = shared_model("llama")
     cache = transformers.QuantizedCache("fp8", model.config)
     tokens = prompt(24)
     run(model, tokens[:, :-1], cache)

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.torch, needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
 transformers = pytest.importorskip("transformers", reason="its models run")
 
-from cache_models import ARGUMENT, MODELS, new_model, prompt, run  # noqa: E402
+from cache_models import ARGUMENT, MODELS, one_thread, prompt, run, shared_model  # noqa: E402, F401
 from toy_caches import flip  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
@@ -22,24 +22,9 @@ TOKENS = prompt(90)
 KINDS = {"dynamic": DynamicCache, "static": lambda config: StaticCache(config, 128)}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {}
-
-
 @pytest.fixture
-def model(models, name, dtype):
-    if name not in models:
-        models[name] = new_model(name)
-    return copy.deepcopy(models[name]).to(getattr(torch, dtype))
+def model(name, dtype):
+    return copy.deepcopy(shared_model(name)).to(getattr(torch, dtype))
 
 
 def store_at(folder, **options):
@@ -87,39 +72,39 @@ def test_static_and_dynamic_caches_share_their_prompts(model, tmp_path, stored, 
 
 PROGRAM = """
 import os, signal, sys
-from pathlib import Path
 import torch
 from transformers import DynamicCache
-from cache_models import ARGUMENT, new_model, prompt
+from cache_models import ARGUMENT, MODELS, new_model, prompt
 from mlstate.prompts import PromptStore
 
 torch.set_num_threads(1)
-name, folder, is_first = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "first"
-model, tokens = new_model(name), prompt(90)
-with PromptStore(folder / "store", model="m", block_tokens=16, snapshots=32) as store:
+folder, is_first = sys.argv[1], sys.argv[2] == "first"
+tokens, stores = prompt(90), []
+for name in MODELS:
+    model = new_model(name)
+    stores.append(PromptStore(f"{folder}/{name}", model=name, block_tokens=16, snapshots=32))
     cache = DynamicCache(config=model.config)
-    with store.match(tokens) as match:
-        start = store.restore(match, into=cache)
-    assert start == (0 if is_first else 89), start
+    with stores[-1].match(tokens) as match:
+        start = stores[-1].restore(match, into=cache)
+    assert start == (0 if is_first else 89), (name, start)
     with torch.no_grad():
-        for stop in store.stops(tokens, start):
+        for stop in stores[-1].stops(tokens, start):
             model(tokens[:, start:stop], use_cache=True, **{ARGUMENT: cache})
-            store.put(tokens[:, :stop], cache)
+            stores[-1].put(tokens[:, :stop], cache)
             start = stop
     settings = {"max_new_tokens": 12, "do_sample": False, ARGUMENT: cache}
-    print(model.generate(tokens, **settings).tolist(), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    print(name, model.generate(tokens, **settings).tolist(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)  # all stores are open
 """
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_killed_process_starts_again_without_a_prefill(tmp_path, name):
+def test_a_killed_process_starts_again_without_a_prefill(tmp_path):
     outputs = []
     for turn in ("first", "second"):
-        process = child.attempt(PROGRAM, name, tmp_path, turn, **child.PATHS)
+        process = child.attempt(PROGRAM, tmp_path, turn, **child.PATHS)
         assert process.returncode == -9, process.stderr
         outputs.append(process.stdout)
-    assert outputs[0] == outputs[1] and outputs[0].startswith("[[")
+    assert outputs[0] == outputs[1] and outputs[0].count("[[") == len(MODELS)
 
 
 @pytest.mark.parametrize("dtype", ["float32"])
