@@ -173,7 +173,7 @@ static PyObject *log_match(mlspy_prompt_log *self, PyObject *const *args,
     PyObject *result = NULL;
     if (log != NULL) {
         MLSPY_WITHOUT_GIL(code = mls_prompt_match_new(log, &prefix, &match, &st));
-        result = code == MLS_OK ? mlspy_prompt_match_of(state, match)
+        result = code == MLS_OK ? mlspy_prompt_match_of(state, match, self->path)
                                 : mlspy_raise(state, &st, self->path);
         leave(self);
     }
