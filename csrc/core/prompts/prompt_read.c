@@ -166,10 +166,11 @@ static mls_code find_error(const mls_prompt_match *match,
             return mls_fail(st, MLS_E_MEMORY, "%s", requests[i].text);
         }
         if (requests[i].code == MLS_E_IO) {
-            return mls_fail_os(st, requests[i].os_error,
-                               "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,
-                               (unsigned long long)match->hits[requests[i].hit].offset,
-                               (unsigned)match->hits[requests[i].hit].segment);
+            return mls_fail_os(
+                st, requests[i].os_error,
+                "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,
+                (unsigned long long)match->hits[requests[i].hit].offset,
+                (unsigned)match->hits[requests[i].hit].segment);
         }
     }
     return MLS_OK;

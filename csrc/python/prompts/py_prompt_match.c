@@ -291,9 +291,9 @@ static PyObject *read_all(const mlspy_state *state, PyObject *self,
     if (is_good && mlspy_progress_init(&progress, Py_None) == 0) {
         mls_status st;
         mlspy_progress_begin(&progress);
-        is_good = mls_prompt_read(match, requests, count, state->kernels,
-                                  mlspy_crc(state), state->pool, &progress.core,
-                                  &st) == MLS_OK;
+        is_good =
+            mls_prompt_read(match, requests, count, state->kernels, mlspy_crc(state),
+                            state->pool, &progress.core, &st) == MLS_OK;
         mlspy_progress_end(&progress);
         if (is_good) {
             result = damaged_list(match, requests, count);

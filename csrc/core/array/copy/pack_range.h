@@ -1,4 +1,5 @@
-/* pack_range: copy consecutive elements of a tensor, in C order, to or from packed memory.
+/* pack_range: copy consecutive elements of a tensor, in C order, to or from packed
+ * memory.
  *
  * Threads that write parts of a tensor to a file use it for tensors with any strides and
  * either byte order.
