@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ..kv._cache_spec import CacheEntry, entry_error
 from ..kv._ring_slots import Ring, ring_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from .. import _core
     from .._types import NDArray
@@ -43,15 +44,37 @@ def stored_shape(entry: CacheEntry, name: str, count: int) -> tuple[int, ...]:
 # ---- to the store ----
 
 
-def readable(view: Any) -> NDArray:
-    """Return an array over the memory of a view; a copy of a tensor that is elsewhere."""
-    if is_torch(view):
-        view = backend_of(view, TensorBackend).arrays_of({"": view.detach().cpu()})[""]
-    array: NDArray = view
+class Remote(NamedTuple):
+    """A tensor of another device, which the store copies when it writes it."""
+
+    nbytes: int
+    fetch: Callable[[], NDArray]
+
+
+def readable(view: Any) -> NDArray | Remote:
+    """Return an array over the memory of a view; of a tensor that is elsewhere, how to copy it."""
+    if not is_torch(view):
+        array: NDArray = view
+        return array
+    if view.device.type != "cpu":
+        return Remote(view.nbytes, partial(_array_of, view))
+    return _array_of(view)
+
+
+def _array_of(tensor: Any) -> NDArray:
+    tensor = tensor.detach().cpu()
+    array: NDArray = backend_of(tensor, TensorBackend).arrays_of({"": tensor})[""]
     return array
 
 
-def block_parts(stored: StoredSpec, state: CacheState, start: int, stop: int) -> list[NDArray]:
+def copied(part: NDArray | Remote) -> NDArray:
+    """Return the bytes of a part in memory of their own."""
+    return part.fetch() if isinstance(part, Remote) else np.array(part)
+
+
+def block_parts(
+    stored: StoredSpec, state: CacheState, start: int, stop: int
+) -> list[NDArray | Remote]:
     """Return views of the tokens of all entries that are stored in blocks."""
     return [
         readable(tokens_of(state.arrays[name], _axis(entry), start, stop))
@@ -60,13 +83,13 @@ def block_parts(stored: StoredSpec, state: CacheState, start: int, stop: int) ->
     ]
 
 
-def state_parts(stored: StoredSpec, state: CacheState) -> tuple[list[NDArray], list[Any]]:
+def state_parts(stored: StoredSpec, state: CacheState) -> tuple[list[NDArray | Remote], list[Any]]:
     """Return views of all entries that are stored as snapshots, and what each consists of.
 
     That is, for each array, its name and the numbers of tokens of its parts; of an array without a
     sequence, its shape.
     """
-    parts: list[NDArray] = []
+    parts: list[NDArray | Remote] = []
     listed: list[Any] = []
     for entry in _entries_of(state, stored.states):
         runs = [] if entry.seq_axis is None else state._cache.ring(entry).runs()
@@ -125,7 +148,7 @@ class Request(NamedTuple):
         if is_torch(view):
             if view.device.type != "cpu":
                 return None
-            view = backend_of(view, TensorBackend).arrays_of({"": view.detach()})[""]
+            return _array_of(view)
         array: NDArray = view
         return array
 

@@ -1,10 +1,15 @@
 """The memory that stores need beside the cache: 16 MiB at most."""
 
+import weakref
+from functools import partial
+
 import numpy as np
 import pytest
 from toy_caches import HYBRID, TOKENS, empty_state, prefilled, same, spec_of, store_at
 from traced_memory import traced
 
+from mlstate._core import PromptLog
+from mlstate.errors import CompatibilityError
 from mlstate.kv import CacheEntry, CacheSpec, CacheState
 from mlstate.prompts import _transfer
 
@@ -80,3 +85,104 @@ def test_finding_damaged_records_needs_little_memory(store, tmp_path):
     with store.match(TOKENS[:90], full=True) as match, traced() as trace:
         assert not _transfer.has_damage(match._log_match, 5)
     assert trace.peak < MOST
+
+
+# ---- another device ----
+
+
+def put_part(log, part, end=4):
+    return log.put(b"x", np.arange(end), 4, [(0, end, b"", [part])], None, 1.0)
+
+
+def test_a_part_is_fetched_when_it_is_written(tmp_path):
+    log = PromptLog(tmp_path / "log", True)
+    rng = np.random.default_rng(1)
+    arrays = [rng.random((3, n)).astype(np.float32) for n in (5, 1, 0, 700)]
+    calls = []
+
+    def fetch(number):
+        calls.append(number)
+        return arrays[number].copy()
+
+    parts = [(a.nbytes, partial(fetch, i)) if i != 1 else a for i, a in enumerate(arrays)]
+    records = [(0, 4, b"", parts)]
+    assert log.put(b"x", np.arange(4), 4, records, None, 1.0) == [1]
+    assert calls == [0, 3]
+    assert log.put(b"x", np.arange(4), 4, records, None, 1.0) == [0]
+    assert calls == [0, 3]  # a stored record is not fetched
+    match = log.match(b"x", np.arange(4), 4)
+    for number, array in enumerate(arrays):
+        target = np.ones_like(array)
+        assert match.read([(0, number, target)]) == [] and np.array_equal(target, array)
+
+
+def raise_error():
+    raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ((4, raise_error), RuntimeError),
+        ((4, lambda: np.zeros(5, "u1")), CompatibilityError),
+        ((4, lambda: "text"), TypeError),
+        ((-1, raise_error), TypeError),
+        ((4, 5), TypeError),
+        ((4,), TypeError),
+    ],
+)
+def test_a_part_that_cannot_be_fetched_leaves_the_log_unchanged(tmp_path, part, error):
+    log = PromptLog(tmp_path / "log", True)
+    put_part(log, np.ones(4, "u1"))
+    before = log.stats()["live_bytes"]
+    with pytest.raises(error):
+        put_part(log, part, 8)
+    assert log.stats()["live_bytes"] == before and log.verify() == []
+    assert put_part(log, (4, lambda: np.ones(4, "u1")), 8) == [1]
+
+
+class Copies:
+    """The bytes that copies of a device's tensors use now, and did at most."""
+
+    now = most = count = 0
+
+
+def device_class(torch):
+    """A class of tensors that claim to be on a GPU, and count their copies."""
+
+    class DeviceTensor(torch.Tensor):
+        device = property(lambda _: torch.device("cuda"))
+
+        def cpu(self):
+            copy = self.as_subclass(torch.Tensor).clone()
+            Copies.count += 1
+            Copies.now += copy.nbytes
+            Copies.most = max(Copies.most, Copies.now)
+            weakref.finalize(copy.untyped_storage(), self.forget, copy.nbytes)
+            return copy
+
+        @staticmethod
+        def forget(nbytes):
+            Copies.now -= nbytes
+
+    return DeviceTensor
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_put_from_a_device_copies_one_part_at_a_time(store, monkeypatch, asynchronous):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(Copies, "now", 0)
+    monkeypatch.setattr(Copies, "most", 0)
+    monkeypatch.setattr(Copies, "count", 0)
+    plain = torch.rand(2, 3, 64, 4)
+    cache = plain.as_subclass(device_class(torch))
+    done = store.put(TOKENS[:50], cache, asynchronous=asynchronous)
+    assert (done.result(60) if asynchronous else done) == 50
+    assert Copies.count == 4  # three blocks and the rest
+    assert asynchronous or Copies.most == 16 * 2 * 3 * 4 * 4
+    target = np.ones((2, 3, 64, 4), np.float32)
+    with store.match(TOKENS[:50], full=True) as match:
+        assert store.restore(match, into=target) == 50
+    assert np.array_equal(target[:, :, :50], plain.numpy()[:, :, :50])
+    store.put(TOKENS[:64], cache)
+    assert Copies.count == 5  # the new block only

@@ -132,7 +132,15 @@ mls_code mls_prompt_read_piece(const mls_prompt_match *match,
 mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st);
 void mls_prompt_unlock(mls_prompt_log *log);
 
-/* A record to store. `parts` are borrowed views. */
+/* Provides parts that another device has. `fetch` sets `*out` to a view of one, which is
+ * valid until the next call; false stops the put. */
+typedef struct mls_prompt_source {
+    bool (*fetch)(void *context, const mls_tensor *part, mls_tensor *out);
+    void *context;
+} mls_prompt_source;
+
+/* A record to store. `parts` are borrowed views; with a source, those whose data is NULL
+ * are fetched one by one. */
 typedef struct mls_prompt_item {
     unsigned kind;
     size_t end;
@@ -140,6 +148,7 @@ typedef struct mls_prompt_item {
     size_t meta_bytes;
     const mls_tensor *parts;
     size_t part_count;
+    const mls_prompt_source *source; /* or NULL */
     int result; /* 1: written; 0: it was stored; -1: no parent, or no room */
 } mls_prompt_item;
 

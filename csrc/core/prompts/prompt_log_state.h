@@ -193,6 +193,7 @@ typedef struct mls_prompt_append {
     unsigned char *bytes; /* of all headers */
     size_t byte_count, byte_room;
     const mls_progress *progress;
+    const mls_prompt_source *source; /* of the next record; or NULL */
 } mls_prompt_append;
 
 /* Begin to append about `bytes` bytes, to a new segment if the newest one has `limit`. */
