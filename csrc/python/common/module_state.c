@@ -89,6 +89,7 @@ static int start_core(mlspy_state *state)
     return 0;
 }
 
+/* Fill `state->names` with interned strs. Returns -1 with MemoryError set. */
 static int intern_names(mlspy_state *state)
 {
     static const char *const names[MLSPY_NAME_COUNT] = {
