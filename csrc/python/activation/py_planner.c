@@ -326,10 +326,10 @@ static const char *const methods[] = {[MLS_PLAN_BY_BYTES] = "bytes",
                                       [MLS_PLAN_BY_SLOTS] = "slots",
                                       [MLS_PLAN_THAT_FITS] = "fits"};
 
-/* plan_make(chain, budget, slots, offload) -> (steps, method, slots)
+/* plan_make(chain, budget_bytes, slots, offload) -> (steps, method, slots)
  *
- * Finds the fastest persistent schedule within `budget` bytes; see mls_plan_make.
- * `method` is one of the names above; the returned slots are 0 unless it is "slots".
+ * Finds the fastest persistent schedule within the budget; see mls_plan_make. `method` is
+ * one of the names above; the returned slots are 0 unless it is "slots".
  */
 PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
 {
@@ -428,9 +428,10 @@ static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *sta
     return 0;
 }
 
-/* search_schedules(chain, budget, offload, start, states) -> (steps, optimal, states)
+/* search_schedules(chain, budget_bytes, offload, start, states) -> (steps, optimal,
+ * states)
  *
- * Finds the best of all valid schedules within `budget` bytes, visiting at most `states`
+ * Finds the best of all valid schedules within the budget, visiting at most `states`
  * states (0: the core's default). `start` has the steps of a schedule to improve, or is
  * None: then any time is acceptable. `optimal`: the search was complete; the returned
  * states are those visited. The core reads the start steps without the GIL: they are the

@@ -278,8 +278,8 @@ static mls_code load_copied(const mlspy_state *state, int fd, const mls_safetens
 }
 
 /* Read a file: returns (arrays, metadata), or only the metadata if `mmap` is NULL; NULL
- * with an exception set. A true `mmap` maps the arrays; a true `verify` compares
- * checksums, if the file has them. */
+ * with an exception set. A true `mmap` maps the arrays. A true `verify` compares the
+ * checksums of the header, and of elements that are read, if the file has checksums. */
 static PyObject *load_file(const mlspy_state *state, PyObject *path, PyObject *mmap,
                            PyObject *verify)
 {

@@ -96,7 +96,7 @@ static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
     return is_present;
 }
 
-/* state_keys_match(a, b) -> whether both dicts have the same names */
+/* state_keys_match(state1, state2) -> whether both dicts have the same names */
 PyObject *core_state_keys_match(mlspy_state *state, PyObject *const *args)
 {
     return check_two_dicts(state, args, true, has_name);
@@ -185,7 +185,8 @@ static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
     return same;
 }
 
-/* state_shapes_match(a, b) -> whether b has all tensors of a with the same shapes */
+/* state_shapes_match(state1, state2) -> whether state2 has all tensors of state1 with the
+ * same shapes */
 PyObject *core_state_shapes_match(mlspy_state *state, PyObject *const *args)
 {
     return check_two_dicts(state, args, false, has_shape);
@@ -249,9 +250,9 @@ PyObject *core_state_compare(mlspy_state *state, PyObject *const *args)
     return report;
 }
 
-/* state_missing(a, b) -> the names in a but not in b, as a set
+/* state_missing(state1, state2) -> the names in state1 but not in state2, as a set
  *
- * Takes a snapshot of `a`, because a lookup may run code that changes it.
+ * Takes a snapshot of state1, because a lookup may run code that changes it.
  */
 PyObject *core_state_missing(mlspy_state *state, PyObject *const *args)
 {

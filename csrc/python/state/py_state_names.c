@@ -194,8 +194,8 @@ static PyObject *new_empty(PyObject *class)
     return instance;
 }
 
-/* state_layer(state, name, class) -> the tensors below layer `name`, without its name, in
- * a new instance of `class`
+/* state_layer(state, name, cls) -> the tensors below layer `name`, without its name, in a
+ * new instance of the class `cls`
  *
  * An unknown layer is empty. Tries at most twice: if a name disappears again, another
  * thread keeps changing the dict, and no consistent result is possible (RuntimeError).
