@@ -114,7 +114,8 @@ static int parse_args(strategy_object *self, PyObject *const *args, Py_ssize_t n
                               (long long)q->index);
 }
 
-/* Parses a non-negative int of one digit; returns false for any other object. */
+/* Parses a non-negative int of one digit of Python's ints (30 bits); returns false for
+ * any other object, without an exception. */
 static inline bool small_index(PyObject *object, int64_t *out)
 {
     if (!PyLong_CheckExact(object)) {

@@ -545,7 +545,8 @@ static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype 
     return fits ? 0 : -1;
 }
 
-/* As mlspy_view_of, for an object with __dlpack__. */
+/* As mlspy_view_of, for an object with __dlpack__. The owner is a capsule that calls the
+ * exporter's deleter. */
 static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char *label,
                           mlspy_view *out)
 {

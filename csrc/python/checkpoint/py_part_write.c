@@ -79,8 +79,8 @@ static int take_tensor(const mlspy_state *state, PyObject *object, size_t *shape
 }
 
 /* Convert a tuple of tensors, and build the header with checksums of 0 and `text` as its
- * "format". The caller zeroes `*f` before and calls layout_fini, also after a failure: -1
- * with an exception set. */
+ * "format". Returns -1 with an exception set. The caller zeroes `*f` before, and calls
+ * layout_fini in any case. */
 static int take_layout(const mlspy_state *state, PyObject *tensors, PyObject *text,
                        file_layout *f)
 {
@@ -203,8 +203,8 @@ static int take_place(const mls_shard_item *item, PyObject *places, mls_placed_i
     return failed ? -1 : 0;
 }
 
-/* Convert all arguments of parts_write but the last two. The caller calls args_fini, also
- * after a failure: -1 with an exception set. */
+/* Convert all arguments of parts_write but the last two. Returns -1 with an exception
+ * set; the caller calls args_fini in any case. */
 static int take_args(const mlspy_state *state, PyObject *const *args, parts_args *a)
 {
     mls_parts_job *job = &a->job;

@@ -102,9 +102,9 @@ static int take_metadata(PyObject *pairs, save_job *job)
     return 0;
 }
 
-/* Convert tensors (`items`) and metadata (`pairs`), before the GIL is released. The
- * caller zeroes the job before and calls save_job_fini, also after a failure: -1 with an
- * exception set. */
+/* Convert tensors (`items`) and metadata (`pairs`), before the GIL is released. Returns
+ * -1 with an exception set. The caller zeroes the job before, and calls save_job_fini in
+ * any case. */
 static int save_job_init(const mlspy_state *state, PyObject *items, PyObject *pairs,
                          save_job *job)
 {

@@ -477,7 +477,7 @@ static int take_ranges(load_job *job, PyObject *tuple)
 }
 
 /* As load_begin, with all other checks that are possible before anything must be undone.
- * `source` is a folder, or (URL, ranges, zeroed). */
+ * `source` is a folder, or (URL, ranges, zeroed). Returns -1 with an exception set. */
 static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
                      PyObject *section, PyObject *keys, PyObject *cuts)
 {
@@ -578,7 +578,8 @@ static int view_target(const load_job *job, size_t i, PyObject *targets)
     return failed;
 }
 
-/* View and check all targets before anything is read. */
+/* View and check all targets in a dict before anything is read. Returns -1 with an
+ * exception set. */
 static int view_targets(load_job *job, PyObject *targets)
 {
     if (!PyDict_Check(targets)) {
@@ -725,7 +726,7 @@ PyObject *mlspy_merged_index_patterns(mlspy_merged_index *self, PyObject *unused
     return list;
 }
 
-/* Return the patterns of all indexes, or NULL with an exception set. */
+/* Return a new array with the pattern of each index, or NULL with an exception set. */
 static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
                                         const mlspy_state *state)
 {

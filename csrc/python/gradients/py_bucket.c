@@ -427,7 +427,8 @@ typedef struct pack_job {
     size_t count;
 } pack_job;
 
-/* Accepts a partly filled or zeroed job; `count` is the number of views. */
+/* Releases what a job holds. Accepts a partly filled or zeroed one; `count` is the number
+ * of views. */
 static void pack_fini(pack_job *job)
 {
     mlspy_views_release(job->views, job->count);

@@ -307,8 +307,8 @@ static void reduction_fini(reduction *r)
 }
 
 /* Views a sequence of sources and the output, and runs the core's checks. The caller has
- * set `op` and `divisor` of `r->operation` and zeroed the rest, and calls reduction_fini,
- * also after a failure. Returns -1 with an exception set. */
+ * set `op` and `divisor` of `r->operation` and zeroed the rest, and calls reduction_fini
+ * in any case. Returns -1 with an exception set. */
 static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject *out,
                           reduction *r)
 {

@@ -95,7 +95,8 @@ static PyObject *descriptor_close(descriptor_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* open(path, flags): close the file that is open, and open another one */
+/* open(path, flags): closes the file that is open, and opens another one; after an
+ * OSError none is open */
 static PyObject *descriptor_open(descriptor_object *self, PyObject *args)
 {
     PyObject *path;

@@ -276,7 +276,7 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *number)
     return mlspy_none(state, code, &st);
 }
 
-/* extent() -> (shape, capacity), read under one lock */
+/* extent() -> (shape, capacity in positions), of one moment */
 static PyObject *buffer_extent(buffer_object *self, PyObject *unused)
 {
     (void)unused;

@@ -83,7 +83,7 @@ static int find_name(mlspy_finder *other, PyObject *key, PyObject **value)
     return mlspy_find(other, key, value);
 }
 
-/* Check: the other dict has the name. */
+/* An entry_check: whether the other dict has the name `key`. */
 static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
                     mlspy_finder *other)
 {
@@ -161,7 +161,8 @@ static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyOb
     return same;
 }
 
-/* Check: the other dict has an array with this name and shape. */
+/* An entry_check: whether the other dict has an array with the name `key` and the shape
+ * of `value`. */
 static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
                      mlspy_finder *other)
 {
@@ -202,8 +203,9 @@ static bool same_descr(PyArrayObject *a, PyArrayObject *b)
             mlspy_dtype_of_descr(PyArray_DESCR(b), &second) && first == second);
 }
 
-/* Check: the other dict certainly has an array with this name, shape and dtype. 0 means
- * "not certain": the caller then compares in full. */
+/* An entry_check: whether the other dict certainly has an array with the name `key` and
+ * the shape and dtype of `value`. 0 means "not certain": the caller then compares in
+ * full. */
 static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
                     mlspy_finder *other)
 {
@@ -485,7 +487,8 @@ static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
     return same;
 }
 
-/* Check: the entry is a name with an array. */
+/* An entry_check: whether `key` is a name and `value` an array; if not, returns -1 with
+ * TypeError or ValueError set, never 0. */
 static int is_array_entry(const mlspy_state *state, PyObject *key, PyObject *value,
                           mlspy_finder *other)
 {

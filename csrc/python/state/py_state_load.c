@@ -54,8 +54,8 @@ static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
 }
 
 /* Views all pairs that both sides have, and runs the core's checks; `cast`: dtypes may
- * differ. The caller zeroes the job before and calls job_fini, also after a failure: -1
- * with an exception set. */
+ * differ. Returns -1 with an exception set. The caller zeroes the job before, and calls
+ * job_fini in any case. */
 static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
                     load_job *job)
 {
@@ -233,8 +233,8 @@ static mls_sharing tied_compare(const void *data, size_t a, size_t b)
 }
 
 /* Checks the sections, a list of pairs (keys, targets), and allocates room for all
- * targets. The caller zeroes the job before, and frees its memory also after a failure:
- * -1 with an exception set. */
+ * targets. Returns -1 with an exception set. The caller zeroes the job before, and frees
+ * its memory in any case. */
 static int tied_init(PyObject *sections, tied_job *job)
 {
     size_t count = 0;
