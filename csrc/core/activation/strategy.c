@@ -251,7 +251,7 @@ int64_t mls_ticks_now(void)
     return (int64_t)now.tv_sec * MLS_TICKS_PER_SECOND + now.tv_nsec / 100;
 }
 
-/* Converts seconds to ticks. NaN fails too. */
+/* The comparison is negated so that NaN fails too. */
 mls_code mls_ticks_from_seconds(double seconds, int64_t *out, mls_status *st)
 {
     const double ticks = seconds * (double)MLS_TICKS_PER_SECOND;

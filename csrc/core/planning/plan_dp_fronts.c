@@ -491,8 +491,9 @@ void mls_plan_fronts_fini(mls_plan_fronts *f)
     *f = (mls_plan_fronts){0};
 }
 
-/* Converts a code to an error. Threads only set a code, because a status has a single
- * writer. */
+/* Fills the status for a code that solving ended with, and returns the code; `most` is
+ * the limit of points, for the message. Threads only set a code, because a status has a
+ * single writer. */
 static mls_code fail_planning(mls_code code, const mls_plan_costs *c, size_t most,
                               mls_status *st)
 {

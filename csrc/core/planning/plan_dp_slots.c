@@ -45,6 +45,7 @@ typedef struct solver {
     atomic_bool stopped;
 } solver;
 
+/* Returns the smallest multiple of `unit` that is at least `value`. */
 static size_t round_up(size_t value, size_t unit)
 {
     return (value + unit - 1) / unit * unit;
@@ -59,8 +60,7 @@ static size_t stride_of(size_t slots)
     return stride / LANES % 2 == 0 ? stride + LANES : stride;
 }
 
-/* Returns the bytes of a table. Bytes that make_tables allocates, without small
- * arrays. */
+/* Counts the values that make_tables allocates, without the small arrays. */
 size_t mls_plan_table_bytes(size_t blocks, size_t slots)
 {
     const size_t padded = round_up(blocks, SMALL);

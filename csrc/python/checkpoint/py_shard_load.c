@@ -51,7 +51,7 @@ typedef struct load_job {
                                  NULL: new arrays */
 } load_job;
 
-/* Accepts a partly initialized job. Needs the GIL, since it releases arrays. */
+/* Releases all that a job holds; accepts a partly initialized one. Needs the GIL. */
 static void load_fini(load_job *job)
 {
     for (size_t i = 0; i < job->plan.count; i++) {

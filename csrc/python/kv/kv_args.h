@@ -15,7 +15,8 @@
 int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *seq_axis,
                         const char *label, int *rank, size_t *shape, int *axis);
 
-/* Read the sequence axis of a cache whose dimensions are known. Otherwise as above. */
+/* Read the sequence axis of a cache whose `rank` dimensions `shape` are known; `*axis` is
+ * 0 .. rank-1. `label` names the shape in messages. Errors as for mlspy_take_kv_shape. */
 int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char *label,
                        int rank, const size_t *shape, int *axis);
 
