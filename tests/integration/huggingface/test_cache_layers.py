@@ -610,8 +610,9 @@ def test_quantized_codes_of_mlstate_are_refused():
     cache.update(torch.zeros(1, 2, 5, 64), torch.zeros(1, 2, 5, 64), 0)
     state = from_cache(cache)
     state.quantize()
-    with pytest.raises(CompatibilityError, match="kind quantized does not fit layer 0"):
-        to_cache(state)
+    for into in (None, DynamicCache(), Cache(layers=[StaticLayer(8)])):
+        with pytest.raises(CompatibilityError, match=r"fit layer 0, .*: call state.dequantize\(\)"):
+            to_cache(state, into)
     state.dequantize()
     assert torch.equal(to_cache(state).layers[0].keys, cache.layers[0].keys)
 

@@ -95,7 +95,7 @@ def test_a_file_with_the_checksums_of_another_is_read_without_them(tmp_path, cap
     cache, metadata = models.load_prompt_cache(str(path), return_metadata=True)
     decode(cache, 1)
     models.save_prompt_cache(str(stale), cache, metadata)
-    with pytest.raises(ChecksumError, match="checksum does not match.*pass verify=False"):
+    with pytest.raises(ChecksumError, match="pass verify=False"):
         load_prompt_cache(stale)
     loaded, metadata = load_prompt_cache(stale, True, verify=False)
     assert_same_state(loaded, cache)
