@@ -135,24 +135,24 @@ def test_caches_in_lists_are_filled_in_place(tmp_path):
 @pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("places", [("['a']", "['b']"), ("['a'][0]", "['a'][1]['x']")])
 def test_a_cache_that_is_the_target_of_two_names_is_refused(tmp_path, make, places):
-    """Its tokens would be those of the last name."""
+    """Without the error, the last name would win."""
     is_nested = places[0] != "['a']"
 
-    def named(first, second):
+    def states_of(first, second):
         return {"a": [first, {"x": second}]} if is_nested else {"a": first, "b": second}
 
     stored, target = make(), make()
     arrays = target.arrays if isinstance(target, CacheState) else {"": target.array}
     next(iter(arrays.values()))[...] = 7
-    mlstate.save(tmp_path / "c", states=named(stored, target))
+    mlstate.save(tmp_path / "c", states=states_of(stored, target))
     before = facts(target)
     with pytest.raises(CompatibilityError) as caught:
-        mlstate.load(tmp_path / "c", into={"states": named(target, target)})
+        mlstate.load(tmp_path / "c", into={"states": states_of(target, target)})
     first, second = (f"states{place}" for place in places)
     assert str(caught.value).startswith(f"{second}: the target is also that of {first}, and the")
     assert caught.value.name == second and facts(target) == before
-    mlstate.save(tmp_path / "c", states=named(stored, stored))
-    mlstate.load(tmp_path / "c", into={"states": named(target, target)})
+    mlstate.save(tmp_path / "c", states=states_of(stored, stored))
+    mlstate.load(tmp_path / "c", into={"states": states_of(target, target)})
     assert facts(target) == facts(stored)
 
 
