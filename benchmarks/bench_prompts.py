@@ -147,6 +147,7 @@ def restoring(report: Report, aims: Aims, folder: Path, repeats: int) -> None:
         Candidate("pread, 1 thread", partial(raw.read, flat), limit=True),
         Candidate("read, verified, 1 thread", partial(restore, 1)),
         Candidate("read, verified, 2 threads", partial(restore, 2)),
+        Candidate("pread, 2 threads", partial(raw.read_in_threads, flat)),
     ]
     peers = [raw]
     if find_spec("safetensors"):

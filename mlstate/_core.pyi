@@ -523,6 +523,7 @@ class Descriptor:
     def __enter__(self) -> Self: ...
     def __exit__(self, *unused: object) -> None: ...
 
+# Kind, end, meta, parts; a part is an array, or its bytes and a function that returns it.
 _PromptRecord: TypeAlias = tuple[int, int, bytes, list[Any]]
 _PromptDamage: TypeAlias = tuple[str, int, str]
 
