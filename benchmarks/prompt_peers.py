@@ -1,6 +1,6 @@
-"""What the log of prompt stores is compared with: raw files, safetensors, prompt caches of mlx-lm.
+"""Other ways to store prompts: raw files, safetensors, prompt caches of mlx-lm.
 
-Each peer appends the keys and values of 256 tokens, durably, and reads those of a longer prompt.
+Each appends the keys and values of 256 tokens, durably, and reads the ones of a longer prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def sync(path: Path) -> None:
 
 
 class RawFile:
-    """One file, to which the arrays are appended."""
+    """One file; its end receives the arrays."""
 
     name = "raw file"
 

@@ -1,4 +1,4 @@
-"""The memory that stores need beside the cache: 16 MiB at most."""
+"""Stores need at most 16 MiB of memory beside the cache."""
 
 import weakref
 from functools import partial

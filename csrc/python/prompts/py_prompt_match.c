@@ -361,7 +361,7 @@ static PyObject *read_piece(const mlspy_state *state, PyObject *self,
 
 /* read_piece(record, part, offset, array, checksum) -> int, or a text about damage
  *
- * The checksum is that of the bytes before the piece; the result is that of these too. */
+ * Continues the checksum of the bytes before the piece. */
 static PyObject *match_read_piece(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
