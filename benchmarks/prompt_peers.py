@@ -97,7 +97,7 @@ class MlxCache:
     name = "mlx-lm"
 
     def __init__(self, folder: Path, parts: list[np.ndarray], blocks: int) -> None:
-        self.path = folder / "cache.safetensors"
+        self.folder, self.count = folder, 0
         self.cache = self._cache_of(parts, blocks)
 
     @staticmethod
@@ -117,15 +117,19 @@ class MlxCache:
         return cache
 
     def save(self) -> None:
-        """Save the cache, and sync."""
+        """Save the cache to a new file, and sync."""
         from mlx_lm.models.cache import save_prompt_cache
 
-        save_prompt_cache(str(self.path), self.cache)
-        sync(self.path)
+        self.count += 1
+        save_prompt_cache(str(self._path()), self.cache)
+        sync(self._path())
+
+    def _path(self) -> Path:
+        return self.folder / f"cache-{self.count}.safetensors"
 
     def load(self) -> None:
         """Load the cache into new arrays; mlx reads them when they are used."""
         import mlx.core as mx
         from mlx_lm.models.cache import load_prompt_cache
 
-        mx.eval([layer.state for layer in load_prompt_cache(str(self.path))])
+        mx.eval([layer.state for layer in load_prompt_cache(str(self._path()))])

@@ -1,4 +1,4 @@
-"""Stores need at most 16 MiB of memory beside the cache."""
+"""The extra memory of stores is at most 16 MiB."""
 
 import weakref
 from functools import partial
