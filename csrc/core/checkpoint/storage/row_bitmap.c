@@ -115,7 +115,7 @@ size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_
 }
 
 /* Return the first row in `row` .. `end` whose bit equals `set`, or `end`. Skips eight
- * rows at a time. `end` may be passed inside a byte, whose remaining bits are 0. */
+ * rows at a time. */
 static size_t find_row(const unsigned char *bits, size_t row, size_t end, bool set)
 {
     const unsigned char none = set ? 0 : UINT8_MAX;
