@@ -87,8 +87,8 @@ class EngineTarget:
         self.cache, self.engine = cache, engine
         self.device = device
         _check_can_be_emptied(cache)
-        self.entries = () if stored is None else stored.entries
-        self.blocks = () if stored is None else stored.blocks
+        self.entries = [] if stored is None else [_in_engine(e) for e in stored.entries]
+        self.blocks = [] if stored is None else [_in_engine(e) for e in stored.blocks]
         self.has_snapshots = len(self.entries) > len(self.blocks)
         entries = {e.name: _with_positions(e, length) for e in self.blocks}
         self.into = Arrays(entries, _new_arrays(entries), {})
@@ -197,6 +197,18 @@ def _check_can_be_emptied(cache: Any) -> None:
 
 def _first(axis: int, count: int) -> tuple[slice, ...]:
     return (*(slice(None) for _ in range(axis)), slice(count))
+
+
+def _in_engine(entry: CacheEntry) -> CacheEntry:
+    """Return an entry as engines have it: keys and values with the sequence as axis 2 of 4.
+
+    The cache that was stored may have had another order, such as Core AI has on iOS.
+    """
+    axis = entry.seq_axis
+    if axis is None or len(entry.shape) != 4:
+        return entry
+    inner = [*entry.shape[:axis], *entry.shape[axis + 1 :]]
+    return replace(entry, shape=(*inner[:2], entry.shape[axis], inner[2]), seq_axis=2)
 
 
 def _with_positions(entry: CacheEntry, count: int) -> CacheEntry:
