@@ -11,7 +11,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from foreign_deltas import NAME, bases, check_deltas, news
 
