@@ -51,9 +51,7 @@ def test_vllm_patches_round_trip():
         assert indices.dtype == np.int32
         assert indices.tolist() == list(CHANGES[name])
         assert values.dtype == BFLOAT16
-        patches.append(
-            SimpleNamespace(name=name, indices=indices, values=values, full_shape=shape)
-        )
+        patches.append(SimpleNamespace(name=name, indices=indices, values=values, full_shape=shape))
     for name, delta in read_patches(patches, sizes()).items():
         assert delta.gaps.tobytes() == deltas[name].gaps.tobytes()
         assert delta.values.tobytes() == deltas[name].values.tobytes()
