@@ -307,7 +307,7 @@ def test_follow_notebook_outputs(tmp_path):
     pytest.importorskip("matplotlib", reason="its plot")
     _, printed, images = shown("follow", tmp_path)
     assert "rollout ended by SIGKILL\ntrainer ended by SIGKILL\n" in printed
-    assert "trained with exit status 0" in printed
+    assert "the trainer ended with status 0\n" in printed
     assert re.search(r"^step (\d+): weights: the publisher started a new lineage", printed, re.M)
     versions, wrong = re.search(r"(\d+) versions were followed, (\d+) of", printed).groups()
     assert int(versions) >= 90 and wrong == "0"
