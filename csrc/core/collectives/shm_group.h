@@ -154,7 +154,7 @@ typedef struct mls_shm_places {
     void *context;
 } mls_shm_places;
 
-/* Gathers `bytes` bytes of this rank and those of all others; their number may differ.
+/* Gathers the bytes of all ranks, `bytes` of this one; their number may differ.
  * `root` is the receiving rank, or -1 for all ranks. `places` provides the buffers, on
  * receiving ranks only. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,

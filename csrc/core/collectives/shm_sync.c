@@ -30,7 +30,7 @@ typedef struct wait_condition {
 static const int64_t second = 1000000000;
 static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
 
-/* Return a time in nanoseconds that never goes back. */
+/* Return a time in nanoseconds that never decreases. */
 static int64_t read_clock(void)
 {
     struct timespec t;
@@ -78,7 +78,7 @@ static int find_unconsumed(const mls_shm *g, size_t most)
     return MLS_SHM_NO_RANK;
 }
 
-/* Returns the rank that blocks every condition of `w`, or -1 if one of them holds. */
+/* Return the rank that blocks every condition of `w`, or -1 if one of them holds. */
 static int find_blocking_rank(const mls_shm *g, wait_condition w)
 {
     int peer = MLS_SHM_NO_RANK;
@@ -117,8 +117,8 @@ static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t lengt
 #endif
 }
 
-/* Return whether the process of rank `rank` has ended: nobody locks its byte of the file.
- * Threads (`fd` below 0) cannot die alone. */
+/* Return whether the process of rank `rank` has ended: its byte of the file is not
+ * locked. Threads (`fd` below 0) cannot die alone. */
 static bool is_dead(const mls_shm *g, size_t rank)
 {
     struct flock lock = mls_shm_lock_on(rank);

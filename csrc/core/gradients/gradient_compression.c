@@ -138,9 +138,9 @@ static mls_dtype dtype_of_format(mls_gradient_compression compression)
     return compression == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
 
-/* Decode elements `start` .. `start + count` of a part of n elements into `dst[0]` .. .
- * `n` says where the INT8 codes begin, behind the scales of all blocks, even if only some
- * blocks are decoded. */
+/* Decode elements `start` .. `start + count` of a part of n elements into `dst`, from its
+ * start on. The position of the INT8 codes, behind the scales of all blocks, follows from
+ * `n`, even if only some blocks are decoded. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const unsigned char *src, size_t n, size_t start,
@@ -201,7 +201,7 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
 
 /* ---- buckets ---- */
 
-/* Checks that all reductions of the bucket are float32 sums. */
+/* Check that all reductions of the bucket are float32 sums. */
 mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
 {
     for (size_t i = 0; i < b->count; i++) {
@@ -248,7 +248,7 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
                                    unsigned char *local)
 {
     for (size_t to = 0; to < b->world; to++) {
-        /* both pointers advance behind what was written */
+        /* both pointers advance behind each part */
         unsigned char **at = to == b->rank ? &local : &send;
         for (size_t i = 0; i < b->count; i++) {
             const mls_segment *s = &b->segments[i];

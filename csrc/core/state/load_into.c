@@ -69,7 +69,7 @@ static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
     return true;
 }
 
-/* Return the outermost axis of which one index has at most PART bytes, and in `*rows` the
+/* Return the outermost axis that has at most PART bytes for one index, and in `*rows` the
  * number of its indices in a chunk. `bytes` is the size of the whole view. The innermost
  * axis always qualifies: its indices are single elements. */
 static int choose_split_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
@@ -233,7 +233,7 @@ static void prefetch_pair(const planner *p, size_t index)
     }
 }
 
-/* Check pair `index` by itself, fill its item, and list the address ranges that it reads
+/* Check pair `index` alone, fill its item, and list the address ranges that it reads
  * and writes. A pair of two identical views is only read: its item stays zeroed, with 0
  * bytes to copy. MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_OVERLAP. */
 static mls_code check_pair(planner *p, size_t index)
@@ -523,7 +523,7 @@ static bool add_others(planner *p)
 /* ---- the plan ---- */
 
 /* Check all pairs, then divide them into chunks and tasks. After an error the caller
- * frees what was planned. */
+ * frees the plan. */
 static mls_code make_plan(planner *p)
 {
     mls_code code = MLS_OK;

@@ -61,7 +61,7 @@ void mls_load_plan_fini(mls_load_plan *plan); /* accepts a zeroed one; zeroes it
  * merged index has no such tensor. */
 mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
 
-/* Choose the part that `how` selects. A given layout is that of the parameter; an
+/* Choose the part that `how` selects. A given layout divides the parameter; an
  * optimizer state is cut along the axes that it shares with its parameter. Without a
  * layout, a tensor that was cut in one step is cut in the same way for the new world, and
  * a tensor that was stored whole stays whole.

@@ -133,8 +133,8 @@ mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
     return MLS_OK;
 }
 
-/* Compare the number of elements of `memory` with that of the item's part of a tensor of
- * shape `shape`. `label` names the tensor in the message. */
+/* Check that `memory` has as many elements as the item's part of a tensor of shape
+ * `shape`. `label` names the tensor in the message. */
 mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
                               const mls_tensor *memory, const char *label, mls_status *st)
 {

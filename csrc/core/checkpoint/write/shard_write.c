@@ -185,7 +185,7 @@ static size_t buffer_room(const sink *s)
 }
 
 /* Choose the stores for copies into the buffer: the disk, not the processor, reads a
- * direct-I/O buffer. SIZE_MAX stands for the fastest stores regardless of cache size. */
+ * direct-I/O buffer. SIZE_MAX selects the fastest stores regardless of cache size. */
 static mls_destination buffer_destination(const sink *s)
 {
     return s->out->direct ? (mls_destination){.bytes = SIZE_MAX} : mls_cached();
@@ -653,7 +653,7 @@ static mls_code make_tasks(writer *w, mls_status *st)
 /* ---- durability ---- */
 
 /* Return whether syncfs makes the file system of `folder` durable and reports errors:
- * that of the usual local file systems does, since Linux 5.8. */
+ * the usual local file systems do, since Linux 5.8. */
 static bool can_sync_once(int folder)
 {
 #if defined(__linux__)

@@ -129,12 +129,12 @@ static size_t find_item_of_size(const staged_item *order, size_t count, size_t b
 }
 
 /* Choose items with at least `excess` bytes in total, and set their `place` to SIZE_MAX,
- * that of the others to 0. `order` is sorted by ascending size, and all items together
- * have at least `excess` bytes.
- * Each step considers the smallest item that covers the remaining excess as the last one.
- * It then omits the largest item that does not cover it, and continues. The step with the
- * fewest omitted bytes wins. A last item always exists: until one is found, no item is
- * skipped, so the remaining items still cover the excess. */
+ * and `place` of all others to 0. `order` is sorted by ascending size, and all items
+ * together have at least `excess` bytes. Each step considers the smallest item that
+ * covers the remaining excess as the last one. It then omits the largest item that does
+ * not cover it, and continues. The step with the fewest omitted bytes wins. A last item
+ * always exists: until one is found, no item is skipped, so the remaining items still
+ * cover the excess. */
 static void omit_items(staged_item *order, size_t count, size_t excess)
 {
     size_t omitted = 0, least = SIZE_MAX, last = count, best = 0;
@@ -151,7 +151,7 @@ static void omit_items(staged_item *order, size_t count, size_t excess)
         }
         high = enough - 1;
         omitted += order[high].bytes;
-        /* remembers the step in which the item was omitted, until the loop below */
+        /* the step that omitted the item, for the loop below */
         order[high].place = step;
     }
     for (size_t i = 0; i < count; i++) {

@@ -165,7 +165,7 @@ static void compare_read(const compare_state *c, compared_shard *shard,
 }
 
 /* Return whether the block of a place that ends at byte `end` has the recorded checksum;
- * `crc` is that of the bytes read. A place of one block has only `place->crc`. */
+ * `crc` is the checksum of the bytes read. A place of one block has only `place->crc`. */
 static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
 {
     return crc == (place->bytes <= MLS_SAFETENSORS_BLOCK
@@ -457,8 +457,8 @@ static size_t list_shard_pieces(const compare_state *c, size_t number, piece *ou
 
 /* Count the candidates and their pieces, and allocate all arrays. If any shard is
  * compared by row, read buffers have the size of a block, the unit of checksums;
- * otherwise they are smaller and stay in the cache. MLS_E_MEMORY: the caller frees what
- * was allocated. */
+ * otherwise they are smaller and stay in the cache. MLS_E_MEMORY: the caller frees the
+ * arrays. */
 static mls_code allocate_arrays(compare_state *c, mls_status *st)
 {
     const mls_write_plan *plan = c->plan;

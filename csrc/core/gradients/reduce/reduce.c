@@ -45,7 +45,7 @@ static size_t parts_of(mls_dtype dtype)
     return dtype == MLS_C64 ? 2 : 1;
 }
 
-/* Returns whether mls_accumulate can add to such an array and mls_scale can scale it. */
+/* Return whether mls_accumulate can add to such an array and mls_scale can scale it. */
 static bool is_summed(mls_dtype dtype)
 {
     return (int)part_of(dtype) < MLS_CONVERTIBLE;
@@ -57,7 +57,7 @@ static bool is_float(mls_dtype dtype)
     return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* Returns the kernel for a reduction, the scalar one if the instruction set has none;
+/* Return the kernel for a reduction, the scalar one if the instruction set has none;
  * NULL: the reduction is not supported. Only float32 outputs may have another dtype than
  * the sources. */
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
@@ -272,7 +272,7 @@ static bool differs_from_one(double value)
     return !(value >= 1 && value <= 1);
 }
 
-/* Checks that the divisor is finite and not 0 in the dtype of the computation, and 1
+/* Check that the divisor is finite and not 0 in the dtype of the computation, and 1
  * unless floats are summed. A divisor too small for float32 becomes 0, which is refused
  * too. */
 static mls_code check_divisor(const mls_reduction *r, mls_status *st)
@@ -690,7 +690,7 @@ static void add_gathered(gathered *g, mls_norm_partial *partial)
 }
 
 /* Add the figures of a strided tensor to `partial`. Its elements are gathered in C order,
- * MLS_NORM_BLOCK at a time, so the bits equal those of a packed copy. */
+ * MLS_NORM_BLOCK at a time, so a packed copy has the same bits. */
 static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
                          mls_norm_partial *partial)
 {

@@ -36,7 +36,7 @@ MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
     }
 }
 
-/* Prefetches what a later step will read, where this step reads `bytes` bytes at
+/* Prefetches the items of a later step, while this step reads `bytes` bytes at
  * `address`: AHEAD bytes further line by line, or, with `pages`, only the first line of
  * the next page, once in each page. */
 MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)

@@ -230,7 +230,7 @@ static double value_at(mls_dtype dtype, const unsigned char *at)
     }
 }
 
-/* Returns how many of n elements are infinite or NaN. A complex number counts once, even
+/* Return how many of n elements are infinite or NaN. A complex number counts once, even
  * if both components are not finite. */
 uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
 {
