@@ -31,7 +31,7 @@ enum { VERSION = 3, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 
  * widest elements. */
 static const size_t piece_least = (size_t)MLS_NORM_BLOCK * 8;
 
-/* Return a constant string; "?" for a number that is not an operation, since it may come
+/* Return a constant string; "?" for a `kind` that is not an operation, since it may come
  * from another process. */
 const char *mls_shm_kind_name(mls_shm_kind kind)
 {
@@ -130,6 +130,8 @@ mls_shm_area *mls_shm_area_of(const mls_shm *g, size_t rank)
     return (mls_shm_area *)(void *)(start + rank * area_bytes());
 }
 
+/* Return the slot in the ring of `rank` for step number `step`: the rings follow the
+ * areas of all ranks. */
 unsigned char *mls_shm_slot(const mls_shm *g, size_t rank, uint64_t step)
 {
     const size_t number = rank * g->shape.depth + (size_t)(step % g->shape.depth);

@@ -61,11 +61,10 @@ mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st);
  * the file, so that other ranks can detect whether this process is alive. The caller must
  * not open and close that file elsewhere in this process: closing any descriptor releases
  * the lock.
- *
- * Ownership: takes `fd`, also on failure, and closes it with the group. Free the group
- * with mls_shm_free. Errors: MLS_E_VALUE: the shape or the rank is out of range, the
- * memory has another shape or version, or the rank is taken. MLS_E_IO, MLS_E_MEMORY.
- */
+ * Ownership: takes `fd`, also on failure, and closes it with the group; borrows
+ * `kernels`. Free the group with mls_shm_free. Errors: MLS_E_VALUE: the shape or the rank
+ * is out of range, the memory has another shape or version, or the rank is taken.
+ * MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_shm_join(const mls_shm_shape *shape, size_t rank, int fd,
                       const mls_kernels *kernels, mls_shm **out, mls_status *st);
 

@@ -256,8 +256,9 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Return a hash of everything that decides the contents of the slots and the bits of the
- * sums, which must be equal on all ranks. */
+/* Return a hash of the call's text, and of everything in the `count` segments that
+ * decides the contents of the slots and the bits of the sums. It must be equal on all
+ * ranks. */
 static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
                               const mls_segment *segments, size_t count)
 {

@@ -175,9 +175,10 @@ static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_
     return break_group(g, kind, MLS_SHM_TIMEOUT, peer, more, st);
 }
 
-/* Check, while waiting for rank `peer` or working (-1): is the group broken, has the
- * deadline passed while waiting, does the caller's `poll` want to stop? MLS_E_PEER,
- * MLS_E_STOPPED; the last two break the group. */
+/* Check, while waiting for rank `peer` or working (-1) in the operation `kind`: is the
+ * group broken, has the deadline passed while waiting, does the caller's `poll` want to
+ * stop? `poll` is called at most every `nap` nanoseconds. MLS_E_PEER, MLS_E_STOPPED; the
+ * last two break the group. */
 static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                                int peer, mls_status *st)
 {
@@ -240,10 +241,10 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
     return false;
 }
 
-/* Waits until no rank blocks the condition `w`: first spins, then sleeps on this rank's
- * bell, in short naps between which it checks deadline, caller and peer. `sleeping` is
- * set before the condition is tested once more, so that no wake-up is lost. MLS_E_PEER,
- * MLS_E_STOPPED. */
+/* Wait until no rank blocks the condition `w`: first spin, then sleep on this rank's
+ * bell, in short naps between which deadline, caller and blocking rank are checked.
+ * `sleeping` is set before the condition is tested once more, so that no wake-up is lost.
+ * MLS_E_PEER, MLS_E_STOPPED. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                          wait_condition w, mls_status *st)
 {
@@ -342,8 +343,8 @@ static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
-/* Fail because this rank's call differs from the call of rank `rank`, whose record is
- * `other`; the message quotes the difference. Returns MLS_E_PEER. */
+/* Fail because this rank's call, `own_record`, differs from the call of rank `rank`,
+ * whose record is `other`; the message quotes the difference. Returns MLS_E_PEER. */
 static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *own_record,
                               size_t rank, const mls_shm_record *other, mls_status *st)
 {
@@ -462,6 +463,7 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
 
 /* ---- arrays of other threads, by their addresses ---- */
 
+/* Slots are used between processes (`fd` is not -1), and for small arrays. */
 bool mls_shm_is_direct(const mls_shm *g, size_t bytes)
 {
     enum {

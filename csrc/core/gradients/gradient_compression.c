@@ -64,10 +64,10 @@ static void add_residual(float *block, const float *src, const float *residual,
     }
 }
 
-/* Limit finite values to +-`limit`: an infinite rounding error could never be
- * compensated, whereas the excess of a clamped value stays in the residual. Infinities
- * become NaN, so that all three formats report them alike; a NaN fails every comparison
- * and is kept. */
+/* Limit the finite ones of `count` values in `block` to +-`limit`: an infinite rounding
+ * error could never be compensated, whereas the excess of a clamped value stays in the
+ * residual. Infinities become NaN, so that all three formats report them alike; a NaN
+ * fails every comparison and is kept. */
 static void clamp_values(float *block, size_t count, float limit)
 {
     for (size_t i = 0; i < count; i++) {

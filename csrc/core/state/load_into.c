@@ -69,9 +69,10 @@ static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
     return true;
 }
 
-/* Return the outermost axis that has at most PART bytes for one index, and in `*rows` the
- * number of its indices in a chunk. `bytes` is the size of the whole view. The innermost
- * axis always qualifies: its indices are single elements. */
+/* Return the outermost axis of `reduced` (from simplify_axes) that has at most PART bytes
+ * for one index, and in `*rows` the number of its indices in a chunk. `bytes` is the size
+ * of the whole view. The innermost axis always qualifies: its indices are single
+ * elements. */
 static int choose_split_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
 {
     int axis = 0;
@@ -407,9 +408,9 @@ static void end_task(planner *p)
     }
 }
 
-/* Append a chunk of `bytes` bytes to the current task, or to a new one if the current one
- * would exceed PART bytes. With `together` it always joins the current one. Returns false
- * if memory runs out. */
+/* Append the chunk `part`, of `bytes` bytes, to the current task, or to a new one if the
+ * current one would exceed PART bytes. With `together` it always joins the current one.
+ * Returns false if memory runs out. */
 static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
 {
     if (!reserve_chunk(p)) {

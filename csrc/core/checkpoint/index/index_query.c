@@ -235,9 +235,9 @@ uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
 
 /* ---- checks across all shards ---- */
 
-/* Sort `count` elements of `size` bytes in ascending order, like qsort; elements that are
- * sorted already, the usual case, are only compared. Returns false if it is sure that no
- * two elements are equal, true if some may be: after sorting it does not look. */
+/* Sort the `count` elements of `size` bytes at `base` in ascending order, like qsort;
+ * sorted elements, the usual case, are only compared. Returns false if no two elements
+ * are equal, true if some may be: after qsort they are not compared. */
 static bool sort_unless_sorted(void *base, size_t count, size_t size,
                                int (*compare)(const void *, const void *))
 {

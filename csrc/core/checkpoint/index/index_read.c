@@ -144,8 +144,8 @@ static mls_code read_files(reader *r, mls_json_node object)
 
 /* ---- kinds ---- */
 
-/* Read one layout step, [axis or name, parts], the only array with mixed types in the
- * format. Returns false if it has another form. */
+/* Read the layout step `node`, [axis or name, parts], the only array with mixed types in
+ * the format. Returns false if it has another form. */
 static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
 {
     uint64_t axis, parts;
@@ -299,7 +299,7 @@ static mls_code read_kinds(reader *r, mls_json_node array)
 
 /* ---- layers: byte ranges in files ---- */
 
-/* Like mls_index_next_number, for a number that must fit size_t. */
+/* Read the next number of column `c`, from 0 to `most`, into `*out`. */
 static mls_code next_size(reader *r, column *c, size_t most, size_t *out)
 {
     uint64_t value;
@@ -399,8 +399,9 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
     return MLS_OK;
 }
 
-/* Read the compressed lengths of a layer from the string `node`. `item` is the size of an
- * element in bytes, `elements` the size of the whole shard in elements. */
+/* Read the lengths of a layer's frames from the string `node`, the codec from
+ * `codec_node`. `item` is the bytes of an element, `elements` the elements of the whole
+ * shard. */
 static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node node,
                             size_t item, size_t elements, mls_layer *layer)
 {
@@ -641,8 +642,7 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
-/* Read the number of layers of the next shard into `*out`; 1 if the column is absent.
- * MLS_E_FORMAT if the layer table has fewer rows left. */
+/* Read the next shard's number of layers; 1 if absent, at most the rows left. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];
@@ -831,7 +831,7 @@ static mls_code read_format(reader *r)
     return mls_status_got(r->in.st, "%.*s", width, text.data);
 }
 
-/* Read generation, rank and number of ranks; the rank must be below that number. */
+/* Read generation, rank and world size; the rank must be below the world size. */
 static mls_code read_head(reader *r, const member *generation, const member *rank,
                           const member *world)
 {

@@ -84,6 +84,7 @@ mls_index_pattern *mls_index_patterns_new(const mls_index *indexes, size_t count
     return patterns;
 }
 
+/* Free the patterns of `count` indexes; `patterns` may be NULL. */
 void mls_index_patterns_free(mls_index_pattern *patterns, size_t count)
 {
     for (size_t i = 0; patterns != NULL && i < count; i++) {

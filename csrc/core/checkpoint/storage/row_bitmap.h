@@ -20,10 +20,10 @@ typedef struct mls_row_cut {
     size_t item;     /* bytes of an element */
 } mls_row_cut;
 
-/* Divide a part into rows. A row spans as many of the last axes as fit into 64 KiB, never
- * the first axis. Shorter rows are combined until they have 256 bytes; longer ones are
- * split at 64 KiB. A flat part, or a part with one axis, has rows of 64 or more elements.
- */
+/* Divide a part into rows. `item_bytes` is the size of an element. A row spans as many of
+ * the last axes as fit into 64 KiB, never the first axis. Shorter rows are combined until
+ * they have 256 bytes; longer ones are split at 64 KiB. A flat part, or a part with one
+ * axis, has rows of 64 or more elements. */
 mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes);
 
 /* Number of rows. */

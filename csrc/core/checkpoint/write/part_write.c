@@ -184,7 +184,8 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
 }
 
 /* Write one item to its open file, run by run; the runs of its part ascend in the whole
- * tensor. */
+ * tensor. Its share of the checksums is XORed to the job's. MLS_E_IO, MLS_E_STOPPED,
+ * errors of mls_layout_part. */
 static mls_code write_item(const mls_parts_job *job, const mls_placed_item *placed,
                            part_file *file, mls_status *st)
 {

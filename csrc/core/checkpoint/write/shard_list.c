@@ -39,8 +39,9 @@ void mls_shard_list_fini(mls_shard_list *list)
     *list = (mls_shard_list){0};
 }
 
-/* Append an item without memory or a shape; its dimensions are appended to a shared
- * array, which may still move. The result is valid until the next call. */
+/* Append an item with this id, dtype and shape, but without memory; its `rank` dimensions
+ * go to a shared array, which may still move, so `shape` is set later. The result is
+ * valid until the next call. */
 mls_shard_item *mls_shard_list_add(mls_shard_list *list, const mls_tensor_id *id,
                                    mls_dtype dtype, int rank, const size_t *dims,
                                    mls_status *st)
@@ -83,8 +84,8 @@ mls_code mls_shard_list_set_memory(mls_shard_list *list, const mls_tensor *memor
     return MLS_OK;
 }
 
-/* Add part `index` of `layout` of a replicated array: a view of the part's box, and for a
- * flat part the position of its first element in the box. */
+/* Add the item for part `index` of `layout` of a replicated array of tensor `id`: a view
+ * of the part's box, and for a flat part the position of its first element in the box. */
 static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
                          const mls_tensor *array, const mls_layout *layout, size_t index,
                          mls_status *st)
@@ -153,7 +154,7 @@ mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
                     label, count, mls_part_count(&part));
 }
 
-/* Point each item to its dimensions, which no longer move. */
+/* Point each item of the list to its dimensions, which no longer move. */
 void mls_shard_list_finish(mls_shard_list *list)
 {
     const size_t *dims = list->dims;

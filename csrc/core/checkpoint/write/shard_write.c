@@ -328,7 +328,8 @@ static int folder_of(const writer *w, const char *path, const char **name)
     return -1;
 }
 
-/* Create a file that must not exist. Returns a descriptor, or -1 and errno. */
+/* Create a file that must not exist, by its path in the pool. Returns a descriptor, or -1
+ * and errno. */
 static int create_file(const writer *w, const char *path)
 {
     const char *name;
@@ -341,7 +342,8 @@ static int create_file(const writer *w, const char *path)
     return fd;
 }
 
-/* Rename a file, by paths of the writer. Returns 0, or -1 and errno. */
+/* Rename a file from the path `from` to `to`, both in the pool. Returns 0, or -1 and
+ * errno. */
 static int rename_file(const writer *w, const char *from, const char *to)
 {
     const char *old, *name;
@@ -359,9 +361,9 @@ static void remove_file(const writer *w, const char *path)
 
 /* ---- files ---- */
 
-/* Allocate disk space for a file of DIRECT_LEAST bytes or more, so that a full disk is
- * detected before writing, and several threads can write behind the current end. File
- * systems without that operation just let the file grow. */
+/* Allocate disk space for the open file of `out`, if it has DIRECT_LEAST bytes or more,
+ * so that a full disk is detected before writing, and several threads can write behind
+ * the current end. File systems without that operation just let the file grow. */
 static mls_code reserve_space(const output *out, mls_status *st)
 {
 #if defined(__linux__)
@@ -418,8 +420,8 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* Open the file of a task unless another task has opened it; the others wait. Files are
- * opened late and closed early, so that even a hundred thousand files need few
+/* Open the file of `out` unless another task has opened it; other tasks wait meanwhile.
+ * Files are opened late and closed early, so that even a hundred thousand files need few
  * descriptors. */
 static mls_code ensure_output(writer *w, output *out, mls_status *st)
 {

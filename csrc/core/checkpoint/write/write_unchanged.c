@@ -174,8 +174,8 @@ static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
 }
 
 /* Return the number of bytes to read from byte `done` of the place on, within one block
- * and the piece. Without row bits the first step is small, since changed shards usually
- * differ at the start. */
+ * and the piece `p`. Without row bits the first step is small, since changed shards
+ * usually differ at the start. */
 static size_t next_read_size(const compared_shard *shard, const piece *p, size_t done)
 {
     const size_t most = shard->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
@@ -265,8 +265,8 @@ static void compare_compressed(compare_state *c, compared_shard *shard,
     }
 }
 
-/* Compare the elements in piece `p` that no layer stores with zero. The piece is in bytes
- * of the shard, not of a place; nothing is read from files. */
+/* Compare the elements in piece `p` that no layer stores (`layers->zeros`) with zero. The
+ * piece is in bytes of the shard, not of a place; nothing is read from files. */
 static void compare_zeros(const compare_state *c, compared_shard *shard,
                           const mls_layers *layers, const piece *p, file_reader *r)
 {

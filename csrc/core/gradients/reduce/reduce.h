@@ -94,13 +94,14 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
 mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st);
 
 /* Computes t *= factor, for floats of 16 bits or more and complex numbers; computes and
- * rounds like mls_accumulate. MLS_E_DTYPE, MLS_E_VALUE, MLS_E_OVERLAP, MLS_E_SIZE: as for
- * mls_accumulate. */
+ * rounds like mls_accumulate, and uses the pool like it. MLS_E_DTYPE, MLS_E_VALUE,
+ * MLS_E_OVERLAP, MLS_E_SIZE: as for mls_accumulate. */
 mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double factor,
                    mls_status *st);
 
 /* Adds the figures of an array to `partial`, for any dtype; integers are always finite.
- * Strided arrays are read in C order, on this thread. */
+ * Strided arrays are read in C order, on this thread; the pool (NULL: none) shares packed
+ * arrays. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
                          mls_norm_partial *partial);
 
