@@ -190,8 +190,8 @@ void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame)
     mls_shm_wake(g);
 }
 
-/* Writes the reason why the group is broken, in words that suit any rank; `text` has
- * `room` bytes. */
+/* Write to `text` (`room` bytes) why the group is broken, from `b`, in words that suit
+ * any rank. */
 static void describe_blame(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
 {
     const char *kind = mls_shm_kind_name(b.kind);

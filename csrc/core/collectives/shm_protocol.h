@@ -232,7 +232,8 @@ static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint
     return address;
 }
 
-/* Returns a write lock on a rank's byte of the group's file, for fcntl. */
+/* Returns the description for fcntl of a write lock on byte `rank` of the group's file.
+ */
 static inline struct flock mls_shm_lock_on(size_t rank)
 {
     struct flock lock;

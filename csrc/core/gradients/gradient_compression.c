@@ -28,7 +28,7 @@ static size_t encoded_bytes(mls_gradient_compression compression, size_t n)
                                                         : 2 * n;
 }
 
-/* Looks up a name; returns false if it is unknown, and `*out` is then unchanged. */
+/* Look up a name; returns false if it is unknown, and `*out` is unchanged then. */
 bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out)
 {
     static const char *const names[MLS_GRADIENT_COMPRESSION_COUNT] = {

@@ -398,7 +398,8 @@ static bool reserve_chunk(planner *p)
     return true;
 }
 
-/* Ends the current task, unless it is empty: the chunks added so far belong to it. */
+/* End the current task, unless it is empty: the chunks since the previous end belong to
+ * it. */
 static void end_task(planner *p)
 {
     mls_load_into *load = p->load;

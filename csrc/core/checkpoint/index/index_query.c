@@ -95,8 +95,9 @@ int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
     return ids != 0 ? ids : a->part < b->part ? -1 : a->part > b->part;
 }
 
-/* Return whether the tensor's bytes fit PTRDIFF_MAX. Dimensions of 0 count as 1: other
- * libraries multiply the remaining dimensions. */
+/* Multiply all dimensions and the bytes of an element; the product must not exceed
+ * PTRDIFF_MAX. Dimensions of 0 count as 1: other libraries multiply the remaining
+ * dimensions. */
 bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
 {
     size_t bytes = mls_dtype_of(dtype)->item_bytes;
@@ -274,7 +275,7 @@ static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
     return mls_status_name(st, name.data, name.length);
 }
 
-/* Sort the shards by id and part, and refuse a part that is listed twice. Indexes that we
+/* Sort the shards by id and part. MLS_E_FORMAT: a part is listed twice. Indexes that we
  * write are sorted already; others may not be. */
 static mls_code sort_shards(const mls_index *x, mls_status *st)
 {
@@ -404,9 +405,9 @@ static mls_code check_overlaps(const mls_index *x, mls_status *st)
     return code;
 }
 
-/* Check that the total bytes of all shards, which a manifest records, fit an int64.
- * Stored bytes are limited by the files, but sparse shards may have any number of
- * zeros. */
+/* Check that the total uncompressed bytes of all shards, which a manifest records, fit an
+ * int64. Files limit the stored bytes, but sparse shards may have any number of zeros.
+ * MLS_E_FORMAT. */
 static mls_code check_sum(const mls_index *x, mls_status *st)
 {
     uint64_t sum = 0;

@@ -166,8 +166,8 @@ static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
     return true;
 }
 
-/* Read the steps of a layout; `layout` is zeroed before. Each shard checks whether they
- * fit its shape. */
+/* Read the steps of the layout that is member `m` into `layout`, which is zeroed. Each
+ * shard checks whether they fit its shape. */
 static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
 {
     if (mls_json_size(r->in.json, m->node) > MLS_LAYOUT_STEPS) {
@@ -184,8 +184,8 @@ static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
     return MLS_OK;
 }
 
-/* Read the parameter axis, or null, of each state axis. The parameter need not be in this
- * index, so the axes are not checked against it: they only serve resharding. */
+/* Read member `m`, the parameter axis (or null) of each state axis, into `kind`. The
+ * parameter may be in another index, so the axes are not checked against it. */
 static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
 {
     signed char *axes = r->index.axes + r->axes_used;
@@ -208,8 +208,8 @@ static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Read the optimizer state of a kind, which may be absent. A dot separates parameter and
- * state in a state dict key, so a state contains none. */
+/* Read member `m`, the optimizer state of a kind, which may be absent. A dot separates
+ * parameter and state in a state dict key, so a state contains none. */
 static mls_code read_state(reader *r, const member *m, shard_kind *kind)
 {
     kind->has_state = m->node != MLS_JSON_NONE;
@@ -262,7 +262,8 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Read and allocate all kinds. Their axes share one array, so these are counted first. */
+/* Read and allocate the kinds in `array`. Their axes share one array: count them first.
+ */
 static mls_code read_kinds(reader *r, mls_json_node array)
 {
     member m[KIND_MEMBERS] = {[SECTION] =
@@ -351,8 +352,8 @@ static mls_code read_range(reader *r, mls_layer *layer)
     return MLS_OK;
 }
 
-/* Read the checksums of the layer and of its blocks. A layer of one block stores
- * only the first. The two are not compared: verification reads the blocks. */
+/* Read the checksums of the layer and of its blocks. A layer of one block stores only the
+ * layer's. The two are not compared: verification reads the blocks. */
 static mls_code read_crcs(reader *r, mls_layer *layer)
 {
     const column crc = r->layers[CRC];
@@ -479,8 +480,8 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
                : code;
 }
 
-/* Read layer number `number` of a shard with `elements` elements, the next of all
- * columns. Its range must have exactly the bytes of its elements or frames. */
+/* Read the next row of the layer table: layer `number` of a shard with `elements`
+ * elements. Its range must have exactly the bytes of its elements or frames. */
 static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t elements,
                            size_t number, mls_layer *layer)
 {
@@ -683,8 +684,8 @@ typedef struct needs {
     size_t dims, sparse, layers, row_ranges, frames, ends;
 } needs;
 
-/* Count the elements that all layers need. Each row range takes one element, and
- * resolving takes two more, as in mls_layers_room. */
+/* Count in `n` the array elements that all layers need. Each row range takes one, and
+ * resolving it takes two more, as in mls_layers_room. */
 static void count_layers(const reader *r, needs *n)
 {
     mls_json_node rows = r->arrays[0], frames = r->arrays[FRAMES - ROWS];
@@ -705,8 +706,8 @@ static void count_layers(const reader *r, needs *n)
     }
 }
 
-/* Allocate all arrays at once: shards point into them, so they must not move. Only sparse
- * and compressed shards need the last five. */
+/* Allocate all arrays at once, with their final sizes: shards point into them. The last
+ * five are empty unless shards are sparse or compressed. */
 static mls_code allocate_arrays(reader *r)
 {
     mls_index *x = &r->index;

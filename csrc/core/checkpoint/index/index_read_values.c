@@ -13,8 +13,8 @@ static const char out_of_range[] = "is not a whole number in its range";
 
 /* ---- errors ---- */
 
-/* Report a problem of the member `key` at byte `offset` of the text, with the name of the
- * current shard if one is known. Returns MLS_E_FORMAT. */
+/* Report the `problem` of the member `key` at byte `offset` of the text, with the name of
+ * the current shard (`in->name`) if one is known. Returns MLS_E_FORMAT. */
 static mls_code fail_at(const mls_index_source *in, size_t offset, const char *key,
                         const char *problem)
 {
@@ -164,8 +164,8 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
     return MLS_OK;
 }
 
-/* Report the value at the cursor, and show it. A number ends at a comma; a checksum is
- * cut at SHOWN_VALUE bytes. */
+/* Report the problem of the value at the cursor, and show the value: up to the comma
+ * behind it, or at most SHOWN_VALUE bytes, since checksums have no separator. */
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
                                const char *problem)
 {
@@ -215,7 +215,8 @@ mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *col
     return MLS_OK;
 }
 
-/* Read the next checksum of a column: 8 hexadecimal digits, without a separator. */
+/* Read the next checksum: 8 hexadecimal digits, without a separator. On failure the
+ * cursor stays at the invalid value. */
 mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column,
                             uint32_t *out)
 {

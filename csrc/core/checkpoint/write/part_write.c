@@ -143,8 +143,8 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
     }
 }
 
-/* Report the bytes that are not reported yet, if there are at least `least`: runs may be
- * short. Returns MLS_E_STOPPED if the caller wants to stop. */
+/* Report the bytes that are written but not reported yet, if there are at least `least`
+ * of them: runs may be short. MLS_E_STOPPED: the caller wants to stop. */
 static mls_code report(writing *w, size_t least, mls_status *st)
 {
     if (w->unreported < least) {

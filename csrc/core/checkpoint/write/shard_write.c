@@ -99,7 +99,8 @@ static mls_pages take_buffer(writer *w)
     return buffer;
 }
 
-/* Keep a thread's buffer for the next task: fresh memory costs as much as the copying. */
+/* Keep a buffer for the next task, or free it if enough are kept: fresh memory costs as
+ * much as the copying. */
 static void return_buffer(writer *w, mls_pages buffer)
 {
     pthread_mutex_lock(&w->lock);

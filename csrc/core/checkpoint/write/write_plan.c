@@ -195,9 +195,9 @@ static void set_state_axes(mls_write_plan *plan)
     }
 }
 
-/* Set `before` of each shard to the shard of the previous index, by a merge pass over the
- * two sorted lists. A shard whose shape, dtype or layout changed has no predecessor; its
- * versions restart. */
+/* Set `planned.before` of each shard to its shard in the previous index, by a merge pass
+ * over the two sorted lists. A shard whose shape, dtype or layout changed has none
+ * (NULL), and its versions restart. */
 static void match_committed(mls_write_plan *plan)
 {
     const mls_index *before = plan->job->before;

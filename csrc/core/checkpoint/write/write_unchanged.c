@@ -484,8 +484,8 @@ static mls_code allocate_arrays(compare_state *c, mls_status *st)
                : MLS_OK;
 }
 
-/* List all candidates and their pieces in index order, so that neighbours in a segment
- * are read in sequence. */
+/* List all candidates and their pieces in the order of the index, so that places in one
+ * file are read in sequence. */
 static void list_pieces(compare_state *c)
 {
     unsigned char *bits = c->bits;

@@ -193,7 +193,7 @@ MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_
     return i;
 }
 
-/* Does the same as add_steps for bfloat16 on both sides, a full register of items at a
+/* Does the same as add_steps with bfloat16 in dst and src, a full register of items at a
  * time: one shift or mask turns each half of a pair into a float, so no widening is
  * needed. */
 MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src, size_t n,
