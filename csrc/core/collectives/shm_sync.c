@@ -484,8 +484,8 @@ static void await_direct(const mls_shm *g)
     }
 }
 
-/* Run a whole operation. The last wait of a direct operation lets the other ranks finish
- * with this rank's arrays. */
+/* Run all steps of an operation. The last wait of a direct operation lets the other ranks
+ * finish with this rank's arrays. */
 mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                      mls_status *st)
 {

@@ -262,8 +262,7 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Read and allocate the kinds in `array`. Their axes share one array: count them first.
- */
+/* Read the kinds in `array`, and allocate them; their axes are counted first. */
 static mls_code read_kinds(reader *r, mls_json_node array)
 {
     member m[KIND_MEMBERS] = {[SECTION] =

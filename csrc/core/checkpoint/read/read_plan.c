@@ -239,9 +239,9 @@ static void group_tasks(mls_read_plan *plan)
     plan->tasks[plan->task_count] = plan->count;
 }
 
-/* Group consecutive tasks of one file into work queues of about QUEUE_COST, so that
- * threads do not wait for destinations or for each other. `queues[i]` is the first task
- * of queue i; one further entry marks the end. */
+/* Group consecutive tasks of one file into work queues, each ended when it costs
+ * QUEUE_COST or more: short enough that threads do not wait for destinations or for each
+ * other. `queues[i]` is the first task of queue i; one further entry marks the end. */
 static void divide_into_queues(mls_read_plan *plan)
 {
     uint64_t cost = 0;

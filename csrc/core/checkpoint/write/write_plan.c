@@ -757,7 +757,8 @@ void mls_write_plan_finish(mls_planned_file *file)
     file->tensors = NULL;
 }
 
-/* Run all steps of a first save except those that read bytes. */
+/* Append the index of a first save to `out`: run all steps of a save except those that
+ * read bytes. */
 mls_code mls_write_plan_index(const mls_shard_job *job, mls_json_writer *out,
                               mls_status *st)
 {
