@@ -214,8 +214,8 @@ mls_layer mls_index_place(const mls_index_shard *shard, size_t number)
                        .crcs = shard->crcs};
 }
 
-/* Return whether a shard stores less or other than one full layer. One full compressed
- * layer stores the same elements as a plain shard, so it is not sparse. */
+/* One full layer, compressed or not, stores the same elements as a plain shard, so such a
+ * shard is not sparse. */
 bool mls_index_is_sparse(const mls_index_shard *shard)
 {
     const mls_layers *layers = shard->layers;

@@ -109,8 +109,9 @@ static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
 }
 
 /* Add this rank's share of a replicated array: parts `rank`, `rank + world_size`, and so
- * on. `layout` divides the parameter; `axes` maps the array's axes to the parameter's
- * (NULL: the same). An array that cannot be cut is one part, which belongs to rank 0. */
+ * on; all of the array if `layout` has one part. `layout` divides the parameter; `axes`
+ * maps the array's axes to the parameter's (NULL: the same). An array that cannot be cut
+ * is one part, which rank 0 stores. */
 mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
                                   const mls_tensor *array, const mls_layout *layout,
                                   const signed char *axes, uint64_t rank,
