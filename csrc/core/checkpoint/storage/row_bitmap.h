@@ -38,7 +38,7 @@ static inline size_t mls_rows_bits(const mls_row_cut *rows)
     return (mls_rows_count(rows) - 1) / 8 + 1;
 }
 
-/* Return whether all bytes are 0. A -0.0 has a non-zero byte. */
+/* Return whether all `bytes` bytes of `data` are 0. A -0.0 has a non-zero byte. */
 bool mls_rows_zero(const unsigned char *data, size_t bytes);
 
 /* Set the bit of each row that has a non-zero byte in `data`, which contains elements

@@ -61,9 +61,9 @@ mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
 
 /* Reduces `count` (at least 1) arrays of n elements, in their order, into `out`. `out`
  * may be one of the sources if the dtypes are equal. Arrays are aligned to their items.
- * The caller has checked the reduction with mls_reduce_check. A large `destination` may
- * be written with non-temporal stores (cpu_store_choice.h). Adds the output's figures to
- * `partial` (NULL for none). Uses one thread. */
+ * The caller has checked the reduction `r` with mls_reduce_check. A large `destination`
+ * may be written with non-temporal stores (cpu_store_choice.h). Adds the output's figures
+ * to `partial` (NULL for none). Uses one thread. */
 void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
                     mls_destination destination, mls_norm_partial *partial);
