@@ -21,7 +21,7 @@ from ._caches import as_tokens, state_of
 from ._fingerprint import fingerprint
 from ._hybrids import model_type_of
 from ._layout import StoredSpec
-from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of
+from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of, windows_of
 from ._pending import PendingPuts
 from ._stops import Snapshots, checked_policy, positions
 from ._targets import Target, open_target
@@ -541,7 +541,8 @@ def _requests(
     record = candidate.record
     assert stored is not None
     listed = [] if record is None else parts_of(match, record, path)
-    into = target.arrays_at(position, listed)
+    windows = {} if record is None else windows_of(match, record, path)
+    into = target.arrays_at(position, listed, windows)
     requests: list[Request] = []
     for block, start, stop in match._blocks:
         if good <= start < base:

@@ -22,6 +22,7 @@ from ._hybrids import check_states, to_mlx
 from ._transfer import Arrays, clear_rest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
     from ._layout import StoredSpec
@@ -46,7 +47,9 @@ class StateTarget:
         """Count no tokens while they are written."""
         self.state._set_length(0)
 
-    def arrays_at(self, position: int, listed: list[Any]) -> Arrays:
+    def arrays_at(
+        self, position: int, listed: list[Any], windows: Mapping[str, int | None]
+    ) -> Arrays:
         """Return the arrays for the snapshot of a position."""
         return self.into
 
@@ -101,18 +104,35 @@ class EngineTarget:
     def begin(self) -> None:
         """Do nothing: the cache is not written before the end."""
 
-    def arrays_at(self, position: int, listed: list[Any]) -> Arrays:
-        """Return arrays for the snapshot of a position."""
+    def arrays_at(
+        self, position: int, listed: list[Any], windows: Mapping[str, int | None]
+    ) -> Arrays:
+        """Return arrays for the snapshot of a position; `windows`: of the cache it is of."""
         by_name = {e.name: e for e in self.entries if e not in self.blocks}
         states = {}
         for name, counts, shape in listed:
-            if name in by_name:
-                count = None if counts is None else sum(counts)
-                states[name] = _snapshot_entry(by_name[name], count, shape, position)
+            entry = by_name.get(name)
+            if entry is None:
+                continue
+            if counts is None:
+                states[name] = replace(entry, shape=tuple(shape))
+            else:
+                count = self._positions(entry, sum(counts), position)
+                states[name] = _snapshot_entry(entry, count, windows.get(name), position)
         shifts = {name: shift_of(entry, position) for name, entry in states.items()}
         arrays = self.into.arrays | _new_arrays(states)
         self.states = Arrays(self.into.entries | states, arrays, shifts)
         return self.states
+
+    def _positions(self, entry: CacheEntry, count: int, position: int) -> int:
+        """Return the positions for `count` tokens of a snapshot.
+
+        mlx-lm keeps one token more than transformers. The next token replaces it before it is
+        read, so it is zero.
+        """
+        is_layer = self.is_mlx and entry.layer is not None and entry.layer < len(self.cache)
+        window = getattr(self.cache[entry.layer], "max_size", None) if is_layer else None
+        return count + 1 if window == count + 1 <= position else count
 
     def finish(self, length: int) -> None:
         """Bring the tokens into the cache; without any, empty it."""
@@ -230,22 +250,17 @@ def _with_positions(entry: CacheEntry, count: int) -> CacheEntry:
     return replace(entry, shape=tuple(shape))
 
 
-def _snapshot_entry(
-    entry: CacheEntry, count: int | None, shape: list[int] | None, position: int
-) -> CacheEntry:
-    """Return an entry with the positions, or the shape, that its snapshot has."""
-    if count is None:
-        return replace(entry, shape=tuple(shape or ()))
+def _snapshot_entry(entry: CacheEntry, count: int, window: int | None, position: int) -> CacheEntry:
+    """Return an entry with the positions of its snapshot."""
     entry = _with_positions(entry, count)
     if entry.kind != "sliding":
         return entry
-    window = max(entry.window or count, count)
-    return replace(entry, window=window, next_slot=min(entry.sinks, position))
+    return replace(entry, window=window or count, next_slot=min(entry.sinks, position))
 
 
 def _new_arrays(entries: dict[str, CacheEntry]) -> dict[str, Any]:
     return {
-        name: np.empty(shape, numpy_dtype(dtype))
+        name: np.zeros(shape, numpy_dtype(dtype))
         for entry in entries.values()
         for name, (shape, dtype) in entry.arrays.items()
     }
