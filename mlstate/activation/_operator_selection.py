@@ -374,7 +374,7 @@ class _KnapsackSearch:
     def chosen_items(self) -> NDArray:
         """Return a mask of the operators that the best choice saves.
 
-        States are numbered through all items in order; item ``i`` has the numbers from ``first[i]``,
+        States are numbered through all items in order; item ``i`` has those from ``first[i]``,
         and ``_parents[i]`` has their predecessors, or -1 for the empty choice.
         """
         chosen = np.zeros(self._count, np.bool_)
