@@ -29,7 +29,14 @@ _BLOB = re.compile(r"[0-9a-f]{64}")  # name of a weight file in the cache of the
 # Keys of a config that do not change what a model computes.
 _NO_FACTS = ("_name_or_path", "_commit_hash", "transformers_version")
 # Attributes of a module that do not change what it computes, or that are hashed as tensors.
-_NO_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training", "name_or_path")
+_NO_ATTRIBUTES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "training",
+    "name_or_path",
+    "generation_config",
+)
 _CONFIGS = ("config.json", "adapter_config.json")
 _CORE_ML = (".mlpackage", ".mlmodelc")
 _REMEDY = (

@@ -3,8 +3,10 @@
 import child
 import numpy as np
 import pytest
-from toy_caches import FULL, HYBRID, check_every_match, prefilled
+from toy_caches import FULL, HYBRID, check_every_match, prefilled, store_at
 
+from mlstate.errors import CompatibilityError
+from mlstate.kv import CacheState
 from mlstate.prompts import PromptStore
 
 TOKENS = np.random.default_rng(3).integers(0, 50, 200)
@@ -57,3 +59,18 @@ def test_an_open_store_follows_its_folder_when_it_is_moved(tmp_path):
     assert not (tmp_path / "a").exists()
     with PromptStore(tmp_path / "b", model="m", block_tokens=16) as store:
         assert check_every_match(store, [TOKENS], FULL) == [150]
+
+
+def test_arrays_that_share_memory_are_refused(tmp_path):
+    """The values would overwrite the keys."""
+    stack = np.zeros((256, 4, 1, 2, 4), np.float32)
+    arrays = {entry.name: stack[:, i].transpose(1, 2, 0, 3) for i, entry in enumerate(FULL)}
+    with store_at(tmp_path) as store:
+        store.put(TOKENS[:50], prefilled(FULL, TOKENS[:50]))
+        with store.match(TOKENS) as match:
+            assert store.restore(match, into=CacheState(FULL, arrays, 0)) == 50  # interleaved
+            arrays["1.values"] = arrays["0.keys"]
+            before = stack.copy()
+            with pytest.raises(CompatibilityError, match=r"0\.keys: its elements are those of '1"):
+                store.restore(match, into=CacheState(FULL, arrays, 0))
+    assert np.array_equal(stack, before)
