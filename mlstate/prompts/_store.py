@@ -17,11 +17,11 @@ from .._common.store_error import store_error
 from .._common.text import bytes_text, table_html
 from ..errors import FormatError
 from ..kv._cache_spec import CacheSpec
-from ._caches import as_tokens, state_of
-from ._fingerprint import fingerprint
-from ._hybrids import model_type_of
+from ._caches import as_tokens, check_encoder, state_of
+from ._fingerprint import fingerprint, is_fingerprint
+from ._hybrids import config_facts, model_type_of, warn_of_rope
 from ._layout import StoredSpec
-from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of
+from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of, windows_of
 from ._pending import PendingPuts
 from ._stops import Snapshots, checked_policy, positions
 from ._targets import Target, open_target
@@ -135,13 +135,16 @@ class PromptStore:
         self._policy = checked_policy(snapshots)
         if not isinstance(model_type, str | None):
             raise TypeError(f"model_type must be a str, got {type(model_type).__name__}")
-        self._model_type = model_type_of(model) if model_type is None else model_type
+        config = config_facts(model)
+        self._model_type = model_type_of(config) if model_type is None else model_type
+        self._needs_salt = not salt and not is_fingerprint(model)
         self._label = model if isinstance(model, str) else _label_of(model)
         text = fingerprint(model, adapters=adapters, hash_weights=hash_weights, salt=salt)
         self._fingerprint, self._key = text, bytes.fromhex(text.partition(":")[2])
         self._spec = spec
         self._stored = None if spec is None else StoredSpec(spec)
         self._path = local_folder(path)
+        warn_of_rope(config, self._path)
         self._damaged: dict[tuple[int, bytes], NDArray] = {}  # tokens by kind of record and bytes
         self._repair_lock = Lock()
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
@@ -334,7 +337,8 @@ class PromptStore:
         ------
         CompatibilityError
             The cache has another number of tokens, several sequences, or other entries than the
-            stored caches of this model. Nothing is written. A ValueError.
+            stored caches of this model; or a cross-attention, and the store no `salt`. Nothing is
+            written. A ValueError.
         StoreError
             The disk is full, the folder cannot be written, or another process writes for longer
             than `lock_timeout`. Earlier prompts are unharmed.
@@ -350,6 +354,8 @@ class PromptStore:
         check_flags(snapshot=snapshot, asynchronous=asynchronous)
         ids = as_tokens(tokens)
         state = state_of(cache, len(ids), self._spec, self._model_type)
+        if self._needs_salt:
+            check_encoder(state.spec)
         if asynchronous:
             records = self._records(ids, state, snapshot, self._pending.common(ids))
             return self._pending.submit(ids, records, lambda copies: self._write(ids, copies))
@@ -541,7 +547,8 @@ def _requests(
     record = candidate.record
     assert stored is not None
     listed = [] if record is None else parts_of(match, record, path)
-    into = target.arrays_at(position, listed)
+    windows = {} if record is None else windows_of(match, record, path)
+    into = target.arrays_at(position, listed, windows)
     requests: list[Request] = []
     for block, start, stop in match._blocks:
         if good <= start < base:
