@@ -31,7 +31,7 @@ enum { VERSION = 3, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 
  * widest elements. */
 static const size_t piece_least = (size_t)MLS_NORM_BLOCK * 8;
 
-/* Returns a constant string; "?" for a number that is not an operation, since it may come
+/* Return a constant string; "?" for a `kind` that is not an operation, since it may come
  * from another process. */
 const char *mls_shm_kind_name(mls_shm_kind kind)
 {
@@ -112,7 +112,7 @@ mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st)
     return MLS_OK;
 }
 
-/* Returns the shape as one word, never 0, which ranks compare. */
+/* Return the shape as one word, never 0, which ranks compare. */
 static uint64_t shape_word(const mls_shm_shape *shape)
 {
     return (uint64_t)VERSION << 56 | (uint64_t)shape->world << 48 |
@@ -130,6 +130,8 @@ mls_shm_area *mls_shm_area_of(const mls_shm *g, size_t rank)
     return (mls_shm_area *)(void *)(start + rank * area_bytes());
 }
 
+/* Return the slot in the ring of `rank` for step number `step`: the rings follow the
+ * areas of all ranks. */
 unsigned char *mls_shm_slot(const mls_shm *g, size_t rank, uint64_t step)
 {
     const size_t number = rank * g->shape.depth + (size_t)(step % g->shape.depth);
@@ -188,8 +190,8 @@ void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame)
     mls_shm_wake(g);
 }
 
-/* Writes the reason why the group is broken, in words that suit any rank; `text` has
- * `room` bytes. */
+/* Write to `text` (`room` bytes) why the group is broken, from `b`, in words that suit
+ * any rank. */
 static void describe_blame(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
 {
     const char *kind = mls_shm_kind_name(b.kind);
@@ -234,7 +236,7 @@ mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
     return mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
 }
 
-/* Returns whether the group is broken; then `text`, unless NULL, receives the reason. */
+/* Return whether the group is broken; then `text`, unless NULL, receives the reason. */
 bool mls_shm_ended(mls_shm *g, char *text, size_t room)
 {
     const uint64_t word = atomic_load(&mls_shm_header_of(g)->broken);

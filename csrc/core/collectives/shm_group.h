@@ -61,11 +61,10 @@ mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st);
  * the file, so that other ranks can detect whether this process is alive. The caller must
  * not open and close that file elsewhere in this process: closing any descriptor releases
  * the lock.
- *
- * Ownership: takes `fd`, also on failure, and closes it with the group. Free the group
- * with mls_shm_free. Errors: MLS_E_VALUE: the shape or the rank is out of range, the
- * memory has another shape or version, or the rank is taken. MLS_E_IO, MLS_E_MEMORY.
- */
+ * Ownership: takes `fd`, also on failure, and closes it with the group; borrows
+ * `kernels`. Free the group with mls_shm_free. Errors: MLS_E_VALUE: the shape or the rank
+ * is out of range, the memory has another shape or version, or the rank is taken.
+ * MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_shm_join(const mls_shm_shape *shape, size_t rank, int fd,
                       const mls_kernels *kernels, mls_shm **out, mls_status *st);
 
@@ -139,9 +138,9 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
                             void *out, size_t n, const mls_reduction *reduction,
                             mls_status *st);
 
-/* Reduces the `count` arrays of a bucket (bucket.h) in one operation, without packing
- * them. Computes the norm partials only if `wants_norms`, which takes time; otherwise
- * they are zero. Errors as for mls_shm_all_reduce. */
+/* Reduces the `count` arrays `segments` of a bucket (bucket.h) in one operation, without
+ * packing them. Computes the norm partials only if `wants_norms`, which takes time;
+ * otherwise they are zero. Errors as for mls_shm_all_reduce. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
                                 mls_segment *segments, size_t count, bool wants_norms,
                                 mls_status *st);
@@ -154,9 +153,9 @@ typedef struct mls_shm_places {
     void *context;
 } mls_shm_places;
 
-/* Gathers `bytes` bytes of this rank and those of all others; their number may differ.
- * `root` is the receiving rank, or -1 for all ranks. `places` provides the buffers, on
- * receiving ranks only. */
+/* Gathers the bytes of all ranks, `bytes` bytes at `data` of this one; their number may
+ * differ. `root` is the receiving rank, or -1 for all ranks. `places` provides the
+ * buffers, on receiving ranks only. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,
                               size_t bytes, int root, const mls_shm_places *places,
                               mls_status *st);

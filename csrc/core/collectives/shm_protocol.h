@@ -163,14 +163,14 @@ typedef struct mls_shm_clock {
     int64_t deadline, polled; /* nanoseconds */
 } mls_shm_clock;
 
-/* Begins an operation: starts `clock`, publishes the first step, and compares the ranks'
- * calls. MLS_E_PEER: they differ, and no data was read; or the group is broken.
- * MLS_E_STOPPED. */
+/* Begins an operation: starts `clock`, publishes the first step of `flow`, and compares
+ * the ranks' calls. MLS_E_PEER: they differ, and no data was read; or the group is
+ * broken. MLS_E_STOPPED; errors of `flow->drain`. */
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st);
 
-/* Runs the steps after the first one, until `more` returns false and all published steps
- * were read. MLS_E_PEER, MLS_E_STOPPED, and errors of `drain`. */
+/* Runs the steps after the first one, until `flow->more` returns false and all published
+ * steps were read. MLS_E_PEER, MLS_E_STOPPED, and errors of `flow->drain`. */
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st);
 
@@ -232,7 +232,8 @@ static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint
     return address;
 }
 
-/* Returns a write lock on a rank's byte of the group's file, for fcntl. */
+/* Returns the description for fcntl of a write lock on byte `rank` of the group's file.
+ */
 static inline struct flock mls_shm_lock_on(size_t rank)
 {
     struct flock lock;

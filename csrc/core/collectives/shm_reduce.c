@@ -93,9 +93,9 @@ static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
     return false;
 }
 
-/* Find the next elements of `rank` for its range of a slot, of which `*used` bytes are
- * filled, and advance `*used` and the cursor behind them. Returns false if the range is
- * full or nothing is left. Shares are split at whole norm blocks, so that norms do not
+/* Find the next elements of `rank` for its range of a slot, after the `*used` bytes that
+ * are filled, and advance `*used` and the cursor behind them. Returns false if the range
+ * is full or nothing is left. Shares are split at whole norm blocks, so that norms do not
  * depend on the split. */
 static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
                        share_range *out)
@@ -154,7 +154,7 @@ static void fill_scatter(void *context, unsigned char *slot)
     }
 }
 
-/* Returns the bytes of this rank's share of all results. */
+/* Return the bytes of this rank's share of all results. */
 static size_t share_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -193,7 +193,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Returns whether any rank's share has elements that are not sent yet. */
+/* Return whether any rank's share has elements that are not sent yet. */
 static bool more_scatter(void *context)
 {
     scatter *s = context;
@@ -256,8 +256,9 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Return a hash of everything that decides the contents of the slots and the bits of the
- * sums, which must be equal on all ranks. */
+/* Return a hash of the call's text, and of everything in the `count` segments that
+ * decides the contents of the slots and the bits of the sums. It must be equal on all
+ * ranks. */
 static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
                               const mls_segment *segments, size_t count)
 {
@@ -358,8 +359,8 @@ static void divide_evenly(size_t n, size_t world, size_t *counts)
     }
 }
 
-/* Set `counts` to the elements of all ranks' shares, and return where this rank's share
- * starts, in bytes. */
+/* Set `counts` to the elements of all ranks' shares, and return the offset of this rank's
+ * share in bytes. */
 static size_t find_share(const total *s, size_t *counts)
 {
     size_t start = 0;

@@ -30,7 +30,7 @@ typedef struct wait_condition {
 static const int64_t second = 1000000000;
 static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
 
-/* Return a time in nanoseconds that never goes back. */
+/* Return a time in nanoseconds that never decreases. */
 static int64_t read_clock(void)
 {
     struct timespec t;
@@ -78,7 +78,7 @@ static int find_unconsumed(const mls_shm *g, size_t most)
     return MLS_SHM_NO_RANK;
 }
 
-/* Returns the rank that blocks every condition of `w`, or -1 if one of them holds. */
+/* Return the rank that blocks every condition of `w`, or -1 if one of them holds. */
 static int find_blocking_rank(const mls_shm *g, wait_condition w)
 {
     int peer = MLS_SHM_NO_RANK;
@@ -117,8 +117,8 @@ static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t lengt
 #endif
 }
 
-/* Return whether the process of rank `rank` has ended: nobody locks its byte of the file.
- * Threads (`fd` below 0) cannot die alone. */
+/* Return whether the process of rank `rank` has ended: its byte of the file is not
+ * locked. Threads (`fd` below 0) cannot die alone. */
 static bool is_dead(const mls_shm *g, size_t rank)
 {
     struct flock lock = mls_shm_lock_on(rank);
@@ -175,9 +175,10 @@ static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_
     return break_group(g, kind, MLS_SHM_TIMEOUT, peer, more, st);
 }
 
-/* Check, while waiting for rank `peer` or working (-1): is the group broken, has the
- * deadline passed while waiting, does the caller's `poll` want to stop? MLS_E_PEER,
- * MLS_E_STOPPED; the last two break the group. */
+/* Check, while waiting for rank `peer` or working (-1) in the operation `kind`: is the
+ * group broken, has the deadline passed while waiting, does the caller's `poll` want to
+ * stop? `poll` is called at most every `nap` nanoseconds. MLS_E_PEER, MLS_E_STOPPED; the
+ * last two break the group. */
 static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                                int peer, mls_status *st)
 {
@@ -240,10 +241,10 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
     return false;
 }
 
-/* Waits until no rank blocks the condition `w`: first spins, then sleeps on this rank's
- * bell, in short naps between which it checks deadline, caller and peer. `sleeping` is
- * set before the condition is tested once more, so that no wake-up is lost. MLS_E_PEER,
- * MLS_E_STOPPED. */
+/* Wait until no rank blocks the condition `w`: first spin, then sleep on this rank's
+ * bell, in short naps between which deadline, caller and blocking rank are checked.
+ * `sleeping` is set before the condition is tested once more, so that no wake-up is lost.
+ * MLS_E_PEER, MLS_E_STOPPED. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                          wait_condition w, mls_status *st)
 {
@@ -342,8 +343,8 @@ static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
-/* Fail because this rank's call differs from the call of rank `rank`, whose record is
- * `other`; the message quotes the difference. Returns MLS_E_PEER. */
+/* Fail because this rank's call, `own_record`, differs from the call of rank `rank`,
+ * whose record is `other`; the message quotes the difference. Returns MLS_E_PEER. */
 static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *own_record,
                               size_t rank, const mls_shm_record *other, mls_status *st)
 {
@@ -462,6 +463,7 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
 
 /* ---- arrays of other threads, by their addresses ---- */
 
+/* Slots are used between processes (`fd` is not -1), and for small arrays. */
 bool mls_shm_is_direct(const mls_shm *g, size_t bytes)
 {
     enum {
@@ -482,8 +484,8 @@ static void await_direct(const mls_shm *g)
     }
 }
 
-/* Run a whole operation. The last wait of a direct operation lets the other ranks finish
- * with this rank's arrays. */
+/* Run all steps of an operation. The last wait of a direct operation lets the other ranks
+ * finish with this rank's arrays. */
 mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                      mls_status *st)
 {

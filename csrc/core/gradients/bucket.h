@@ -49,7 +49,7 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
 size_t mls_segment_elements(const mls_segment *segment, size_t ranks);
 
 /* Computes the bytes of the message to rank `of`: its parts of all segments with their
- * padding. MLS_E_SIZE: overflow. */
+ * padding. MLS_E_SIZE: overflow; `*out` is unchanged. */
 mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st);
 
 /* Compute the bytes of the messages to all other ranks, or from all of them. Each

@@ -28,7 +28,7 @@ static size_t encoded_bytes(mls_gradient_compression compression, size_t n)
                                                         : 2 * n;
 }
 
-/* Looks up a name; returns false if it is unknown, and `*out` is then unchanged. */
+/* Look up a name; returns false if it is unknown, and `*out` is unchanged then. */
 bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out)
 {
     static const char *const names[MLS_GRADIENT_COMPRESSION_COUNT] = {
@@ -64,10 +64,10 @@ static void add_residual(float *block, const float *src, const float *residual,
     }
 }
 
-/* Limit finite values to +-`limit`: an infinite rounding error could never be
- * compensated, whereas the excess of a clamped value stays in the residual. Infinities
- * become NaN, so that all three formats report them alike; a NaN fails every comparison
- * and is kept. */
+/* Limit the finite ones of `count` values in `block` to +-`limit`: an infinite rounding
+ * error could never be compensated, whereas the excess of a clamped value stays in the
+ * residual. Infinities become NaN, so that all three formats report them alike; a NaN
+ * fails every comparison and is kept. */
 static void clamp_values(float *block, size_t count, float limit)
 {
     for (size_t i = 0; i < count; i++) {
@@ -138,9 +138,9 @@ static mls_dtype dtype_of_format(mls_gradient_compression compression)
     return compression == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
 
-/* Decode elements `start` .. `start + count` of a part of n elements into `dst[0]` .. .
- * `n` says where the INT8 codes begin, behind the scales of all blocks, even if only some
- * blocks are decoded. */
+/* Decode elements `start` .. `start + count` of a part of n elements into `dst`, from its
+ * start on. The position of the INT8 codes, behind the scales of all blocks, follows from
+ * `n`, even if only some blocks are decoded. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const unsigned char *src, size_t n, size_t start,
@@ -201,7 +201,7 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
 
 /* ---- buckets ---- */
 
-/* Checks that all reductions of the bucket are float32 sums. */
+/* Check that all reductions of the bucket are float32 sums. */
 mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
 {
     for (size_t i = 0; i < b->count; i++) {
@@ -248,7 +248,7 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
                                    unsigned char *local)
 {
     for (size_t to = 0; to < b->world; to++) {
-        /* both pointers advance behind what was written */
+        /* both pointers advance behind each part */
         unsigned char **at = to == b->rank ? &local : &send;
         for (size_t i = 0; i < b->count; i++) {
             const mls_segment *s = &b->segments[i];

@@ -24,7 +24,8 @@ typedef enum mls_gradient_compression {
 
 enum { MLS_GRADIENT_COMPRESSION_BLOCK = 256 };
 
-/* Looks up "float16", "bfloat16" or "int8"; returns false for an unknown name. */
+/* Looks up "float16", "bfloat16" or "int8"; returns false for an unknown name, and leaves
+ * `*out` as it is. */
 bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out);
 
 /* Returns the bytes of n encoded elements, a multiple of MLS_BUCKET_ALIGN. Cannot

@@ -69,9 +69,10 @@ static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
     return true;
 }
 
-/* Return the outermost axis of which one index has at most PART bytes, and in `*rows` the
- * number of its indices in a chunk. `bytes` is the size of the whole view. The innermost
- * axis always qualifies: its indices are single elements. */
+/* Return the outermost axis of `reduced` (from simplify_axes) that has at most PART bytes
+ * for one index, and in `*rows` the number of its indices in a chunk. `bytes` is the size
+ * of the whole view. The innermost axis always qualifies: its indices are single
+ * elements. */
 static int choose_split_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
 {
     int axis = 0;
@@ -233,7 +234,7 @@ static void prefetch_pair(const planner *p, size_t index)
     }
 }
 
-/* Check pair `index` by itself, fill its item, and list the address ranges that it reads
+/* Check pair `index` alone, fill its item, and list the address ranges that it reads
  * and writes. A pair of two identical views is only read: its item stays zeroed, with 0
  * bytes to copy. MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_OVERLAP. */
 static mls_code check_pair(planner *p, size_t index)
@@ -397,7 +398,8 @@ static bool reserve_chunk(planner *p)
     return true;
 }
 
-/* Ends the current task, unless it is empty: the chunks added so far belong to it. */
+/* End the current task, unless it is empty: the chunks since the previous end belong to
+ * it. */
 static void end_task(planner *p)
 {
     mls_load_into *load = p->load;
@@ -407,9 +409,9 @@ static void end_task(planner *p)
     }
 }
 
-/* Append a chunk of `bytes` bytes to the current task, or to a new one if the current one
- * would exceed PART bytes. With `together` it always joins the current one. Returns false
- * if memory runs out. */
+/* Append the chunk `part`, of `bytes` bytes, to the current task, or to a new one if the
+ * current one would exceed PART bytes. With `together` it always joins the current one.
+ * Returns false if memory runs out. */
 static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
 {
     if (!reserve_chunk(p)) {
@@ -523,7 +525,7 @@ static bool add_others(planner *p)
 /* ---- the plan ---- */
 
 /* Check all pairs, then divide them into chunks and tasks. After an error the caller
- * frees what was planned. */
+ * frees the plan. */
 static mls_code make_plan(planner *p)
 {
     mls_code code = MLS_OK;

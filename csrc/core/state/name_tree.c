@@ -126,9 +126,10 @@ static mls_code reserve_node(mls_name_tree *names, mls_status *st)
     return MLS_OK;
 }
 
-/* Append a child to `parent` and return its number; room is reserved. The first child has
- * no slot in the table: find_child compares it directly. During construction a node's
- * `count` holds its last child, so appending takes constant time. */
+/* Append a child with this path and last segment to `parent` and return its number; room
+ * is reserved. The first child has no slot in the table: find_child compares it directly.
+ * During construction a node's `count` holds its last child, so appending takes constant
+ * time. */
 static uint32_t append_node(mls_name_tree *names, uint32_t parent, mls_str path,
                             mls_str segment)
 {

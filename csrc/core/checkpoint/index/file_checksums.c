@@ -92,8 +92,8 @@ static mls_code fail_size(uint64_t bytes, const mls_file_checksums *r, mls_statu
     return mls_status_got(st, "%llu", (unsigned long long)bytes);
 }
 
-/* Compare the size and the header of one file with its record. The bytes of tensors are
- * not read. `block` is room for one block. */
+/* Compare the size and the header of the file `name` in `folder` with its record `r`. The
+ * bytes of tensors are not read. `block` is scratch memory for one block. */
 static mls_code compare_file(const char *folder, const char *name,
                              const mls_file_checksums *r, const mls_crc_kernels *crc,
                              unsigned char *block, mls_status *st)

@@ -163,8 +163,8 @@ void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer);
  */
 bool mls_index_is_path(mls_str path);
 
-/* Return whether a tensor of this shape fits the address space. Dimensions of 0 count as
- * 1, because other libraries multiply the remaining dimensions. */
+/* Return whether a tensor of this dtype and shape fits the address space. Dimensions of 0
+ * count as 1, because other libraries multiply the remaining dimensions. */
 bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape);
 
 /* Return the part of the tensor that a shard of a valid index stores. */

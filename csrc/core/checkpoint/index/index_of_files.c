@@ -93,7 +93,7 @@ static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_s
 }
 
 /* Allocate `x->shards` and `x->crcs` for all files, whose headers have been read.
- * MLS_E_MEMORY: mls_index_fini frees what was allocated. */
+ * MLS_E_MEMORY: mls_index_fini frees both. */
 static mls_code allocate_shards(mls_index *x, mls_status *st)
 {
     size_t tensors = 0, blocks = 0; /* cannot overflow: the headers are in memory */

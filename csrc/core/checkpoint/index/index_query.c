@@ -95,8 +95,9 @@ int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
     return ids != 0 ? ids : a->part < b->part ? -1 : a->part > b->part;
 }
 
-/* Return whether the tensor's bytes fit PTRDIFF_MAX. Dimensions of 0 count as 1: other
- * libraries multiply the remaining dimensions. */
+/* Multiply all dimensions and the bytes of an element; the product must not exceed
+ * PTRDIFF_MAX. Dimensions of 0 count as 1: other libraries multiply the remaining
+ * dimensions. */
 bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
 {
     size_t bytes = mls_dtype_of(dtype)->item_bytes;
@@ -213,8 +214,8 @@ mls_layer mls_index_place(const mls_index_shard *shard, size_t number)
                        .crcs = shard->crcs};
 }
 
-/* Return whether a shard stores less or other than one full layer. One full compressed
- * layer stores the same elements as a plain shard, so it is not sparse. */
+/* One full layer, compressed or not, stores the same elements as a plain shard, so such a
+ * shard is not sparse. */
 bool mls_index_is_sparse(const mls_index_shard *shard)
 {
     const mls_layers *layers = shard->layers;
@@ -235,9 +236,9 @@ uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
 
 /* ---- checks across all shards ---- */
 
-/* Sort `count` elements of `size` bytes in ascending order, like qsort; elements that are
- * sorted already, the usual case, are only compared. Returns false if it is sure that no
- * two elements are equal, true if some may be: after sorting it does not look. */
+/* Sort the `count` elements of `size` bytes at `base` in ascending order, like qsort;
+ * sorted elements, the usual case, are only compared. Returns false if no two elements
+ * are equal, true if some may be: after qsort they are not compared. */
 static bool sort_unless_sorted(void *base, size_t count, size_t size,
                                int (*compare)(const void *, const void *))
 {
@@ -274,7 +275,7 @@ static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
     return mls_status_name(st, name.data, name.length);
 }
 
-/* Sort the shards by id and part, and refuse a part that is listed twice. Indexes that we
+/* Sort the shards by id and part. MLS_E_FORMAT: a part is listed twice. Indexes that we
  * write are sorted already; others may not be. */
 static mls_code sort_shards(const mls_index *x, mls_status *st)
 {
@@ -404,9 +405,9 @@ static mls_code check_overlaps(const mls_index *x, mls_status *st)
     return code;
 }
 
-/* Check that the total bytes of all shards, which a manifest records, fit an int64.
- * Stored bytes are limited by the files, but sparse shards may have any number of
- * zeros. */
+/* Check that the total uncompressed bytes of all shards, which a manifest records, fit an
+ * int64. Files limit the stored bytes, but sparse shards may have any number of zeros.
+ * MLS_E_FORMAT. */
 static mls_code check_sum(const mls_index *x, mls_status *st)
 {
     uint64_t sum = 0;

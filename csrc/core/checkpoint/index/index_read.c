@@ -144,8 +144,8 @@ static mls_code read_files(reader *r, mls_json_node object)
 
 /* ---- kinds ---- */
 
-/* Read one layout step, [axis or name, parts], the only array with mixed types in the
- * format. Returns false if it has another form. */
+/* Read the layout step `node`, [axis or name, parts], the only array with mixed types in
+ * the format. Returns false if it has another form. */
 static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
 {
     uint64_t axis, parts;
@@ -166,8 +166,8 @@ static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
     return true;
 }
 
-/* Read the steps of a layout; `layout` is zeroed before. Each shard checks whether they
- * fit its shape. */
+/* Read the steps of the layout that is member `m` into `layout`, which is zeroed. Each
+ * shard checks whether they fit its shape. */
 static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
 {
     if (mls_json_size(r->in.json, m->node) > MLS_LAYOUT_STEPS) {
@@ -184,8 +184,8 @@ static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
     return MLS_OK;
 }
 
-/* Read the parameter axis, or null, of each state axis. The parameter need not be in this
- * index, so the axes are not checked against it: they only serve resharding. */
+/* Read member `m`, the parameter axis (or null) of each state axis, into `kind`. The
+ * parameter may be in another index, so the axes are not checked against it. */
 static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
 {
     signed char *axes = r->index.axes + r->axes_used;
@@ -208,8 +208,8 @@ static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Read the optimizer state of a kind, which may be absent. A dot separates parameter and
- * state in a state dict key, so a state contains none. */
+/* Read member `m`, the optimizer state of a kind, which may be absent. A dot separates
+ * parameter and state in a state dict key, so a state contains none. */
 static mls_code read_state(reader *r, const member *m, shard_kind *kind)
 {
     kind->has_state = m->node != MLS_JSON_NONE;
@@ -262,7 +262,7 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Read and allocate all kinds. Their axes share one array, so these are counted first. */
+/* Read the kinds in `array`, and allocate them; their axes are counted first. */
 static mls_code read_kinds(reader *r, mls_json_node array)
 {
     member m[KIND_MEMBERS] = {[SECTION] =
@@ -299,7 +299,7 @@ static mls_code read_kinds(reader *r, mls_json_node array)
 
 /* ---- layers: byte ranges in files ---- */
 
-/* Like mls_index_next_number, for a number that must fit size_t. */
+/* Read the next number of column `c`, from 0 to `most`, into `*out`. */
 static mls_code next_size(reader *r, column *c, size_t most, size_t *out)
 {
     uint64_t value;
@@ -351,8 +351,8 @@ static mls_code read_range(reader *r, mls_layer *layer)
     return MLS_OK;
 }
 
-/* Read the checksums of the layer and of its blocks. A layer of one block stores
- * only the first. The two are not compared: verification reads the blocks. */
+/* Read the checksums of the layer and of its blocks. A layer of one block stores only the
+ * layer's. The two are not compared: verification reads the blocks. */
 static mls_code read_crcs(reader *r, mls_layer *layer)
 {
     const column crc = r->layers[CRC];
@@ -399,8 +399,9 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
     return MLS_OK;
 }
 
-/* Read the compressed lengths of a layer from the string `node`. `item` is the size of an
- * element in bytes, `elements` the size of the whole shard in elements. */
+/* Read the lengths of a layer's frames from the string `node`, the codec from
+ * `codec_node`. `item` is the bytes of an element, `elements` the elements of the whole
+ * shard. */
 static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node node,
                             size_t item, size_t elements, mls_layer *layer)
 {
@@ -478,8 +479,8 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
                : code;
 }
 
-/* Read layer number `number` of a shard with `elements` elements, the next of all
- * columns. Its range must have exactly the bytes of its elements or frames. */
+/* Read the next row of the layer table: layer `number` of a shard with `elements`
+ * elements. Its range must have exactly the bytes of its elements or frames. */
 static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t elements,
                            size_t number, mls_layer *layer)
 {
@@ -641,8 +642,7 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
-/* Read the number of layers of the next shard into `*out`; 1 if the column is absent.
- * MLS_E_FORMAT if the layer table has fewer rows left. */
+/* Read the next shard's number of layers; 1 if absent, at most the rows left. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];
@@ -683,8 +683,8 @@ typedef struct needs {
     size_t dims, sparse, layers, row_ranges, frames, ends;
 } needs;
 
-/* Count the elements that all layers need. Each row range takes one element, and
- * resolving takes two more, as in mls_layers_room. */
+/* Count in `n` the array elements that all layers need. Each row range takes one, and
+ * resolving it takes two more, as in mls_layers_room. */
 static void count_layers(const reader *r, needs *n)
 {
     mls_json_node rows = r->arrays[0], frames = r->arrays[FRAMES - ROWS];
@@ -705,8 +705,8 @@ static void count_layers(const reader *r, needs *n)
     }
 }
 
-/* Allocate all arrays at once: shards point into them, so they must not move. Only sparse
- * and compressed shards need the last five. */
+/* Allocate all arrays at once, with their final sizes: shards point into them. The last
+ * five are empty unless shards are sparse or compressed. */
 static mls_code allocate_arrays(reader *r)
 {
     mls_index *x = &r->index;
@@ -831,7 +831,7 @@ static mls_code read_format(reader *r)
     return mls_status_got(r->in.st, "%.*s", width, text.data);
 }
 
-/* Read generation, rank and number of ranks; the rank must be below that number. */
+/* Read generation, rank and world size; the rank must be below the world size. */
 static mls_code read_head(reader *r, const member *generation, const member *rank,
                           const member *world)
 {

@@ -13,8 +13,8 @@ static const char out_of_range[] = "is not a whole number in its range";
 
 /* ---- errors ---- */
 
-/* Report a problem of the member `key` at byte `offset` of the text, with the name of the
- * current shard if one is known. Returns MLS_E_FORMAT. */
+/* Report the `problem` of the member `key` at byte `offset` of the text, with the name of
+ * the current shard (`in->name`) if one is known. Returns MLS_E_FORMAT. */
 static mls_code fail_at(const mls_index_source *in, size_t offset, const char *key,
                         const char *problem)
 {
@@ -27,7 +27,7 @@ static mls_code fail_at(const mls_index_source *in, size_t offset, const char *k
     return mls_status_name(in->st, in->name.data, in->name.length);
 }
 
-/* Report a problem of a value, and show the value itself, or its type if it is not a
+/* Report the problem of a value, and show the value itself, or its type if it is not a
  * string or number. */
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                               const char *key, const char *problem)
@@ -58,7 +58,8 @@ static mls_code expect_range(const mls_index_source *in, uint64_t least, uint64_
                                (unsigned long long)most);
 }
 
-/* Report that a value does not have the required type. */
+/* Report that the value `node` of the member `key` does not have the required type.
+ * Returns MLS_E_FORMAT. */
 static mls_code fail_type(const mls_index_source *in, mls_json_node node, const char *key,
                           mls_json_type type)
 {
@@ -112,9 +113,8 @@ mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
     return MLS_OK;
 }
 
-/* Read a string that is one of `name_of(0)` .. `name_of(count - 1)`, and return its
- * number in `*out`; `*out` is undefined after a failure. `problem` is the message for any
- * other string. */
+/* Search the names in order; a failure leaves `*out` at `count`, or at 0 if the value is
+ * not a string. */
 mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
                              const char *key, const char *(*name_of)(int), int count,
                              const char *problem, int *out)
@@ -164,8 +164,8 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
     return MLS_OK;
 }
 
-/* Report the value at the cursor, and show it. A number ends at a comma; a checksum is
- * cut at SHOWN_VALUE bytes. */
+/* Report the problem of the value at the cursor, and show the value: up to the comma
+ * behind it, or at most SHOWN_VALUE bytes, since checksums have no separator. */
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
                                const char *problem)
 {
@@ -215,7 +215,8 @@ mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *col
     return MLS_OK;
 }
 
-/* Read the next checksum of a column: 8 hexadecimal digits, without a separator. */
+/* Read the next checksum: 8 hexadecimal digits, without a separator. On failure the
+ * cursor stays at the invalid value. */
 mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column,
                             uint32_t *out)
 {

@@ -36,16 +36,18 @@ typedef struct mls_index_source {
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                               const char *key, const char *problem);
 
-/* Find the members of an object and check their types. Members that are not in the table
- * are ignored. */
+/* Find the `count` members of `table` in an object, set their nodes, and check their
+ * types. Members that are not in the table are ignored; an absent optional member gets
+ * MLS_JSON_NONE. */
 mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object,
                                 mls_json_member *table, size_t count);
 
-/* Read a whole number from `least` to `most`. */
+/* Read the member `m` as a whole number from `least` to `most`, both included. */
 mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member *m,
                                uint64_t least, uint64_t most, uint64_t *out);
 
-/* Read a string. Its bytes belong to the document. */
+/* Read the string `node`, the value of the member `key`. Its bytes belong to the
+ * document. */
 mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
                              const char *key, mls_str *out);
 
@@ -73,7 +75,8 @@ mls_index_column mls_index_open_column(const mls_index_source *in,
 mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member *m,
                               size_t rows, mls_json_node *out);
 
-/* Report the value at the cursor as invalid. Returns MLS_E_FORMAT. */
+/* Report the value at the cursor as invalid, for the reason `problem`. Returns
+ * MLS_E_FORMAT. */
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
                                const char *problem);
 

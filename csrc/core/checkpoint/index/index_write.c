@@ -55,8 +55,8 @@ static void put_shape(mls_json_writer *b, const mls_index_shard *s)
     }
 }
 
-/* Append the member of a layout, with a leading comma: ,"layout":[[0,4],["flat",2]]. A
- * step is an axis, or the name of a special step, and the number of parts. */
+/* Append the member for a layout, with a leading comma: ,"layout":[[0,4],["flat",2]].
+ * Each step is [axis or name of a special step, number of parts]. */
 static void put_layout(mls_json_writer *b, const mls_layout *layout)
 {
     mls_json_writer_text(b, ",\"layout\":[");
@@ -175,7 +175,8 @@ typedef struct kind_table {
     size_t *of_shards;
 } kind_table;
 
-/* Return whether put_members writes the same kind for both. */
+/* Return whether two shards have the same kind: put_members writes the same text for
+ * both. */
 static bool is_same_kind(const mls_index_shard *a, const mls_index_shard *b)
 {
     const bool axes = a->axes != NULL && a->rank > 0;
@@ -216,7 +217,8 @@ static kind_table number_kinds(const mls_index *index)
     return t;
 }
 
-/* Append the array of kinds. Each kind is described by the first shard that has it. */
+/* Append the array of kinds. Each kind is described by its first shard, number
+ * `kinds->firsts[k]`. */
 static void put_kinds(mls_json_writer *b, const mls_index *index, const kind_table *kinds)
 {
     mls_json_writer_text(b, ",\n\"kinds\":[");
@@ -385,7 +387,8 @@ static void put_column(mls_json_writer *b, table_column column, const mls_index 
     mls_json_writer_text(b, marks[2]);
 }
 
-/* Append the table of files: an array of paths, and two string columns. */
+/* Append the table of files: an array of paths, and two string columns with their lengths
+ * and header checksums. */
 static void put_files(mls_json_writer *b, const mls_index *index)
 {
     const mls_index_file *files = index->files;

@@ -84,6 +84,7 @@ mls_index_pattern *mls_index_patterns_new(const mls_index *indexes, size_t count
     return patterns;
 }
 
+/* Free the patterns of `count` indexes; `patterns` may be NULL. */
 void mls_index_patterns_free(mls_index_pattern *patterns, size_t count)
 {
     for (size_t i = 0; patterns != NULL && i < count; i++) {
@@ -99,8 +100,8 @@ static void put_numbers(mls_json_writer *b, const size_t *numbers, size_t count)
 }
 
 /* Append the identity of a pattern: tensors, layouts and the group of each shard, but no
- * part numbers, which differ between ranks. Lengths come before what they count, so that
- * different lists of shards have different bytes. */
+ * part numbers, which differ between ranks. Lengths come before the bytes that they
+ * count, so that different lists of shards have different bytes. */
 void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pattern,
                              mls_json_writer *out)
 {

@@ -50,9 +50,9 @@ typedef struct mls_index_pattern_place {
     uint32_t index, group;
 } mls_index_pattern_place;
 
-/* Append a mls_index_pattern_place for every shard of tensor `id` in `count` indexes,
- * ordered by index. Indexes without a pattern are skipped. The caller checks the writer
- * for errors. */
+/* Append a mls_index_pattern_place to `out` for every shard of tensor `id` in `count`
+ * indexes, ordered by index. `patterns` are the patterns of the indexes; an index without
+ * one is skipped. The caller checks the writer for errors. */
 void mls_index_pattern_places(const mls_index *indexes, const mls_index_pattern *patterns,
                               size_t count, const mls_tensor_id *id,
                               mls_json_writer *out);

@@ -162,8 +162,8 @@ mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *ta
 
 /* ---- find stored ranges ---- */
 
-/* Return whether the zeros that `count` pieces contain form ranges of 64 KiB or more on
- * average. Pages of zeroed memory inside long ranges are never touched. Between short
+/* Return whether the zeros in the `count` places `stored` form ranges of 64 KiB or more
+ * on average. Pages of zeroed memory inside long ranges are never touched. Between short
  * ranges every page is touched, so zeroing first would be wasted. */
 static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
 {
@@ -178,10 +178,10 @@ static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
     return ranges > 0 && bytes / ranges >= LONG;
 }
 
-/* Compare the sizes of the files of `count` pieces, in `folder`, with the recorded sizes.
- * Neighbours usually share a file, which is checked once: `*file` is the path of the last
- * checked file, and after a failure the one that differs. `links`: files may be symbolic
- * links. */
+/* Compare the sizes of the files of the `count` places `stored`, in `folder`, with the
+ * recorded sizes. Neighbours usually share a file, which is checked once: `*file` is the
+ * path of the last checked file, and after a failure the one that differs. `links`: files
+ * may be symbolic links. */
 static mls_code check_files(const mls_stored_shard *stored, size_t count, int folder,
                             bool links, const char **file, mls_status *st)
 {

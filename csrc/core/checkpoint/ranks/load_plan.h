@@ -61,7 +61,7 @@ void mls_load_plan_fini(mls_load_plan *plan); /* accepts a zeroed one; zeroes it
  * merged index has no such tensor. */
 mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
 
-/* Choose the part that `how` selects. A given layout is that of the parameter; an
+/* Choose the part that `how` selects. A given layout divides the parameter; an
  * optimizer state is cut along the axes that it shares with its parameter. Without a
  * layout, a tensor that was cut in one step is cut in the same way for the new world, and
  * a tensor that was stored whole stays whole.
@@ -69,9 +69,9 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
  * names the tensor. Other errors as mls_layout_part. */
 mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_status *st);
 
-/* Check that the target's whole tensor has the shape of the stored one. Equal part shapes
- * do not prove that: 3 of 5 rows and 3 of 6 rows have the same shape. MLS_E_SHAPE: the
- * status contains both shapes and the tensor's name. */
+/* Check that the target's whole tensor, of `rank` dimensions `shape`, has the shape of
+ * the stored one. Equal part shapes do not prove that: 3 of 5 rows and 3 of 6 rows have
+ * the same shape. MLS_E_SHAPE: the status contains both shapes and the tensor's name. */
 mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t *shape,
                                   mls_status *st);
 

@@ -226,10 +226,10 @@ static size_t count_common(const mls_part *a, const mls_part *b)
     return count;
 }
 
-/* Check that the shards contain all elements of the part `to`; other parts of the tensor
- * may be missing. MLS_E_FORMAT: some are not stored. Stored elements are counted because
- * an index bounds their number, whereas a layout may claim any number of missing parts.
- */
+/* Check that the shards of `tensor` contain all elements of its part `to`; elements
+ * outside `to` may be missing. MLS_E_FORMAT: some are not stored. Stored elements are
+ * counted because an index bounds their number, whereas a layout may claim any number of
+ * missing parts. */
 static mls_code check_missing(const mls_merged_index *merged,
                               const mls_merged_index_tensor *tensor, const mls_part *to,
                               mls_status *st)
@@ -266,8 +266,8 @@ typedef struct listing {
 } listing;
 
 /* Append a stored place of the current shard and the piece that reads it; `place` NULL:
- * elements that are zero and not stored. `visible` has the ranges that are not hidden by
- * later layers, or is NULL if all elements are visible. */
+ * elements that are zero and not stored. `visible` has the `visible_count` ranges that no
+ * later layer hides, or is NULL if all elements are visible. */
 static void list_place(listing *l, const mls_layer *place, const mls_row_range *visible,
                        size_t visible_count)
 {

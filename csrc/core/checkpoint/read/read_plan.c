@@ -59,8 +59,8 @@ typedef struct zero_fill {
     size_t first;     /* element of the shard at byte `from` */
 } zero_fill;
 
-/* Return the number of elements in the visible ranges; 0 if the place has none, which
- * means that all elements are visible. */
+/* Return the number of elements in the visible ranges of a place; 0 if it has no such
+ * ranges, since all its elements are visible then. */
 static size_t count_visible(const mls_stored_shard *shard)
 {
     size_t count = 0;
@@ -209,7 +209,8 @@ static bool are_spans_sorted(mls_read_plan *plan)
     return true;
 }
 
-/* List all spans in `order`, by file and offset. They are usually in order already. */
+/* Set `plan->order` to all spans, by file and offset. They are usually in order already.
+ */
 static void sort_spans(mls_read_plan *plan)
 {
     const bool sorted = are_spans_sorted(plan);
@@ -238,9 +239,9 @@ static void group_tasks(mls_read_plan *plan)
     plan->tasks[plan->task_count] = plan->count;
 }
 
-/* Group consecutive tasks of one file into work queues of about QUEUE_COST, so that
- * threads do not wait for destinations or for each other. `queues[i]` is the first task
- * of queue i; one further entry marks the end. */
+/* Group consecutive tasks of one file into work queues, each ended when it costs
+ * QUEUE_COST or more: short enough that threads do not wait for destinations or for each
+ * other. `queues[i]` is the first task of queue i; one further entry marks the end. */
 static void divide_into_queues(mls_read_plan *plan)
 {
     uint64_t cost = 0;

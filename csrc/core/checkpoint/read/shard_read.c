@@ -514,8 +514,9 @@ static bool is_direct(const mls_read_span *s, bool verified)
                          mls_stored_bytes(shard, &bytes) && bytes == s->end);
 }
 
-/* Return how many spans, from `order[first]` on and before `order[end]`, are adjacent in
- * their file and short enough for one call. 0 or 1: read the first span alone. */
+/* Return how many spans of the plan, from `order[first]` on and before `order[end]`, are
+ * adjacent in their file and short enough for one call. 0 or 1: read the first span
+ * alone. */
 static size_t count_neighbours(const read_state *shared, size_t first, size_t end)
 {
     const char *file = shared->plan.order[first]->file;
@@ -660,6 +661,7 @@ static void read_tasks(void *context, size_t index)
     mls_compressed_frame_room_fini(&w.frames);
 }
 
+/* Free everything of a read except the caller's memory. */
 static void reading_fini(read_state *shared)
 {
     mls_work_queues_fini(&shared->queues);

@@ -113,8 +113,9 @@ static void append_problem(verifier *v, const mls_problem *problem)
     problems->list[problems->count++] = *problem;
 }
 
-/* Add a problem; takes the lock. `file` and `shard` are positions in the index, SIZE_MAX
- * for no shard; `offset` and `bytes` are a range of the file. `text` is copied. */
+/* Add a problem of the kind `kind` to the list; takes the lock. `file` and `shard` are
+ * positions in the index, SIZE_MAX for no shard; `offset` and `bytes` are a range of the
+ * file. `text` is copied. */
 static void add_problem(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
                         uint64_t offset, uint64_t bytes, const char *text)
 {
@@ -226,9 +227,9 @@ static bool is_header_recorded(const verifier *v, const mls_safetensors *header,
     return true;
 }
 
-/* Read the length field and the text of a header; both must end at or before byte `end`
- * of the file. `*out` receives `*length` bytes; free them with mls_free. MLS_E_IO,
- * MLS_E_MEMORY; MLS_E_FORMAT: the length is impossible. */
+/* Read the length field and the text of the header of the open file `fd`; both must end
+ * at or before byte `end`. `*out` receives `*length` bytes; free them with mls_free.
+ * MLS_E_IO, MLS_E_MEMORY; MLS_E_FORMAT: the length is impossible. */
 static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *length,
                           mls_status *st)
 {
@@ -258,9 +259,10 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
     return MLS_OK;
 }
 
-/* Read a header into `*head`, parse it into `header`, and check it. Its own checksum
- * detects damage. MLS_E_VALUE: it is valid but not the recorded one, so it belongs to a
- * file of another save: a copy went wrong, but the disk is fine. The caller releases both
+/* Read the header of the open file `fd`, which ends at or before byte `end`, into
+ * `*head`, parse it into `header`, and check it. Its own checksum detects damage.
+ * MLS_E_VALUE: it is valid but not the one in `record`, so it belongs to a file of
+ * another save: a copy went wrong, but the disk is fine. The caller releases both
  * outputs, also after a failure. */
 static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
                             const mls_crc_kernels *crc, unsigned char **head,
@@ -290,8 +292,8 @@ mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *reco
     return code;
 }
 
-/* Check that the header of an open file is undamaged, has the recorded checksum, and
- * lists the file's places; `first` is the first of these in `order`. MLS_E_VALUE: it
+/* Check that the header of the open file `fd` is undamaged, has the recorded checksum,
+ * and lists the file's places; `v->order[first]` is the first of these. MLS_E_VALUE: it
  * belongs to another file. Other errors as read_header. */
 static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 {
@@ -309,7 +311,7 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 }
 
 /* Check that a file exists and has the recorded length and header; the bytes of tensors
- * are not read. `first` is the file's first place in `order`. Obsolete shards may precede
+ * are not read. `v->order[first]` is the file's first place. Obsolete shards may precede
  * that place; they are skipped. */
 static void verify_file(verifier *v, size_t first)
 {
@@ -352,9 +354,9 @@ static void add_altered(verifier *v, const spot *s, size_t file, uint64_t offset
     add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, offset, length, text);
 }
 
-/* Read the block that starts at byte `start` of place `number`, compare its checksum, and
- * add a problem if it differs. A block is the smallest range that a checksum can identify
- * as damaged. `buffer` has STEP bytes. */
+/* Read the block that starts at byte `start` of place `number` in the open file `fd`,
+ * compare its checksum, and add a problem if it differs. A block is the smallest range
+ * that a checksum can identify as damaged. `buffer` has STEP bytes. */
 static void verify_block(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {

@@ -62,8 +62,8 @@ bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 #    pragma GCC optimize("O3")
 #endif
 
-/* Move byte b of each of `count` elements to plane b, or back. `item`, the bytes of an
- * element, and `back` are constants at each call. */
+/* Move byte b of each of `count` elements at `from` to plane b of `to`, or back. `item`,
+ * the bytes of an element, and `back` are constants at each call. */
 static inline void move_items(const unsigned char *restrict from, size_t count,
                               size_t item, bool back, unsigned char *restrict to)
 {
@@ -79,9 +79,10 @@ static inline void move_items(const unsigned char *restrict from, size_t count,
     }
 }
 
-/* Sort the bytes of all elements into planes (all first bytes, all second bytes, ...), or
- * restore the elements if `back`. `item`, the bytes of an element, is 2, 4 or 8: a
- * constant in each branch gives a fast loop. */
+/* Sort the bytes of all elements at `from` into planes at `to` (all first bytes, all
+ * second bytes, ...), or restore the elements if `back`. `bytes` is the size of each
+ * side; `item`, the bytes of an element, is 2, 4 or 8: a constant in each branch gives a
+ * fast loop. */
 static inline void move_bytes(const unsigned char *from, size_t bytes, size_t item,
                               bool back, unsigned char *to)
 {

@@ -71,9 +71,10 @@ static inline size_t mls_compressed_frame_begin(const mls_compressed_frames *fra
 /* Number of values in a text such as "812,900". */
 size_t mls_compressed_frames_text_count(mls_str text);
 
-/* Parse the lengths of all compressed frames into `ends`; `bytes` determines their
- * number. Returns false if the number differs, or a length is 0 or exceeds the
- * uncompressed length. */
+/* Parse a text such as "812,900", the lengths of all compressed frames, into
+ * `frames->ends`, which has room for them; `frames->bytes` determines their number.
+ * Returns false if the number differs, or a length is 0 or exceeds the uncompressed
+ * length. */
 bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text);
 
 /* Compress one frame of `bytes` bytes at `from`, whose elements have `item` bytes, into

@@ -14,9 +14,9 @@ enum {
     STRIDE = 64          /* bytes compared at a time */
 };
 
-/* Divide a part into rows of at most 64 KiB. The division depends only on shape and
- * dtype, so every save of a shard uses the same rows, and a newer layer hides rows of
- * older layers completely. */
+/* Divide a part into rows of at most 64 KiB; elements have `item_bytes` bytes. The
+ * division depends only on shape and dtype, so every save of a shard uses the same rows,
+ * and a newer layer hides rows of older layers completely. */
 mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
 {
     mls_row_cut rows = {

@@ -82,9 +82,9 @@ size_t mls_layers_room(const mls_layers *layers)
     return 2 * runs + 1;
 }
 
-/* Return the index of the first range that ends after `element`, by binary search;
- * `count` if there is none. `element` counts elements of the layer if `by_layer`,
- * otherwise of the shard; lists ascend in both. */
+/* Return the index of the first of `count` ranges in `list` that ends after `element`, by
+ * binary search; `count` if there is none. `element` counts elements of the layer if
+ * `by_layer`, otherwise of the shard; lists ascend in both. */
 static inline size_t find_range(const mls_row_range *list, size_t count, size_t element,
                                 bool by_layer)
 {
@@ -158,10 +158,10 @@ static bool next_visible(layer_sweep *w, size_t *layer_number, mls_row_range *ou
     return true;
 }
 
-/* Resolve a shard with one layer that has row ranges: it is completely visible, and the
- * gaps between its ranges are zeros, which are written to `room`. Returns the number of
- * these. This avoids the sweep for shards that were saved once and have thousands of
- * ranges. */
+/* Resolve a shard of `elements` elements with one layer that has row ranges: it is
+ * completely visible, and the gaps between its ranges are zeros, which are written to
+ * `room`. Returns the number of these. This avoids the sweep for shards that were saved
+ * once and have thousands of ranges. */
 static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     mls_layer *only = &layers->list[0];

@@ -65,7 +65,8 @@ typedef struct mls_rows {
     size_t at, stored_before; /* rows so far; stored elements so far */
 } mls_rows;
 
-/* Start a builder. `row` must be at least 1. */
+/* Start a builder for a shard of `elements` elements. `row`, the elements of a row, is at
+ * least 1. */
 mls_rows mls_layer_rows(size_t row, size_t elements);
 
 /* Return the next range in `*out`, after `skip` rows and with `count` rows. Returns
@@ -78,8 +79,8 @@ bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range 
 size_t mls_layer_rows_count(mls_str text);
 
 /* Parse all ranges of such a text into `runs`, which has space for mls_layer_rows_count
- * of them; `*count` receives their number. Returns false if the text is invalid or empty.
- */
+ * of them; `*count` receives their number. `rows` is a new builder. Returns false if the
+ * text is invalid or empty. */
 bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs,
                          size_t *count);
 

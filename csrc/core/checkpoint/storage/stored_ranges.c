@@ -89,8 +89,8 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     start_overlap(runs, first, behind);
 }
 
-/* Advance to the next common run; its position `a` becomes relative to the start of the
- * shard. Returns false after the last. */
+/* Advance to the next run that the shard and the requested part share, and count its
+ * position `a` from the start of the shard. Returns false after the last. */
 static bool next_run(mls_stored_runs *r)
 {
     if (!mls_overlap_next(&r->overlap, &r->run)) {

@@ -32,8 +32,8 @@ typedef struct mls_stored_shard {
     const mls_part *part;                /* the shard's part of the tensor */
 } mls_stored_shard;
 
-/* Compute the uncompressed size of the place. Returns false if it overflows, or the
- * stored bytes exceed the file. */
+/* Compute the uncompressed size of the place, `*out`. Returns false if it overflows, or
+ * the stored bytes exceed the file. */
 bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out);
 
 /* Bytes `at` .. `at + count` of the place's elements are bytes `to` .. of the packed
@@ -60,8 +60,8 @@ typedef struct mls_stored_runs {
 void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
                           const mls_part *to, size_t from, size_t end);
 
-/* Return the next run, never empty and behind the previous one. Returns false after the
- * last. */
+/* Return the next run in `*out`, never empty and behind the previous one. Returns false
+ * after the last. */
 bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out);
 
 /* Convert position `at` among the place's visible elements to its element number in the

@@ -143,8 +143,8 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
     }
 }
 
-/* Report the bytes that are not reported yet, if there are at least `least`: runs may be
- * short. Returns MLS_E_STOPPED if the caller wants to stop. */
+/* Report the bytes that are written but not reported yet, if there are at least `least`
+ * of them: runs may be short. MLS_E_STOPPED: the caller wants to stop. */
 static mls_code report(writing *w, size_t least, mls_status *st)
 {
     if (w->unreported < least) {
@@ -184,7 +184,8 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
 }
 
 /* Write one item to its open file, run by run; the runs of its part ascend in the whole
- * tensor. */
+ * tensor. Its share of the checksums is XORed to the job's. MLS_E_IO, MLS_E_STOPPED,
+ * errors of mls_layout_part. */
 static mls_code write_item(const mls_parts_job *job, const mls_placed_item *placed,
                            part_file *file, mls_status *st)
 {
@@ -215,8 +216,8 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
     return code == MLS_OK ? report(&w, 1, st) : code;
 }
 
-/* Open, write and close the file of `count` items. The file must exist. Errors: MLS_E_IO,
- * and those of write_item. */
+/* Open, write and close the file of `count` items. The file must exist. MLS_E_IO, and
+ * errors of write_item. */
 static mls_code write_file(const mls_parts_job *job, const mls_placed_item *items,
                            size_t count, part_file *file, mls_status *st)
 {
@@ -236,8 +237,9 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
     return reason == 0 ? code : mls_fail_os(st, reason, "cannot sync the file to disk");
 }
 
-/* Return whether file, block and result numbers of an item are within the job's arrays,
- * and its offset is not negative. The caller's numbers are signed and unchecked. */
+/* Return whether the file, block and result numbers of an item are within the job's
+ * arrays, and its offset is not negative. The caller's numbers are signed and unchecked.
+ */
 static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
 {
     const mls_shard_item *item = placed->item;

@@ -99,7 +99,8 @@ static mls_pages take_buffer(writer *w)
     return buffer;
 }
 
-/* Keep a thread's buffer for the next task: fresh memory costs as much as the copying. */
+/* Keep a buffer for the next task, or free it if enough are kept: fresh memory costs as
+ * much as the copying. */
 static void return_buffer(writer *w, mls_pages buffer)
 {
     pthread_mutex_lock(&w->lock);
@@ -185,7 +186,7 @@ static size_t buffer_room(const sink *s)
 }
 
 /* Choose the stores for copies into the buffer: the disk, not the processor, reads a
- * direct-I/O buffer. SIZE_MAX stands for the fastest stores regardless of cache size. */
+ * direct-I/O buffer. SIZE_MAX selects the fastest stores regardless of cache size. */
 static mls_destination buffer_destination(const sink *s)
 {
     return s->out->direct ? (mls_destination){.bytes = SIZE_MAX} : mls_cached();
@@ -328,7 +329,8 @@ static int folder_of(const writer *w, const char *path, const char **name)
     return -1;
 }
 
-/* Create a file that must not exist. Returns a descriptor, or -1 and errno. */
+/* Create a file that must not exist, by its path in the pool. Returns a descriptor, or -1
+ * and errno. */
 static int create_file(const writer *w, const char *path)
 {
     const char *name;
@@ -341,7 +343,8 @@ static int create_file(const writer *w, const char *path)
     return fd;
 }
 
-/* Rename a file, by paths of the writer. Returns 0, or -1 and errno. */
+/* Rename a file from the path `from` to `to`, both in the pool. Returns 0, or -1 and
+ * errno. */
 static int rename_file(const writer *w, const char *from, const char *to)
 {
     const char *old, *name;
@@ -359,9 +362,9 @@ static void remove_file(const writer *w, const char *path)
 
 /* ---- files ---- */
 
-/* Allocate disk space for a file of DIRECT_LEAST bytes or more, so that a full disk is
- * detected before writing, and several threads can write behind the current end. File
- * systems without that operation just let the file grow. */
+/* Allocate disk space for the open file of `out`, if it has DIRECT_LEAST bytes or more,
+ * so that a full disk is detected before writing, and several threads can write behind
+ * the current end. File systems without that operation just let the file grow. */
 static mls_code reserve_space(const output *out, mls_status *st)
 {
 #if defined(__linux__)
@@ -418,8 +421,8 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* Open the file of a task unless another task has opened it; the others wait. Files are
- * opened late and closed early, so that even a hundred thousand files need few
+/* Open the file of `out` unless another task has opened it; other tasks wait meanwhile.
+ * Files are opened late and closed early, so that even a hundred thousand files need few
  * descriptors. */
 static mls_code ensure_output(writer *w, output *out, mls_status *st)
 {
@@ -653,7 +656,7 @@ static mls_code make_tasks(writer *w, mls_status *st)
 /* ---- durability ---- */
 
 /* Return whether syncfs makes the file system of `folder` durable and reports errors:
- * that of the usual local file systems does, since Linux 5.8. */
+ * the usual local file systems do, since Linux 5.8. */
 static bool can_sync_once(int folder)
 {
 #if defined(__linux__)

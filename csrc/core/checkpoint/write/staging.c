@@ -36,8 +36,8 @@ typedef struct copy_state {
 
 /* ---- sizes ---- */
 
-/* Compute the packed bytes of an item's part, and check its layout and shape. Errors name
- * the tensor. */
+/* Set `*out` to the packed bytes of an item's part, and check its layout and shape.
+ * Errors of mls_layout_part, with the tensor's name; MLS_E_SIZE. */
 static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *st)
 {
     mls_part part;
@@ -112,8 +112,8 @@ static int compare_chosen(const void *a, const void *b)
                                 : (x->number < y->number ? -1 : x->number > y->number);
 }
 
-/* Return the position of the first of `count` items, sorted by ascending size, with at
- * least `bytes` bytes; `count` if none has. */
+/* Return the position in `order` (`count` items, sorted by ascending size) of the first
+ * item with at least `bytes` bytes; `count` if there is none. */
 static size_t find_item_of_size(const staged_item *order, size_t count, size_t bytes)
 {
     size_t low = 0, high = count;
@@ -129,12 +129,12 @@ static size_t find_item_of_size(const staged_item *order, size_t count, size_t b
 }
 
 /* Choose items with at least `excess` bytes in total, and set their `place` to SIZE_MAX,
- * that of the others to 0. `order` is sorted by ascending size, and all items together
- * have at least `excess` bytes.
- * Each step considers the smallest item that covers the remaining excess as the last one.
- * It then omits the largest item that does not cover it, and continues. The step with the
- * fewest omitted bytes wins. A last item always exists: until one is found, no item is
- * skipped, so the remaining items still cover the excess. */
+ * and `place` of all others to 0. `order` is sorted by ascending size, and all items
+ * together have at least `excess` bytes. Each step considers the smallest item that
+ * covers the remaining excess as the last one. It then omits the largest item that does
+ * not cover it, and continues. The step with the fewest omitted bytes wins. A last item
+ * always exists: until one is found, no item is skipped, so the remaining items still
+ * cover the excess. */
 static void omit_items(staged_item *order, size_t count, size_t excess)
 {
     size_t omitted = 0, least = SIZE_MAX, last = count, best = 0;
@@ -151,7 +151,7 @@ static void omit_items(staged_item *order, size_t count, size_t excess)
         }
         high = enough - 1;
         omitted += order[high].bytes;
-        /* remembers the step in which the item was omitted, until the loop below */
+        /* the step that omitted the item, for the loop below */
         order[high].place = step;
     }
     for (size_t i = 0; i < count; i++) {
@@ -203,8 +203,8 @@ static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
 
 /* ---- copying ---- */
 
-/* Copy bytes `start` .. `start + bytes` of an item to its place in the staging memory;
- * both are multiples of its element size. */
+/* Copy bytes `start` .. `start + bytes` of the item that `staged` describes to its place
+ * in the staging memory; both are multiples of its element size. */
 static void copy_bytes(const copy_state *c, const staged_item *staged, size_t start,
                        size_t bytes)
 {
@@ -237,9 +237,9 @@ static size_t find_item(const copy_state *c, size_t place)
     return low;
 }
 
-/* Return the offset, in the item, of the first element boundary at or after byte `place`
- * of the staging memory; 0 if the item starts later, at most its length. Tasks may divide
- * an item, whose copy is unaligned, but not an element. */
+/* Return the offset, in the item that `staged` describes, of the first element boundary
+ * at or after byte `place` of the staging memory; 0 if the item starts later, at most its
+ * length. Tasks may divide an item, whose copy is unaligned, but not an element. */
 static size_t element_offset(const copy_state *c, const staged_item *staged, size_t place)
 {
     if (place <= staged->place) {

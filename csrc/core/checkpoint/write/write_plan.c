@@ -116,8 +116,8 @@ static mls_code describe_shard(const mls_shard_item *item, mls_index_shard *shar
     return MLS_OK;
 }
 
-/* Refuse a tensor that a file cannot store or the reader would refuse; `key` is its whole
- * name in the file. MLS_E_VALUE. */
+/* Refuse an item that a file cannot store or the reader would refuse, by its name; `key`
+ * is the whole name in the file. MLS_E_VALUE. */
 static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st)
 {
     const mls_tensor_id *id = &item->id;
@@ -195,9 +195,9 @@ static void set_state_axes(mls_write_plan *plan)
     }
 }
 
-/* Set `before` of each shard to the shard of the previous index, by a merge pass over the
- * two sorted lists. A shard whose shape, dtype or layout changed has no predecessor; its
- * versions restart. */
+/* Set `planned.before` of each shard to its shard in the previous index, by a merge pass
+ * over the two sorted lists. A shard whose shape, dtype or layout changed has none
+ * (NULL), and its versions restart. */
 static void match_committed(mls_write_plan *plan)
 {
     const mls_index *before = plan->job->before;
@@ -379,9 +379,10 @@ static mls_code count_use(const mls_write_plan *plan, file_use **out, mls_status
     return MLS_OK;
 }
 
-/* Return whether all places of a shard can be kept. A file with less than half of its
- * bytes in use is given up: its live shards are in memory, and are written again. So
- * either all places of a shard stay, or none. */
+/* Return whether the stored bytes of a shard may stay; `uses` has an entry for each file
+ * of the previous index. A file with less than half of its bytes in use is given up: its
+ * live shards are in memory, and are written again. So either all places of a shard stay,
+ * or none. */
 static bool can_keep(const mls_planned *planned, const file_use *uses)
 {
     const mls_index_shard *before = planned->before;
@@ -395,8 +396,9 @@ static bool can_keep(const mls_planned *planned, const file_use *uses)
     return may_keep(planned);
 }
 
-/* Return the position of a previous file in the new index, which lists only files in use.
- */
+/* Return the number in the new index of file number `file` of the previous index, and
+ * list it there if it is not listed yet: `uses` records this. So the new index lists only
+ * files in use. */
 static size_t list_kept_file(mls_write_plan *plan, file_use *uses, size_t file)
 {
     file_use *u = &uses[file];
@@ -590,9 +592,9 @@ static mls_code name_file(const mls_write_plan *plan, const placing *first, char
                : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
 }
 
-/* Create the next file for `count` shards: name it, list it in the index, and set the
- * shards' file. `shards` has room for their numbers, which the file borrows. MLS_E_SIZE:
- * the path is too long. */
+/* Create the next file for the `count` shards at `placings`: name it, list it in the
+ * index, and set the shards' file. `shards` has room for their numbers, which the file
+ * borrows. MLS_E_SIZE: the path is too long. */
 static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t count,
                            size_t *shards, mls_status *st)
 {
@@ -755,7 +757,8 @@ void mls_write_plan_finish(mls_planned_file *file)
     file->tensors = NULL;
 }
 
-/* Run all steps of a first save except those that read bytes. */
+/* Append the index of a first save to `out`: run all steps of a save except those that
+ * read bytes. */
 mls_code mls_write_plan_index(const mls_shard_job *job, mls_json_writer *out,
                               mls_status *st)
 {

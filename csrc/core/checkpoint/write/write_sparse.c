@@ -80,7 +80,7 @@ static mls_row_cut divide_rows(const mls_write_plan *plan, size_t number)
 
 /* List the shards to scan for zero rows, and allocate their bits (all 0: no row is known
  * to be filled) and the room for pieces. A shard is written whole once more than `most`
- * of its rows are filled. MLS_E_MEMORY: the caller frees what was allocated. */
+ * of its rows are filled. MLS_E_MEMORY: the caller frees the arrays. */
 static mls_code list_candidates(sparse_scan *s, mls_status *st)
 {
     const mls_write_plan *plan = s->plan;

@@ -165,7 +165,7 @@ static void compare_read(const compare_state *c, compared_shard *shard,
 }
 
 /* Return whether the block of a place that ends at byte `end` has the recorded checksum;
- * `crc` is that of the bytes read. A place of one block has only `place->crc`. */
+ * `crc` is the checksum of the bytes read. A place of one block has only `place->crc`. */
 static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
 {
     return crc == (place->bytes <= MLS_SAFETENSORS_BLOCK
@@ -174,8 +174,8 @@ static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
 }
 
 /* Return the number of bytes to read from byte `done` of the place on, within one block
- * and the piece. Without row bits the first step is small, since changed shards usually
- * differ at the start. */
+ * and the piece `p`. Without row bits the first step is small, since changed shards
+ * usually differ at the start. */
 static size_t next_read_size(const compared_shard *shard, const piece *p, size_t done)
 {
     const size_t most = shard->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
@@ -265,8 +265,8 @@ static void compare_compressed(compare_state *c, compared_shard *shard,
     }
 }
 
-/* Compare the elements in piece `p` that no layer stores with zero. The piece is in bytes
- * of the shard, not of a place; nothing is read from files. */
+/* Compare the elements in piece `p` that no layer stores (`layers->zeros`) with zero. The
+ * piece is in bytes of the shard, not of a place; nothing is read from files. */
 static void compare_zeros(const compare_state *c, compared_shard *shard,
                           const mls_layers *layers, const piece *p, file_reader *r)
 {
@@ -457,8 +457,8 @@ static size_t list_shard_pieces(const compare_state *c, size_t number, piece *ou
 
 /* Count the candidates and their pieces, and allocate all arrays. If any shard is
  * compared by row, read buffers have the size of a block, the unit of checksums;
- * otherwise they are smaller and stay in the cache. MLS_E_MEMORY: the caller frees what
- * was allocated. */
+ * otherwise they are smaller and stay in the cache. MLS_E_MEMORY: the caller frees the
+ * arrays. */
 static mls_code allocate_arrays(compare_state *c, mls_status *st)
 {
     const mls_write_plan *plan = c->plan;
@@ -484,8 +484,8 @@ static mls_code allocate_arrays(compare_state *c, mls_status *st)
                : MLS_OK;
 }
 
-/* List all candidates and their pieces in index order, so that neighbours in a segment
- * are read in sequence. */
+/* List all candidates and their pieces in the order of the index, so that places in one
+ * file are read in sequence. */
 static void list_pieces(compare_state *c)
 {
     unsigned char *bits = c->bits;

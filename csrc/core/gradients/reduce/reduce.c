@@ -45,7 +45,7 @@ static size_t parts_of(mls_dtype dtype)
     return dtype == MLS_C64 ? 2 : 1;
 }
 
-/* Returns whether mls_accumulate can add to such an array and mls_scale can scale it. */
+/* Return whether mls_accumulate can add to such an array and mls_scale can scale it. */
 static bool is_summed(mls_dtype dtype)
 {
     return (int)part_of(dtype) < MLS_CONVERTIBLE;
@@ -57,7 +57,7 @@ static bool is_float(mls_dtype dtype)
     return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* Returns the kernel for a reduction, the scalar one if the instruction set has none;
+/* Return the kernel for a reduction, the scalar one if the instruction set has none;
  * NULL: the reduction is not supported. Only float32 outputs may have another dtype than
  * the sources. */
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
@@ -130,8 +130,8 @@ struct job {
     double number; /* divisor, scale or factor */
 };
 
-/* Return a job without a step, over the `count` elements at `out`. `wants_norm`: the
- * caller runs it with a norm partial. */
+/* Return a job without a step, over the `count` elements of this dtype at `out`.
+ * `wants_norm`: the caller runs it with a norm partial. */
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
                     bool wants_norm)
 {
@@ -272,7 +272,7 @@ static bool differs_from_one(double value)
     return !(value >= 1 && value <= 1);
 }
 
-/* Checks that the divisor is finite and not 0 in the dtype of the computation, and 1
+/* Check that the divisor is finite and not 0 in the dtype of the computation, and 1
  * unless floats are summed. A divisor too small for float32 becomes 0, which is refused
  * too. */
 static mls_code check_divisor(const mls_reduction *r, mls_status *st)
@@ -405,9 +405,9 @@ static void reduce_through_cache(const mls_reduce_kernels *k, const mls_reductio
     job_run(&j, NULL, partial);
 }
 
-/* Reduce block by block into a buffer that stays in the L1 cache, and copy each block to
- * `out` with stores of the kind `store` (non-temporal). At most MOST_CUT sources.
- * `partial`: as in mls_reduce_run. */
+/* Reduce n elements of `count` sources, at most MOST_CUT, block by block into a buffer
+ * that stays in the L1 cache, and copy each block to `out` with stores of the kind
+ * `store` (non-temporal). `partial`: as in mls_reduce_run. */
 static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r,
                               const void *const *sources, size_t count,
                               unsigned char *out, size_t n, mls_store store,
@@ -497,8 +497,9 @@ static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
     return dst != MLS_C64 && src != MLS_C64 && is_summed(dst) && is_float(src);
 }
 
-/* Check that a scale is finite in the dtype of the sum, and 1 for integers. A NaN scale
- * would destroy the array and is certainly a mistake. MLS_E_VALUE. */
+/* Check that the scale of dst += scale * src is finite in the dtype of the sum, and 1 for
+ * integers. A NaN scale would destroy the array and is certainly a mistake. `dst` and
+ * `src` are the dtypes. MLS_E_VALUE. */
 static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_status *st)
 {
     const bool wide = dst == MLS_F64 || src == MLS_F64;
@@ -690,7 +691,7 @@ static void add_gathered(gathered *g, mls_norm_partial *partial)
 }
 
 /* Add the figures of a strided tensor to `partial`. Its elements are gathered in C order,
- * MLS_NORM_BLOCK at a time, so the bits equal those of a packed copy. */
+ * MLS_NORM_BLOCK at a time, so a packed copy has the same bits. */
 static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
                          mls_norm_partial *partial)
 {
@@ -721,8 +722,9 @@ static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
 }
 
 /* Run a job whose step works in place on `t`, packed or not; `src` is its second array or
- * NULL. `partial`: receives the figures of the result; NULL: none. A view that is not
- * packed takes a second pass for them. */
+ * NULL. `partial` receives the figures of the result; NULL: none. Threads of the pool
+ * share only packed arrays; a view that is not packed takes a second pass for the
+ * figures. */
 static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
                          const mls_tensor *src, mls_norm_partial *partial)
 {
@@ -825,8 +827,8 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
     return MLS_OK;
 }
 
-/* A packed array is read by several threads. An array with more elements than size_t can
- * count has strides of 0; like every unpacked array it is read row by row. */
+/* Threads of the pool (NULL: none) share a packed array. An array with more elements than
+ * size_t can count has strides of 0; like every unpacked array it is read row by row. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
                          mls_norm_partial *partial)
 {

@@ -36,7 +36,7 @@ MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
     }
 }
 
-/* Prefetches what a later step will read, where this step reads `bytes` bytes at
+/* Prefetches the items of a later step, while this step reads `bytes` bytes at
  * `address`: AHEAD bytes further line by line, or, with `pages`, only the first line of
  * the next page, once in each page. */
 MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
@@ -51,8 +51,8 @@ MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 /* ---- sums ---- */
 
 /* Sets the TOGETHER registers `sum` to the sums of the items at byte `at` of `count`
- * sources, in the order of the sources. `bytes` is the size of an item, `pages` as in
- * prefetch_ahead. */
+ * sources, in the order of the sources. `load` converts items of `bytes` bytes to floats;
+ * `pages` as in prefetch_ahead. */
 MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
                            size_t at, size_t bytes, bool pages, floats_function load)
 {
@@ -73,8 +73,8 @@ MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count
 }
 
 /* Sums items `start` .. `end` of `count` sources, and divides by `divisor` if `divides`;
- * only whole steps of TOGETHER registers. Returns the first item that is left.
- * `from_bytes` and `to_bytes` are the sizes of an item of a source and of `out`. `count`
+ * only whole steps of TOGETHER registers. Returns the first item that is left. `load`
+ * reads items of `from_bytes` bytes, `store` writes items of `to_bytes` bytes. `count`
  * and `divides` are constants. */
 MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, size_t count,
                              size_t start, size_t end, float divisor, bool divides,
@@ -99,8 +99,9 @@ MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, siz
 }
 
 /* Sums items `start` .. `start + n` of `count` sources into `out`, and divides by
- * `divisor`; `load` and `store` convert the items. Two sources, the usual number, have
- * their own loop. The kernel `scalar` does the rest below a whole step. */
+ * `divisor`. `load` reads items of `from_bytes` bytes, `store` writes items of `to_bytes`
+ * bytes. Two sources, the usual number, have their own loop. The kernel `scalar` does the
+ * rest below a whole step. */
 MLS_INLINED void sum_run(void *out, const void *const *sources, size_t count,
                          size_t start, size_t n, double divisor, size_t from_bytes,
                          size_t to_bytes, floats_function load, store_function store,
@@ -140,7 +141,8 @@ MLS_DEFINE_SUM(sum_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
 MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
 
-/* Sums float64, one register at a time: memory is the bottleneck. */
+/* Sums items `start` .. `start + n` of `count` float64 sources into `out`, and divides by
+ * `divisor`. One register at a time: memory is the bottleneck. */
 MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
                                size_t start, size_t n, double divisor)
 {
@@ -161,7 +163,9 @@ MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t cou
 /* ---- dst += scale * src ---- */
 
 /* Adds scale * src to dst in whole steps of TOGETHER registers, and returns the number of
- * items done. Product and sum are rounded separately: the build forbids contraction. */
+ * items done, at most n. `load_dst` and `store` convert items of `to_bytes` bytes,
+ * `load_src` items of `from_bytes` bytes. Product and sum are rounded separately: the
+ * build forbids contraction. */
 MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_t n,
                              float scale, size_t to_bytes, size_t from_bytes,
                              floats_function load_dst, floats_function load_src,
@@ -189,7 +193,7 @@ MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_
     return i;
 }
 
-/* Does the same as add_steps for bfloat16 on both sides, a full register of items at a
+/* Does the same as add_steps with bfloat16 in dst and src, a full register of items at a
  * time: one shift or mask turns each half of a pair into a float, so no widening is
  * needed. */
 MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src, size_t n,
@@ -295,7 +299,8 @@ MLS_TARGET static void scale_f64(void *items, size_t n, double factor)
 
 /* ---- norm partials ---- */
 
-/* Adds the squares of MLS_SQUARE_LANES items, each to its own lane. */
+/* Adds the squares of MLS_SQUARE_LANES items of `bytes` bytes, each to its own lane.
+ * `load` converts items to doubles. */
 MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items, size_t bytes,
                               doubles_function load)
 {
@@ -306,8 +311,8 @@ MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items, size_t
     }
 }
 
-/* Adds the squares of n items of `bytes` bytes each to the lanes. Zeros fill the last
- * step; they change no lane. */
+/* Adds the squares of n items of `bytes` bytes each to the lanes; `load` converts items
+ * to doubles. Zeros fill the last step; they change no lane. */
 MLS_INLINED void square_items(doubles *lanes, const unsigned char *items, size_t n,
                               size_t bytes, doubles_function load)
 {
@@ -370,10 +375,11 @@ MLS_DEFINE_SQUARES(f64, 8)
 
 enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and squared in one step */
 
-/* Sums TOGETHER registers of items, from item `at` on, stores them, and adds the squares
- * of the stored values to the lanes. The stored values are not read back, since loading a
- * part of a recent store is slow: `read_back` rounds the sum as `store` does. `first` is
- * the lane of the first item, a constant. */
+/* Sums TOGETHER registers of items of `count` sources, from item `at` on, divides by `by`
+ * if `divides`, stores them, and adds the squares of the stored values to the lanes. The
+ * stored values are not read back, since loading a part of a recent store is slow:
+ * `read_back` rounds the sum as `store` does. `first` is the lane of the first item, a
+ * constant. Other parameters as in sum_steps. */
 MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out,
                                 const void *const *sources, size_t count, size_t at,
                                 floats by, bool divides, size_t from_bytes,
@@ -397,7 +403,8 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
 }
 
 /* Sums and squares items `start` .. `start + n`, only whole steps of PAIR items; returns
- * the number of items done. `count` and `divides` are constants. */
+ * the number of items done. `divisor` divides the sums if `divides`; other parameters as
+ * in sum_and_square. `count` and `divides` are constants. */
 MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
                              const void *const *sources, size_t count, size_t start,
                              size_t n, float divisor, bool divides, size_t from_bytes,
@@ -416,10 +423,10 @@ MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
     return done;
 }
 
-/* Sums items `start` .. `start + n`, at most a block, of `count` sources into `out`, and
- * returns the sum of squares of the results, with the same bits as separate passes.
- * `read_back` and `back` give the stored values as floats and as doubles; `scalar` sums
- * the rest below a whole step. */
+/* Sums items `start` .. `start + n`, at most a block, of `count` sources into `out`,
+ * divides by `divisor`, and returns the sum of squares of the results, with the same bits
+ * as separate passes. `read_back` and `back` give the stored values as floats and as
+ * doubles; `scalar` sums the rest below a whole step. Other parameters as in sum_run. */
 MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t count,
                                    size_t start, size_t n, double divisor,
                                    size_t from_bytes, size_t to_bytes,
@@ -469,8 +476,9 @@ enum {
 }; /* FULL: items of a register. QUARTERS: registers of doubles for them, in the order
       even low, even high, odd low, odd high. */
 
-/* Sums a full register of bfloat16 at byte `at` of `count` sources, stores it, and adds
- * the squares of the results to four registers of lanes, in the order of QUARTERS. */
+/* Sums a full register of bfloat16 at byte `at` of `count` sources, divides by `by` if
+ * `divides`, stores it at byte `at` of `out`, and adds the squares of the results to four
+ * registers of lanes, in the order of QUARTERS. */
 MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const *sources,
                           size_t count, size_t at, floats by, bool divides)
 {
@@ -537,8 +545,10 @@ MLS_INLINED void order_lanes(doubles *lanes)
     }
 }
 
-/* Sums bfloat16 to bfloat16, and returns the sum of squares. The bits equal the results
- * of sum_squares_run; it processes a full register of items at a time. */
+/* Sums items `start` .. `start + n`, at most a block, of `count` bfloat16 sources into
+ * `out`, divides by `divisor`, and returns the sum of squares of the results. The bits
+ * equal the results of sum_squares_run; it processes a full register of items at a time.
+ */
 MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
                                           size_t count, size_t start, size_t n,
                                           double divisor)

@@ -12,7 +12,7 @@
 enum { BLOCK = 4096 }; /* bytes compared with memcmp first */
 
 /* Count an unequal element without NaN on either side, and update the maxima. `distance`
- * is that of a and b; `largest` is the larger of their magnitudes. */
+ * is the magnitude of their difference, `largest` the larger of their magnitudes. */
 static void add_difference(double distance, double largest, mls_diff_result *into)
 {
     double relative = largest > 0 ? distance / largest : 0;
@@ -53,7 +53,7 @@ static void measure_u64(uint64_t a, uint64_t b, mls_diff_result *into)
     add_difference((double)(large - small), (double)large, into);
 }
 
-/* Return the magnitude of `value`, unsigned because that of INT64_MIN does not fit
+/* Return the magnitude of `value`, unsigned because 2^63, for INT64_MIN, does not fit
  * int64_t. */
 static uint64_t magnitude(int64_t value)
 {
