@@ -82,7 +82,8 @@ def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "
 def add_monitor(parser: argparse.ArgumentParser) -> None:
     """Add the options that tell which step is the best."""
     parser.add_argument("--monitor", metavar="KEY", help="the metadata that --step best compares")
-    parser.add_argument("--mode", choices=("min", "max"), default="min", help="which value is best")
+    text = "which value is best (default: min)"
+    parser.add_argument("--mode", choices=("min", "max"), help=text)
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +104,11 @@ def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set
 
 def number_of_step(path: str, step: int | str | None, arguments: argparse.Namespace) -> int | None:
     """Return the number of the step that the user chose; None for the newest."""
+    steps = [value for name, value in vars(arguments).items() if name.endswith("step")]
+    for option in ("monitor", "mode"):
+        if getattr(arguments, option) is not None and "best" not in steps:
+            text = "tells which step is the best: choose the step best, or leave it out"
+            raise ValueError(f"--{option} {getattr(arguments, option)} {text}")
     if step == "latest":
         return None
     if step != "best":
@@ -148,10 +154,11 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 
 
 def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
-    """Return what commands read at `path`: a checkpoint, a whole file of another program, or None.
+    """Return what commands read at `path`.
 
-    None: one safetensors file. `reads_whole`: also look for files without an index. Raises
-    StoreError if nothing can be read.
+    A RootPath for a checkpoint (a run, a step, a bucket, a Hugging Face folder), a WholePath for
+    one file without an index, such as a ``.npz``, if `reads_whole`, and None for one safetensors
+    file. Raises StoreError if nothing can be read, and ValueError for a `step` of one file.
     """
     if is_url(path):
         store = open_files(path, reads=True)
@@ -172,7 +179,7 @@ def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | Whole
         return RootPath(files, root)
     if is_folder and any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
         return RootPath(files, MANIFEST if step is None else find_root(files, step))
-    foreign = whole_path(open_folder(path, reads=is_url(path))) if reads_whole else None
+    foreign = whole_path(open_folder(path)) if reads_whole else None
     if foreign is not None and (is_folder or foreign.format != "safetensors"):
         return foreign
     if is_folder:

@@ -50,8 +50,8 @@ mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key)
                            .has_state = true};
 }
 
-/* The same key as in a state dict, so that any safetensors reader shows the familiar
- * name. */
+/* Return the length of the key, without a NUL. The key is the tensor's name in the state
+ * dict, so that any safetensors reader shows the familiar name. */
 size_t mls_tensor_id_key_length(const mls_tensor_id *id)
 {
     return id->name.length + (id->has_state ? 1 + id->state.length : 0);
@@ -87,7 +87,8 @@ int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
     return a->has_state ? mls_str_compare(a->state, b->state) : 0;
 }
 
-/* Parts of one tensor become neighbours. */
+/* Order by tensor, then by part number, so that the parts of one tensor are neighbours.
+ */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
 {
     const int ids = mls_tensor_id_compare(&a->id, &b->id);
@@ -107,8 +108,8 @@ bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
     return bytes <= PTRDIFF_MAX;
 }
 
-/* Opaque tensors have dtype and shape in their header entries; `a` and `b` are NULL for
- * other tensors. */
+/* Return whether two header entries describe tensors of the same dtype and shape that no
+ * array can hold. Both are NULL for ordinary tensors, which are equal here. */
 static bool same_opaque(const mls_stored *a, const mls_stored *b)
 {
     return a == b || (a != NULL && b != NULL && mls_str_equal(a->opaque, b->opaque) &&
@@ -158,6 +159,7 @@ void mls_index_fini(mls_index *index)
     *index = (mls_index){0};
 }
 
+/* A shard with layers has one place for each, so a shard of zeros only has none. */
 size_t mls_index_place_count(const mls_index_shard *shard)
 {
     return shard->layers == NULL ? 1 : shard->layers->count;
@@ -211,7 +213,8 @@ mls_layer mls_index_place(const mls_index_shard *shard, size_t number)
                        .crcs = shard->crcs};
 }
 
-/* A single full layer stores the same elements as a plain shard. */
+/* Return whether a shard stores less or other than one full layer. One full compressed
+ * layer stores the same elements as a plain shard, so it is not sparse. */
 bool mls_index_is_sparse(const mls_index_shard *shard)
 {
     const mls_layers *layers = shard->layers;
@@ -232,9 +235,9 @@ uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
 
 /* ---- checks across all shards ---- */
 
-/* Sort `count` elements of `size` bytes in ascending order, like qsort. Input that is
- * sorted already, the usual case, is only compared. Returns false if no two elements are
- * equal, true if some may be. */
+/* Sort `count` elements of `size` bytes in ascending order, like qsort; elements that are
+ * sorted already, the usual case, are only compared. Returns false if it is sure that no
+ * two elements are equal, true if some may be: after sorting it does not look. */
 static bool sort_unless_sorted(void *base, size_t count, size_t size,
                                int (*compare)(const void *, const void *))
 {
@@ -251,6 +254,7 @@ static bool sort_unless_sorted(void *base, size_t count, size_t size,
     return twins;
 }
 
+/* mls_index_compare for qsort. */
 static int compare_shards(const void *a, const void *b)
 {
     return mls_index_compare(a, b);
@@ -284,6 +288,7 @@ static mls_code sort_shards(const mls_index *x, mls_status *st)
     return MLS_OK;
 }
 
+/* Order for qsort of pointers to files: by path. */
 static int compare_paths(const void *a, const void *b)
 {
     const mls_index_file *x = *(const mls_index_file *const *)a;
@@ -297,16 +302,19 @@ typedef struct shard_place {
     const mls_layer *layer;
 } shard_place;
 
+/* Return the number of the file that stores the place. */
 static size_t file_of(const shard_place *s)
 {
     return s->layer == NULL ? s->shard->file : s->layer->file;
 }
 
+/* Return the offset of the place in its file. */
 static uint64_t offset_of(const shard_place *s)
 {
     return s->layer == NULL ? s->shard->offset : s->layer->offset;
 }
 
+/* Order for qsort: by file, then by offset in the file. */
 static int compare_places(const void *a, const void *b)
 {
     const shard_place *x = a, *y = b;
@@ -315,8 +323,8 @@ static int compare_places(const void *a, const void *b)
                                           : 0;
 }
 
-/* Check that no path is listed twice. Pointers are sorted, since shards refer to files by
- * number. */
+/* Check that no path is listed twice. Pointers are sorted instead of the files, because
+ * shards refer to files by their index. */
 static mls_code check_files(const mls_index *x, mls_status *st)
 {
     const void **sorted = mls_alloc(x->file_count, sizeof *sorted);
@@ -341,8 +349,8 @@ static mls_code check_files(const mls_index *x, mls_status *st)
     return code;
 }
 
-/* List all places that have bytes; returns their number. If `out` is NULL, they are only
- * counted. */
+/* Store in `out` all places that have bytes, and return their number; `out` NULL only
+ * counts. */
 static size_t list_places(const mls_index *x, shard_place *out)
 {
     size_t count = 0;
@@ -365,8 +373,8 @@ static size_t list_places(const mls_index *x, shard_place *out)
     return count;
 }
 
-/* Check that no byte belongs to two places. Reading every place of an index then reads at
- * most the size of its files. */
+/* Check that no byte of a file belongs to two places. So reading all places reads at most
+ * the size of the files. MLS_E_FORMAT names the later of two shards that overlap. */
 static mls_code check_overlaps(const mls_index *x, mls_status *st)
 {
     const size_t count = list_places(x, NULL);
@@ -383,6 +391,7 @@ static mls_code check_overlaps(const mls_index *x, mls_status *st)
         const size_t bytes =
             before->layer == NULL ? before->shard->bytes : before->layer->bytes;
         if (file_of(before) == file_of(next) &&
+            /* sorted, so the difference is not negative */
             offset_of(next) - offset_of(before) < bytes) {
             code = fail_shard(next->shard,
                               next->shard == before->shard
@@ -410,8 +419,8 @@ static mls_code check_sum(const mls_index *x, mls_status *st)
     return MLS_OK;
 }
 
-/* The order is fixed, so that an index with several faults always reports the same one.
- */
+/* Sort, then check paths, overlaps and the total size. The order is fixed, so that an
+ * index with several faults always reports the same one. */
 mls_code mls_index_arrange(mls_index *index, mls_status *st)
 {
     const bool is_valid = sort_shards(index, st) == MLS_OK &&

@@ -310,8 +310,8 @@ static mls_code next_size(reader *r, column *c, size_t most, size_t *out)
     return code;
 }
 
-/* The next value of an array, or MLS_JSON_NONE if the column is absent or the value is
- * null. */
+/* Return the value at `*cursor` in an array column, and advance the cursor.
+ * MLS_JSON_NONE: the column is absent, or the value is null. */
 static mls_json_node next_value(const reader *r, mls_json_node *cursor)
 {
     const mls_json_node node = *cursor;
@@ -322,8 +322,8 @@ static mls_json_node next_value(const reader *r, mls_json_node *cursor)
     return mls_json_type_of(r->in.json, node) == MLS_JSON_NULL ? MLS_JSON_NONE : node;
 }
 
-/* Check that the byte range is inside its file, by the file's recorded length. The actual
- * length is checked when the file is opened. */
+/* Read the next layer's file, offset and length, and check that the file is that long, as
+ * recorded. The actual length is checked when the file is opened. */
 static mls_code read_range(reader *r, mls_layer *layer)
 {
     const column file = r->layers[FILE_NUMBER], offset = r->layers[OFFSET];
@@ -378,7 +378,7 @@ static mls_code read_crcs(reader *r, mls_layer *layer)
     return code;
 }
 
-/* Read the row ranges that a layer holds, in units of `layer->row` elements. */
+/* Read a layer's row ranges, in rows of `layer->row` elements, from the string `node`. */
 static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
                           mls_layer *layer)
 {
@@ -505,9 +505,9 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
     return read_crcs(r, layer);
 }
 
-/* Read all `count` layers of a shard with `elements` elements, and compute their visible
- * ranges. A single full, uncompressed layer makes a plain shard, which is the usual
- * case. */
+/* Read all `count` layers of a shard with `elements` elements, and compute the visible
+ * ranges of each. One full, uncompressed layer makes a plain shard, the usual case, whose
+ * place is stored in `shard` itself. */
 static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
                             size_t count)
 {
@@ -547,8 +547,8 @@ static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
 
 /* ---- shards ---- */
 
-/* Read one shape and the shard's rank: "4,6" of "3;4,6;". The dimensions are appended to
- * the index's shared array. */
+/* Read one shape of a column such as "3;4,6;", each ended by a semicolon, into `shard`.
+ * Its dimensions are appended to the index's shared array. */
 static mls_code read_shape(reader *r, mls_index_shard *shard)
 {
     column *all = &r->shards[SHAPE], shape = *all;
@@ -574,8 +574,8 @@ static mls_code read_shape(reader *r, mls_index_shard *shard)
     return code;
 }
 
-/* Read name and kind of the next shard, and set what the kind determines; `*out` is the
- * kind. From here on errors name the shard. */
+/* Read name and kind of the next shard; `*out` is its kind, which sets dtype, layout,
+ * axes and tier. From here on errors name the shard. */
 static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kind **out)
 {
     const mls_json_node node = r->name;
@@ -641,8 +641,8 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
-/* Read the number of layers of the next shard; 1 if the column is absent. A count that is
- * too large is reported here or at the checksums. */
+/* Read the number of layers of the next shard into `*out`; 1 if the column is absent.
+ * MLS_E_FORMAT if the layer table has fewer rows left. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];

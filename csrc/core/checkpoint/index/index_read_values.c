@@ -50,6 +50,8 @@ mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
     return MLS_E_FORMAT;
 }
 
+/* Add the range `least` to `most`, both included, to an error that is already in the
+ * status. Returns the error's code. */
 static mls_code expect_range(const mls_index_source *in, uint64_t least, uint64_t most)
 {
     return mls_status_expected(in->st, "%llu to %llu", (unsigned long long)least,
@@ -69,8 +71,9 @@ static mls_code fail_type(const mls_index_source *in, mls_json_node node, const 
 
 /* ---- values ---- */
 
-/* Fill in the nodes of `count` members, and report the first that is missing or has
- * another type. An optional member that is absent gets MLS_JSON_NONE. */
+/* Fill in `node` of the `count` members in `table`. MLS_E_FORMAT: a needed member is
+ * missing, or a member has another type than its entry; the first such entry is reported.
+ * An absent optional member gets MLS_JSON_NONE. */
 mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object,
                                 mls_json_member *table, size_t count)
 {
@@ -84,7 +87,7 @@ mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object
                : fail_type(in, m->node, m->key, m->type);
 }
 
-/* Read a whole number from `least` to `most`, both included. */
+/* Read the member `m` as a whole number from `least` to `most`, both included. */
 mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member *m,
                                uint64_t least, uint64_t most, uint64_t *out)
 {
@@ -97,8 +100,8 @@ mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member
     return MLS_OK;
 }
 
-/* Read a string, which may contain any bytes of valid UTF-8. The text is borrowed from
- * the document. */
+/* Read the string `node`, the value of `key`, into `*out`. It may contain any valid
+ * UTF-8; its bytes stay in the document. */
 mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
                              const char *key, mls_str *out)
 {
@@ -141,8 +144,8 @@ mls_index_column mls_index_open_column(const mls_index_source *in,
                                     .rest = mls_json_text(in->json, m->node)};
 }
 
-/* Check the length of an array column; `*out` receives its first value, or MLS_JSON_NONE
- * if the column is absent or has no rows. */
+/* Check that the array `m` has `rows` values. `*out` receives its first value, or
+ * MLS_JSON_NONE if the array is absent or empty. */
 mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member *m,
                               size_t rows, mls_json_node *out)
 {
@@ -175,6 +178,7 @@ mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_colum
     return mls_status_got(in->st, "%.*s", (int)length, length > 0 ? rest.data : "");
 }
 
+/* Move the cursor `length` bytes forward in its text. */
 static void advance_column(mls_index_column *column, size_t length)
 {
     column->offset += length;
@@ -182,8 +186,8 @@ static void advance_column(mls_index_column *column, size_t length)
     column->rest.length -= length;
 }
 
-/* Read the next number of a column, and move the cursor behind its comma. On failure the
- * cursor stays at the invalid value, for the message. */
+/* Read the number at the cursor, and move the cursor behind it and its comma. On failure
+ * the cursor stays at the invalid value, so that the message shows it. */
 mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *column,
                                uint64_t least, uint64_t most, uint64_t *out)
 {
@@ -195,6 +199,7 @@ mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *col
            digits[used] <= '9') {
         value = 10 * value + (uint64_t)(digits[used++] - '0');
     }
+    /* the text has ended: the column is absent or too short */
     if (used == 0 && length == 0) {
         return mls_index_fail_column(in, column,
                                      "must have one value for each row of its table");

@@ -47,13 +47,14 @@ bool mls_rows_zero(const unsigned char *data, size_t bytes);
 size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t first,
                             size_t count, const unsigned char *data);
 
-/* The same for rows that differ between `now` and `before`. */
+/* The same for rows that differ between `now` and `before`, which both contain elements
+ * `first` .. `first + count`. */
 size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_t first,
                              size_t count, const unsigned char *now,
                              const unsigned char *before);
 
-/* List the ranges of rows whose bits are set, ascending. If `out` is NULL they are only
- * counted. */
+/* List the ranges of rows whose bits are set, ascending, as elements of the shard;
+ * returns their number. If `out` is NULL they are only counted. */
 size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
                      mls_row_range *out);
 

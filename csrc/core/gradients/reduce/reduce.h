@@ -68,7 +68,7 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
                     mls_destination destination, mls_norm_partial *partial);
 
-/* Checks the arguments of mls_accumulate, with the same errors. */
+/* Checks the arguments of mls_accumulate: the same errors, but nothing is added. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
                               mls_status *st);
 
@@ -90,7 +90,7 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
                         const mls_tensor *src, double scale, mls_norm_partial *partial,
                         mls_status *st);
 
-/* Checks the arguments of mls_scale, with the same errors. */
+/* Checks the arguments of mls_scale: the same errors, but nothing is scaled. */
 mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st);
 
 /* Computes t *= factor, for floats of 16 bits or more and complex numbers; computes and

@@ -216,7 +216,7 @@ MLS_INT_DTYPES(SQUARES)
 MLS_UINT_DTYPES(SQUARES)
 MLS_FLOAT8_DTYPES(SQUARES)
 
-/* Returns one item as a double; 0 for integers, which are always finite. */
+/* Return the item at `at` as a double; 0 for integers, which are always finite. */
 static double value_at(mls_dtype dtype, const unsigned char *at)
 {
 #define VALUE_CASE(id, suffix, ...)                                                      \
