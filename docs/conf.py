@@ -1,8 +1,8 @@
 """Sphinx settings of the documentation; `make docs` builds it.
 
 Pages are Markdown (MyST).  The reference, docs/api/, is written here at each build from
-the `__all__` of every public module, so a new public name needs no entry elsewhere; beside it are
-copies of the notebooks, and the index of error messages.
+the `__all__` of every public module, so a new public name needs no entry elsewhere.  The folder
+also has copies of the notebooks, and the index of error messages.
 """
 
 import ast
@@ -225,7 +225,7 @@ def collect_public_names(app, env):
             continue
         parts = full.split(".")[1:]
         is_member = entry.objtype in ("method", "attribute", "property")
-        # A method needs its class, unless its name says enough.
+        # A method needs its class, unless its name has several words.
         last = len(parts) - (1 + is_member * ("_" not in parts[-1]))
         for start in range(last + 1):
             places = names.setdefault(".".join(parts[start:]), set())
@@ -234,7 +234,7 @@ def collect_public_names(app, env):
 
 
 def write_pages():
-    """Write the generated pages beside the reference: error messages and notebooks."""
+    """Write the other generated pages: error messages and notebooks."""
     write_error_index(HERE.parent, HERE / "api" / "error_messages.md")
     for notebook in (HERE.parent / "examples").glob("*.ipynb"):
         shutil.copy(notebook, HERE / "api" / notebook.name)
