@@ -495,7 +495,8 @@ class Follower:
                 target, shape = target._replace(array=None), tuple(array.shape)
             _require_equal(name, "dtype", source.dtype, target.dtype)
             _require_equal(name, "shape of the tensor", source.shape, target.shape)
-            _require_equal(name, "shape", shape, tuple(array.shape))
+            part = f" of this rank's part of {source.shape}" if target.layout.steps else ""
+            _require_equal(name, f"shape{part}", shape, tuple(array.shape))
             parts[name] = target
         return parts
 
