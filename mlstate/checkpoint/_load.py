@@ -862,6 +862,23 @@ def load(
            [6., 7.]])
     """
     options = complete_options(load, options, LOAD_DEFAULTS)
+    try:
+        return _load_step(path, step, monitor, mode, options)
+    except FileNotFoundError:
+        if step != "best" or options["group"] is not None:
+            raise
+    # the retention of a manager may delete the best step between the choice and the reading
+    return _load_step(path, step, monitor, mode, options)
+
+
+def _load_step(
+    path: str | os.PathLike[str],
+    step: int | str | None,
+    monitor: str | None,
+    mode: str | None,
+    options: LoadOptions,
+) -> LoadedState:
+    """Load a step, as `load` describes it; all `options` are present."""
     request, manifest = _check_request(path, step, monitor, mode, options)
     files, root, into = request.files, request.root, options["into"]
     if manifest is None:

@@ -6,8 +6,15 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import _core
 from .._common.arguments import check_flags, check_int
-from .._common.arrays import copy_of, is_same_memory, is_torch, names_sharing_memory
+from .._common.arrays import (
+    copy_of,
+    is_same_memory,
+    is_torch,
+    names_sharing_memory,
+    overlaps_itself,
+)
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import name_of
 from .._common.log import log as write_log
@@ -27,6 +34,7 @@ from ._version import (
     Part,
     Version,
     lineage_of,
+    named_error,
     part_of,
     read_changes,
     read_version,
@@ -64,8 +72,7 @@ class _Change(NamedTuple):
 
     part: Part
     array: Any
-    model: Any  # new elements from an anchor, or None
-    steps: list[list[Change]]  # then the published changes of successive versions
+    steps: list[list[Change]]  # the published changes of successive versions
     final: list[Change]  # of the last version
 
 
@@ -81,7 +88,8 @@ class Follower:
         `layout` and `rank`, by a `Shard`, or by a module that is sharded itself. The arrays are
         looked up at each call, so a module may be moved to another device.
     layout, rank, world_size : optional
-        Part of the arrays that are not a `Shard`, as for `mlstate.load`.
+        Part of the arrays that are not a `Shard`, as for `mlstate.load`: tensors without the
+        axis stay whole.
     double_buffer : bool, default False
         Write each version into new arrays and leave `into` unchanged. `state` then serves readers
         that run at the same time as `advance`.
@@ -96,7 +104,9 @@ class Follower:
     TypeError, ValueError
         An argument is wrong.
     CompatibilityError
-        An array is byte-swapped, or `into` gives copies of its tensors.
+        An array cannot be changed in place: it is byte-swapped, read-only, sparse, a broadcast
+        view or a copy of a module's tensor, or has an unsupported dtype. Later calls check this
+        too. With `double_buffer` arrays may be read-only.
 
     Notes
     -----
@@ -146,7 +156,7 @@ class Follower:
         again = self._own_arrays()
         for name, array in self._state.arrays.items():
             if not is_same_memory(array, again[name]):
-                raise CompatibilityError(f"into= gives a copy of {name!r}: pass its tensors")
+                raise named_error(name, "into= gives a copy of the tensor: pass the tensor")
         self._undo: tuple[_State | None, UndoLog] = (None, [])
 
     @property
@@ -222,8 +232,9 @@ class Follower:
         Warns
         -----
         CheckpointWarning
-            Deltas could not be used, and the arrays were loaded from an anchor; or the lineage is
-            another one, because the trainer fell back or was started again.
+            Deltas could not be used, or an array of `into` was replaced by other elements, and the
+            arrays were loaded from an anchor; or the lineage is another one, because the trainer
+            fell back or was started again.
 
         Notes
         -----
@@ -239,10 +250,10 @@ class Follower:
         >>> follower.advance(), follower.version, follower.poll()
         (1, 1, None)
         """
-        self._settle()
-        self._refresh()
         if step is not None:
             step = check_int("step", step, 0)
+        self._settle()
+        self._refresh()
         for attempt in range(_TRIES):
             manifest = self._find_newest()
             if manifest is None:
@@ -278,26 +289,58 @@ class Follower:
         >>> follower.verify()
         """
         self._settle()
-        self._refresh()
-        state = self._state
+        state, arrays = self._state, self._present_arrays()
         if state.version is not None:
-            refuse_other_names(state.arrays, state.parts, self.path)
+            refuse_other_names(arrays, state.parts, self.path)
         for name, crc32c in state.checksums.items():
-            _compare_checksum(name, state.arrays[name], crc32c)
+            _compare_checksum(name, arrays[name], crc32c)
 
     # ---- the arrays ----
 
     def _own_arrays(self) -> dict[str, Any]:
         """Return the arrays of `into` as they are now, and note which of them are shards."""
         values = values_of(self._into, sys.maxsize)
-        parts = {name: part_of(value) for name, value in values.items()}
+        parts = {name: part_of(name, value) for name, value in values.items()}
+        for name, part in () if self._double_buffer else parts.items():
+            if not is_torch(part.array) and not part.array.flags.writeable:
+                raise named_error(name, "the array is read-only: pass a writable one")
+            if overlaps_itself(part.array):
+                raise named_error(name, "its elements share memory, as in a broadcast view")
         self._shards = {name: parts[name] for name in parts if isinstance(values[name], Shard)}
         return {name: part.array for name, part in parts.items()}
 
+    def _present_arrays(self) -> dict[str, Any]:
+        """Return the arrays to compare or change: a module may have been moved or converted."""
+        if self._double_buffer and self._state.version is not None:
+            return self._state.arrays
+        return self._own_arrays()
+
     def _refresh(self) -> None:
-        """Take the arrays that `into` has now: a module may have been moved or converted."""
-        if not self._double_buffer or self._state.version is None:
-            self._state = self._state._replace(arrays=self._own_arrays())
+        """Take the present arrays; hold no version if they are not its arrays any more."""
+        arrays, state = self._present_arrays(), self._state
+        name = self._find_replaced(arrays)
+        if name is None:
+            self._state = state._replace(arrays=arrays)
+            return
+        step = self.version
+        self._state = _State(None, "", arrays, {}, {})
+        self._warn(f"{name!r} was replaced, and has not the elements of step {step}")
+
+    def _find_replaced(self, arrays: Mapping[str, Any]) -> str | None:
+        """Return the name of an array that is in other memory and has other elements, or None."""
+        state = self._state
+        if state.version is None:
+            return None
+        for name in sorted(arrays.keys() | state.parts.keys()):
+            array, old, part = arrays.get(name), state.arrays.get(name), state.parts.get(name)
+            if array is None or old is None or part is None:
+                return name
+            is_alike = old.shape == array.shape and name_of(array.dtype) == part.dtype
+            if not is_alike or self._shards.get(name, part)._replace(array=None) != part:
+                return name
+            if not is_same_memory(old, array) and checksum_of(array) != state.checksums.get(name):
+                return name
+        return None
 
     # ---- the way to a version ----
 
@@ -323,15 +366,13 @@ class Follower:
             self._warn(f"the versions that follow step {current.step} are not kept")
         first: Exception | None = None
         for is_anchor, versions in _ways(lineage.versions[: end + 1], current):
+            reason = "" if first is None else str(first)
             try:
-                self._apply_versions(is_anchor, versions, lineage.name, manifest)
+                self._apply_versions(is_anchor, versions, lineage.name, manifest, reason)
+                return
             except (FormatError, FileNotFoundError) as error:
                 write_log("WARNING", "%s: %s", self.path, error)
                 first = first or error
-                continue
-            if first is not None:
-                self._warn(f"step {versions[0].step} was loaded whole, because of: {first}")
-            return
         if first is None:
             text = f"{self.path}: no anchor leads to step {target.step}"
             first = format_error(text, self.path)
@@ -346,13 +387,21 @@ class Follower:
             raise store_error(FileNotFoundError(2, text), "cannot advance", self.path)
         return steps.index(step)
 
-    def _warn(self, text: str) -> None:
-        warnings.warn(f"{self.path}: {text}", CheckpointWarning, stacklevel=4)
+    def _warn(self, text: str, level: int = 4) -> None:
+        warnings.warn(f"{self.path}: {text}", CheckpointWarning, stacklevel=level)
 
     def _apply_versions(
-        self, is_anchor: bool, versions: tuple[Version, ...], lineage: str, newest: Manifest
+        self,
+        is_anchor: bool,
+        versions: tuple[Version, ...],
+        lineage: str,
+        newest: Manifest,
+        reason: str,
     ) -> None:
-        """Apply successive deltas, after the model of the first version if it is an anchor."""
+        """Apply successive deltas, after the model of the first version if it is an anchor.
+
+        `reason`: why another way failed, for a warning.
+        """
         loaders = [read_version(self._files, version, newest) for version in versions]
         published = [read_changes(loader) for loader in loaders]
         parts = self._parts(published[0])
@@ -380,16 +429,17 @@ class Follower:
                 change = _Change(
                     part,
                     arrays[name],
-                    anchor.pop(name, None),
                     [changes[name] for changes in steps],
                     published[-1][name],
                 )
                 is_checked = name in sharing or self._checks(number, versions[-1])
-                after = _apply_change(name, change, log, check=is_checked)
+                after = _apply_change(name, change, anchor.pop(name, None), log, check=is_checked)
                 if after is not None:
                     checksums[name] = after
             for name in sharing:
                 _refuse_other_content(name, arrays[name], checksums[name])
+            if reason:  # before the commit: a filter may raise it
+                self._warn(f"step {versions[0].step} was loaded whole, because of: {reason}", 5)
             self._state = _State(versions[-1], lineage, arrays, parts, checksums)
         except BaseException:
             self._settle()
@@ -438,24 +488,26 @@ class Follower:
             array, source = self._state.arrays[name], changes[0].part
             target = self._shards.get(name)
             if target is None:
-                layout, number = self._cut(source.layout)
+                layout, number = self._cut(source)
                 target = Part(None, name_of(array.dtype), source.shape, layout, number)
                 shape = layout.shape(source.shape, number)
             else:
                 target, shape = target._replace(array=None), tuple(array.shape)
             _require_equal(name, "dtype", source.dtype, target.dtype)
             _require_equal(name, "shape of the tensor", source.shape, target.shape)
-            _require_equal(name, "shape", shape, tuple(array.shape))
+            part = f" of this rank's part of {source.shape}" if target.layout.steps else ""
+            _require_equal(name, f"shape{part}", shape, tuple(array.shape))
             parts[name] = target
         return parts
 
-    def _cut(self, stored: Layout) -> tuple[Layout, int]:
-        """Return layout and index of the part of an array that is not a `Shard`."""
+    def _cut(self, published: Part) -> tuple[Layout, int]:
+        """Return layout and index of the part of an array that is not a `Shard`, as `load` does."""
         steps, index, world = self._cutting
         if steps is None:
-            if world == 0 or len(stored.steps) != 1:
+            if world == 0 or len(published.layout.steps) != 1:
                 return Layout(), 0
-            steps = ((stored.steps[0][0], world),)
+            steps = ((published.layout.steps[0][0], world),)
+        steps, index = _core.layout_project(steps, index, len(published.shape), None)
         return Layout(steps), index
 
 
@@ -510,29 +562,39 @@ def _places(part: Part, published: list[Change]) -> list[int]:
     return [number for number, each in enumerate(published) if part.has_place_of(each.part)]
 
 
-def _apply_change(name: str, change: _Change, log: UndoLog, *, check: bool) -> int | None:
-    """Change one array; return its checksum, or None if it is not known."""
-    part, array, model, steps, final = change
+def _apply_change(
+    name: str, change: _Change, model: Any, log: UndoLog, *, check: bool
+) -> int | None:
+    """Change one array; return its checksum, or None if it is not known.
+
+    `model`: its elements from an anchor, before the changes; None without an anchor.
+    """
+    part, array, steps, final = change
     places = _places(part, final)
-    if model is not None:
-        apply_delta(array, compare_arrays(array, _like(model, array), checksum=False), log)
+    try:
+        if model is not None:
+            delta = compare_arrays(array, _like(model, array), checksum=False)
+            del model  # its memory is needed for the undo log
+            apply_delta(array, delta, log)
+            del delta
+        for number, published in enumerate(steps):
+            is_last = number == len(steps) - 1
+            if places:
+                source = published[places[0]].required_delta
+                apply_delta(array, source, log, check=check and is_last)
+                continue
+            for each in published:
+                apply_delta(array, _filtered(each, part), log)
+    except (FormatError, CompatibilityError) as error:
+        error.args = (f"{name!r}: {error}",)
+        error.name = name
+        raise
     if not places:
-        for published in steps:
-            for source in published:
-                apply_delta(array, _filtered(source, part), log)
         return checksum_of(array) if check else None
-    [place] = places
-    for number, published in enumerate(steps):
-        is_last = number == len(steps) - 1
-        try:
-            apply_delta(array, published[place].required_delta, log, check=check and is_last)
-        except (ChecksumError, CompatibilityError) as error:
-            error.args = (f"{name!r}: {error}",)
-            error.name = name
-            raise
+    crc32c = final[places[0]].crc32c
     if check and not steps:
-        _compare_checksum(name, array, final[place].crc32c)
-    return final[place].crc32c
+        _compare_checksum(name, array, crc32c)
+    return crc32c
 
 
 def _filtered(source: Change, target: Part) -> Delta:

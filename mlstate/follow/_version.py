@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._common.arrays import is_torch
-from .._common.dtypes import name_of, numpy_dtype
+from .._common.arrays import is_torch, refuse_unstorable
+from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.store_error import format_error
 from .._sharding.layout import Layout, Shard
 from ..checkpoint._folder.names import MANIFEST
@@ -159,13 +159,26 @@ class Change(NamedTuple):
         return self.delta
 
 
-def part_of(value: Any) -> Part:
+def part_of(name: str, value: Any) -> Part:
     """Return the part that a value of a state holds: a `Shard`, or a whole array."""
     shard = value if isinstance(value, Shard) else Shard(value)
     array = shard.array.detach() if is_torch(shard.array) else shard.array
-    if not is_torch(array) and not array.dtype.isnative:
-        raise CompatibilityError(f"an array of {array.dtype} is byte-swapped: convert it")
-    return Part(array, name_of(array.dtype), shard.shape, shard.layout, shard.index)
+    dtype = name_of(array.dtype)
+    reason = ""
+    if dtype not in NAMES:
+        reason = f"dtype {dtype} is not supported"
+    elif not is_torch(array) and not array.dtype.isnative:
+        reason = f"an array of {array.dtype} is byte-swapped: convert it"
+    if reason:
+        raise named_error(name, reason)
+    return Part(array, dtype, shard.shape, shard.layout, shard.index)
+
+
+def named_error(name: str, reason: str) -> CompatibilityError:
+    """Return the error about a tensor that cannot be published or followed."""
+    error = CompatibilityError(f"{name!r}: {reason}")
+    error.name = name
+    return error
 
 
 def values_of(model: Any, ranks: int) -> dict[str, Any]:
@@ -176,12 +189,14 @@ def values_of(model: Any, ranks: int) -> dict[str, Any]:
         raise TypeError(f"{name!r} is not a tensor, and a version has tensors only")
     if state is None:
         raise TypeError("the model is None")
-    for name, value in dict(state).items():
-        if not hasattr(value, "dtype"):
-            raise TypeError(
-                f"{name!r} must be an array, a tensor or a Shard: {type(value).__name__}"
-            )
-    return dict(state)
+    values = dict(state)
+    for name, value in values.items():
+        array = value.array if isinstance(value, Shard) else value
+        if not is_torch(array) and not isinstance(array, np.ndarray | np.generic):
+            text = f"must be a NumPy array, a torch tensor or a Shard, got {type(array).__name__}"
+            raise TypeError(f"{name!r} {text}")
+    refuse_unstorable(values, every=True)
+    return values
 
 
 # ---- the nested value of a rank ----
@@ -207,13 +222,16 @@ def _decode_change(facts: Any) -> Change:
     layout = Layout(tuple((axis, parts) for axis, parts in facts["layout"]))
     shape = tuple(int(size) for size in facts["shape"])
     part = Part(None, facts["dtype"], shape, layout, int(facts["part"]))
+    if part.dtype not in NAMES:
+        raise ValueError(f"dtype {part.dtype} is not supported")
+    elements = part.elements  # raises if there is no such part
     delta = None
     if facts["gaps"] is not None:
         gaps, values = (_vector(facts, name) for name in ("gaps", "values"))
         if values.dtype != np.uint8 or gaps.dtype not in (np.uint8, np.uint16):
             raise ValueError(f"gaps are {gaps.dtype} and values {values.dtype}")
         values = values.view(numpy_dtype(part.dtype))
-        delta = Delta(part.elements, gaps, values, int(facts["crc32c"]))
+        delta = Delta(elements, gaps, values, int(facts["crc32c"]))
     return Change(part, int(facts["crc32c"]), delta)
 
 
@@ -249,23 +267,29 @@ def read_changes(loader: Loader) -> dict[str, list[Change]]:
         raise format_error(f"{path}: step {loader.manifest.step} is not a version", path)
     value = load_tree(loader, STATE, kind)
     changes: dict[str, list[Change]] = {}
+    name = STATE
     try:
         for each in value if isinstance(value, list) else [value]:
             for name, facts in each["tensors"].items():
                 changes.setdefault(name, []).append(_decode_change(facts))
-        for name, parts in changes.items():
-            first = parts[0].part
-            numbers = sorted(change.part.number for change in parts)
-            alike = {(c.part.dtype, c.part.shape, c.part.layout.steps) for c in parts}
-            parts.sort(key=lambda change: change.part.number)
-            is_whole = first.layout.parts == len(numbers)
-            if len(alike) != 1 or not is_whole or numbers != list(range(len(numbers))):
-                raise ValueError(f"the parts of {name!r} are not one tensor")
+        for name in changes:
+            _sort_parts(changes[name])
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, FormatError):
             raise
-        raise format_error(f"{path}: step {loader.manifest.step}: {error}", path) from None
+        text = f"{path}: step {loader.manifest.step}: {name!r}: {error}"
+        raise format_error(text, path) from None
     return changes
+
+
+def _sort_parts(changes: list[Change]) -> None:
+    """Sort the parts of a tensor; raise ValueError if they are not all of one tensor."""
+    changes.sort(key=lambda change: change.part.number)
+    numbers = [change.part.number for change in changes]
+    alike = {(c.part.dtype, c.part.shape, c.part.layout.steps) for c in changes}
+    is_whole = changes[0].part.layout.parts == len(numbers)
+    if len(alike) != 1 or not is_whole or numbers != list(range(len(numbers))):
+        raise ValueError("the parts are not one tensor")
 
 
 def empty_model(files: CheckpointFiles) -> dict[str, Any]:

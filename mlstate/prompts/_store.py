@@ -17,10 +17,11 @@ from .._common.store_error import store_error
 from .._common.text import bytes_text, table_html
 from ..errors import CompatibilityError, FormatError
 from ..kv._cache_spec import CacheSpec
-from ._caches import as_tokens, state_of
-from ._fingerprint import fingerprint
+from ._caches import as_tokens, check_encoder, state_of
+from ._fingerprint import fingerprint, is_fingerprint
+from ._hybrids import config_facts, model_type_of, warn_of_rope
 from ._layout import StoredSpec
-from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of
+from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of, windows_of
 from ._pending import PendingPuts
 from ._stops import Snapshots, checked_policy, positions
 from ._targets import Target, open_target
@@ -65,6 +66,9 @@ class PromptStore:
         used blocks first.
     adapters, hash_weights, salt
         As for `fingerprint`.
+    model_type : str, optional
+        As in config.json, such as "qwen3_next": its states of linear attention and convolutions are
+        shared by transformers and mlx-lm. Default: the one of a folder or torch module.
     snapshots : "end", "powers", int or iterable of int
         The positions of `stops`: the last token only, powers of two, every n tokens, or these.
     max_pending_bytes : int or str
@@ -117,6 +121,7 @@ class PromptStore:
         adapters: Iterable[Model] = (),
         hash_weights: bool = False,
         salt: str = "",
+        model_type: str | None = None,
         snapshots: Snapshots = "end",
         max_pending_bytes: int | str = _PENDING,
         lock_timeout: float = 10.0,
@@ -128,12 +133,18 @@ class PromptStore:
         self._max_bytes = None if max_bytes is None else parse_size("max_bytes", max_bytes, 1)
         self._timeout = check_number("lock_timeout", lock_timeout)
         self._policy = checked_policy(snapshots)
+        if not isinstance(model_type, str | None):
+            raise TypeError(f"model_type must be a str, got {type(model_type).__name__}")
+        config = config_facts(model)
+        self._model_type = model_type_of(config) if model_type is None else model_type
+        self._needs_salt = not salt and not is_fingerprint(model)
         self._label = model if isinstance(model, str) else _label_of(model)
         text = fingerprint(model, adapters=adapters, hash_weights=hash_weights, salt=salt)
         self._fingerprint, self._key = text, bytes.fromhex(text.partition(":")[2])
         self._spec = spec
         self._stored = None if spec is None else StoredSpec(spec)
         self._path = local_folder(path)
+        warn_of_rope(config, self._path)
         self._damaged: dict[tuple[int, bytes], NDArray] = {}  # tokens by kind of record and bytes
         self._repair_lock = Lock()
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
@@ -230,7 +241,8 @@ class PromptStore:
             raise ValueError("the match is closed")
         if match._key != self._key:
             raise ValueError("the match is of a store of another model")
-        target = open_target(into, match._stored, match.length, self._spec, device)
+        stored, length = match._stored, match.length
+        target = open_target(into, stored, length, self._spec, device, self._model_type)
         try:
             position = self._read(match, target) if match._stored is not None else 0
         except BaseException:
@@ -333,7 +345,8 @@ class PromptStore:
         ------
         CompatibilityError
             The cache has another number of tokens, several sequences, or other entries than the
-            stored caches of this model. Nothing is written. A ValueError.
+            stored caches of this model; or a cross-attention, and the store no `salt`. Nothing is
+            written. A ValueError.
         StoreError
             The disk is full, the folder cannot be written, or another process writes for longer
             than `lock_timeout`. Earlier prompts are unharmed.
@@ -348,7 +361,9 @@ class PromptStore:
         """
         check_flags(snapshot=snapshot, asynchronous=asynchronous)
         ids = as_tokens(tokens)
-        state = state_of(cache, len(ids), self._spec)
+        state = state_of(cache, len(ids), self._spec, self._model_type)
+        if self._needs_salt:
+            check_encoder(state.spec)
         if asynchronous:
             records = self._records(ids, state, snapshot, self._pending.common(ids))
             return self._pending.submit(ids, records, lambda copies: self._write(ids, copies))
@@ -540,7 +555,8 @@ def _requests(
     record = candidate.record
     assert stored is not None
     listed = [] if record is None else parts_of(match, record, path)
-    into = target.arrays_at(position, listed)
+    windows = {} if record is None else windows_of(match, record, path)
+    into = target.arrays_at(position, listed, windows)
     requests: list[Request] = []
     for block, start, stop in match._blocks:
         if good <= start < base:
