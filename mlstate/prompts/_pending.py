@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .._common.log import log
+from ._transfer import copied
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,7 @@ class PendingPuts:
                     self._executor = self._executor or ThreadPoolExecutor(1, "mlstate-prompts")
                     self._queue.append(put)
             if put.nbytes <= self._most:
-                copies = [(*r[:3], [np.array(part) for part in r[3]]) for r in records]
+                copies = [(*r[:3], [copied(part) for part in r[3]]) for r in records]
                 assert self._executor is not None
                 return self._executor.submit(self._run, put, copies, write)
         except BaseException:

@@ -15,7 +15,7 @@ from .._common.log import log
 from .._common.set_module import set_module
 from .._common.store_error import store_error
 from .._common.text import bytes_text, table_html
-from ..errors import FormatError
+from ..errors import CompatibilityError, FormatError
 from ..kv._cache_spec import CacheSpec
 from ._caches import as_tokens, check_encoder, state_of
 from ._fingerprint import fingerprint, is_fingerprint
@@ -229,7 +229,7 @@ class PromptStore:
         CapacityError
             The tokens do not fit. Nothing is written. A ValueError.
         StoreError
-            A file cannot be read. A cache that is written in place has no token then.
+            A file cannot be read. A cache that is written in place has no token then, and is zero.
         TypeError
             `match` or `into` has another type, or `device` does not belong to `into`.
         ValueError
@@ -243,7 +243,11 @@ class PromptStore:
             raise ValueError("the match is of a store of another model")
         stored, length = match._stored, match.length
         target = open_target(into, stored, length, self._spec, device, self._model_type)
-        position = self._read(match, target) if match._stored is not None else 0
+        try:
+            position = self._read(match, target) if stored is not None else 0
+        except BaseException:
+            target.abandon()
+            raise
         target.finish(position)
         return position
 
@@ -251,6 +255,7 @@ class PromptStore:
         """Read the longest candidate without damage; return its position."""
         candidates = list(match._candidates)
         good, limit = 0, match.length  # blocks are read up to `good`, and damaged from `limit` on
+        is_written = False
         while candidates:
             candidate = candidates.pop(0)
             base = _base(match, candidate)
@@ -258,10 +263,13 @@ class PromptStore:
                 continue
             try:
                 requests = _requests(match, target, candidate, good, self._path)
-            except FormatError as error:
+            except (FormatError, CompatibilityError) as error:
+                if isinstance(error, CompatibilityError) and not is_written:
+                    raise
                 log("WARNING", "%s: the record is left out", error)
                 continue
             target.begin()
+            is_written = True
             damage = run_requests(match._log_match, requests)
             if not damage:
                 return candidate.position

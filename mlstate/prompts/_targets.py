@@ -42,12 +42,19 @@ class StateTarget:
         _check_separate(state.arrays)
         entries = {entry.name: entry for entry in state.spec}
         self.state = state
+        self.is_written = False
         self.has_snapshots = stored is not None and bool(stored.states)
         self.into = Arrays(entries, dict(state.arrays), dict(state._cache.shifts))
 
     def begin(self) -> None:
         """Count no tokens while they are written."""
+        self.is_written = True
         self.state._set_length(0)
+
+    def abandon(self) -> None:
+        """Clear what a failed restore has written."""
+        if self.is_written:
+            clear_rest(self.into, 0)
 
     def arrays_at(
         self, position: int, listed: list[Any], windows: Mapping[str, int | None]
@@ -105,6 +112,9 @@ class EngineTarget:
 
     def begin(self) -> None:
         """Do nothing: the cache is not written before the end."""
+
+    def abandon(self) -> None:
+        """Do nothing: the cache has its tokens of before."""
 
     def arrays_at(
         self, position: int, listed: list[Any], windows: Mapping[str, int | None]
