@@ -41,11 +41,13 @@ from ._version import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ..checkpoint._store.checkpoint_files import FolderContent
     from ..checkpoint._store.manifest import Manifest
     from ..collectives import ProcessGroup
 
 BASES = ("memory", "disk")
 _ALIGNED = 64  # start of an array in a file
+_LOCK_SECONDS = 60.0  # until a command that prunes has ended
 _PAYS = 0.5  # a delta has at most this share of the model's bytes
 
 
@@ -85,7 +87,8 @@ class Publisher:
     Extra memory: one copy of this rank's parts, of a replicated tensor on one rank only. During
     `publish` also the changed elements. The optimizer is not involved.
 
-    Only one publisher may use a folder. If another one has published since, `publish` raises. A
+    Only one publisher may use a folder. If another one has published since, or does so during the
+    call, `publish` raises. It waits for up to a minute while a command deletes versions. A
     new publisher, as after a crash of the trainer, starts a new lineage with an anchor, and the
     versions of the old one are deleted.
 
@@ -163,7 +166,8 @@ class Publisher:
         ------
         StoreError
             The operating system refused. EEXIST: another publisher has published into the folder,
-            or it holds something else. The next call starts a new lineage.
+            or it holds something else. EBUSY: another process is writing in it. The next call
+            starts a new lineage.
         TypeError, ValueError, CompatibilityError
             The model cannot be stored, see `mlstate.save`.
         CollectiveError
@@ -185,8 +189,9 @@ class Publisher:
         parts: dict[str, Part] = {}
         changes: dict[str, Change] = {}
         error: BaseException | None = None
+        content: FolderContent | None = None  # on rank 0
         try:
-            self._refuse_others()
+            content = self._refuse_others()
             parts = self._own_parts(model)
             changes = _changes(base if base and _facts(base) == _facts(parts) else {}, parts)
         except BaseException as caught:
@@ -202,12 +207,13 @@ class Publisher:
         if kind == "anchor":
             stored = {name: change._replace(delta=None) for name, change in changes.items()}
         saved = save(
-            SaveFolder(self.path, self._retain),
+            SaveFolder(self.path, self._retain, content=content),
             None if kind == "delta" else model,
             step=step,
             states={STATE: encode_changes(stored, self._rank)},
             metadata=metadata_of(lineage, kind, chain),
             group=self._group,
+            lock_timeout=_LOCK_SECONDS,
             storage_options=self._storage_options,
         )
         self._has_published = True
@@ -218,16 +224,19 @@ class Publisher:
 
     # ---- before the save ----
 
-    def _refuse_others(self) -> None:
-        """Raise StoreError (EEXIST) if the newest root is not a version of this publisher."""
+    def _refuse_others(self) -> FolderContent | None:
+        """Raise StoreError (EEXIST) if the newest root is not a version of this publisher.
+
+        Otherwise return the content that the next version may replace.
+        """
         if self._rank != 0:
-            return
-        manifest = self._files.content().manifest
+            return None
+        content = self._files.content(roots=False)
         text = ""
-        if manifest is None:
+        if content.manifest is None:
             text = "its versions are gone" if self._versions else ""
         else:
-            newest = parse(manifest, self._files.join(MANIFEST))
+            newest = parse(content.manifest, self._files.join(MANIFEST))
             if KEY not in newest.metadata:
                 text = "it holds a checkpoint that is not a published version"
             elif lineage_of(newest, self.path).name not in self._lineages:
@@ -235,6 +244,7 @@ class Publisher:
         if text:
             exists = FileExistsError(errno.EEXIST, f"{text}; nothing is published")
             raise store_error(exists, "cannot publish", self.path)
+        return content
 
     def _own_parts(self, model: Any) -> dict[str, Part]:
         """Return the parts that this rank publishes; of equal parts one rank publishes each."""

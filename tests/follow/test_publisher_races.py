@@ -1,0 +1,105 @@
+"""Publishers in several processes, and commands that write in their folder, at the same time."""
+
+import threading
+import time
+
+import child
+import numpy as np
+import pytest
+
+from mlstate.checkpoint._folder.local import LocalFolder
+from mlstate.errors import StoreError
+from mlstate.follow import Follower, Publisher, _publisher
+
+PUBLISH = """
+import sys, numpy as np
+from mlstate.follow import Publisher
+Publisher(sys.argv[1]).publish(7, {"w": np.full(50, 7.0)})
+"""
+
+# Publishes as fast as it can, until another process has published or ROUNDS steps are over.
+RACE = """
+import sys, numpy as np
+from mlstate.errors import StoreError
+from mlstate.follow import Publisher
+number = int(sys.argv[2])
+publisher, returned = Publisher(sys.argv[1], anchor_every=3), []
+for step in range(number * 1000, number * 1000 + 15):
+    try:
+        publisher.publish(step, {"w": np.full(50, float(step))})
+        returned.append(step)
+    except StoreError as error:
+        assert error.errno in (16, 17), error  # EBUSY, EEXIST
+        if returned:
+            break
+print(*returned)
+"""
+
+
+def weights(step):
+    return {"w": np.full(50, float(step))}
+
+
+def followed(path):
+    """Step and content of the newest version."""
+    into = weights(0)
+    return Follower(path, into=into).advance(), into["w"][0]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_process_that_publishes_during_a_publication_is_noticed(
+    tmp_path, monkeypatch, first
+):
+    path = tmp_path / "weights"
+    publisher = Publisher(path)
+    if not first:
+        publisher.publish(0, weights(0))
+
+    def compare(*arguments):
+        child.run(PUBLISH, path)
+        return changes(*arguments)
+
+    changes = _publisher._changes
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="another writer") as error:
+        patch.setattr(_publisher, "_changes", compare)
+        publisher.publish(1, weights(1))
+    assert error.value.errno == 17
+    assert followed(path) == (7, 7.0)
+    if not first:
+        with pytest.raises(StoreError, match="another publisher"):
+            publisher.publish(2, weights(2))
+        return
+    assert publisher.publish(2, weights(2)) == "anchor"
+
+
+def test_of_publishers_in_several_processes_one_stays(tmp_path):
+    path = tmp_path / "weights"
+    outputs = {}
+    threads = [
+        threading.Thread(
+            target=lambda number=number: outputs.update({number: child.run(RACE, path, number)})
+        )
+        for number in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    last = [int(text.split()[-1]) for text in outputs.values() if text.split()]
+    step, content = followed(path)
+    assert step == content
+    assert step in last
+    assert len(outputs) == 3
+
+
+def test_a_publisher_waits_for_a_command_that_deletes_versions(tmp_path):
+    path = tmp_path / "weights"
+    publisher = Publisher(path)
+    publisher.publish(0, weights(0))
+    thread = threading.Thread(target=publisher.publish, args=(1, weights(1)))
+    with LocalFolder(str(path)).exclusive(0):
+        thread.start()
+        time.sleep(0.3)
+        assert followed(path) == (0, 0.0)
+    thread.join()
+    assert followed(path) == (1, 1.0)
