@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _core
 from .._common.arguments import check_int
 from .._common.arrays import assign, copy_of, is_torch
 from .._common.backend import TensorBackend, backend_of
@@ -22,7 +24,7 @@ from ..checkpoint._store.checkpoint_files import root_path
 from ..checkpoint._store.manifest import parse
 from ..checkpoint._store.open_path import open_target
 from ..collectives._arguments import optional_group
-from ..errors import CollectiveError
+from ..errors import CollectiveError, FormatError
 from ._delta import checksum_of, compare_arrays, write_delta
 from ._version import (
     KEY,
@@ -232,11 +234,11 @@ class Publisher:
         if self._rank != 0:
             return None
         content = self._files.content(roots=False)
+        newest = self._newest(content.manifest)
         text = ""
-        if content.manifest is None:
+        if newest is None or content.manifest is None:
             text = "its versions are gone" if self._versions else ""
-        else:
-            newest = parse(content.manifest, self._files.join(MANIFEST))
+        if newest is not None and not text:
             if KEY not in newest.metadata:
                 text = "it holds a checkpoint that is not a published version"
             elif lineage_of(newest, self.path).name not in self._lineages:
@@ -245,6 +247,24 @@ class Publisher:
             exists = FileExistsError(errno.EEXIST, f"{text}; nothing is published")
             raise store_error(exists, "cannot publish", self.path)
         return content
+
+    def _newest(self, data: bytes | None) -> Manifest | None:
+        """Return the root in `data`, or if it is damaged or missing, the newest root of a step."""
+        if data is not None:
+            path = self._files.join(MANIFEST)
+            try:
+                return parse(data, path)
+            except FormatError:
+                try:
+                    _core.json_checksum_check(data, path)
+                except FormatError:
+                    pass  # damaged: `save` warns and replaces it
+                else:
+                    raise  # of a newer format
+        for root in reversed(self._files.list_roots()):
+            with suppress(FormatError, FileNotFoundError):
+                return self._files.read_manifest(root.path)
+        return None
 
     def _own_parts(self, model: Any) -> dict[str, Part]:
         """Return the parts that this rank publishes; of equal parts one rank publishes each."""

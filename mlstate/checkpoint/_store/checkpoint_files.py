@@ -250,12 +250,12 @@ class CheckpointFiles:
     def content(self, *, roots: bool = True) -> FolderContent:
         """Return the current checkpoints of the folder, or only the manifest; empty if missing."""
         manifest: bytes | None = None
-        stored: tuple[Root, ...] = ()
-        if not self.folder.is_local or self.folder.has_checkpoint():
-            with suppress(FileNotFoundError):
-                manifest = self.folder.read(MANIFEST)
-            stored = tuple(self.list_roots()) if roots else ()
-        return FolderContent(manifest, stored if roots else None)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            manifest = self.folder.read(MANIFEST)
+        if not roots:
+            return FolderContent(manifest, None)
+        exists = not self.folder.is_local or self.folder.has_checkpoint()
+        return FolderContent(manifest, tuple(self.list_roots()) if exists else ())
 
     def refuse_change(self, before: FolderContent) -> None:
         """Raise StoreError (EEXIST) if the folder has other checkpoints than `before` now.

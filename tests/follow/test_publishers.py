@@ -1,4 +1,4 @@
-"""Publishers in several processes, and commands that write in their folder, at the same time."""
+"""Publishers among other writers of their folder, and in damaged folders."""
 
 import threading
 import time
@@ -7,8 +7,9 @@ import child
 import numpy as np
 import pytest
 
+from mlstate.checkpoint import CheckpointManager
 from mlstate.checkpoint._folder.local import LocalFolder
-from mlstate.errors import StoreError
+from mlstate.errors import CheckpointWarning, ChecksumError, StoreError
 from mlstate.follow import Follower, Publisher, _publisher
 
 PUBLISH = """
@@ -103,3 +104,47 @@ def test_a_publisher_waits_for_a_command_that_deletes_versions(tmp_path):
         assert followed(path) == (0, 0.0)
     thread.join()
     assert followed(path) == (1, 1.0)
+
+
+# ---- damaged folders ----
+
+
+def damage_manifest(path, how):
+    manifest = path / "manifest.json"
+    if how == "missing":
+        manifest.unlink()
+    else:
+        data = bytearray(manifest.read_bytes())
+        data[50] ^= 1
+        manifest.write_bytes(data)
+
+
+def test_publishers_replace_a_damaged_manifest(tmp_path):
+    path = tmp_path / "weights"
+    publisher = Publisher(path)
+    into = weights(0)
+    follower = Follower(path, into=into)
+    for step in (0, 1):
+        publisher.publish(step, weights(step))
+    follower.advance()
+    damage_manifest(path, "flipped")
+    with pytest.raises(ChecksumError):
+        follower.advance()
+    with pytest.warns(CheckpointWarning, match="damaged"):
+        publisher.publish(2, weights(2))
+    assert follower.advance() == 2
+    assert into["w"][0] == 2
+    damage_manifest(path, "flipped")
+    with pytest.warns(CheckpointWarning, match="damaged"):
+        assert Publisher(path).publish(3, weights(3)) == "anchor"
+    assert followed(path) == (3, 3.0)
+
+
+@pytest.mark.parametrize("how", ["missing", "flipped"])
+def test_a_managers_steps_without_their_manifest_are_not_deleted(tmp_path, how):
+    path = tmp_path / "run"
+    CheckpointManager(path).save(4, weights(4))
+    damage_manifest(path, how)
+    with pytest.raises(StoreError, match="not a published version"):
+        Publisher(path).publish(5, weights(5))
+    assert CheckpointManager(path).checkpoint(4).load().model["w"][0] == 4
