@@ -3,7 +3,7 @@
     LD_PRELOAD=shim.so python follow_faults.py KIND FIRST COUNT [DEFECT]
 
 After each fault, followers that had several versions before it, a new follower, and the folder of
-``mlstate follow`` have the bits of one version, the newest. Then a new publisher goes on, and all
+``mlstate follow`` have the bits of one version, the newest. Then a new publisher continues, and all
 of them follow it. Prints one JSON line: the number of states, and complaints. KIND is one of the
 functions of KINDS. DEFECT is one of DEFECTS: code that is wrong on purpose.
 """
@@ -84,7 +84,7 @@ KILLS = ["kill-before", "kill-after", "kill-half"]
 FAULTS = 12  # of a folder
 
 
-# ---- judges; each runs in a process of its own, which has the followers' arrays ----
+# ---- judges; each runs in a separate process, which has the followers' arrays ----
 
 
 def attempt(complaints, label, call):
@@ -151,7 +151,7 @@ def judge_command(folder, allowed):
 
 
 def judge_next(folder):
-    """Complain unless a new publisher goes on, and all follow; nothing is left over then."""
+    """Complain unless a new publisher continues, and all follow; nothing is left over then."""
     complaints, first = [], folder.before + folder.more
     publisher = None
     for number, kinds in ((first, {"anchor"}), (first + 1, {"anchor", "delta", "both"})):
@@ -179,7 +179,7 @@ def judge(folder, allowed, seed):
 
 
 def judge_apart(act):
-    """Call `act`, which returns complaints, in a process of its own."""
+    """Call `act`, which returns complaints, in a separate process."""
     reports, status, _ = run_child(lambda report: report("complaints", act()))
     texts = [text for values in reports if values[0] == "complaints" for text in values[1]]
     broken = [values for values in reports if values[0] == "broken"]
@@ -301,7 +301,7 @@ def fail_power(seed, root):
 
 
 def disturb_followers(seed, root, choose, disturb, error=""):
-    """Advance followers under faults, in processes of their own.
+    """Advance followers under faults, in separate processes.
 
     `choose(count)` returns faults, `disturb(copy, fault)` advances once under one of them; it
     returns the new version, or an exception. `error`: name of the exception that a fault causes.
@@ -348,7 +348,7 @@ def interrupt_follower(seed, root):
     """Ctrl-C at a line of a follower's code."""
 
     def choose(_, copy, chance):
-        # the second advance has nothing to do, so each count has a process of its own
+        # the second advance has nothing to do, so each count has a separate process
         counts = [
             run_child(lambda report, part=part: report(count_lines(part, copy.follower.advance)))[0]
             for part in PARTS
@@ -587,7 +587,7 @@ def judge_damaged(folder, allowed, may_refuse, seed):
             assert status or allowed is None or number in allowed, f"has {number}"
 
         attempt(complaints, "mlstate follow", follow)
-    if chance.random() < 0.5:  # the publisher goes on; followers may need the next anchor
+    if chance.random() < 0.5:  # the publisher continues; followers may need the next anchor
         ended = []
         folder.publish([folder.before], lambda *values: ended.append(values), publisher)
         for copy in folder.copies:
@@ -695,7 +695,7 @@ def publish_in_race(path, everything, publisher, numbers, report):
 
 
 def follow_in_race(path, everything, kind, stop, report):
-    """Follow; report what is wrong."""
+    """Follow; report complaints."""
     copy = Copy(path, everything, kind)
     while not stop.exists():
         try:
@@ -742,7 +742,7 @@ def prune_in_race(path, stop, report):
 
 
 def judge_race(path, root, everything, allowed):
-    """All followers reach the newest version, and the next publisher goes on."""
+    """All followers reach the newest version, and the next publisher continues."""
     copies = [Copy(path, everything), Copy(path, everything, "half")]
     complaints = advance_all(copies, allowed, "after the race")
     publisher = Publisher(path)

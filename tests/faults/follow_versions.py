@@ -42,7 +42,7 @@ class Versions:
     def __init__(self, seed, count, publisher=0, *, falls_back=True):
         width = 2 * random.Random(seed).randint(1, 19)
         chance = np.random.default_rng((seed, publisher))
-        size = 80_000 if seed % 16 == 0 else 40  # a file of its own, or a shared file
+        size = 80_000 if seed % 16 == 0 else 40  # a separate file, or a shared one
         model = {
             "layers.0": chance.standard_normal((8, width)).astype("f4"),
             "layers.1": chance.standard_normal((4, size)).astype("f2"),
@@ -212,7 +212,7 @@ def number_of_folder(folder, versions):
 
 
 def run_child(act, fault="", *, root="", log="", hint="lock", seconds=SECONDS):
-    """Fork a process that calls `act(report)`, under a fault if there is a root.
+    """Fork a process that calls `act(report)`, under a fault if `root` is given.
 
     Returns what it reported, as lists; its exit status, negative for a signal, or "hang"; and how
     often the fault happened.
