@@ -9,19 +9,19 @@ import pytest
 
 # Number of states of a kind: in an ordinary run, in the slice and in all.
 STATES = {
-    "fail_publisher": (6, 12, 2_000),
-    "kill_publisher": (6, 12, 1_600),
-    "interrupt_publisher": (1, 12, 600),
-    "fail_power": (12, 20, 2_000),
-    "fail_follower": (12, 24, 1_600),
-    "interrupt_follower": (12, 24, 800),
-    "exhaust_memory": (1, 24, 800),
-    "fail_command": (1, 12, 500),
-    "kill_command": (6, 12, 500),
-    "damage": (12, 12, 1_800),
-    "race": (2, 3, 200),
+    "fail_publisher": (6, 12, 1_500),
+    "kill_publisher": (6, 12, 1_200),
+    "interrupt_publisher": (1, 12, 400),
+    "fail_power": (12, 20, 1_500),
+    "fail_follower": (12, 24, 2_400),
+    "interrupt_follower": (12, 24, 1_200),
+    "exhaust_memory": (1, 24, 1_000),
+    "fail_command": (1, 12, 300),
+    "kill_command": (6, 12, 300),
+    "damage": (12, 12, 1_500),
+    "race": (2, 3, 100),
 }
-CHUNK = 1_000  # states of one process
+CHUNK = 250  # states of one process
 
 
 def try_faults(shim, kind, first, states, *defect):
