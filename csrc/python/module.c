@@ -16,7 +16,11 @@
 #include "runtime/cpu_features.h"
 #include "runtime/thread_pool.h"
 
-/* Releases the GIL, because mls_pool_resize waits for a run in progress. */
+/* set_num_threads(threads): changes the number of threads of the pool
+ *
+ * Releases the GIL, because mls_pool_resize waits for a run in progress. Raises
+ * ValueError unless 1 to MLS_POOL_MAX_THREADS.
+ */
 PyObject *core_set_num_threads(mlspy_state *state, PyObject *const *args)
 {
     int64_t threads;
@@ -34,21 +38,22 @@ PyObject *core_set_num_threads(mlspy_state *state, PyObject *const *args)
     return mlspy_none(state, code, &st);
 }
 
-/* Return the configured number; fewer threads may have been started. */
+/* get_num_threads() -> the configured number of threads; fewer may have been started */
 PyObject *core_get_num_threads(mlspy_state *state, PyObject *const *args)
 {
     (void)args;
     return PyLong_FromSize_t(mls_pool_threads(state->pool));
 }
 
-/* Return the set chosen at import; it stays the same for the life of the process. */
+/* cpu_name() -> name of the instruction set chosen at import, which never changes */
 PyObject *core_cpu_name(mlspy_state *state, PyObject *const *args)
 {
     (void)args;
     return PyUnicode_FromString(mls_cpu_name(state->kernels->cpu));
 }
 
-/* Return a new tuple of names, the scalar set first and the best one last. */
+/* cpu_offered() -> (name, ...): the instruction sets that this machine can run, the
+ * scalar one first and the best one last */
 PyObject *core_cpu_offered(mlspy_state *state, PyObject *const *args)
 {
     (void)state;
@@ -64,8 +69,8 @@ PyObject *core_cpu_offered(mlspy_state *state, PyObject *const *args)
 
 /* ---- loading ---- */
 
-/* Refuse a sub-interpreter, and a second copy of the module in this interpreter: its
- * types would differ from those of existing objects. */
+/* Raise ImportError in a sub-interpreter, and for a second copy of the module in this
+ * interpreter: its types would differ from those of existing objects. Returns 0 or -1. */
 static int refuse_second(void)
 {
     PyInterpreterState *interpreter = PyInterpreterState_Get();
@@ -90,8 +95,9 @@ static int refuse_second(void)
     return 0;
 }
 
-/* Record that the module is loaded, for refuse_second. This is the last step, so that a
- * failed import, for example with a wrong MLSTATE_CPU, can be repeated. */
+/* Record in the interpreter that the module is loaded, for refuse_second. This is the
+ * last step, so that a failed import, for example with a wrong MLSTATE_CPU, can be
+ * repeated. Returns -1 with an exception set. */
 static int note_loaded(void)
 {
     PyObject *registry = PyInterpreterState_GetDict(PyInterpreterState_Get());
@@ -115,9 +121,12 @@ MLSPY_FUNCTIONS(DEFINE_CALL)
      #name "(" parameters ")\n--\n\n"},
 static PyMethodDef functions[] = {MLSPY_FUNCTIONS(METHOD){NULL, NULL, 0, NULL}};
 
-/* refuse_second comes first, because NumPy reports sub-interpreters with its own message.
- * NumPy is imported before the steps that use its API. The module frees the results of a
- * failed step. */
+/* Initialise a new module: its state, exceptions, types and functions. Returns -1 with an
+ * exception set; freeing the module then frees the results of the steps before.
+ *
+ * refuse_second comes first, because NumPy reports sub-interpreters with its own message.
+ * NumPy is imported before the steps that use its API.
+ */
 static int core_exec(PyObject *module)
 {
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||

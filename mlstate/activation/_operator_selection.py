@@ -372,7 +372,11 @@ class _KnapsackSearch:
         return float(max([self.best.seconds, *bounds.tolist()]))
 
     def chosen_items(self) -> NDArray:
-        """Return a mask of the operators that the best choice saves."""
+        """Return a mask of the operators that the best choice saves.
+
+        States are numbered through all items in order; item ``i`` has those from ``first[i]``,
+        and ``_parents[i]`` has their predecessors, or -1 for the empty choice.
+        """
         chosen = np.zeros(self._count, np.bool_)
         chosen[self._items[self.best.start : self.best.end]] = True
         first = np.append(0, np.cumsum([len(parents) for parents in self._parents]))

@@ -73,12 +73,12 @@ def best_of(roots: Roots, rules: Retention) -> tuple[Root, Manifest] | None:
 
 
 def find_best(files: CheckpointFiles, monitor: str, mode: str) -> tuple[Root, Manifest]:
-    """Return the step of a run with the best metric; raise ValueError if no step has one.
+    """Return the step with the best metric (`mode`: "min" or "max"); ValueError if none has one.
 
     In a folder without steps, its only checkpoint is the one to choose from.
     """
     rules = check_retention(None, monitor, mode, None, None)
-    root = _refuse_other_kinds(files)
+    root = _current_root_of_steps(files)
     roots = read_roots(files)
     if not roots:
         manifest = files.read_manifest(root)
@@ -120,7 +120,7 @@ def find_root(files: CheckpointFiles, step: int | str) -> str:
     """Return the name of a step's root; in a folder without steps, of its only root."""
     if isinstance(step, str) and step != "latest":
         raise ValueError(f"step must be an int, 'latest' or 'best', got {step!r}")
-    root = _refuse_other_kinds(files)
+    root = _current_root_of_steps(files)
     if step == "latest":
         return root
     step = check_int("step", step, -1 << 63)
@@ -129,7 +129,7 @@ def find_root(files: CheckpointFiles, step: int | str) -> str:
     return read_step(files, step)[0].path
 
 
-def _refuse_other_kinds(files: CheckpointFiles) -> str:
+def _current_root_of_steps(files: CheckpointFiles) -> str:
     """Return the current root; raise ValueError if the path is not a folder of steps."""
     if files.folder.is_local and os.path.isfile(files.path):
         raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")

@@ -148,10 +148,11 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 
 
 def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
-    """Return what commands read at `path`: a checkpoint, a whole file of another program, or None.
+    """Return what commands read at `path`.
 
-    None: one safetensors file. `reads_whole`: also look for files without an index. Raises
-    StoreError if nothing can be read.
+    A RootPath for a checkpoint (a run, a step, a bucket, a Hugging Face folder), a WholePath for
+    one file without an index, such as a ``.npz``, if `reads_whole`, and None for one safetensors
+    file. Raises StoreError if nothing can be read, and ValueError for a `step` of one file.
     """
     if is_url(path):
         store = open_files(path, reads=True)
@@ -172,7 +173,7 @@ def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | Whole
         return RootPath(files, root)
     if is_folder and any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
         return RootPath(files, MANIFEST if step is None else find_root(files, step))
-    foreign = whole_path(open_folder(path, reads=is_url(path))) if reads_whole else None
+    foreign = whole_path(open_folder(path)) if reads_whole else None
     if foreign is not None and (is_folder or foreign.format != "safetensors"):
         return foreign
     if is_folder:

@@ -71,9 +71,11 @@ def mask_rows(
     fill: float,
     sinks: int = 0,
 ) -> NDArray:
-    """Return `count` rows of the causal mask for a cache of `size` positions.
+    """Return rows `position` to ``position + count`` of the causal mask of `size` positions.
 
-    Several rows without sinks are a view.
+    One row for each new token. `attention_size`: most tokens that a row attends to (None: all);
+    `sinks`: first tokens that stay visible; `fill`: value of hidden positions. Several rows
+    without sinks are a view of the whole mask.
     """
     rows: NDArray
     reach = size if attention_size is None else attention_size

@@ -25,8 +25,9 @@ const char *mls_step_name(int kind)
 
 /* ---- checks ---- */
 
-/* Refuses negative and non-finite seconds, and adds them to `*sum`. The status names the
- * entry. The comparison is negated so that NaN fails. */
+/* Refuses negative and non-finite seconds (MLS_E_VALUE), and adds all `count` of them to
+ * `*sum`. `name` is the array's name for the message. The comparison is negated so that
+ * NaN fails. */
 static mls_code check_seconds(const char *name, const double *seconds, size_t count,
                               double *sum, mls_status *st)
 {
@@ -42,8 +43,10 @@ static mls_code check_seconds(const char *name, const double *seconds, size_t co
     return MLS_OK;
 }
 
-/* Refuses bytes below -below[i] (`below` NULL: below 0), and adds them to `*sum`. Its
- * limit is one bit less than possible, because planners add a little to the sum. */
+/* Refuses bytes below -below[i] (`below` NULL: below 0) with MLS_E_VALUE, and adds all
+ * `count` of them to `*sum`; MLS_E_SIZE beyond 62 bits. `name` is the array's name for
+ * messages. The limit is one bit less than possible, because planners add a little to the
+ * sum. */
 static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count,
                             const int64_t *below, int64_t *sum, mls_status *st)
 {
@@ -201,15 +204,16 @@ typedef struct refusal {
     size_t index;
 } refusal;
 
-/* In its own memory, or inside the saved tensors of the block before it. */
+/* Returns whether activation k is held on the device: in its own memory, or inside the
+ * saved tensors of the block before it. */
 static bool activation_is_stored(const machine *m, size_t k)
 {
     return m->alone[k] != 0 || (k > 0 && m->saved[k - 1] == ON_DEVICE);
 }
 
 /* Returns whether block i may run forward or be saved: its backward pass is still to
- * come, its input is held, and its output is not, in any form. If not, `*why` tells the
- * reason. */
+ * come, its input is held, and its output is not, in any form. If not, `*why` receives
+ * the reason. */
 static bool can_run(const machine *m, size_t i, refusal *why)
 {
     if (i >= m->left) {
@@ -227,8 +231,9 @@ static bool can_run(const machine *m, size_t i, refusal *why)
     return true;
 }
 
-/* Runs block i: only its output, activation i + 1, is kept, in its own memory. Like all
- * steps, returns false with the reason if the rules forbid it. */
+/* Runs block i: only its output, activation i + 1, is kept, in its own memory. Like the
+ * functions below, changes the machine and returns the step's effect in `*e`, or returns
+ * false with the reason in `*why` if the rules forbid the step. */
 static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
 {
     if (!can_run(m, i, why)) {
@@ -352,8 +357,10 @@ static const runner runners[MLS_STEP_KINDS] = {
     [MLS_STEP_OFFLOAD] = run_offload,   [MLS_STEP_LOAD] = run_load,
 };
 
-/* Runs step `number` with all checks, and updates totals and record (NULL: none). Kind
- * and index are checked first, because they select a function and array entries. */
+/* Runs a step with all checks, and updates the machine's totals; `*record` receives its
+ * bytes and seconds. `number` is its position, for messages. Kind and index are checked
+ * first, because they select a function and array entries. MLS_E_VALUE: the step is
+ * invalid. */
 static mls_code run_step(machine *m, size_t number, mls_step step,
                          mls_step_record *record, mls_status *st)
 {
@@ -381,8 +388,9 @@ static mls_code run_step(machine *m, size_t number, mls_step step,
     return MLS_OK;
 }
 
-/* Runs all steps, and writes the totals. At the end nothing may be left to do. All bytes
- * together fit 62 bits and nothing is held twice, so no sum overflows. */
+/* Runs all `count` steps, and writes the totals; `records`, unless NULL, receives a
+ * record for each. MLS_E_VALUE: a step is invalid, or backward passes are left at the
+ * end. All bytes together fit 62 bits and nothing is held twice, so no sum overflows. */
 static mls_code run_all(machine *m, const mls_step *steps, size_t count,
                         mls_step_record *records, mls_totals *out, mls_status *st)
 {
@@ -408,8 +416,7 @@ static mls_code run_all(machine *m, const mls_step *steps, size_t count,
     return MLS_OK;
 }
 
-/* Simulates a schedule: at the beginning only activation 0, the input, is held.
- * `records`, unless NULL, has an entry for each step. */
+/* At the beginning only activation 0, the input, is held. */
 mls_code mls_chain_simulate(const mls_chain *chain, const mls_step *steps, size_t count,
                             mls_step_record *records, mls_totals *out, mls_status *st)
 {

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-/* The last gradient is made by this step. */
+/* The last block's pass also makes the last gradient. */
 int64_t mls_backward_makes(const mls_chain *chain, size_t i)
 {
     const int64_t last = i + 1 == chain->blocks ? chain->gradient_bytes[i + 1] : 0;
@@ -47,16 +47,16 @@ size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_ste
 /* Location of saved i. */
 enum { NOWHERE, ON_DEVICE, ON_HOST };
 
-/* What later steps need. A single backward pass finds the unused forwards and the last
- * use of each activation. */
+/* The needs of later steps. A single pass over the steps, from the last to the first,
+ * finds the unused forwards and the last use of each activation. */
 typedef struct demand {
     unsigned char *needed; /* n + 1: a later step needs activation k in its own memory */
     unsigned char *saved;  /* n: location of saved i */
 } demand;
 
-/* Undoes a step's effect on the demand, since steps are visited backwards: what it makes
- * is not needed before it. Returns false for a forward whose output no later step
- * needs. */
+/* Undoes a step's effect on the demand, since steps are visited backwards: its output is
+ * not needed before it. Sets `run->drops` for an offload whose activation no later step
+ * needs. Returns false for a forward whose output no later step needs. */
 static bool consume_output(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
@@ -84,8 +84,9 @@ static bool consume_output(demand *d, mls_compute_step *run)
     }
 }
 
-/* Marks the step's input, activation i of block i, as needed before the step, unless it
- * is inside saved tensors. `drops` is set if no later step needs it. */
+/* Marks the input of a step of block i, activation i, as needed before the step, unless
+ * it is activation 0 or inside saved tensors. Sets `run->drops` if no later step needs
+ * it. */
 static void require_input(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
@@ -97,10 +98,9 @@ static void require_input(demand *d, mls_compute_step *run)
     d->needed[i] = 1;
 }
 
-/* Removes unused forwards and marks where activations are dropped; false: a needed
- * activation is never made. An omitted forward needs no input, so a single pass removes
- * chains of unused forwards. The kept steps collect at the end of the array, which always
- * has room. */
+/* Visits the steps from the last to the first. An omitted forward needs no input, so a
+ * single pass removes chains of unused forwards. The kept steps collect at the end of the
+ * array, which always has room. */
 bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size_t *count,
                             unsigned char *scratch)
 {

@@ -45,9 +45,9 @@ double mls_run_extra(const mls_chain *chain, const mls_compute_step *run);
  * `count`. Returns their number. */
 size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_step *out);
 
-/* Removes unused forwards and places the drops, in place; lowers `*count`. `scratch` has
- * mls_compute_steps_scratch bytes. Returns false if a step needs an activation that no
- * step makes; the steps are then undefined. */
+/* Removes unused forwards from the steps `runs` and places the drops, in place; lowers
+ * `*count`. `scratch` has mls_compute_steps_scratch bytes. Returns false if a step needs
+ * an activation that no step makes; the steps are then undefined. */
 bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size_t *count,
                             unsigned char *scratch);
 

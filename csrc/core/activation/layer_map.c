@@ -46,7 +46,7 @@ static bool same_bytes(const char *a, const char *b, size_t length)
     return x == y;
 }
 
-/* Compares a layer with a key, the full hash first. */
+/* Returns whether a layer has the name of the key; compares the full hash first. */
 static bool is_layer(const mls_layer_map *table, const mls_table_layer *layer,
                      const mls_layer_key *key)
 {

@@ -25,7 +25,8 @@ enum { FIRST_INTERVAL = 2, LARGEST_INTERVAL = 10 };
 
 /* ---- decisions ---- */
 
-/* Index 0 is a multiple of everything, so the first layer is always checkpointed. */
+/* Returns 1 for every layer whose index is a multiple of `s->number`, and counts it.
+ * Index 0 is a multiple of everything, so the first layer is always checkpointed. */
 int mls_decide_interval(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     (void)st;
@@ -34,14 +35,15 @@ int mls_decide_interval(mls_strategy *s, const mls_layer_question *q, mls_status
     return chosen;
 }
 
-/* A layer has one mark, so excluded layers need no separate check. */
+/* Returns 1 for a layer that the user named to be checkpointed. A layer has one mark, so
+ * excluded layers need no separate check. */
 int mls_decide_selective(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     (void)st;
     return mls_layer_choice_of(&s->named, &q->layer) == MLS_LAYER_CHECKPOINT;
 }
 
-/* The limit itself counts as large. */
+/* Returns 1 for a layer whose activation has `s->number` bytes or more, and counts it. */
 int mls_decide_size_based(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     (void)st;
@@ -50,14 +52,18 @@ int mls_decide_size_based(mls_strategy *s, const mls_layer_question *q, mls_stat
     return chosen;
 }
 
+/* Returns 1 for every layer whose index is a multiple of the interval, which the caller
+ * adjusts to the memory in use. */
 int mls_decide_memory_aware(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     (void)st;
     return is_multiple(q->index, s->interval);
 }
 
-/* Returns the layer in `*out`; a new one is added with its size of `bytes`. The sum is
- * checked first, so every added layer's bytes are in the sum. */
+/* Returns the layer with the name `key` in `*out`; a new one is added with an activation
+ * of `bytes` bytes and no calls. MLS_E_SIZE: the sum of all sizes overflows;
+ * MLS_E_MEMORY, MLS_E_CAPACITY: nothing was added. The sum is checked first, so every
+ * added layer's bytes are in the sum. */
 static mls_code find_or_add_layer(mls_strategy *s, const mls_layer_key *key, size_t bytes,
                                   mls_table_layer **out, mls_status *st)
 {
@@ -80,9 +86,10 @@ static mls_code find_or_add_layer(mls_strategy *s, const mls_layer_key *key, siz
     return MLS_OK;
 }
 
-/* Returns whether one of three heuristics asks for a checkpoint: a layer larger than 1.5
- * times the average, in its first call, or among the last 30 % of the layers. With the
- * source's types: an integer is compared with a double. */
+/* Returns whether one of three heuristics asks for a checkpoint of a layer: it is larger
+ * than 1.5 times the average of all layers seen, this is its first call, or its index is
+ * among the last 30 % of their number. With the source's types: an integer is compared
+ * with a double. */
 static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
                         int64_t layer_index)
 {
@@ -192,7 +199,8 @@ void mls_strategy_fini(mls_strategy *s)
 
 /* ---- memory and time ---- */
 
-/* As a double, as in the source: both limits are compared with it. */
+/* Returns the seconds from the last adjustment to `now` (in ticks). As a double, as in
+ * the source, which compares both of its limits with it. */
 static double seconds_since(const mls_strategy *s, int64_t now)
 {
     return (double)(now - s->adjusted_at) / (double)MLS_TICKS_PER_SECOND;
@@ -243,7 +251,7 @@ int64_t mls_ticks_now(void)
     return (int64_t)now.tv_sec * MLS_TICKS_PER_SECOND + now.tv_nsec / 100;
 }
 
-/* Converts seconds to ticks. NaN fails too. */
+/* The comparison is negated so that NaN fails too. */
 mls_code mls_ticks_from_seconds(double seconds, int64_t *out, mls_status *st)
 {
     const double ticks = seconds * (double)MLS_TICKS_PER_SECOND;

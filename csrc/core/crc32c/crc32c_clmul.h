@@ -27,7 +27,7 @@ enum {
 /* What to do with the bytes read; always passed as a constant. */
 typedef enum purpose { READ, COPY, COPY_PAST_CACHE } purpose;
 
-/* A range of memory and the position reached; `to` is NULL if nothing is copied. */
+/* A range of memory and the position reached in it; `to` is NULL if nothing is copied. */
 typedef struct mls_crc_run {
     unsigned char *to;
     const unsigned char *from;
@@ -67,10 +67,13 @@ TARGET_INLINE bool has_bytes(const mls_crc_run *r, size_t bytes)
     return r->bytes - r->at >= bytes;
 }
 
-/* Read blocks of four lanes as long as they fit. Takes the remainder so far and returns
- * the remainder of everything read. The remainder so far belongs to the vector just
- * before the first lane, so the first lane begins with a shorter move. The other lanes
- * begin with zero, which any move leaves zero. */
+/* Read blocks of four lanes, whose length `lane` has, as long as they fit. Takes the
+ * remainder `total` so far and returns the remainder of everything read.
+ *
+ * The remainder so far belongs to the vector just before the first lane, so the first
+ * lane begins with a shorter move. The other lanes begin with zero, which any move leaves
+ * zero.
+ */
 TARGET_INLINE vector fold_lanes(vector total, mls_crc_run *r, const mls_crc_lanes *lane,
                                 purpose why)
 {
@@ -97,7 +100,8 @@ TARGET_INLINE vector fold_lanes(vector total, mls_crc_run *r, const mls_crc_lane
     return fold_vector(c, move_constants(lane->past_one), d);
 }
 
-/* Return the checksum register for a remainder: the CRC instruction divides it. */
+/* Return the checksum register for a remainder, not inverted yet: the CRC instruction
+ * divides it. */
 TARGET_INLINE uint32_t reduce_vector(vector total)
 {
     uint64_t words[WIDTH / 8];
@@ -109,11 +113,14 @@ TARGET_INLINE uint32_t reduce_vector(vector total)
     return (uint32_t)crc;
 }
 
-/* Read the whole vectors of a range that has at least one. The checksum so far is added
- * to the first 4 bytes. A long range is read as four parallel pages: on an AMD EPYC (Zen
- * 3) this is 1.15 to 1.2 times as fast from memory as one stream. Copies use one stream:
- * stores a page apart map to the same few cache lines, and several non-temporal streams
- * took 3 to 8 times as long on that processor. */
+/* Continue the checksum over the whole vectors of a range that has at least one. The
+ * checksum so far is added to the first 4 bytes.
+ *
+ * A long range is read as four parallel pages: on an AMD EPYC (Zen 3) this is 1.15 to 1.2
+ * times as fast from memory as one stream. Copies use one stream: stores a page apart map
+ * to the same few cache lines, and several non-temporal streams took 3 to 8 times as long
+ * on that processor.
+ */
 TARGET_INLINE uint32_t checksum_vectors(uint32_t crc, mls_crc_run *r, purpose why)
 {
     vector total = make_vector4(~crc) ^ take_vector(r, 0, why);

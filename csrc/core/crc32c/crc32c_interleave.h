@@ -24,8 +24,9 @@ TARGET_INLINE uint64_t load8(const unsigned char *from)
     return word;
 }
 
-/* Continue a checksum over three consecutive lanes of `size->bytes` bytes, read in
- * parallel, and join their checksums. `to` is used only if `copies`. */
+/* Continue a checksum register over three consecutive lanes of `size->bytes` bytes at
+ * `from`, read in parallel, and join their checksums. If `copies`, copies the bytes to
+ * `to`. */
 TARGET_INLINE crc_word checksum_lanes(crc_word crc, unsigned char *to,
                                       const unsigned char *from, const lane_size *size,
                                       bool copies)
@@ -49,9 +50,9 @@ TARGET_INLINE crc_word checksum_lanes(crc_word crc, unsigned char *to,
            third;
 }
 
-/* Continue the checksum `start` over a range, and copy it if `copies`. Long lanes first,
- * then shorter ones, then words and bytes, so that short ranges do not pay for joining
- * long lanes. `copies` is constant after inlining, so the stores vanish if it is
+/* Continue the checksum `start` over a range, and if `copies` copy it to `to`. Long lanes
+ * first, then shorter ones, then words and bytes, so that short ranges do not pay for
+ * joining long lanes. `copies` is constant after inlining, so the stores vanish if it is
  * false. */
 TARGET_INLINE uint32_t checksum_range(uint32_t start, unsigned char *to,
                                       const unsigned char *from, size_t bytes,

@@ -186,7 +186,9 @@ static size_t wide_bytes(const mls_delta *delta)
     return units * 2;
 }
 
-/* Replaces gaps of 1 byte by gaps of 2 bytes. Returns false if memory runs out. */
+/* Replaces gaps of 1 byte by gaps of 2 bytes, which take `bytes` (from `wide_bytes`):
+ * fewer, because escapes are many. Returns false if memory runs out; nothing changes
+ * then. */
 static bool widen_gaps(mls_delta *delta, size_t bytes)
 {
     mls_delta_writer wide = {.delta = {.gap_bytes = 2}};

@@ -290,7 +290,7 @@ static void decode_tile(const job *j, const tile *t, buffer *b)
     j->groups->dequantize[MLS_F32](&run);
 }
 
-/* Dequantize tile number `index` in a buffer. */
+/* Dequantize a tile in a buffer, then copy its values to their places. */
 static void dequantize_buffer(const job *j, const tile *t)
 {
     buffer b;

@@ -150,7 +150,8 @@ typedef struct result {
 } result;
 
 /* Finds any schedule that fits, for budgets too tight for slots. Its time is not
- * optimised: the trace prefers to keep, then the restart with the least recomputation. */
+ * optimised: the trace prefers to keep, then the restart with the least recomputation.
+ * MLS_E_CAPACITY: no schedule fits; MLS_E_MEMORY, MLS_E_STOPPED. */
 static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
                              mls_plan *out, mls_status *st)
 {
@@ -289,8 +290,8 @@ static mls_code make_unplanned(const mls_chain *chain, mls_plan *out, mls_status
     return code;
 }
 
-/* Plans by slots; if these are too coarse, uses any schedule that fits. If that fails
- * too, no schedule fits. */
+/* Plans by slots; if these are too coarse, uses any schedule that fits. MLS_E_CAPACITY:
+ * no schedule fits. Other errors as for mls_plan_make. */
 static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
                             size_t slots, mls_plan *out, mls_status *st)
 {
@@ -307,9 +308,9 @@ static size_t fallback_slots(size_t blocks)
     return slots == 0 ? 1 : slots;
 }
 
-/* Plans one schedule. Plain if it fits; otherwise to the byte, or by slots if requested
- * or if there is no other way. If no schedule fits, the error is the same for all
- * solvers. */
+/* Keeps everything if that fits; otherwise plans to the byte, or by slots if requested or
+ * if there is no other way. If no schedule fits, the error is the same for all solvers.
+ */
 mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
                        mls_plan *out, mls_status *st)
 {

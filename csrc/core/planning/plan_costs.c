@@ -26,8 +26,8 @@ typedef struct unit_scale {
     int64_t slots; /* 0: units are bytes */
 } unit_scale;
 
-/* Converts bytes to units of the scale. Rounds up; sizes above the budget become one slot
- * more than the budget has. */
+/* Converts bytes to units of the scale, rounded up; sizes above the budget become one
+ * slot more than the budget has. */
 static int64_t units_of(unit_scale s, int64_t bytes)
 {
     if (s.slots == 0) {
@@ -50,7 +50,8 @@ static int64_t units_of(unit_scale s, int64_t bytes)
     return units > s.slots ? s.slots + 1 : units;
 }
 
-/* Computes the sizes of block i. A saved block and the memory above it form one peak. */
+/* Computes the sizes of block i in units of `scale`. A saved block and the memory above
+ * it form one peak, which is rounded as a sum. */
 static void fill_block(mls_plan_costs *c, const mls_chain *chain, size_t i,
                        unit_scale scale)
 {
@@ -102,8 +103,8 @@ static bool make_arrays(mls_plan_costs *c, size_t n)
     return true;
 }
 
-/* Checks the request before any allocation. Limits of memory are checked later, by the
- * solvers. */
+/* Checks blocks, slots and budget (bytes, with activation 0) before any allocation:
+ * MLS_E_VALUE, MLS_E_CAPACITY. Limits of memory are checked later, by the solvers. */
 static mls_code check_request(const mls_chain *chain, int64_t budget, size_t slots,
                               mls_status *st)
 {
@@ -287,9 +288,9 @@ enum {
     AWAY
 }; /* what to do with block s; larger values encode the restart point k */
 
-/* Returns the best choice for s .. t within `memory`: KEEP, AWAY, or AWAY + k - s for a
- * restart at k. `*best` is its extra seconds, INFINITY if nothing fits. Of equal choices
- * it returns the first, which prefers no recomputation. */
+/* Returns the best choice for s .. t within `memory` units above activation s: KEEP,
+ * AWAY, or AWAY + k - s for a restart at k. `*best` is its extra seconds, INFINITY if
+ * nothing fits. Of equal choices it returns the first, which prefers no recomputation. */
 static size_t choose_option(const tracer *r, size_t s, size_t t, int64_t memory,
                             double *best)
 {
@@ -347,8 +348,8 @@ static mls_code push_items(tracer *r, const item *items, size_t count, mls_statu
     return code;
 }
 
-/* Writes "forward s .. k - 1", which keeps only activations s and k, and pushes the two
- * segments. */
+/* Writes the steps "forward s .. k - 1" of a segment, which keep only activations s and
+ * k, and pushes the two segments that follow and the drop between them. MLS_E_MEMORY. */
 static mls_code push_restart(tracer *r, item seg, size_t k, mls_status *st)
 {
     mls_code code = mls_schedule_push(r->out, MLS_STEP_FORWARD, seg.s, st);

@@ -106,8 +106,9 @@ double mls_plan_dp_fronts_value(const void *context, size_t s, size_t t, int64_t
 
 /* ---- options of a segment ---- */
 
-/* Adds a choice unless it needs more than `limit`. `threshold` is the least memory that
- * it needs without its fronts. */
+/* Completes the choice `o` and adds it to the list, unless one of its fronts is empty or
+ * it needs more memory than `limit`. `threshold` is the least memory that it needs
+ * without its fronts. */
 static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64_t limit)
 {
     if (o.right->count == 0 || (o.left != NULL && o.left->count == 0)) {
@@ -126,8 +127,8 @@ static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64
     w->options[w->option_count++] = o;
 }
 
-/* Lists all choices of s .. t that fit within the limit: save, offload, and every
- * restart. */
+/* Lists all choices of s .. t, s < t, that fit within `limit` bytes above activation s:
+ * save, offload, and every restart. */
 static void list_options(solver *v, scratch *w, size_t s, size_t t, int64_t limit)
 {
     const mls_plan_costs *c = v->costs;
@@ -161,8 +162,9 @@ static void list_options(solver *v, scratch *w, size_t s, size_t t, int64_t limi
 
 /* ---- the grid ---- */
 
-/* Finds the best choice at the beginning of each interval. Shifted fronts are read at
- * less memory than they have, so errors only make values too large. */
+/* Finds the best choice at the beginning of each interval (`w->best`) and its value
+ * (`w->upper`). Shifted fronts are read at less memory than they have, so errors only
+ * make values too large. */
 static void bound_above(const solver *v, scratch *w)
 {
     const int64_t step = v->out->step;
@@ -185,9 +187,9 @@ static void bound_above(const solver *v, scratch *w)
     }
 }
 
-/* Lists the choices that may matter in each interval. Here fronts are read at more
- * memory, so errors only make values too small. The best choice of bound_above always
- * matters. */
+/* Lists the choices that may matter in each interval (`w->lists`). Here fronts are read
+ * at more memory, so errors only make values too small. The best choice of bound_above
+ * always matters. */
 static void list_by_interval(const solver *v, scratch *w)
 {
     const size_t stride = v->costs->blocks + 2;
@@ -218,14 +220,16 @@ static void fill_grid(const mls_plan_front *f, int64_t step, double *row)
 
 /* ---- envelopes ---- */
 
+/* Returns the memory, plus `shift`, from which on the front has its next value after
+ * point i; INT64_MAX after the last point. */
 static int64_t next_memory(const mls_plan_front *f, size_t i, int64_t shift)
 {
     return i + 1 < f->count ? f->points[i + 1].memory + shift : INT64_MAX;
 }
 
 /* Writes the points of a choice with memory `from` to below `to`: traverses both fronts
- * together, with a point wherever one of them changes. Returns false if memory runs
- * out. */
+ * together, with a point at each memory at which one of them changes. Returns false if
+ * memory runs out. */
 static bool unroll_option(const option *o, int64_t from, int64_t to, points *out)
 {
     const mls_plan_front *r = o->right, *l = o->left;
@@ -274,8 +278,9 @@ static bool merge_points(const points *a, const points *b, points *out)
     return true;
 }
 
-/* Appends the points that are better than the front's last one. Of points with equal
- * memory, the last one is the best. Returns false if memory runs out. */
+/* Appends the points of `added`, ordered by memory, that are better than the front's last
+ * one by more than rounding. Of points with equal memory, the last one is the best.
+ * Returns false if memory runs out. */
 static bool append_points(const solver *v, points *front, const points *added)
 {
     if (!reserve_points(front, front->count + added->count)) {
@@ -296,8 +301,9 @@ static bool append_points(const solver *v, points *front, const points *added)
     return true;
 }
 
-/* Processes all intervals in order into `w->front`. Lists are swapped instead of copied.
- * Returns false if memory runs out. */
+/* Computes the front of a segment up to `limit` bytes in `w->front`, interval by
+ * interval: the lower envelope of the choices listed for each. Lists are swapped instead
+ * of copied. Returns false if memory runs out. */
 static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 {
     const size_t stride = v->costs->blocks + 2;
@@ -326,9 +332,9 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 
 /* ---- segments ---- */
 
-/* Stores a copy of a segment's front; `cell` is the segment's place in the table. All
- * threads share the count of points: MLS_E_SIZE beyond the limit, which stops all of
- * them. */
+/* Stores a copy of a segment's front in entry `cell` of the table, and its row of the
+ * grid. All threads share the count of points: MLS_E_SIZE beyond the limit, which stops
+ * all of them; MLS_E_MEMORY. */
 static mls_code store_front(solver *v, const points *front, size_t cell)
 {
     mls_plan_front *f = &v->out->fronts[cell];
@@ -377,8 +383,9 @@ static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
     return store_front(v, &w->front, mls_plan_cell(c->blocks, s, t));
 }
 
-/* Takes a free scratch; there is one for each thread. If more threads have appeared
- * since, the last of them spins here until another segment is finished. */
+/* Takes a free scratch, for the caller to mark as free again; there is one for each
+ * thread. If more threads have appeared since, the last of them spins here until another
+ * segment is finished. */
 static scratch *take_scratch(solver *v)
 {
     for (size_t i = 0;; i = (i + 1) % v->tasks) {
@@ -484,8 +491,9 @@ void mls_plan_fronts_fini(mls_plan_fronts *f)
     *f = (mls_plan_fronts){0};
 }
 
-/* Converts a code to an error. Threads only set a code, because a status has a single
- * writer. */
+/* Fills the status for a code that solving ended with, and returns the code; `most` is
+ * the limit of points, for the message. Threads only set a code, because a status has a
+ * single writer. */
 static mls_code fail_planning(mls_code code, const mls_plan_costs *c, size_t most,
                               mls_status *st)
 {

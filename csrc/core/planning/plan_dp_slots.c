@@ -45,21 +45,22 @@ typedef struct solver {
     atomic_bool stopped;
 } solver;
 
+/* Returns the smallest multiple of `unit` that is at least `value`. */
 static size_t round_up(size_t value, size_t unit)
 {
     return (value + unit - 1) / unit * unit;
 }
 
-/* Returns an odd number of cache lines. With an even number, the entries of one step
- * would map to few cache sets and evict each other. */
+/* Returns the entries to reserve for a segment of `slots` + 1 values: an odd number of
+ * cache lines. With an even number, the entries of one step would map to few cache sets
+ * and evict each other. */
 static size_t stride_of(size_t slots)
 {
     const size_t stride = round_up(slots + 1, LANES);
     return stride / LANES % 2 == 0 ? stride + LANES : stride;
 }
 
-/* Returns the bytes of a table. Bytes that make_tables allocates, without small
- * arrays. */
+/* Counts the values that make_tables allocates, without the small arrays. */
 size_t mls_plan_table_bytes(size_t blocks, size_t slots)
 {
     const size_t padded = round_up(blocks, SMALL);
@@ -96,10 +97,10 @@ static float again_of(const solver *v, size_t s, size_t k)
     return (float)(v->costs->before[k] - v->costs->before[s]);
 }
 
-/* Tries restarts at `from` to before `to` for the segment s .. t, for entries (memory in
- * slots) below `end` only. Each begins where the rules allow it and both of its parts are
- * finite. The cells of a row are adjacent; in a column, the distance between cells
- * shrinks by one each time. */
+/* Tries restarts at k = `from` to before `to` for the segment s .. t, for entries (memory
+ * in slots) below `end` only. Each begins at the first entry at which the rules allow it
+ * and both of its parts are finite. The cells of a row are adjacent; in a column, the
+ * distance between cells shrinks by one each time. */
 static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_t to,
                          size_t end)
 {
@@ -178,8 +179,9 @@ typedef struct block {
 } block;
 
 /* Returns the kernel's arguments for restarts `first` to before `last` of the small tile
- * at s, t. The arrays of `b` receive, for each restart, its first entry and its extra
- * seconds; `rest` has what the rows s + i differ by. */
+ * at s, t. The arrays of `b`, which the result borrows, receive the first entry and the
+ * extra seconds of each restart, for the tile's last row; `rest` has the seconds that
+ * other rows need in addition. */
 static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
                                   size_t first, size_t last)
 {
@@ -219,9 +221,9 @@ static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, siz
     }
 }
 
-/* Tries restarts `first` to before `last` for a large tile above the diagonal, rows s to
- * before s_end and columns t to before t_end, strip by strip: the entries of one strip
- * stay in the cache for all small tiles. */
+/* Tries restarts `first` to before `last`, at most LARGE, for a large tile above the
+ * diagonal, rows s to before s_end and columns t to before t_end, strip by strip: the
+ * entries of one strip stay in the cache for all small tiles. */
 static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
                            size_t t_end, size_t first, size_t last)
 {
@@ -248,8 +250,9 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
 
 /* ---- single segments ---- */
 
-/* Tries to save s, with `moved` slots held during the segment s + 1 .. t, at a cost of
- * `seconds`. */
+/* Tries to save s at the start of s .. t, s < t, with `moved` slots held during the
+ * segment s + 1 .. t, at a cost of `seconds`: its saved tensors, or after an offload only
+ * its output. */
 static void try_save(const solver *v, size_t s, size_t t, int64_t moved, double seconds)
 {
     const mls_plan_costs *c = v->costs;
@@ -263,8 +266,8 @@ static void try_save(const solver *v, size_t s, size_t t, int64_t moved, double 
     }
 }
 
-/* Returns the first finite entry, or `count`. A segment that fits some memory fits more,
- * so all later entries are finite too. */
+/* Returns the first of `count` entries that is finite, or `count`. A segment that fits
+ * some memory fits more, so all later entries are finite too. */
 static size_t first_finite(const float *values, size_t count)
 {
     size_t low = 0, high = count;
@@ -280,8 +283,8 @@ static size_t first_finite(const float *values, size_t count)
 }
 
 /* Completes segment s .. t, for which all restarts outside its own small tiles have been
- * tried: tries the others, and both kinds of saves. `need` receives its first finite
- * entry. */
+ * tried: tries the others, and both kinds of saves. `v->need` receives its first finite
+ * entry, or NEVER. */
 static void finish_segment(const solver *v, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
@@ -331,7 +334,7 @@ static void prefetch_segment(const solver *v, size_t s, size_t t)
 
 /* Completes the small tile at s, t, after the tiles to its left and below it. Restarts
  * before `early` and after `late` are still missing. Prefetches the tile at next_s,
- * next_t meanwhile, segment by segment; NEVER: no prefetch. */
+ * next_t meanwhile, segment by segment; next_s NEVER: no prefetch. */
 static void finish_small(const solver *v, size_t s, size_t t, size_t early, size_t late,
                          size_t next_s, size_t next_t)
 {
@@ -413,8 +416,9 @@ static void fill_task(void *context, size_t index)
 
 /* ---- the solver ---- */
 
-/* Computes the forward peaks, and the entries from which on nothing is recomputed: there
- * values are 0 and no restart is tried. */
+/* Computes for each segment the largest forward peak (`sweep`) and the entry from which
+ * on nothing is recomputed (`full`), where values are 0 and no restart is tried; and
+ * `shift`. */
 static void fill_bounds(solver *v)
 {
     const mls_plan_costs *c = v->costs;

@@ -35,7 +35,8 @@ mls_code mls_plan_dp_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *p
                            mls_poll poll, mls_plan_table *out, mls_status *st);
 void mls_plan_table_fini(mls_plan_table *table); /* accepts a zeroed one; zeroes it */
 
-/* The mls_plan_value of a table. */
+/* The mls_plan_value of a solved table: the extra seconds of s .. t within `memory`
+ * slots. */
 double mls_plan_dp_slots_value(const void *table, size_t s, size_t t, int64_t memory);
 
 #endif

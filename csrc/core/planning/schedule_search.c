@@ -28,8 +28,9 @@ enum {
  * fit in memory take less than a second. So the only bound is the one in the header, and
  * nodes are small: 40 bytes each, plus 4 in the heap and 8 in the table. */
 
+/* A state that was found, and the last step of the best path to it. */
 typedef struct node {
-    uint64_t key;
+    uint64_t key;    /* of pack_state */
     double cost;     /* extra seconds; unused in a search for the least peak */
     int64_t peak;    /* of the path; used only in a search for the least peak */
     uint32_t parent; /* NONE: the initial state */
@@ -41,15 +42,15 @@ typedef struct node {
 typedef struct search {
     const mls_chain *chain;
     const mls_search_limits *limits;
-    bool by_peak;
-    bool ran_out;
-    size_t most; /* limit of states */
+    bool by_peak; /* the cost of a path is its peak, not its seconds */
+    bool ran_out; /* a state was dropped, because there are `most` */
+    size_t most;  /* limit of states */
     node *nodes;
     size_t count, room;
     uint32_t *table; /* node number + 1, or 0; its length is a power of 2 */
     size_t slots;
-    uint32_t *heap;
-    size_t open;
+    uint32_t *heap; /* numbers of the open nodes, the best one first */
+    size_t open;    /* nodes in the heap */
     mls_status *st;
 } search;
 
@@ -60,6 +61,7 @@ typedef struct state {
     size_t left; /* remaining backward passes */
 } state;
 
+/* A node's state while its steps are tried. */
 typedef struct moment {
     state state;
     uint64_t readable; /* activations that can be read */
@@ -73,6 +75,7 @@ static const uint64_t one_bit = 1;
 
 /* ---- keys ---- */
 
+/* Returns the key of a state: all of its members in 64 bits. */
 static uint64_t pack_state(const state *s)
 {
     return s->alone | s->saved << SAVED_AT | s->host << HOST_AT |
@@ -103,8 +106,8 @@ static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 
 /* ---- the heap ---- */
 
-/* Returns whether node a leaves the heap before node b: the cheaper one. Of equal nodes
- * the newer one comes first, because it is more often closer to the end. */
+/* Returns whether node `a` leaves the heap before node `b`: the cheaper one. Of equal
+ * nodes the newer one comes first, because it is more often closer to the end. */
 static bool comes_before(const search *s, uint32_t a, uint32_t b)
 {
     const node *x = &s->nodes[a], *y = &s->nodes[b];
@@ -161,7 +164,8 @@ static uint32_t pop_first(search *s)
 
 /* ---- nodes ---- */
 
-/* The finaliser of splitmix64: keys differ in few bits. */
+/* Returns a hash of a key: the finaliser of splitmix64, because keys differ in few bits.
+ */
 static uint64_t hash_key(uint64_t z)
 {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -180,15 +184,17 @@ static size_t slot_of(const search *s, uint64_t key)
     return slot;
 }
 
-/* The number of states tells the user what limit to lower. */
+/* Fails with MLS_E_MEMORY. The message has the number of states, the limit that the user
+ * can lower. */
 static mls_code no_memory(search *s)
 {
     return mls_fail(s->st, MLS_E_MEMORY, "no memory to search through %zu states",
                     s->count);
 }
 
-/* Doubles the room for nodes, and makes the table twice as long as that. Memory grows
- * with the states found, not with the limit. */
+/* Doubles the room for nodes and the heap, and makes the table twice as long as that.
+ * Memory grows with the states found, not with the limit. MLS_E_MEMORY: the search can
+ * still be freed. */
 static mls_code grow_tables(search *s)
 {
     const size_t room = s->room == 0 ? FIRST_ROOM : 2 * s->room;
@@ -217,8 +223,9 @@ static mls_code grow_tables(search *s)
     return MLS_OK;
 }
 
-/* Adds a path `way` to a state: a new state, a better path, or no improvement. At the
- * limit of states, a new one is dropped and `ran_out` is set. */
+/* Adds a path to a state, with the step `way` at its end: a new state, a better path, or
+ * no improvement. At the limit of states, a new one is dropped and `ran_out` is set.
+ * MLS_E_MEMORY. */
 static mls_code add_path(search *s, const node *way)
 {
     if (s->count == s->room) {
@@ -267,8 +274,9 @@ typedef struct outcome {
     bool away;
 } outcome;
 
-/* Adds the result of a step, unless it exceeds a limit. Useless activations are removed:
- * those whose block is done, and those that are also inside saved tensors. */
+/* Adds the result `o` of a step from `m`, unless it exceeds the budget or is not below
+ * the limit of seconds. Useless activations are removed first: those whose block is done,
+ * and those that are also inside saved tensors. MLS_E_MEMORY. */
 static mls_code add_outcome(search *s, const moment *m, const outcome *o)
 {
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {
@@ -292,8 +300,8 @@ static mls_code add_outcome(search *s, const moment *m, const outcome *o)
                                .block = (int8_t)o->block});
 }
 
-/* Adds a result as it is, and also with activation `bit` dropped, if that has its own
- * memory. */
+/* Adds a result as it is, and also with the activation whose bit is `bit` dropped, if
+ * that has its own memory; `o` is changed then. MLS_E_MEMORY. */
 static mls_code add_outcome_both(search *s, const moment *m, outcome *o, uint64_t bit)
 {
     const mls_code code = add_outcome(s, m, o);
@@ -304,8 +312,9 @@ static mls_code add_outcome_both(search *s, const moment *m, outcome *o, uint64_
     return add_outcome(s, m, o);
 }
 
-/* Tries to run block i forward. Skipped if the output is held already or not needed any
- * more. */
+/* Tries to run block i forward, with and without dropping its input. Skipped if the
+ * output is held already or not needed any more. Like the functions below, returns only
+ * MLS_E_MEMORY as an error. */
 static mls_code try_forward(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
@@ -327,8 +336,9 @@ static int64_t bytes_without_output(const search *s, const moment *m, size_t i)
     return alone ? m->live_bytes - s->chain->activation_bytes[i + 1] : m->live_bytes;
 }
 
-/* Adds results that offload block `bit` right after its save or load, with and without
- * input and output: waiting gains nothing, because the output may stay. */
+/* Adds results that offload the block whose bit is `bit` right after its save or load
+ * `o`, with and without its input and output: waiting gains nothing, because the output
+ * may stay. */
 static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t bit)
 {
     o->away = true;
@@ -439,9 +449,9 @@ static moment moment_of(const search *s, uint32_t number)
     return m;
 }
 
-/* Tries all steps that may be part of a best path. If the next backward pass is possible
- * without extra memory, it is the only step: every other step needs no more memory after
- * it. */
+/* Tries all steps from node `number` that may be part of a best path. If the next
+ * backward pass is possible without extra memory, it is the only step: every other step
+ * needs no more memory after it. MLS_E_MEMORY. */
 static mls_code expand_node(search *s, uint32_t number)
 {
     /* a copy: the array of nodes may move */
@@ -477,8 +487,9 @@ static int64_t bound_least_peak(const mls_chain *c)
     return least;
 }
 
-/* Runs the search; `*end` is the best final node, NONE if there is none. The first final
- * state that leaves the heap is optimal: no step has a negative cost or lowers a peak. */
+/* Runs the search; `*end` is the best final node, NONE if there is none or the states ran
+ * out. The first final state that leaves the heap is optimal: no step has a negative cost
+ * or lowers a peak. MLS_E_MEMORY, MLS_E_STOPPED. */
 static mls_code run_search(search *s, uint32_t *end)
 {
     *end = NONE;
@@ -562,8 +573,8 @@ static mls_code find_best(search *s, mls_search_result *out)
     return code;
 }
 
-/* Returns an empty search: no memory is allocated yet. Limits the states to the numbers
- * that a node can have. */
+/* Returns an empty search by peak or by seconds: no memory is allocated yet. Limits the
+ * states to the numbers that a node can have. */
 static search search_of(const mls_chain *chain, const mls_search_limits *limits,
                         bool by_peak, mls_status *st)
 {
@@ -593,8 +604,9 @@ mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limit
 
 /* ---- the best schedule ---- */
 
-/* Writes the steps with drops to best->schedule and simulates them, so that every result
- * is verified; sets best->totals. */
+/* Writes the `count` steps, with drops in the best places, to best->schedule, and
+ * simulates them, so that every result is verified; sets best->totals. On failure the
+ * caller frees the schedule. */
 static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t count,
                            mls_best *best, mls_status *st)
 {
@@ -617,8 +629,8 @@ static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t
     return code;
 }
 
-/* Writes the result: the steps with their drops, and `optimal` and `states` from the
- * search. On failure `*out` is unchanged. */
+/* Writes the result of a search: the `count` steps with their drops, and `optimal` and
+ * `states` from `result`. On failure `*out` is unchanged. */
 static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_t count,
                             const mls_search_result *result, mls_best *out,
                             mls_status *st)
@@ -633,8 +645,9 @@ static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_
     return code;
 }
 
-/* Fails for a budget that is too small for every schedule of a `kind`. The status's
- * "expected" has the least budget, for programs. Returns MLS_E_CAPACITY. */
+/* Fails for a budget that is too small for every schedule of a kind, which `kind` names
+ * in the message. The status's "expected" has `least`, the least budget, for programs.
+ * Returns MLS_E_CAPACITY. */
 static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *kind,
                             int64_t least, mls_status *st)
 {
@@ -646,8 +659,9 @@ static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *
     return mls_status_got(st, "%" PRId64, budget);
 }
 
-/* Fails after an incomplete search. The budget of a persistent schedule is known to be
- * sufficient. */
+/* Fails after an incomplete search, with the budget of a persistent schedule, which is
+ * known to be sufficient. Returns MLS_E_CAPACITY, or the error of computing that budget.
+ */
 static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *o,
                                 mls_status *st)
 {
@@ -658,8 +672,9 @@ static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *
                : code;
 }
 
-/* Fails after a search without a schedule: searches again for the least memory, to tell
- * the user which budget is sufficient. */
+/* Fails after a search without a schedule. Searches again for the least memory, so that
+ * the message shows which budget is sufficient. Returns MLS_E_CAPACITY, or the error of
+ * that search. */
 static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
                               const mls_best_options *o, mls_status *st)
 {
@@ -674,9 +689,9 @@ static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *l
                : fail_incomplete(chain, o, st);
 }
 
-/* Computes the seconds that the start schedule takes beyond the run that keeps
- * everything; INFINITY without a start schedule. MLS_E_VALUE: it is invalid or exceeds
- * the budget. */
+/* Computes the seconds of the start schedule that other schedules may not need
+ * (mls_run_extra); INFINITY without a start schedule. MLS_E_VALUE: it is invalid or
+ * exceeds the budget. */
 static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o,
                                double *extra, mls_status *st)
 {

@@ -38,7 +38,7 @@ MLS_TARGET static inline void store_half(unsigned char *items, __m128i half)
 #include "simd/x86.h"
 
 /* Rounds to bfloat16, ties to even, by an addition on the bits; the results are in the
- * upper halves. Wrong for NaN. */
+ * upper halves, and the lower ones are undefined. Wrong for NaN. */
 MLS_TARGET static inline __m256i rounded_numbers(floats values)
 {
     const __m256i bits = _mm256_castps_si256(values);
@@ -57,7 +57,7 @@ MLS_TARGET static inline __m256i rounded_upper(floats values)
     return _mm256_blendv_epi8(rounded_numbers(values), quiet, nan);
 }
 
-/* As rounded_upper, with the results in the lower halves. */
+/* Stores floats rounded to bfloat16, as rounded_upper, to any address. */
 MLS_TARGET static inline void store_bf16(unsigned char *items, floats values)
 {
     const __m256i all = _mm256_srli_epi32(rounded_upper(values), 16);
@@ -90,13 +90,14 @@ MLS_TARGET static inline doubles upper_half(floats values)
     return _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1));
 }
 
-/* Two registers rounded to one of float16 or bfloat16. The pack instruction works on each
- * 128-bit half, so the result is reordered. */
+/* Returns a register with `first` and then `second`, rounded to float16 (pack_bf16: to
+ * bfloat16). */
 MLS_TARGET static inline floats pack_f16(floats first, floats second)
 {
     return _mm256_castsi256_ps(_mm256_set_m128i(half_f16(second), half_f16(first)));
 }
 
+/* The pack instruction works on each 128-bit half, so the result is reordered. */
 MLS_TARGET static inline floats pack_bf16(floats first, floats second)
 {
     const __m256i packed =

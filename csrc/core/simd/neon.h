@@ -25,7 +25,8 @@ static inline doubles most_f64(doubles x, doubles y)
     return vmaxnmq_f64(x, y);
 }
 
-/* floats_X: exact for every dtype. */
+/* floats_X loads a register full of items of a dtype, at any address, as floats; exact
+ * for every dtype. */
 static inline floats floats_f16(const unsigned char *items)
 {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(items)));
@@ -44,8 +45,8 @@ static inline void store_f16(unsigned char *items, floats values)
     vst1_u8(items, vreinterpret_u8_f16(vcvt_f16_f32(values)));
 }
 
-/* Rounds to bfloat16, ties to even, by an addition on the bits. A NaN, which does not
- * equal itself, keeps its upper half with the quiet bit set. */
+/* Returns floats rounded to bfloat16, ties to even, by an addition on the bits. A NaN,
+ * which does not equal itself, keeps its upper half with the quiet bit set. */
 static inline uint16x4_t rounded_bf16(floats values)
 {
     const uint32x4_t bits = vreinterpretq_u32_f32(values);
@@ -63,13 +64,16 @@ static inline void store_bf16(unsigned char *items, floats values)
     vst1_u8(items, vreinterpret_u8_u16(rounded_bf16(values)));
 }
 
+/* Rounds both to bfloat16 and interleaves them: `even` in the lower halves, `odd` in the
+ * upper halves. */
 static inline floats join_bf16(floats even, floats odd)
 {
     const uint32x4_t lower = vmovl_u16(rounded_bf16(even));
     return vreinterpretq_f32_u32(vorrq_u32(lower, vshll_n_u16(rounded_bf16(odd), 16)));
 }
 
-/* The value that store_f16 leaves. Compilers merge the common computation. */
+/* Returns the value that store_f16 leaves in memory, as floats. Compilers merge the
+ * common computation. */
 static inline floats kept_f16(floats values)
 {
     return vcvt_f32_f16(vcvt_f16_f32(values));
@@ -98,7 +102,7 @@ static inline uint16x4_t load_32(const unsigned char *items)
     return vreinterpret_u16_u32(vdup_n_u32(bits));
 }
 
-/* doubles_X: exact for every dtype. */
+/* doubles_X loads half as many items as doubles; exact for every dtype. */
 static inline doubles doubles_f32(const unsigned char *items)
 {
     return vcvt_f64_f32(vreinterpret_f32_u32(load_64(items)));

@@ -18,7 +18,7 @@ typedef double doubles __attribute__((vector_size(WIDTH)));
 typedef uint32_t words __attribute__((vector_size(WIDTH)));
 enum { FLOATS = WIDTH / 4, DOUBLES = WIDTH / 8 };
 
-/* Loads and stores a register, at any address. */
+/* Loads or stores a register full of floats or doubles, at any address. */
 MLS_INLINED floats floats_f32(const unsigned char *items)
 {
     floats values;
@@ -43,7 +43,8 @@ MLS_INLINED void store_f64(unsigned char *items, doubles values)
     memcpy(items, &values, sizeof values);
 }
 
-/* One number in all lanes; the difference keeps a negative zero. */
+/* Returns a register with one number in all lanes; the difference keeps a negative zero.
+ */
 MLS_INLINED floats repeat(float value)
 {
     return value - (floats){0};
@@ -54,8 +55,8 @@ MLS_INLINED doubles repeat_f64(double value)
     return value - (doubles){0};
 }
 
-/* Every other item of a register full of bfloat16, as floats: a bfloat16 is the upper
- * half of a float. */
+/* Return the items of a register full of bfloat16 at even positions (odd_bf16: odd ones),
+ * as floats: a bfloat16 is the upper half of a float. */
 MLS_INLINED floats even_bf16(floats pairs)
 {
     return (floats)((words)pairs << 16);

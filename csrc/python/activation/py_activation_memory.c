@@ -13,7 +13,8 @@
 
 #include "runtime/process_memory.h"
 
-/* Raises TypeError for an object without a shape or dtype; keeps any other exception. */
+/* Turns the AttributeError of an `activation` without a shape or dtype into TypeError;
+ * keeps any other exception. Returns -1. */
 static int refuse_activation(PyObject *activation)
 {
     if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -25,8 +26,9 @@ static int refuse_activation(PyObject *activation)
     return -1;
 }
 
-/* Multiplies the sizes of a tuple into `*bytes`. Returns 0 on success, 1 on overflow, -1
- * with an exception set. */
+/* Multiplies `*bytes`, the bytes of an element, by each size of a tuple. Returns 0, 1 on
+ * overflow without an exception, or -1 with an exception set: ValueError if a size is
+ * negative or not an int. `*bytes` is then undefined. */
 static int multiply_sizes(PyObject *sizes, size_t *bytes)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sizes); i++) {
@@ -47,8 +49,9 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
     return 0;
 }
 
-/* Computes the bytes of one element: from the dtype itself, or from its name by the
- * core or NumPy. */
+/* Computes the bytes of one element of `dtype`: a NumPy dtype, the name of a dtype of the
+ * core, an object with an int `itemsize` (torch's), or what NumPy converts to a dtype.
+ * Returns -1 with TypeError set. */
 static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
 {
     /* first NumPy dtypes, then names, then objects with an item size */
@@ -83,8 +86,9 @@ static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
     return 0;
 }
 
-/* As mlspy_activation_bytes, for a given shape and dtype. Returns 1 if there are too many
- * bytes. */
+/* Computes the bytes of an activation of this shape (any sequence of ints) and dtype.
+ * Returns 0, 1 without an exception if they exceed PTRDIFF_MAX, or -1 with an exception
+ * set; then `*out` is unchanged. */
 static int bytes_of(const mlspy_state *state, PyObject *shape, PyObject *dtype,
                     size_t *out)
 {
@@ -113,10 +117,15 @@ static int bytes_of(const mlspy_state *state, PyObject *shape, PyObject *dtype,
 
 /* ---- torch tensors ---- */
 
-/* `nbytes` is the cheapest attribute of a tensor: shape and dtype cost three times as
- * much, and the DLPack exchange function raises for tensors on the meta device, which
- * takes a millisecond. Half of the cost of PyObject_GetAttr is finding the descriptor, so
- * the C function behind it is cached for the exact classes Tensor and Parameter. */
+/* Returns the attribute `nbytes` of a tensor whose class is in the cache
+ * (keep_tensor_class), as a new reference. Returns NULL without an exception for any
+ * other object, and with one if the attribute raises.
+ *
+ * It is the cheapest attribute of a tensor: shape and dtype cost three times as much, and
+ * the DLPack exchange function raises for tensors on the meta device, which takes a
+ * millisecond. Half of the cost of PyObject_GetAttr is finding the descriptor, so the C
+ * function behind it is cached for the exact classes Tensor and Parameter.
+ */
 static PyObject *tensor_nbytes(const mlspy_state *state, PyObject *tensor)
 {
     for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
@@ -129,8 +138,9 @@ static PyObject *tensor_nbytes(const mlspy_state *state, PyObject *tensor)
     return NULL;
 }
 
-/* Stores the getter in the first free entry; each class is stored once. The caller holds
- * the module's lock. */
+/* Stores the C function of `definition` for the class `type` in the first free entry of
+ * the cache. Does nothing if the cache has the class already or is full. The caller
+ * holds the module's lock. */
 static void keep_getter(mlspy_state *state, PyTypeObject *type,
                         const PyGetSetDef *definition)
 {
@@ -150,9 +160,9 @@ static void keep_getter(mlspy_state *state, PyTypeObject *type,
     }
 }
 
-/* Caches the getter of a class if reading the attribute only calls it: the class has no
- * __getattribute__, and `nbytes` is a C property of one of its bases. Never fails, and
- * leaves no exception. */
+/* Adds a class to the cache of tensor_nbytes, if reading `nbytes` only calls a C
+ * function: the class has no __getattribute__, and the attribute is a C property of one
+ * of its bases. Never fails, and leaves no exception. */
 static void keep_tensor_class(mlspy_state *state, PyTypeObject *type)
 {
     PyObject *descriptor =
@@ -169,9 +179,10 @@ static void keep_tensor_class(mlspy_state *state, PyTypeObject *type)
     Py_XDECREF(descriptor);
 }
 
-/* Reads the bytes from the attribute `nbytes`, for classes with the names of torch's own:
- * subclasses may define it differently, and sparse tensors raise. Returns false, without
- * an exception, if shape and dtype must be read. */
+/* Reads the bytes of an activation from its attribute `nbytes`, if its class is named
+ * like torch's own, Tensor or Parameter. Returns false, without an exception, if shape
+ * and dtype must be read instead: subclasses may define `nbytes` differently, and sparse
+ * tensors raise. */
 static bool tensor_bytes(mlspy_state *state, PyObject *activation, size_t *out)
 {
     PyObject *answer = tensor_nbytes(state, activation);
@@ -194,8 +205,8 @@ static bool tensor_bytes(mlspy_state *state, PyObject *activation, size_t *out)
     return true;
 }
 
-/* Computes the bytes from the attributes `shape` and `dtype`. Returns 1 if there are too
- * many bytes, -1 with an exception set. */
+/* Computes the bytes of an activation from its attributes `shape` and `dtype`. Returns 0,
+ * 1 without an exception if there are too many bytes, or -1 with an exception set. */
 static int described_bytes(const mlspy_state *state, PyObject *activation, size_t *out)
 {
     PyObject *shape = PyObject_GetAttr(activation, state->names[MLSPY_NAME_SHAPE]);
@@ -229,7 +240,8 @@ int mlspy_activation_bytes(mlspy_state *state, PyObject *activation, size_t *out
     return failed;
 }
 
-/* Used by mlstate.activation._manager. */
+/* activation_bytes(activation) -> bytes of its elements; for mlstate.activation._manager
+ */
 PyObject *core_activation_bytes(mlspy_state *state, PyObject *const *args)
 {
     size_t bytes;
@@ -239,8 +251,12 @@ PyObject *core_activation_bytes(mlspy_state *state, PyObject *const *args)
     return PyLong_FromSize_t(bytes);
 }
 
-/* Reads system files with the GIL released: they are short, but the system may be slow to
- * produce them. */
+/* memory_footprint() -> (used, peak, total): bytes of memory that this process uses now,
+ * that it used at most, and that it may use
+ *
+ * Releases the GIL: the system files to read are short, but the system may be slow to
+ * produce them.
+ */
 PyObject *core_memory_footprint(mlspy_state *state, PyObject *const *args)
 {
     (void)args;

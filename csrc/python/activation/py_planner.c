@@ -27,20 +27,23 @@ typedef struct held_chain {
 
 enum { ARRAYS = 8, ITEMS = 10 }; /* of the tuple that a Chain keeps */
 
-/* Returns whether array `i` has n + 1 entries. */
+/* Returns whether array `i` of a chain's tuple has an entry more than the chain has
+ * blocks: the bytes of activations and of gradients have one at each end of every block.
+ */
 static bool is_long(size_t i)
 {
     return i == 2 || i == 3;
 }
 
-/* Seconds are doubles, bytes are integers. */
+/* Returns NumPy's type number of array `i` of a chain's tuple: the first two hold seconds
+ * as doubles, the others bytes as integers. */
 static int type_of(size_t i)
 {
     return i < 2 ? NPY_FLOAT64 : NPY_INT64;
 }
 
-/* Returns an entry of the tuple as a packed array of the right type and length; NULL with
- * TypeError set. */
+/* Returns entry `i` of a chain's tuple (borrowed) as a packed array of the right type
+ * with `count` entries; a negative `count` allows any. NULL with TypeError set. */
 static PyArrayObject *array_at(PyObject *tuple, size_t i, npy_intp count)
 {
     PyObject *item = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
@@ -53,8 +56,9 @@ static PyArrayObject *array_at(PyObject *tuple, size_t i, npy_intp count)
     return array;
 }
 
-/* Copies all arrays into `memory`, one after the other; float64 and int64 both have 8
- * bytes an entry. */
+/* Copies the arrays of a chain with `n` blocks into `memory`, one after the other, and
+ * stores the address of each copy in `places`. `memory` has room for ARRAYS * (n + 1)
+ * entries; float64 and int64 both have 8 bytes. Returns -1 with TypeError set. */
 static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
                        const void *places[ARRAYS])
 {
@@ -71,7 +75,9 @@ static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
     return 0;
 }
 
-/* Copies the arrays, sets the pointers to the copies, and checks the chain. */
+/* Copies the arrays of a chain with `n` blocks into `out->memory`, makes `out->chain`
+ * point to the copies, and checks it. Returns -1 with an exception set; the caller then
+ * frees the memory. */
 static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
                       held_chain *out)
 {
@@ -104,9 +110,10 @@ static void release_chain(held_chain *chain)
     *chain = (held_chain){0};
 }
 
-/* Parses the tuple that a Chain keeps: two float64 arrays, six int64 arrays, two floats.
- * The first array determines the number of blocks; the others must match. Release the
- * chain with release_chain; on failure it is zeroed. */
+/* Parses the tuple that a Chain keeps (Chain._arrays): two float64 arrays of seconds, six
+ * int64 arrays of bytes, the two rates of offloading as floats. The first array
+ * determines the number of blocks; the others must match. Release the chain with
+ * release_chain. Returns -1 with an exception set, and `*out` zeroed. */
 static int take_chain(const mlspy_state *state, PyObject *tuple, held_chain *out)
 {
     *out = (held_chain){0};
@@ -118,6 +125,7 @@ static int take_chain(const mlspy_state *state, PyObject *tuple, held_chain *out
         return -1;
     }
     const npy_intp n = PyArray_DIM(first, 0);
+    /* is_long: some arrays have n + 1 entries; room for n + 1 in all is simpler */
     out->memory = mls_alloc((size_t)n + 1, ARRAYS * 8);
     if (out->memory == NULL) {
         return mlspy_no_memory();
@@ -129,7 +137,8 @@ static int take_chain(const mlspy_state *state, PyObject *tuple, held_chain *out
     return 0;
 }
 
-/* Returns a new int32 ndarray of shape (count, 2) with a copy of the steps. */
+/* Returns a new read-only int32 ndarray of shape (count, 2) with a copy of the steps: a
+ * row has the operation of a step and its block. A plan keeps the array. */
 static PyObject *steps_array(const mls_schedule *schedule)
 {
     const npy_intp shape[2] = {(npy_intp)schedule->count, 2};
@@ -138,7 +147,7 @@ static PyObject *steps_array(const mls_schedule *schedule)
         memcpy(PyArray_DATA((PyArrayObject *)array), schedule->steps,
                schedule->count * sizeof *schedule->steps);
     }
-    if (array != NULL) { /* read-only, because a plan keeps it */
+    if (array != NULL) {
         PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
     }
     return array;
@@ -146,7 +155,10 @@ static PyObject *steps_array(const mls_schedule *schedule)
 
 /* ---- simulation ---- */
 
-/* The check is part of take_chain; the constructor calls this to fail early. */
+/* chain_check(chain) -> None, or raises the reason why the chain is invalid
+ *
+ * Every use of a chain checks it too; the constructor of Chain calls this to fail early.
+ */
 PyObject *core_chain_check(mlspy_state *state, PyObject *const *args)
 {
     held_chain chain;
@@ -157,8 +169,10 @@ PyObject *core_chain_check(mlspy_state *state, PyObject *const *args)
     Py_RETURN_NONE;
 }
 
-/* Returns four new arrays from the records: bytes before, at the peak and after, and
- * seconds. */
+/* Returns the result of a detailed simulation, a new tuple (seconds, peak bytes, before,
+ * peaks, after, times): the totals, then four arrays with an entry for each of the
+ * `count` records: bytes held before the step, at its peak and after it, and its seconds.
+ */
 static PyObject *arrays_of(const mls_step_record *records, npy_intp count,
                            const mls_totals *totals)
 {
@@ -184,7 +198,8 @@ static PyObject *arrays_of(const mls_step_record *records, npy_intp count,
                          arrays[0], arrays[1], arrays[2], arrays[3]);
 }
 
-/* Returns the steps in a packed int32 array of shape (count, 2), which owns them. */
+/* Returns the steps in a packed int32 array of shape (`*count`, 2), as steps_array makes.
+ * They are borrowed: `object` owns them. NULL with TypeError set for any other object. */
 static const mls_step *take_steps(PyObject *object, npy_intp *count)
 {
     PyArrayObject *array = mlspy_packed_array(object, NPY_INT32, 2);
@@ -196,8 +211,9 @@ static const mls_step *take_steps(PyObject *object, npy_intp *count)
     return PyArray_DATA(array);
 }
 
-/* Simulates a parsed chain: returns the totals, and all records if `detailed`. Keeps the
- * GIL, because a step takes a few nanoseconds. */
+/* Simulates the steps in `steps_object` on a parsed chain. Returns (seconds, peak bytes),
+ * and with `detailed` also the arrays of arrays_of. Returns NULL with ValueError set if
+ * the schedule is not valid. Keeps the GIL, because a step takes a few nanoseconds. */
 static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
                           PyObject *steps_object, bool detailed)
 {
@@ -228,8 +244,11 @@ static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
     return result;
 }
 
-/* chain_simulate(chain, steps, detailed) -> (seconds, peak[, before, peaks, after,
- * times]) */
+/* chain_simulate(chain, steps, detailed) -> (seconds, peak bytes[, before, peaks, after,
+ * times])
+ *
+ * Simulates a schedule; the arrays, one entry for each step, only if `detailed`.
+ */
 PyObject *core_chain_simulate(mlspy_state *state, PyObject *const *args)
 {
     held_chain chain;
@@ -255,8 +274,10 @@ typedef struct job {
     mls_status st;
 } job;
 
-/* Parses the chain and the common arguments; `slots` may be NULL. Returns -1 with an
- * exception set, and nothing to release. */
+/* Zeroes `*j` and fills its chain and its request from the arguments that planners share.
+ * `slots` (an int, 0: the planner chooses) may be NULL for planners without slots.
+ * Returns -1 with an exception set, and nothing to release; otherwise end with job_end.
+ */
 static int job_init(job *j, mlspy_state *state, PyObject *chain, PyObject *slots,
                     PyObject *offload)
 {
@@ -286,8 +307,9 @@ static int job_init(job *j, mlspy_state *state, PyObject *chain, PyObject *slots
         mlspy_progress_end(&(j).progress);                                               \
     } while (0)
 
-/* Releases the chain, and raises the error of a failed call. If it was stopped, a
- * signal's exception is already set. Returns whether the call succeeded. */
+/* Releases the chain, and raises the error of a failed call. If a signal stopped the
+ * call, the exception of its handler is already set. Returns whether the call succeeded.
+ */
 static bool job_end(job *j)
 {
     release_chain(&j->chain);
@@ -304,7 +326,11 @@ static const char *const methods[] = {[MLS_PLAN_BY_BYTES] = "bytes",
                                       [MLS_PLAN_BY_SLOTS] = "slots",
                                       [MLS_PLAN_THAT_FITS] = "fits"};
 
-/* plan_make(chain, budget, slots, offload) -> (steps, method, slots) */
+/* plan_make(chain, budget_bytes, slots, offload) -> (steps, method, slots)
+ *
+ * Finds the fastest persistent schedule within the budget; see mls_plan_make. `method` is
+ * one of the names above; the returned slots are 0 unless it is "slots".
+ */
 PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
 {
     job j;
@@ -325,8 +351,11 @@ PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* plan_least(chain, offload) -> bytes. Faster than a plan, but still cubic in the number
- * of blocks, so it can be interrupted too. */
+/* plan_least(chain, offload) -> the least bytes for which a persistent schedule fits
+ *
+ * Faster than a plan, but still cubic in the number of blocks, so it can be interrupted
+ * too.
+ */
 PyObject *core_plan_least(mlspy_state *state, PyObject *const *args)
 {
     job j;
@@ -339,8 +368,8 @@ PyObject *core_plan_least(mlspy_state *state, PyObject *const *args)
     return job_end(&j) ? PyLong_FromLongLong(least) : NULL;
 }
 
-/* Returns a tuple of new arrays of budgets and seconds, the method and the slots; the
- * caller keeps the curve. */
+/* Returns a new tuple (budgets in bytes, seconds, method, slots) with the points of a
+ * Pareto curve as two arrays of equal length; the caller keeps the curve. */
 static PyObject *curve_of(const mls_plan_curve *curve)
 {
     const npy_intp count = (npy_intp)curve->count;
@@ -358,7 +387,11 @@ static PyObject *curve_of(const mls_plan_curve *curve)
                          (Py_ssize_t)curve->slots);
 }
 
-/* plan_pareto(chain, slots, offload) -> (budgets, seconds, method, slots) */
+/* plan_pareto(chain, slots, offload) -> (budgets, seconds, method, slots)
+ *
+ * Computes the seconds of the fastest persistent schedule for every budget that matters;
+ * see mls_plan_pareto.
+ */
 PyObject *core_plan_pareto(mlspy_state *state, PyObject *const *args)
 {
     job j;
@@ -377,7 +410,8 @@ PyObject *core_plan_pareto(mlspy_state *state, PyObject *const *args)
 
 /* ---- schedules ---- */
 
-/* Parses the two numbers of a search. */
+/* Parses the two ints that limit a search: `budget` in bytes, and `states`, the most
+ * states to visit (`*out`; 0: the core's default). Returns -1 with an exception set. */
 static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *states,
                        int64_t *budget_bytes, size_t *out)
 {
@@ -394,10 +428,14 @@ static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *sta
     return 0;
 }
 
-/* search_schedules(chain, budget, offload, start, states) -> (steps, optimal, states)
+/* search_schedules(chain, budget_bytes, offload, start, states) -> (steps, optimal,
+ * states)
  *
- * The chain is a copy. The start steps are read without the GIL; they are the read-only
- * array of a plan. Without a start, any time is acceptable.
+ * Finds the best of all valid schedules within the budget, visiting at most `states`
+ * states (0: the core's default). `start` has the steps of a schedule to improve, or is
+ * None: then any time is acceptable. `optimal`: the search was complete; the returned
+ * states are those visited. The core reads the start steps without the GIL: they are the
+ * read-only array of a plan.
  */
 PyObject *core_search_schedules(mlspy_state *state, PyObject *const *args)
 {

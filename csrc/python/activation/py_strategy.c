@@ -31,7 +31,8 @@ typedef struct strategy_object {
     PyObject *clock;    /* returns seconds when called; None: the core's clock */
 } strategy_object;
 
-/* A subclass has the base type, so the state is found. */
+/* Returns the module's state, not the strategy's. Never NULL: the type of `self`
+ * has the base type, which knows the module. */
 static mlspy_state *state_of(strategy_object *self)
 {
     return mlspy_state_of_type(Py_TYPE(self));
@@ -45,8 +46,10 @@ typedef struct strategy_args {
     int64_t index; /* 0 or more */
 } strategy_args;
 
-/* Assigns keyword arguments to their positions. Returns -1 with TypeError set, as for any
- * function. */
+/* Assigns the arguments of should_checkpoint to `placed`, 3 entries in the order of the
+ * parameters, zeroed by the caller. `args` has `nargs` positional arguments, then the
+ * values of the keywords in `names` (a tuple, or NULL for none). Returns -1 with
+ * TypeError set for a missing, unknown or repeated argument, as for any function. */
 static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *names,
                            PyObject **placed)
 {
@@ -58,7 +61,6 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
                             "should_checkpoint takes 3 arguments, got %zd",
                             nargs + named);
     }
-    /* `args` has the positional arguments first, then the values of `names` */
     for (Py_ssize_t i = 0; i < nargs; i++) {
         placed[i] = args[i];
     }
@@ -86,8 +88,10 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
     return 0;
 }
 
-/* The slow path: keywords, wrong counts and types, large numbers. Checks the arguments in
- * the order of the parameters, so that the first mistake is reported. */
+/* Parses the arguments of should_checkpoint, as place_arguments gets them: the slow path,
+ * for keywords, wrong counts and types, and large numbers. Checks them in the order of
+ * the parameters, so that the first mistake is reported. Returns -1 with an exception
+ * set. */
 static int parse_args(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
                       PyObject *names, strategy_args *q)
 {
@@ -110,7 +114,8 @@ static int parse_args(strategy_object *self, PyObject *const *args, Py_ssize_t n
                               (long long)q->index);
 }
 
-/* Parses a non-negative int of one digit; returns false for any other object. */
+/* Parses a non-negative int of one digit of Python's ints (30 bits); returns false for
+ * any other object, without an exception. */
 static inline bool small_index(PyObject *object, int64_t *out)
 {
     if (!PyLong_CheckExact(object)) {
@@ -126,7 +131,8 @@ static inline bool small_index(PyObject *object, int64_t *out)
 #endif
 }
 
-/* Parses the usual arguments here, all others in parse_args. */
+/* Parses the arguments of should_checkpoint: the usual ones here, all others in
+ * parse_args. Returns -1 with an exception set. */
 static inline int take_args(strategy_object *self, PyObject *const *args,
                             Py_ssize_t nargs, PyObject *names, strategy_args *q)
 {
@@ -139,8 +145,9 @@ static inline int take_args(strategy_object *self, PyObject *const *args,
     return parse_args(self, args, nargs, names, q);
 }
 
-/* Converts a str to a key of the core's tables. Uses the hash of plain str, even for
- * subclasses, because equal names must have equal hashes. */
+/* Converts a str to a key of the core's tables, which borrows its text. Uses the hash of
+ * plain str, even for subclasses, because equal names must have equal hashes. Returns -1
+ * with ValueError set for half of a surrogate pair. */
 static inline int take_key(PyObject *layer_id, mls_layer_key *out)
 {
     if (PyUnicode_IS_COMPACT_ASCII(layer_id)) {
@@ -150,6 +157,7 @@ static inline int take_key(PyObject *layer_id, mls_layer_key *out)
         return -1;
     }
 #if defined(Py_GIL_DISABLED)
+    /* not read here: another thread may store it meanwhile */
     const Py_hash_t hash = -1;
 #else
     const Py_hash_t hash = ((PyASCIIObject *)layer_id)->hash; /* -1: not computed yet */
@@ -158,8 +166,8 @@ static inline int take_key(PyObject *layer_id, mls_layer_key *out)
     return 0;
 }
 
-/* Computes the bytes of the elements of `activation`. An exact ndarray needs no module
- * state; other objects do. */
+/* Computes the bytes of the elements of `activation`; see mlspy_activation_bytes. The
+ * usual case, an exact ndarray, needs no module state. */
 static inline int take_bytes(strategy_object *self, PyObject *activation, size_t *out)
 {
     return PyArray_CheckExact(activation) &&
@@ -168,7 +176,9 @@ static inline int take_bytes(strategy_object *self, PyObject *activation, size_t
                : mlspy_activation_bytes(state_of(self), activation, out);
 }
 
-/* Marks all names of a tuple, or none for NULL. */
+/* Gives all layers of a tuple of str the same mark in `table`; NULL marks none. Returns
+ * -1 with an exception set: TypeError for another object, ValueError if a layer has the
+ * other mark already. */
 static int mark_layers(strategy_object *self, PyObject *names, mls_layer_choice mark,
                        mls_layer_map *table)
 {
@@ -194,9 +204,10 @@ static int mark_layers(strategy_object *self, PyObject *names, mls_layer_choice 
 
 /* ---- the clock ---- */
 
-/* Reads the strategy's clock in ticks; 0 if its kind needs none. A user's clock
- * returns seconds as a float, like time.monotonic and time.time. Rounding to ticks
- * makes ten seconds exact, independent of the float's last digits. */
+/* Reads the strategy's clock in ticks; 0 if its kind needs none. A user's clock returns
+ * seconds as a float, like time.monotonic and time.time; rounding to ticks makes ten
+ * seconds exact, independent of the float's last digits. Returns -1 with an exception
+ * set. May run user code. */
 static int read_clock(strategy_object *self, int64_t *out)
 {
     mls_status st;
@@ -218,7 +229,8 @@ static int read_clock(strategy_object *self, int64_t *out)
 
 /* ---- decisions ---- */
 
-/* Parses a number of bytes from the tracker; `least` is the smallest valid value. */
+/* Parses a number of bytes that a memory tracker returned for `name`; `least` is the
+ * smallest valid value. Returns -1 with TypeError, ValueError or CapacityError set. */
 static int take_figure(strategy_object *self, PyObject *value, const char *name,
                        int64_t least, uint64_t *out)
 {
@@ -236,8 +248,8 @@ static int take_figure(strategy_object *self, PyObject *value, const char *name,
     return 0;
 }
 
-/* Reads the memory and adjusts the interval. Returns -1 with an exception set, and
- * nothing adjusted. */
+/* Reads the memory in use by self._measure(), and lets the core adjust the interval at
+ * time `now` (in ticks). Returns -1 with an exception set, and nothing adjusted. */
 static int adjust_interval(strategy_object *self, int64_t now)
 {
     PyObject *in_use, *there_are;
@@ -258,7 +270,9 @@ static int adjust_interval(strategy_object *self, int64_t now)
     return 0;
 }
 
-/* Checks the time first: memory is read once in ten seconds. */
+/* Adjusts the interval to the memory in use if ten seconds have passed since the last
+ * time. Checks the time first, because reading the memory is slow. Returns -1 with an
+ * exception set. */
 static int adjust_interval_if_due(strategy_object *self)
 {
     int64_t now;
@@ -272,9 +286,10 @@ static int adjust_interval_if_due(strategy_object *self)
     return due ? adjust_interval(self, now) : 0;
 }
 
-/* Fills in the arguments that the kind needs. Returns 1 to ask the core, 0 if the answer
- * is no, -1 with an exception set. Sizes are read outside the lock, because that may run
- * user code. Named layers never change, so they are read without a lock. */
+/* Fills in the facts that a kind needs for its decision, as its `flags` demand, from the
+ * arguments `q`. Returns 1 to ask the core, 0 if the layer is excluded and the answer is
+ * no, -1 with an exception set. Sizes and memory are read outside the lock, because that
+ * may run user code. Named layers never change, so they are read without a lock. */
 static inline int fill_request(strategy_object *self, const strategy_args *q,
                                unsigned flags, mls_layer_question *out)
 {
@@ -295,7 +310,9 @@ static inline int fill_request(strategy_object *self, const strategy_args *q,
     return 1;
 }
 
-/* Flags and function are constants, so each kind has its own specialised copy. */
+/* Implements should_checkpoint for the kind with these `flags` and this function `decide`
+ * of the core: returns True or False, or NULL with an exception set. Both are constants,
+ * so each kind has its own specialised copy. */
 static inline __attribute__((always_inline)) PyObject *
 decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
              PyObject *names, unsigned flags, mls_decide *decide)
@@ -323,7 +340,8 @@ decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
     return Py_NewRef(chosen != 0 ? Py_True : Py_False);
 }
 
-/* For FirstMatch: returns None for a layer that the user did not name. */
+/* Returns True for a layer that the user listed to be checkpointed, False for an excluded
+ * one, and None for a layer in neither list; FirstMatch then asks the next strategy. */
 static PyObject *strategy__decide_or_none(strategy_object *self, PyObject *const *args,
                                           Py_ssize_t nargs, PyObject *names)
 {
@@ -340,7 +358,9 @@ static PyObject *strategy__decide_or_none(strategy_object *self, PyObject *const
 
 /* ---- construction and destruction ---- */
 
-/* Initialises the strategy with a number or None. */
+/* Initialises the core's strategy. `object` is the kind's number, an int or None; `label`
+ * is its name for errors, or NULL for kinds without one, which ignore `object`. Returns
+ * -1 with an exception set, and the strategy zeroed. */
 static int init_settings(strategy_object *self, const char *label, PyObject *object)
 {
     int64_t now, number;
@@ -360,10 +380,11 @@ static int init_settings(strategy_object *self, const char *label, PyObject *obj
 
 /* Strategy(number, checkpoint_layers, exclude_layers, share, clock), all optional
  *
- * Layers are tuples of str without duplicates; mlstate/activation/_strategies.py converts
- * users' lists, and reports all layers that are in both tuples. Here the first such layer
- * is refused. The clock is read once: the first adjustment is due ten seconds after
- * construction.
+ * Constructs a strategy of any kind; `label` and `flags` belong to its kind. Layers
+ * are tuples of str without duplicates; mlstate/activation/_strategies.py converts users'
+ * lists, and reports all layers that are in both tuples. Here the first such layer is
+ * refused. `share` is the share of the memory to use, above 0 and at most 1. The clock is
+ * read once: the first adjustment is due ten seconds after construction.
  */
 static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *label,
                               unsigned flags)
@@ -421,7 +442,8 @@ static void strategy_dealloc(strategy_object *self)
 
 /* ---- state ---- */
 
-/* As in the source, the next adjustment is due ten seconds from now. */
+/* reset(): forgets the counts and collected layers, and keeps the settings. The next
+ * adjustment is due ten seconds from now. */
 static PyObject *strategy_reset(strategy_object *self, PyObject *unused)
 {
     int64_t now;
@@ -443,9 +465,9 @@ static PyObject *layer_facts(const mls_layer_map *table, size_t i)
                          (Py_ssize_t)layer.bytes, (unsigned long long)layer.calls);
 }
 
-/* Returns a new list of all layers' tuples; the lock is held. Creating objects may run a
- * garbage collection, and that may run code which resets the strategy; so the count is
- * read again each time. */
+/* Returns a new list of the tuples (name, bytes, calls) of all layers; the lock is held.
+ * Creating objects may run a garbage collection, and that may run code which resets the
+ * strategy; so the count is read again each time. */
 static PyObject *all_facts(const mls_layer_map *table)
 {
     PyObject *list = PyList_New(0);
@@ -456,9 +478,9 @@ static PyObject *all_facts(const mls_layer_map *table)
 }
 
 /* Returns (checkpointed, interval, ticks since the last adjustment, adjustments under
- * high pressure, collecting, [(name, bytes, calls), ...]). Saves the time since the
- * adjustment, not its tick, because clocks differ between processes. The order of the
- * layers affects no decision, but it makes copies of copies equal. */
+ * high pressure, collecting, [(name, bytes, calls), ...]), which _restore accepts. Saves
+ * the time since the adjustment, not its tick, because clocks differ between processes.
+ * The order of the layers affects no decision, but it makes copies of copies equal. */
 static PyObject *strategy__state(strategy_object *self, PyObject *unused)
 {
     int64_t now;
@@ -479,8 +501,8 @@ static PyObject *strategy__state(strategy_object *self, PyObject *unused)
                                (long long)s.high, PyBool_FromLong(s.collecting), facts);
 }
 
-/* Restores one layer of a state. The hash is computed anew, because Python's hashes
- * differ between processes. */
+/* Adds a layer to `s` from its tuple (name, bytes, calls). The hash is computed anew,
+ * because Python's hashes differ between processes. Returns -1 with an exception set. */
 static int restore_layer(strategy_object *self, mls_strategy *s, PyObject *facts)
 {
     PyObject *name;
@@ -504,7 +526,8 @@ static int restore_layer(strategy_object *self, mls_strategy *s, PyObject *facts
         mls_strategy_restore_layer(s, &key, (size_t)bytes, (uint64_t)calls, &st), &st);
 }
 
-/* Fills a fresh strategy from a state. */
+/* Fills `fresh`, which has only settings, from a tuple of strategy__state. Returns -1
+ * with an exception set; `fresh` may then be partly filled. */
 static int take_state(strategy_object *self, PyObject *state, mls_strategy *fresh)
 {
     long long checkpointed, interval, since, high;
@@ -530,6 +553,7 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
     }
     fresh->collecting = collecting != 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(layers); i++) {
+        /* held, because other code may change the list while a layer is restored */
         PyObject *facts = Py_NewRef(PyList_GET_ITEM(layers, i));
         const int failed = restore_layer(self, fresh, facts);
         Py_DECREF(facts);
@@ -540,8 +564,8 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
     return 0;
 }
 
-/* Fills a separate strategy first, and replaces the old state only if everything is
- * valid. */
+/* _restore(state): replaces the counts and layers of this strategy by those that _state
+ * returned. Fills a separate strategy first, so that an error changes nothing. */
 static PyObject *strategy__restore(strategy_object *self, PyObject *state)
 {
     const mls_strategy *s = &self->s; /* its settings are constant after construction */
@@ -563,7 +587,8 @@ static PyObject *strategy__restore(strategy_object *self, PyObject *state)
 
 /* ---- the type ---- */
 
-/* Returns a new tuple of the names that have a mark, in order. */
+/* Returns a new tuple of the layers that the user gave this mark (an mls_layer_choice as
+ * a pointer), in the order given. */
 static PyObject *named_layers(strategy_object *self, void *mark)
 {
     const mls_layer_map *table = &self->s.named;
@@ -683,8 +708,9 @@ MLS_STRATEGY_KINDS(DEFINE_KIND)
      .slots = slots_##kind},
 static PyType_Spec kind_specs[] = {MLS_STRATEGY_KINDS(KIND_SPEC)};
 
-/* The module's state does not store the types: methods find the state through their own
- * type. */
+/* Adds the base type and a subclass for each kind to the module. The module's state does
+ * not store them: methods find the state through their own type. Returns -1 with an
+ * exception set. */
 int mlspy_strategy_add(PyObject *module)
 {
     PyTypeObject *base = NULL;

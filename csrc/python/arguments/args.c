@@ -71,7 +71,7 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *lab
     return 0;
 }
 
-/* Accepts NaN and infinities; the core decides whether a dtype has them. */
+/* The core decides whether a dtype has NaN and infinities. */
 int mlspy_take_double(PyObject *object, const char *label, double *out)
 {
     const double value = PyFloat_AsDouble(object);

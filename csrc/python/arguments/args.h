@@ -10,37 +10,43 @@
 
 #include <stdbool.h>
 
-/* Raise TypeError unless a function called `name` got the expected number of arguments.
- */
+/* Check that a function called `name` got the expected number of arguments. Returns 0, or
+ * -1 with TypeError set. */
 int mlspy_take_count(const char *name, Py_ssize_t expected, Py_ssize_t got);
 
-/* Parse the arguments of a type's constructor, all positional, with the format codes of
- * PyArg_ParseTuple. Returns -1 with TypeError set. */
+/* Parse the arguments of the constructor of `type`, all positional, with the format codes
+ * of PyArg_ParseTuple; `...` has the addresses to fill. Returns -1 with an exception set:
+ * TypeError if there are keywords. */
 int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
                           const char *format, ...);
 
-/* Parse a tuple inside an argument with the format codes of PyArg_ParseTuple. If
- * `object` is not a tuple, this is a TypeError that names `what`. */
+/* Parse a tuple inside an argument with the format codes of PyArg_ParseTuple; `...` has
+ * the addresses to fill. Objects are borrowed from the tuple. Returns -1 with an
+ * exception set: TypeError, which names `label`, if `object` is not a tuple. */
 int mlspy_take_tuple(PyObject *object, const char *label, const char *format, ...);
 
-/* Convert an int, or any object with __index__, such as NumPy's integers. `what` names
+/* Convert an int, or any object with __index__, such as NumPy's integers. `label` names
  * the argument in errors. Returns -1 with TypeError or CapacityError set, and `*out`
  * untouched. */
 int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *label,
                      int64_t *out);
 
-/* Convert a float, or any object with __float__. Returns -1 with TypeError or ValueError
- * set, and `*out` untouched. */
+/* Convert a float, or any object with __float__ or __index__; NaN and infinities too.
+ * `label` names the argument in errors. Returns -1 with TypeError or ValueError set, and
+ * `*out` untouched. */
 int mlspy_take_double(PyObject *object, const char *label, double *out);
 
-/* Convert any object to its truth value. */
+/* Convert any object to its truth value. Returns -1 with the exception of its __bool__.
+ */
 int mlspy_take_bool(PyObject *object, bool *out);
 
-/* Get the UTF-8 of a str; borrowed from it. Returns -1 with TypeError set, or ValueError
- * for half of a surrogate pair, and `*out` untouched. */
+/* Get the UTF-8 of a str, with a NUL after it; the str owns it. `label` names the
+ * argument in errors. Returns -1 with TypeError set, or ValueError for half of a
+ * surrogate pair, and `*out` untouched. */
 int mlspy_take_text(PyObject *object, const char *label, mls_str *out);
 
-/* Raise TypeError unless `object` is a dict; `what` names it in errors. */
+/* Raise TypeError unless `object` is a dict; `label` names it in errors. Returns 0 or -1.
+ */
 int mlspy_take_dict(PyObject *object, const char *label);
 
 #endif

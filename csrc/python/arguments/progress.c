@@ -13,6 +13,7 @@
 
 enum { INTERVAL = 50 * 1000 * 1000 }; /* nanoseconds between two calls */
 
+/* Return a monotonic time in nanoseconds. */
 static int64_t read_nanoseconds(void)
 {
     struct timespec t;
@@ -20,7 +21,7 @@ static int64_t read_nanoseconds(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* The reports of all intervals add up to the total. */
+/* Also called by add_progress, at intervals. */
 int mlspy_progress_finish(mlspy_progress *p)
 {
     const unsigned long long bytes =
@@ -33,7 +34,10 @@ int mlspy_progress_finish(mlspy_progress *p)
     return result == NULL ? -1 : 0;
 }
 
-/* The core's callback, called from any thread. */
+/* The core's callback, called without the GIL from any thread: counts `bytes` bytes more,
+ * and now and then reports them. Returns false, to stop the work, if a signal handler or
+ * the callback of Python raised; the exception stays set in the thread that began the
+ * work. */
 static bool add_progress(void *context, uint64_t bytes)
 {
     mlspy_progress *p = context;
@@ -75,8 +79,8 @@ void mlspy_progress_end(mlspy_progress *progress)
     PyEval_RestoreThread(progress->saved);
 }
 
-/* Any thread of the pool may call it; only the thread that began the work checks for
- * signals. */
+/* The core's poll, called without the GIL from any thread of the pool: returns false if
+ * the work is to stop. Only the thread that began the work checks for signals. */
 static bool go_on(void *context)
 {
     return add_progress(context, 0);

@@ -3,8 +3,9 @@
 
 #include "array/array_view.h"
 
-/* Return a new reference to a descriptor. Cached, because finding ml_dtypes takes longer
- * than making an array, in particular if it is not installed. */
+/* Return a new reference to the descriptor of `dtype`, or NULL with an exception set. The
+ * room caches it, because finding ml_dtypes takes longer than making an array, in
+ * particular if it is not installed. */
 static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
 {
     if (room->descrs[dtype] == NULL) {
@@ -14,7 +15,7 @@ static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
     return room->descrs[dtype];
 }
 
-/* The sizes fit: the product of the dimensions was checked. */
+/* Convert a shape to NumPy's type. The sizes fit: their product was checked. */
 static void copy_dims(int rank, const size_t *shape, npy_intp *dims)
 {
     for (int i = 0; i < rank; i++) {
@@ -74,7 +75,8 @@ PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
     return array;
 }
 
-/* Allocate the block for the arrays from `index` on, if they need one. */
+/* Allocate the block for the arrays from `index` on, if they need one; the room drops the
+ * block before it. Returns -1 with an exception set. */
 static int next_block(mlspy_room *room, size_t index)
 {
     Py_CLEAR(room->block);
@@ -88,6 +90,8 @@ static int next_block(mlspy_room *room, size_t index)
         return -1;
     }
     const uintptr_t begin = (uintptr_t)PyArray_DATA((PyArrayObject *)room->block);
+    /* the first array starts at a multiple of MLS_BLOCK_LINE; the block has room for that
+     */
     room->used = (MLS_BLOCK_LINE - begin % MLS_BLOCK_LINE) % MLS_BLOCK_LINE;
     return 0;
 }

@@ -11,11 +11,11 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Memory for `count` arrays, which are made in order. Initialise the first three fields
+/* Memory for `count` arrays, which are made in order. Initialise the first three members
  * and zero the rest. End it with mlspy_room_fini after the last array or on failure. */
 typedef struct mlspy_room {
-    mls_block_bytes_of *bytes_of;
-    const void *context;
+    mls_block_bytes_of *bytes_of; /* gives the bytes of each array */
+    const void *context;          /* passed to `bytes_of` */
     size_t count;
     PyObject *block; /* memory of the next arrays; NULL: each has its own memory */
     size_t used;     /* bytes used, from the start of the block */
@@ -24,31 +24,36 @@ typedef struct mlspy_room {
         *descrs[MLS_DTYPE_COUNT]; /* descriptors of the arrays so far, or NULL */
 } mlspy_room;
 
-/* Return a new array with its own memory, zeroed and untouched if `zeros`. Consumes the
- * descriptor. Returns NULL with an exception set on failure, as do the functions below.
- */
+/* Return a new array with its own memory, in C order. `zeros`: its elements are 0, and
+ * large memory stays untouched until it is written; otherwise they are undefined.
+ * Consumes the descriptor, also on failure. Returns NULL with an exception set on
+ * failure, as do the functions below. */
 PyObject *mlspy_array_of(PyArray_Descr *descr, int rank, const size_t *shape, bool zeros);
 
-/* Return a new array over memory that `base` keeps alive. Consumes the descriptor and
- * `base`, also on failure. `strides` may be NULL for C order; `flags` are NumPy's. */
+/* Return a new array over the memory at `data`, which `base` keeps alive. Consumes the
+ * descriptor and `base`, also on failure. `strides` are in bytes, and NULL for C order;
+ * `flags` are NumPy's: 0 gives a read-only array. */
 PyObject *mlspy_array_in(PyArray_Descr *descr, int rank, const size_t *shape,
                          const ptrdiff_t *strides, void *data, int flags, PyObject *base);
 
-/* As mlspy_array_of, with the descriptor of a dtype of a file. */
+/* As mlspy_array_of, with the descriptor of a dtype of the core, which the room caches.
+ * The array is not in one of the room's blocks. */
 PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros);
 
-/* Return a read-only array over `data`, which `base` keeps alive. `data` may be
- * unaligned. */
+/* Return a read-only array in C order over `data`, which `base` keeps alive (a new
+ * reference is taken). `data` may be unaligned. */
 PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
                            const size_t *shape, const unsigned char *data,
                            PyObject *base);
 
-/* Return array `index`. It gets its own memory if it is large or if the next arrays are
- * too small for a block. Otherwise it is part of a block, aligned to 64 bytes. */
+/* Return array `index` of the room, with undefined elements. It gets its own memory if it
+ * is large or if the next arrays are too small for a block. Otherwise it is part of a
+ * block, aligned to 64 bytes. */
 PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int rank,
                            const size_t *shape);
 
+/* Release the room's own references; the arrays keep their block alive. */
 void mlspy_room_fini(mlspy_room *room);
 
 #endif

@@ -25,7 +25,8 @@
 
 enum { MOST_ITEM_BYTES = 16 };
 
-/* Find the dtype with a DLPack type code and an item size; no two dtypes share both. */
+/* Find the dtype with a DLPack type code and an item of `bytes` bytes; no two dtypes
+ * share both. Returns false if the core has none. */
 static bool dtype_of_code(unsigned code, size_t bytes, mls_dtype *out)
 {
 #define CODE_ENTRY(id, suffix, name, file_name, item, code, ...)                         \
@@ -40,7 +41,8 @@ static bool dtype_of_code(unsigned code, size_t bytes, mls_dtype *out)
     return true;
 }
 
-/* Find a dtype that another package registered, by the name of its scalar type. */
+/* Find a dtype that another package registered with NumPy, by the name of its scalar
+ * type. Returns false if the core has no dtype of that name and item size. */
 static bool registered_of(PyArray_Descr *descr, mls_dtype *out)
 {
     const char *name = descr->typeobj->tp_name;
@@ -51,7 +53,8 @@ static bool registered_of(PyArray_Descr *descr, mls_dtype *out)
            mls_dtype_of(*out)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
 }
 
-/* Return NumPy's type number, or NPY_NOTYPE if only ml_dtypes has the type. */
+/* Return NumPy's type number of a dtype, or NPY_NOTYPE if only ml_dtypes has the type.
+ * Finds it by the DLPack type code and the item size. */
 static int type_number(mls_dtype dtype)
 {
 #define DTYPE_CODE(id, suffix, name, file_name, item, code, ...)                         \
@@ -83,8 +86,9 @@ bool mlspy_dtype_in_numpy(mls_dtype dtype)
 /* Metadata key of unsigned integers that hold the bits of another dtype. */
 static const char label_key[] = "mlstate.dtype";
 
-/* Find the dtype that labels unsigned integers: a dtype that NumPy lacks, of the same
- * size. Other labels are ignored. */
+/* Find the dtype whose name labels a descriptor of unsigned integers (labelled_descr): a
+ * dtype that NumPy lacks, of the same item size. Other labels are ignored. Returns false
+ * without an exception if there is none. */
 static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
 {
     PyObject *metadata = PyDataType_METADATA(descr);
@@ -141,8 +145,8 @@ bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
     }
 }
 
-/* Return a new reference to a dtype of ml_dtypes; NULL with the exception of its import.
- */
+/* Return a new reference to the descriptor of ml_dtypes for a dtype; NULL with the
+ * exception of its import, or another, set. */
 static PyArray_Descr *registered_descr(mls_dtype dtype)
 {
     PyObject *package = PyImport_ImportModule("ml_dtypes");
@@ -159,7 +163,8 @@ static PyArray_Descr *registered_descr(mls_dtype dtype)
     return descr;
 }
 
-/* Return unsigned integers of a dtype's size, labelled with its name. */
+/* Return a new descriptor of unsigned integers of a dtype's item size, with its name in
+ * the metadata; NULL with an exception set. */
 static PyArray_Descr *labelled_descr(mls_dtype dtype)
 {
     const mls_dtype_info *info = mls_dtype_of(dtype);
@@ -192,8 +197,9 @@ PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype)
     return descr;
 }
 
-/* The same for a dtype that a user requests. Labelled integers do not qualify, because
- * users may compute with the result. */
+/* As mlspy_descr_of_dtype for a dtype that a user requests. Labelled integers instead of
+ * floats are an ImportError, because users may compute with the result; packed dtypes
+ * have no other form. */
 static PyArray_Descr *requested_descr(mls_dtype dtype)
 {
     const int number = type_number(dtype);
@@ -244,8 +250,8 @@ PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
 
 /* ---- ndarrays ---- */
 
-/* Writes only the dimensions that the array has, because most of a view is room for
- * dimensions. */
+/* Fill a view of an ndarray with this dtype; the array becomes its owner. Writes only the
+ * dimensions that the array has, because most of a view is room for dimensions. */
 static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
 {
     mls_tensor *t = &out->tensor;
@@ -261,8 +267,8 @@ static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
     out->owner = Py_NewRef((PyObject *)array);
 }
 
-/* The array is the owner. Only its dtype can be refused: any shape and strides are
- * accepted. */
+/* As mlspy_view_of, for an ndarray, which becomes the owner. Only its dtype can be
+ * refused: any shape and strides are accepted. */
 static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
                            const char *label, mlspy_view *out)
 {
@@ -287,8 +293,8 @@ static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
            mls_dtype_of(*out)->element_bits == kind.bits;
 }
 
-/* Get an attribute that most exporters lack. Returns 1, 0 if it is missing, or -1 with an
- * exception set. */
+/* Get an attribute that most exporters lack. Returns 1 with a new reference in `*out`, 0
+ * if it is missing, or -1 with an exception set; `*out` is then NULL. */
 static int find_attribute(PyObject *array, PyObject *name, PyObject **out)
 {
     *out = PyObject_GetAttr(array, name);
@@ -302,8 +308,9 @@ static int find_attribute(PyObject *array, PyObject *name, PyObject **out)
     return 0;
 }
 
-/* Return `array`, or its detach() if it requires a gradient: torch does not export
- * tensors that are part of a graph. Both have the same memory. */
+/* Return a new reference to `array`, or its detach() if it requires a gradient: torch
+ * does not export tensors that are part of a graph. Both have the same memory. NULL with
+ * an exception set. */
 static PyObject *without_graph(const mlspy_state *state, PyObject *array)
 {
     PyObject *flag;
@@ -317,8 +324,8 @@ static PyObject *without_graph(const mlspy_state *state, PyObject *array)
                            : NULL;
 }
 
-/* Return whether a torch tensor is a lazily negated view, which torch exports without
- * its negation. */
+/* Return 1 if a torch tensor is a lazily negated view, which torch exports without its
+ * negation; 0 if not, or for any other object; -1 with an exception set. */
 static int is_negated(const mlspy_state *state, PyObject *array)
 {
     PyObject *method;
@@ -334,8 +341,9 @@ static int is_negated(const mlspy_state *state, PyObject *array)
     return negated;
 }
 
-/* Prepend `what` to an exporter's exception, since its message does not name the array.
- * Only for exception types that take a single text; others stay unchanged. */
+/* Put `label` before the text of the exception that an exporter raised, since its text
+ * does not name the array. Only for exception types that take a single text; others stay
+ * unchanged. */
 static void prefix_error(const char *label)
 {
     PyObject *const types[] = {PyExc_BufferError, PyExc_RuntimeError, PyExc_TypeError,
@@ -354,8 +362,9 @@ static void prefix_error(const char *label)
     PyErr_Restore(type, error, trace);
 }
 
-/* Return the capsule that `array` exports. Asks for the versioned form first, since only
- * that one declares read-only memory; older exporters do not support it. */
+/* Return the capsule that `array` exports, as a new reference; NULL with an exception
+ * set. Asks for the versioned form first, since only that one declares read-only memory;
+ * older exporters do not support it. */
 static PyObject *export_capsule(const mlspy_state *state, PyObject *array)
 {
     /* max_version=(1, 1); no stream argument, since only devices have streams */
@@ -382,7 +391,8 @@ static PyObject *export_capsule(const mlspy_state *state, PyObject *array)
     return capsule;
 }
 
-/* Return the tensor inside a capsule (borrowed), or NULL with TypeError set. */
+/* Return the tensor inside a capsule (borrowed), or NULL with TypeError set. Sets
+ * `*readonly` to whether its memory must not be written to. */
 static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
 {
     *readonly = false;
@@ -402,8 +412,8 @@ static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
     return NULL;
 }
 
-/* Fill in shape and strides of `t`, which has its address. Returns false if they do not
- * fit. */
+/* Fill in rank, shape and strides (in bytes) of `t`, which has its address and dtype.
+ * Returns false if the shape is invalid or its memory does not fit the address space. */
 static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
 {
     /* `packed` is the stride of the axis in C order, used if there are no strides */
@@ -474,7 +484,8 @@ static PyObject *take_capsule(PyObject *capsule)
     return owner;
 }
 
-/* Check device, dtype, shape and address of a DLPack tensor, and fill in `out`. */
+/* Check device, dtype, shape and address of a DLPack tensor, and fill in `out`. `label`
+ * names it in errors: MLS_E_VALUE, MLS_E_DTYPE or MLS_E_SHAPE. */
 static mls_code check_dlpack(const dlpack_tensor *from, const char *label,
                              mls_tensor *out, mls_status *st)
 {
@@ -504,8 +515,9 @@ static mls_code check_dlpack(const dlpack_tensor *from, const char *label,
     return MLS_OK;
 }
 
-/* Raise CompatibilityError if `array` has a torch dtype of less than 8 bits: torch
- * exports its elements as uint8 or int8. Returns -1 with an exception set. */
+/* Raise CompatibilityError if `array`, exported with the dtype `exported`, has a torch
+ * dtype of less than 8 bits: torch exports its elements as uint8 or int8. Returns 0 for
+ * any other array, or -1 with an exception set. */
 static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype exported,
                            const char *label)
 {
@@ -533,7 +545,8 @@ static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype 
     return fits ? 0 : -1;
 }
 
-/* As mlspy_view_of, for an object with __dlpack__. */
+/* As mlspy_view_of, for an object with __dlpack__. The owner is a capsule that calls the
+ * exporter's deleter. */
 static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char *label,
                           mlspy_view *out)
 {
@@ -568,9 +581,9 @@ static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char 
 
 /* ---- __array_interface__ ---- */
 
-/* Return an ndarray over the memory of `object`, which it keeps alive, or NULL without an
- * exception if the object has no interface. NumPy's scalars are copied: they have the
- * interface too, but for ml_dtypes' types it describes plain bytes. */
+/* Return a new ndarray over the memory of `object`, which it keeps alive, or NULL:
+ * without an exception if the object has no interface. NumPy's scalars are copied: they
+ * have the interface too, but for ml_dtypes' types it describes plain bytes. */
 static PyObject *array_over(PyObject *object)
 {
     if (PyArray_IsScalar(object, Generic)) {
@@ -580,7 +593,9 @@ static PyObject *array_over(PyObject *object)
     return array == Py_NotImplemented ? NULL : array; /* Py_NotImplemented is borrowed */
 }
 
-/* A view of a scalar's copy is read-only, because a write to the copy would be lost. */
+/* As mlspy_view_of, for an object with __array_interface__; any other object raises
+ * TypeError. A view of a scalar's copy is read-only, because a write to the copy would be
+ * lost. */
 static int view_of_interface(const mlspy_state *state, PyObject *object,
                              const char *label, mlspy_view *out)
 {
@@ -619,9 +634,9 @@ int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
     return view_of_interface(state, array, label, out);
 }
 
-/* Return the exchange functions of an object's exact type, or NULL without an exception.
- * Subclasses inherit the attribute but may have more than their memory, so they do not
- * qualify. */
+/* Return the DLPack exchange functions of an object's exact type (never freed), or NULL,
+ * possibly with an exception set. Subclasses inherit the attribute but may have more than
+ * their memory, so they do not qualify. */
 static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *array)
 {
     const PyTypeObject *type = Py_TYPE(array);
@@ -656,8 +671,8 @@ static bool is_detached_tensor(const mlspy_state *state, PyObject *array)
 }
 
 /* View a tensor through its type's exchange functions, which take a tenth of the time of
- * __dlpack__. The owner is the tensor itself. Exceptions are cleared: the caller uses the
- * slow path, which raises them again. */
+ * __dlpack__. The owner is the tensor itself. Returns false without an exception on any
+ * failure: the caller uses the slow path, which raises it again. */
 static bool view_by_exchange(const mlspy_state *state, PyObject *array, mlspy_view *out)
 {
     const dlpack_exchange *exchange = exchange_of(state, array);

@@ -20,44 +20,47 @@ typedef struct mlspy_view {
 } mlspy_view;
 
 /* View an ndarray, or an object on the CPU with __dlpack__ (torch tensors, also bf16) or
- * __array_interface__ (NumPy's scalars too, which are copied and read-only). `what` names
- * the argument in errors. Returns -1 with TypeError or an mlstate exception set, and no
- * owner. */
+ * __array_interface__ (NumPy's scalars too, which are copied and read-only). `label`
+ * names the argument in errors. Returns -1 with TypeError or an mlstate exception set,
+ * and no owner. */
 int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
                   mlspy_view *out);
 
-/* As above, but an array that is read-only, or whose elements share memory with one
- * another (mls_tensor_overlaps_itself), raises ValueError. */
+/* As mlspy_view_of, but an array that is read-only, or whose elements share memory with
+ * one another (mls_tensor_overlaps_itself), raises ValueError. */
 int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *label,
                         mlspy_view *out);
 
-/* The same for a plain ndarray or torch tensor. For any other object, and if
- * `writable` for one that must not be written to, returns false without an exception and
- * with an undefined `*out`: use one of the other functions. */
+/* View a plain ndarray or torch tensor; the view is the same as by the functions above.
+ * For any other object, and if `writable` for one that must not be written to, returns
+ * false without an exception and with an undefined `*out`: use one of the other
+ * functions. */
 bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable,
                         mlspy_view *out);
 
-/* View an array, quickly if that is possible, else by one of the two functions above. */
+/* View an array: quickly if that is possible, else by mlspy_view_writable if `writable`,
+ * or by mlspy_view_of. Returns -1 with an exception set, and no owner. */
 int mlspy_view_for(const mlspy_state *state, PyObject *array, const char *label,
                    bool writable, mlspy_view *out);
 
-/* Return the object as an ndarray if it is one with a type number of NumPy, `rank`
- * dimensions and C order, aligned and in native byte order; else NULL without an
- * exception. */
+/* Return the object (borrowed) as an ndarray if it is one with NumPy's type number
+ * `type`, `rank` dimensions and C order, aligned and in native byte order; else NULL
+ * without an exception. */
 PyArrayObject *mlspy_packed_array(PyObject *object, int type, int rank);
 
 void mlspy_view_release(mlspy_view *view); /* accepts a view without owner; clears it */
 
-/* The same for `count` views. */
+/* Release `count` views. `views` may be NULL if `count` is 0. */
 void mlspy_views_release(mlspy_view *views, size_t count);
 
 /* Return the bytes of a tensor's elements. They fit, because the array is in memory. */
 size_t mlspy_bytes(const mls_tensor *tensor);
 
-/* Get the core's dtype of a NumPy descriptor. Returns false if the core has none. */
+/* Get the core's dtype of a NumPy descriptor, of any byte order. Returns false
+ * without an exception if the core has none; `*out` is then unchanged. */
 bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
 
-/* Return whether NumPy has the dtype without ml_dtypes. */
+/* Return whether NumPy itself, without ml_dtypes, has the dtype. */
 bool mlspy_dtype_in_numpy(mls_dtype dtype);
 
 /* Return a new reference to the NumPy descriptor of a dtype. For dtypes that NumPy

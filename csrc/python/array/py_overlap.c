@@ -6,8 +6,9 @@
 
 #include "array/overlap.h"
 
-/* Read (address, item bytes, shape, strides in bytes). The bytes of an item become a last
- * axis, so that any item size fits. */
+/* Read a tuple (address, item bytes, shape, strides in bytes) as a view of bytes. The
+ * bytes of an item become a last axis, so that any item size fits. Returns -1 with
+ * TypeError, ValueError or OverflowError set. */
 static int take_memory(PyObject *object, mls_tensor *out)
 {
     unsigned long long address;

@@ -9,7 +9,8 @@
 
 #include "array/copy/scaled_codes.h"
 
-/* Convert (rows, columns). */
+/* Convert a tuple (rows, columns) of non-negative ints; `label` names it in errors.
+ * Returns -1 with an exception set. */
 static int take_pair(PyObject *object, const char *label, size_t *rows, size_t *columns)
 {
     Py_ssize_t first, second;
@@ -24,6 +25,9 @@ static int take_pair(PyObject *object, const char *label, size_t *rows, size_t *
     return 0;
 }
 
+/* Convert the arguments of scaled_codes_decode that are not arrays: dtype, skip, block
+ * and first. Returns -1 with an exception set. Whether they fit the arrays is checked
+ * later. */
 static int take_codes(const mlspy_state *state, PyObject *const *args,
                       mls_scaled_codes *out)
 {
@@ -42,9 +46,14 @@ static int take_codes(const mlspy_state *state, PyObject *const *args,
     return 0;
 }
 
-/* scaled_codes_decode(values, codes, scales, dtype, skip, block, first): writes the
- * values; see scaled_codes.h. All arrays have three axes; scales may be None. The codes
- * are arrays of bytes of any dtype. */
+/* scaled_codes_decode(values, codes, scales, dtype, skip, block, first): multiplies codes
+ * by scales, and writes the products to `values`
+ *
+ * All arrays have three axes: matrices, rows, columns. `codes` has bytes of any dtype,
+ * which hold codes of `dtype`; `scales` may be None. `skip` codes of each row are not
+ * used. `block` is (rows, columns) of the values that share a scale, `first` is (row,
+ * column) of the first value in the matrix of the scales. See scaled_codes.h.
+ */
 PyObject *core_scaled_codes_decode(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[3] = {{.owner = NULL}};

@@ -7,11 +7,13 @@
 
 #include "common/module_state.h"
 
-/* Open a folder; the caller closes the descriptor. */
+/* Open the folder `path` (str, bytes or os.PathLike) for reading. The caller closes the
+ * descriptor `*out`. Returns -1 with an exception set: StoreError with the path. */
 int mlspy_open_folder(const mlspy_state *state, PyObject *path, int *out);
 
-/* Raise `st`. It concerns the file `relative`, which may be NULL, in the folder `path`.
- * Returns NULL. */
+/* Raise `st`, about the file `relative` (NULL: unknown) in the folder `path`. After
+ * MLS_E_STOPPED, keeps the exception of the callback that stopped the work. Returns NULL.
+ */
 PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
                             PyObject *path, const char *relative);
 

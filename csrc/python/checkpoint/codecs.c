@@ -9,10 +9,10 @@
 
 #include <string.h>
 
-/* Convert an exception to a status. Exceptions that do not come from a codec
- * (KeyboardInterrupt, or any exception of a signal handler) stay set in the thread that
- * began the work, where Python runs signal handlers. Other threads lose their exceptions
- * with their thread states. */
+/* Convert the exception that is set to a status, and return its code. `began`: this
+ * thread began the work. Exceptions that do not come from a codec (KeyboardInterrupt, or
+ * any exception of a signal handler) then stay set, because Python runs signal handlers
+ * there. Other threads lose their exceptions with their thread states. */
 static mls_code set_status(bool began, mls_status *st)
 {
     mls_code result = MLS_E_FORMAT;
@@ -37,8 +37,9 @@ static mls_code set_status(bool began, mls_status *st)
     return result;
 }
 
-/* Release a view. Another owner, such as the frames of a traceback, must not access the
- * memory later: it belongs to the core and will be freed. */
+/* Release a memoryview of the core's memory, and consume the reference. Another owner,
+ * such as the frames of a traceback, must not access the memory later: the core frees it.
+ * Keeps an exception that is set. */
 static void release_view(PyObject *view)
 {
     PyObject *type, *value, *traceback;
@@ -53,8 +54,9 @@ static void release_view(PyObject *view)
     PyErr_Restore(type, value, traceback);
 }
 
-/* Call `encode` or `decode` with a view of the bytes. Returns a new reference to the
- * result, which supports the buffer protocol. */
+/* Call the Python function named `function`, encode or decode, with a view of the `bytes`
+ * bytes at `from`. `limit`: most bytes of the result. Returns a new reference to the
+ * result, which supports the buffer protocol; NULL with an exception set. */
 static PyObject *call_codec(const char *function, mls_codec codec,
                             const unsigned char *from, size_t bytes, size_t limit)
 {
@@ -73,7 +75,9 @@ static PyObject *call_codec(const char *function, mls_codec codec,
     return result;
 }
 
-/* Copy the result, at most `room` bytes, and release it. `*out` is 0 if it is longer. */
+/* Copy the bytes of a codec's result, at most `room`, to `to`, and release the result.
+ * `*out` is their number, or 0 if there are more than `room`. A `result` of NULL becomes
+ * the status of its exception; `began` as in set_status. */
 static mls_code copy_result(PyObject *result, bool began, unsigned char *to, size_t room,
                             size_t *out, mls_status *st)
 {
@@ -90,8 +94,11 @@ static mls_code copy_result(PyObject *result, bool began, unsigned char *to, siz
     return MLS_OK;
 }
 
-/* Take the GIL, possibly in a thread without a thread state, and call a codec. The thread
- * that began the work has a state; the state of other threads ends with the call. */
+/* Take the GIL, possibly in a thread without a thread state, and call a codec's function
+ * for the `bytes` bytes at `from`. The result as by copy_result. The thread that began
+ * the work has a thread state; the state of other threads ends with the call.
+ * - MLS_E_FORMAT: the data is invalid. MLS_E_VALUE: the codec is not installed.
+ * - MLS_E_MEMORY. MLS_E_STOPPED: an interrupt; its exception stays set. */
 static mls_code run_codec(const char *function, mls_codec codec,
                           const unsigned char *from, size_t bytes, unsigned char *to,
                           size_t room, size_t *out, mls_status *st)
@@ -107,7 +114,8 @@ static mls_code run_codec(const char *function, mls_codec codec,
     return code;
 }
 
-/* `*out` is 0 if the result does not fit: see compressed_frames.h. */
+/* Compress `bytes` bytes; `*out` is 0 if the result does not fit `room`: see
+ * compressed_frames.h. */
 static mls_code encode(void *context, mls_codec codec, const unsigned char *from,
                        size_t bytes, unsigned char *to, size_t room, size_t *out,
                        mls_status *st)
@@ -116,7 +124,8 @@ static mls_code encode(void *context, mls_codec codec, const unsigned char *from
     return run_codec("encode", codec, from, bytes, to, room, out, st);
 }
 
-/* The Python function checks the length too. */
+/* Decompress `bytes` bytes to exactly `out` bytes; any other number is MLS_E_FORMAT. The
+ * Python function checks the length too. */
 static mls_code decode(void *context, mls_codec codec, const unsigned char *from,
                        size_t bytes, unsigned char *to, size_t out, mls_status *st)
 {

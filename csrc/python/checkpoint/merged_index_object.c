@@ -28,8 +28,8 @@ int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t
     return 0;
 }
 
-/* An index stores name and state separately, since other programs may split the key
- * elsewhere than at a dot. Almost all keys are short; these are joined on the stack. */
+/* An index stores name and state separately, since other programs may split the name
+ * elsewhere than at a dot. Almost all names are short; these are joined on the stack. */
 PyObject *mlspy_merged_index_key(const mls_tensor_id *id)
 {
     char few[256];

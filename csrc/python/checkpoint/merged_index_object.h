@@ -9,21 +9,24 @@
 #include "checkpoint/index/index.h"
 #include "checkpoint/ranks/merged_index.h"
 
-/* A MergedIndex: immutable after construction. */
+/* A MergedIndex: the indexes of a checkpoint's ranks, and all of their tensors in one
+ * list. Immutable after construction. */
 typedef struct mlspy_merged_index {
     PyObject_HEAD mls_index *indexes;
     size_t index_count;
     mls_merged_index merged;
 } mlspy_merged_index;
 
-/* Return a new reference to the state dict key of a tensor. */
+/* Return a new str with the name of a tensor in state dicts: the parameter's name and,
+ * for an optimizer state, the name of the state. NULL with an exception set. */
 PyObject *mlspy_merged_index_key(const mls_tensor_id *id);
 
-/* Convert an argument to a section. */
+/* Convert an int to a section. Returns -1 with an exception set: ValueError for an
+ * unknown number. */
 int mlspy_take_section(const mlspy_state *state, PyObject *object, mls_section *out);
 
-/* Find the index of a rank in a MergedIndex; borrowed, NULL if there is none. Returns -1
- * with TypeError set if the object is not a MergedIndex. */
+/* Find the index of a rank in a MergedIndex: `*out` is borrowed, NULL if there is none.
+ * Returns 0, or -1 with TypeError set if `merged` is not a MergedIndex. */
 int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t rank,
                              const mls_index **out);
 

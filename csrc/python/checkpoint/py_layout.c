@@ -12,8 +12,9 @@
 
 #include "sharding/optimizer_axes.h"
 
-/* Convert an axis or the name of a step. Returns 0 for a number, 1 for a name, and -1
- * with an exception set on failure. */
+/* Convert the first item of a pair: an axis, or the name of a step without an axis, whose
+ * constant of the core (MLS_LAYOUT_FLAT) becomes `*out`. Returns 0 for a number, not
+ * checked yet, 1 for a name, and -1 with an exception set. */
 static int take_axis(const mlspy_state *state, PyObject *object, int64_t *out)
 {
     Py_ssize_t length = 0;
@@ -111,8 +112,11 @@ int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
 
 /* layout_part(layout, shape, index) -> ((start, ...), (length, ...), begin, end, flat)
  *
- * Returns the box of a part in its tensor, and the range of elements in the box. Slices
- * and a reshape of an array select the same part. */
+ * Returns part `index` of a tensor of `shape`: the box of the part, one `start` and
+ * `length` for each axis, and the range `begin` to `end` of elements in the box; `flat`:
+ * the range may be only some of them. Slices and a reshape of an array select the same
+ * part.
+ */
 PyObject *core_layout_part(mlspy_state *state, PyObject *const *args)
 {
     mls_layout layout;
@@ -138,8 +142,8 @@ PyObject *core_layout_part(mlspy_state *state, PyObject *const *args)
                          (Py_ssize_t)part.end, part.flat ? Py_True : Py_False);
 }
 
-/* Convert a tuple of ints and None to the axes of a state. None marks an axis that the
- * parameter lacks. */
+/* Convert a tuple of `rank` ints and None to the parameter's axis of each axis of a
+ * state; None marks one that the parameter lacks. Returns false with an exception set. */
 static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
                       signed char *axes)
 {
@@ -161,7 +165,10 @@ static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
 
 /* layout_project(layout, index, rank, axes or None) -> (layout, index)
  *
- * Returns layout and index for one tensor of that rank. */
+ * Returns the layout and the part for one tensor of `rank` dimensions, given part `index`
+ * of a layout for parameters: steps along axes that the tensor lacks are dropped. `axes`:
+ * the parameter's axis of each of a state's axes; None: the same axes.
+ */
 PyObject *core_layout_project(mlspy_state *state, PyObject *const *args)
 {
     mls_layout layout, projected;
@@ -189,7 +196,7 @@ PyObject *core_layout_project(mlspy_state *state, PyObject *const *args)
     return tuple == NULL ? NULL : Py_BuildValue("(Nn)", tuple, (Py_ssize_t)part);
 }
 
-/* layout_names() -> (name, ...) of the layouts that have one */
+/* layout_names() -> (name, ...): the layouts that users can choose by name */
 PyObject *core_layout_names(mlspy_state *state, PyObject *const *args)
 {
     (void)state;
@@ -201,7 +208,8 @@ PyObject *core_layout_names(mlspy_state *state, PyObject *const *args)
     return mlspy_tuple_of(names);
 }
 
-/* layout_parse(text) -> (layout, whether the text has the parts) or None */
+/* layout_parse(text) -> (layout, whether the text has the number of parts), or None for a
+ * text that names no layout; see mls_layout_parse */
 PyObject *core_layout_parse(mlspy_state *state, PyObject *const *args)
 {
     (void)state;

@@ -8,10 +8,11 @@
 
 #include "sharding/layout.h"
 
-/* Convert a tuple of pairs (axis or name of a step, parts) to a layout. */
+/* Convert a tuple of pairs (axis, or name of a step without one; parts) to a layout.
+ * Returns -1 with an exception set, and `*out` unchanged. */
 int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *out);
 
-/* Return a new reference to such a tuple. */
+/* Return a layout as a new tuple of such pairs, or NULL with an exception set. */
 PyObject *mlspy_layout_tuple(const mls_layout *layout);
 
 /* Convert a tuple of at most MLS_LAYOUT_RANK ints to a shape. Returns its rank, or -1

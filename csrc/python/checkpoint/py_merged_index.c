@@ -29,8 +29,9 @@
 
 /* ---- construction ---- */
 
-/* The merged index borrows the indexes, so it is released first. The type holds no Python
- * references, so it needs no garbage collection. Also accepts a partly filled object. */
+/* Frees a MergedIndex, also a partly filled one. The merged index borrows the indexes, so
+ * it is released first. The type holds no Python references, so it needs no garbage
+ * collection. */
 static void merged_index_dealloc(mlspy_merged_index *self)
 {
     mls_merged_index_fini(&self->merged);
@@ -41,7 +42,7 @@ static void merged_index_dealloc(mlspy_merged_index *self)
     mlspy_free(self);
 }
 
-/* Raise an error about an invalid index, with the name of its file. */
+/* Raise the error `st` about an invalid index, with the name of its file `path`. */
 static void fail_index(const mlspy_state *state, const mls_status *st, PyObject *path)
 {
     mls_status named = *st;
@@ -56,9 +57,9 @@ static void fail_index(const mlspy_state *state, const mls_status *st, PyObject 
     mlspy_raise(state, &named, path);
 }
 
-/* Parse one index; `name` (borrowed) is its file's name, for errors. Texts may have
- * megabytes, so they are parsed without the GIL: the bytes object is immutable, and the
- * caller holds it. */
+/* Parse one index from `text`, a bytes object; `name` (borrowed) is its file's name, for
+ * errors. Texts may have megabytes, so they are parsed without the GIL: the bytes object
+ * is immutable, and the caller holds it. Returns -1 with an exception set. */
 static int add_index(const mlspy_state *state, mlspy_merged_index *self, PyObject *text,
                      PyObject *name)
 {
@@ -80,8 +81,9 @@ static int add_index(const mlspy_state *state, mlspy_merged_index *self, PyObjec
     return 0;
 }
 
-/* Parse all indexes and merge them. On failure the MergedIndex can be freed:
- * `index_count` is the number of valid indexes. */
+/* Parse all indexes and merge them. `texts` and `names` are tuples of equal length.
+ * Returns -1 with an exception set; the MergedIndex can then be freed: `index_count` is
+ * the number of valid indexes. */
 static int merge_indexes(const mlspy_state *state, mlspy_merged_index *self,
                          PyObject *texts, PyObject *names)
 {
@@ -113,7 +115,8 @@ done:
     return failed;
 }
 
-/* MergedIndex((text, ...), (file, ...))
+/* MergedIndex((text, ...), (file, ...)): the texts of indexes, as bytes, and their files'
+ * names
  *
  * Implemented in __new__, since __init__ could be called again on a MergedIndex in use.
  */
@@ -135,8 +138,9 @@ static PyObject *merged_index_new(PyTypeObject *type, PyObject *args, PyObject *
     return self;
 }
 
-/* Convert (bytes, starts, checksums) of a file, native integers of 8 and 4 bytes, or
- * None. The record borrows from the tuple. */
+/* Convert the record of a file: (bytes, starts, checksums), or None, which leaves
+ * `*record` zeroed. `starts` and `checksums` are bytes objects with native integers of 8
+ * and 4 bytes; the record borrows them. Returns -1 with an exception set. */
 static int take_record(PyObject *item, mls_file_checksums *record)
 {
     unsigned long long bytes;
@@ -160,8 +164,8 @@ static int take_record(PyObject *item, mls_file_checksums *record)
     return 0;
 }
 
-/* Return an array with the record of each of `count` files; NULL with an exception set.
- */
+/* Return a new array with the record of each of `count` files, from a tuple; the caller
+ * frees it. NULL with an exception set. */
 static mls_file_checksums *take_records(PyObject *items, size_t count)
 {
     if ((size_t)PyTuple_GET_SIZE(items) != count) {
@@ -182,8 +186,9 @@ static mls_file_checksums *take_records(PyObject *items, size_t count)
     return records;
 }
 
-/* Read the headers of files, without the GIL. `checksums` is NULL or has the record of
- * each file. */
+/* Make the only index of `self` from the headers of the files `names` in `folder`,
+ * without the GIL. `checksums` is NULL, or a tuple that is empty or has the record of
+ * each file. Returns -1 with an exception set. */
 static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
                         PyObject *folder, PyObject *names, PyObject *checksums)
 {
@@ -198,6 +203,7 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
         PyErr_NoMemory();
         goto done;
     }
+    /* an empty tuple is the default of of_files */
     if (checksums != NULL && PyTuple_GET_SIZE(checksums) > 0) {
         records = take_records(checksums, count);
         if (records == NULL) {
@@ -249,7 +255,7 @@ done:
     return failed;
 }
 
-/* of_files(folder, (name, ...), (record or None, ...)=None): an index of safetensors
+/* of_files(folder, (name, ...), (record or None, ...)=()) -> MergedIndex of safetensors
  * files of another program, whose names in the folder the caller has checked */
 static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
 {
@@ -269,13 +275,14 @@ static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
 
 /* ---- queries ---- */
 
+/* Compares two shards by their tensors; for bsearch. */
 static int compare_ids(const void *a, const void *b)
 {
     return mls_tensor_id_compare(&((const mls_index_shard *)a)->id,
                                  &((const mls_index_shard *)b)->id);
 }
 
-/* keys(section) -> [key, ...], in byte order */
+/* keys(section) -> [key, ...]: the names of a section's tensors, in byte order */
 static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
 {
     mls_section section;
@@ -292,8 +299,9 @@ static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
     return list;
 }
 
-/* Return a new reference to a tuple of parameter axes for a state. It is None in the
- * usual case, if the state has the axes of its parameter. */
+/* Return a new tuple of the parameter's axis of each of a state's axes, None for an axis
+ * that the parameter lacks. In the usual case, if the state has the axes of its
+ * parameter, return a new reference to None. NULL with an exception set. */
 static PyObject *axes_tuple(const mls_index_shard *shard)
 {
     PyObject *tuple = shard->axes == NULL ? Py_NewRef(Py_None) : PyTuple_New(shard->rank);
@@ -305,14 +313,11 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
     return tuple;
 }
 
-/* Describe a tensor over all of its shards. The dtype is NumPy's name, not the name in
- * the file, except that an opaque tensor has dtype and shape of its file.
- *
- * The tuple contains: section, key, parameter, state or None, dtype, shape, layout, axes
- * or None, number of shards, their uncompressed bytes, highest version, tier or None,
- * stored bytes, number of sparse shards, codec of a compressed shard or None.
- *
- * Each N takes its reference; a NULL keeps the exception that is set. */
+/* Describe a tensor over all of its shards as a new tuple: section, key, parameter, state
+ * or None, dtype, shape, layout, axes or None, number of shards, their uncompressed
+ * bytes, highest version, tier or None, stored bytes, number of sparse shards, codec of a
+ * compressed shard or None. The dtype is NumPy's name, not the name in the file, except
+ * that an opaque tensor has dtype and shape of its file. NULL with an exception set. */
 static PyObject *tensor_tuple(const mlspy_merged_index *self,
                               const mls_merged_index_tensor *t)
 {
@@ -327,6 +332,7 @@ static PyObject *tensor_tuple(const mlspy_merged_index *self,
                                      : mlspy_sizes_tuple(opaque->shape, opaque->rank);
     PyObject *state =
         facts->id.has_state ? mlspy_str_of(facts->id.state) : Py_NewRef(Py_None);
+    /* each N takes its reference; a NULL keeps the exception that is set */
     return Py_BuildValue("(sNNNNNNNnKKzKnz)", mls_section_name(facts->id.section),
                          mlspy_merged_index_key(&facts->id), mlspy_str_of(facts->id.name),
                          state, dtype, shape, mlspy_layout_tuple(&facts->layout),
@@ -336,7 +342,7 @@ static PyObject *tensor_tuple(const mlspy_merged_index *self,
                          (Py_ssize_t)sum.sparse, sum.codec);
 }
 
-/* tensors() -> [tuple, ...] */
+/* tensors() -> [tuple, ...], as tensor_tuple, of all sections */
 static PyObject *merged_index_tensors(mlspy_merged_index *self, PyObject *unused)
 {
     (void)unused;
@@ -399,7 +405,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
                          layers_tuple(index, shard));
 }
 
-/* shards() -> [tuple, ...], of all ranks */
+/* shards() -> [tuple, ...], as shard_tuple, of all ranks */
 static PyObject *merged_index_shards(mlspy_merged_index *self, PyObject *unused)
 {
     (void)unused;
@@ -430,8 +436,8 @@ static PyObject *merged_index_files(mlspy_merged_index *self, PyObject *unused)
     return dict;
 }
 
-/* copies() -> [(key, file, file of the listed tensor), ...], of files of another program
- */
+/* copies() -> [(key, file, file of the listed tensor), ...]: the tensors that files of
+ * another program contain more than once */
 static PyObject *merged_index_copies(mlspy_merged_index *self, PyObject *unused)
 {
     (void)unused;
@@ -439,6 +445,7 @@ static PyObject *merged_index_copies(mlspy_merged_index *self, PyObject *unused)
     const mls_index *index = &self->indexes[0];
     const size_t count = self->index_count > 0 ? index->copy_count : 0;
     for (size_t i = 0; list != NULL && i < count; i++) {
+        /* copies follow the listed shards; each has the id of a listed one */
         const mls_index_shard *copy = &index->shards[index->shard_count + i];
         const mls_index_shard *listed =
             bsearch(copy, index->shards, index->shard_count, sizeof *copy, compare_ids);
@@ -451,7 +458,9 @@ static PyObject *merged_index_copies(mlspy_merged_index *self, PyObject *unused)
 
 /* header(path) -> bytes or None
  *
- * Rebuilds the header of a file from the first index that lists the complete file. */
+ * Rebuilds the header of a file from the first index that lists the complete file; None
+ * if no index does.
+ */
 static PyObject *merged_index_header(mlspy_merged_index *self, PyObject *argument)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -475,7 +484,8 @@ static PyObject *merged_index_header(mlspy_merged_index *self, PyObject *argumen
     return result;
 }
 
-/* heads() -> [(generation, rank, world_size, shards, bytes, stored bytes), ...] */
+/* heads() -> [(generation, rank, world_size, shards, bytes, stored bytes), ...], one for
+ * each index */
 static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
 {
     (void)unused;
@@ -495,9 +505,9 @@ static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
 
 /* ---- verification ---- */
 
-/* Describe a problem: kind, file, key or None, part or None, rank, offset, bytes, text.
- * Key and part are None for a problem of a whole file. The text may quote the system in
- * any encoding. */
+/* Describe a problem as a new tuple: kind, file, key or None, part or None, rank, offset,
+ * bytes, text. Key and part are None for a problem of a whole file. The text may quote
+ * the system in any encoding. NULL with an exception set. */
 static PyObject *problem_tuple(const mls_index *index, const mls_problem *problem)
 {
     const bool is_file_problem = problem->shard == SIZE_MAX;
@@ -515,11 +525,13 @@ static PyObject *problem_tuple(const mls_index *index, const mls_problem *proble
         (unsigned long long)problem->bytes, text);
 }
 
-/* verify(folder, progress) -> (bytes read, [problem, ...])
+/* verify(folder, progress) -> (bytes read, [problem, ...]), as problem_tuple
  *
- * Processes one index at a time, so that only one rank's problems are in memory twice.
- * Problems are results, not errors: the function raises only if verification cannot
- * continue. */
+ * Reads all files in the folder, and compares their bytes with the checksums of the
+ * indexes. Processes one index at a time, so that only one rank's problems are in memory
+ * twice. Problems are results, not errors: the function raises only if verification
+ * cannot continue.
+ */
 static PyObject *merged_index_verify(mlspy_merged_index *self, PyObject *const *args,
                                      Py_ssize_t count)
 {

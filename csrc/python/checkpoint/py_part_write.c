@@ -24,7 +24,7 @@ enum { ALIGNMENT = 64 };
 
 /* ---- headers ---- */
 
-/* The tensors of one file, in the caller's order until the header sorts them. */
+/* The tensors of one file and its header; mls_header_init sorts the tensors. */
 typedef struct file_layout {
     mls_header_tensor *tensors;
     size_t *shapes; /* MLS_LAYOUT_RANK for each tensor */
@@ -39,7 +39,9 @@ static void layout_fini(file_layout *f)
     mls_free(f->shapes);
 }
 
-/* Convert (name, dtype, shape). */
+/* Convert (name, dtype, shape) to a tensor of a header, and check it. `shape` has room
+ * for MLS_LAYOUT_RANK dimensions, and `out` borrows it. Returns -1 with an exception set.
+ */
 static int take_tensor(const mlspy_state *state, PyObject *object, size_t *shape,
                        mls_header_tensor *out)
 {
@@ -76,7 +78,9 @@ static int take_tensor(const mlspy_state *state, PyObject *object, size_t *shape
     return 0;
 }
 
-/* Convert the tensors, and build the header with checksums of 0. */
+/* Convert a tuple of tensors, and build the header with checksums of 0 and `text` as its
+ * "format". Returns -1 with an exception set. The caller zeroes `*f` before, and calls
+ * layout_fini in any case. */
 static int take_layout(const mlspy_state *state, PyObject *tensors, PyObject *text,
                        file_layout *f)
 {
@@ -92,6 +96,7 @@ static int take_layout(const mlspy_state *state, PyObject *tensors, PyObject *te
         return -1;
     }
     for (size_t i = 0; i < f->count; i++) {
+        /* the header sorts the tensors; places_list restores the order */
         f->tensors[i].number = i;
         if (take_tensor(state, PyTuple_GET_ITEM(tensors, (Py_ssize_t)i),
                         f->shapes + i * MLS_LAYOUT_RANK, &f->tensors[i]) < 0) {
@@ -105,7 +110,8 @@ static int take_layout(const mlspy_state *state, PyObject *tensors, PyObject *te
         &st);
 }
 
-/* Return [(offset, first block), ...] in the caller's order. */
+/* Return a new list of (offset in the file, index of the first block's checksum) of each
+ * tensor, in the caller's order. */
 static PyObject *places_list(const file_layout *f)
 {
     PyObject *list = PyList_New((Py_ssize_t)f->count);
@@ -119,10 +125,13 @@ static PyObject *places_list(const file_layout *f)
     return list;
 }
 
-/* safetensors_layout(((name, dtype, shape), ...), format, crcs or None)
- *     -> (header, file bytes, blocks, [(offset, first block), ...])
+/* safetensors_layout(((name, dtype, shape), ...), format, crcs or None) -> (header, file
+ * bytes, blocks, [(offset, first block), ...])
  *
- * `crcs` is a buffer of uint32, one for each block; without it, the header is None. */
+ * Computes the layout of a safetensors file, and its header if `crcs` is a buffer of
+ * uint32 with the CRC32C of each block; without it, the header is None. `format` is the
+ * text of the metadata "format".
+ */
 PyObject *core_safetensors_layout(mlspy_state *state, PyObject *const *args)
 {
     file_layout f = {0};
@@ -163,6 +172,7 @@ typedef struct parts_args {
     Py_buffer crcs, written;
 } parts_args;
 
+/* Releases what take_args acquired, also after a failure. */
 static void args_fini(parts_args *a)
 {
     PyBuffer_Release(&a->crcs);
@@ -174,7 +184,8 @@ static void args_fini(parts_args *a)
     mls_free((void *)a->job.names);
 }
 
-/* Look up the place of an item. */
+/* Look up the place of an item: (file, offset, first block, number, dtype) under its name
+ * in the dict `places`. Returns -1 with an exception set. */
 static int take_place(const mls_shard_item *item, PyObject *places, mls_placed_item *out)
 {
     PyObject *name = mlspy_str_of(item->id.name), *place = NULL, *dtype;
@@ -192,7 +203,8 @@ static int take_place(const mls_shard_item *item, PyObject *places, mls_placed_i
     return failed ? -1 : 0;
 }
 
-/* Convert all arguments but `sync` and `progress`. */
+/* Convert all arguments of parts_write but the last two. Returns -1 with an exception
+ * set; the caller calls args_fini in any case. */
 static int take_args(const mlspy_state *state, PyObject *const *args, parts_args *a)
 {
     mls_parts_job *job = &a->job;
@@ -236,10 +248,11 @@ static int take_args(const mlspy_state *state, PyObject *const *args, parts_args
 
 /* parts_write(items, folder, files, places, crcs, written, sync, progress)
  *
- * Write the items of shards_collect into existing files, and sync these if `sync`.
- * `places` maps each name to (file, offset, first block, number, dtype). Shares of
- * checksums are XORed to `crcs`, a buffer of uint32, and `written`, of uint64, counts
- * bytes by number.
+ * Writes the items of shards_collect into existing files, and syncs these if `sync`.
+ * `files` has the names of the files in `folder`. `places` maps each tensor's name to
+ * (index of its file, offset, first block, number, dtype in the file). Shares of
+ * checksums are XORed to `crcs`, a buffer of uint32 with an entry for each block;
+ * `written`, a buffer of uint64, counts bytes: of a tensor at its number.
  */
 PyObject *core_parts_write(mlspy_state *state, PyObject *const *args)
 {

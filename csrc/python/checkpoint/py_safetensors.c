@@ -21,8 +21,8 @@
 
 #include <unistd.h>
 
-/* Raise `st`. Errors about contents start with the file's name; an OSError shows its path
- * anyway. `path` is as the caller passed it, `encoded` its bytes. */
+/* Raise `st`, about the file `path`; `encoded` has the bytes of that path. Errors about
+ * contents start with the file's name; an OSError shows its path anyway. Returns NULL. */
 static PyObject *raise_status(const mlspy_state *state, const mls_status *st,
                               PyObject *path, PyObject *encoded)
 {
@@ -49,7 +49,8 @@ typedef struct save_job {
     mlspy_view *views;
 } save_job;
 
-/* Accepts a partly initialized job: `content.count` is the number of views. */
+/* Releases what a job holds; accepts one that save_job_init left incomplete:
+ * `content.count` is the number of views. */
 static void save_job_fini(save_job *job)
 {
     mlspy_views_release(job->views, job->content.count);
@@ -58,8 +59,9 @@ static void save_job_fini(save_job *job)
     mls_free(job->views);
 }
 
-/* The view holds the array (or its DLPack capsule), so its memory stays valid without the
- * GIL, even if the dict changes. */
+/* Convert item `i` of the tuple, a pair (name, array), to tensor `i` of the job. The view
+ * holds the array (or its DLPack capsule), so its memory stays valid without the GIL,
+ * even if the dict changes. Returns -1 with an exception set, without a view. */
 static int take_tensor(const mlspy_state *state, PyObject *items, Py_ssize_t i,
                        save_job *job)
 {
@@ -82,7 +84,8 @@ static int take_tensor(const mlspy_state *state, PyObject *items, Py_ssize_t i,
     return 0;
 }
 
-/* Convert the metadata pairs. The strings are borrowed. */
+/* Convert a tuple of pairs (key, value) of str to the job's metadata; the texts are
+ * borrowed. Returns -1 with an exception set. */
 static int take_metadata(PyObject *pairs, save_job *job)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i++) {
@@ -99,7 +102,9 @@ static int take_metadata(PyObject *pairs, save_job *job)
     return 0;
 }
 
-/* Do everything that needs Python, before the GIL is released. */
+/* Convert tensors (`items`) and metadata (`pairs`), before the GIL is released. Returns
+ * -1 with an exception set. The caller zeroes the job before, and calls save_job_fini in
+ * any case. */
 static int save_job_init(const mlspy_state *state, PyObject *items, PyObject *pairs,
                          save_job *job)
 {
@@ -120,7 +125,8 @@ static int save_job_init(const mlspy_state *state, PyObject *items, PyObject *pa
     return take_metadata(pairs, job);
 }
 
-/* file_save(path, ((name, array), ...), ((key, value), ...)) */
+/* file_save(path, ((name, array), ...), ((key, value), ...)): writes a safetensors file
+ * with these tensors and metadata */
 PyObject *core_file_save(mlspy_state *state, PyObject *const *args)
 {
     if (!PyTuple_Check(args[1]) || !PyTuple_Check(args[2])) {
@@ -149,7 +155,8 @@ PyObject *core_file_save(mlspy_state *state, PyObject *const *args)
  * the file. Replacing the file in between is harmless: the descriptor refers to the file
  * whose header was read. */
 
-/* Convert the metadata to a dict, in the header's order. */
+/* Return the metadata of a file as a new dict of str, in the header's order; NULL with an
+ * exception set. */
 static PyObject *metadata_of(const mls_safetensors *file)
 {
     PyObject *result = PyDict_New();
@@ -160,14 +167,15 @@ static PyObject *metadata_of(const mls_safetensors *file)
     return result;
 }
 
-/* Size of a new array. */
+/* Return the bytes of array `index` of a file, for mlspy_room. */
 static size_t bytes_of(const void *context, size_t index)
 {
     return ((const mls_safetensors *)context)->tensors[index].bytes;
 }
 
-/* Return a dict of arrays in the header's order: over a mapping, or in new memory if
- * `base` is NULL. */
+/* Return a new dict of arrays in the header's order: over the mapping at `mapped`, which
+ * `base` owns, or uninitialised in new memory if `base` is NULL. NULL with an exception
+ * set. */
 static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *mapped,
                            PyObject *base)
 {
@@ -217,8 +225,9 @@ const unsigned char *mlspy_mapping_data(PyObject *capsule)
     return mapping->data;
 }
 
-/* Set `*arrays` to read-only arrays over one mapping, which exists as long as any of
- * them; NULL with an exception set. A failure of the core returns its code. */
+/* Set `*arrays` to a new dict of read-only arrays over one mapping, which exists as long
+ * as any of them. A failure of the core returns its code; after one of Python, returns
+ * MLS_OK, and `*arrays` is NULL with an exception set. */
 static mls_code load_mapped(int fd, const mls_safetensors *file, PyObject **arrays,
                             mls_status *st)
 {
@@ -232,8 +241,9 @@ static mls_code load_mapped(int fd, const mls_safetensors *file, PyObject **arra
     return code;
 }
 
-/* Return the addresses of the arrays' memory, in the header's order. No other thread has
- * the dict yet. */
+/* Return the addresses of the memory of a dict's `count` arrays, in its order; the caller
+ * frees the result. NULL without an exception if memory runs out. No other thread has the
+ * dict yet. */
 static void **array_addresses(PyObject *arrays, size_t count)
 {
     void **places = mls_alloc(count, sizeof *places);
@@ -245,8 +255,8 @@ static void **array_addresses(PyObject *arrays, size_t count)
     return places;
 }
 
-/* The same for new arrays. They are created with the GIL and filled without it; no other
- * thread has them yet. */
+/* As load_mapped, for new arrays with the file's elements. They are created with the GIL
+ * and filled without it; no other thread has them yet. */
 static mls_code load_copied(const mlspy_state *state, int fd, const mls_safetensors *file,
                             PyObject **arrays, mls_status *st)
 {
@@ -267,7 +277,9 @@ static mls_code load_copied(const mlspy_state *state, int fd, const mls_safetens
     return code;
 }
 
-/* Read a file: its metadata, and its arrays unless `mmap` is NULL. */
+/* Read a file: returns (arrays, metadata), or only the metadata if `mmap` is NULL; NULL
+ * with an exception set. A true `mmap` maps the arrays. A true `verify` compares the
+ * checksums of the header, and of elements that are read, if the file has checksums. */
 static PyObject *load_file(const mlspy_state *state, PyObject *path, PyObject *mmap,
                            PyObject *verify)
 {
@@ -305,13 +317,13 @@ static PyObject *load_file(const mlspy_state *state, PyObject *path, PyObject *m
     return result;
 }
 
-/* file_load(path, mmap, verify) -> ({name: array}, {key: text}) */
+/* file_load(path, mmap, verify) -> ({name: array}, {key: text}), as load_file */
 PyObject *core_file_load(mlspy_state *state, PyObject *const *args)
 {
     return load_file(state, args[0], args[1], args[2]);
 }
 
-/* file_metadata(path, verify) -> {key: value} */
+/* file_metadata(path, verify) -> {key: text}: the metadata in the header of a file */
 PyObject *core_file_metadata(mlspy_state *state, PyObject *const *args)
 {
     return load_file(state, args[0], NULL, args[1]);

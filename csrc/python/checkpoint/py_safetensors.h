@@ -6,9 +6,9 @@
 
 #include "io/file.h"
 
-/* Return a new reference to a capsule that owns `mapping`, as the base of arrays over it.
- * A capsule has no buffer, so NumPy refuses to make these arrays writeable. On failure
- * returns NULL with an exception set, and releases the mapping. */
+/* Return a new capsule that owns `*mapping`, as the base of arrays over it. A capsule has
+ * no buffer, so NumPy refuses to make these arrays writeable. On failure returns NULL
+ * with an exception set, and ends the mapping. */
 PyObject *mlspy_mapping_capsule(mls_mapping *mapping);
 
 /* Return the first byte of a capsule's mapping. */

@@ -45,7 +45,8 @@ void mlspy_shard_items_release(mlspy_shard_items *g, bool all)
     }
 }
 
-/* The memory of the copies is released last, since items point into it. */
+/* Release everything that a list holds. The memory of the copies is released last, since
+ * items point into it. */
 static void items_fini(mlspy_shard_items *g)
 {
     for (size_t i = 0; i < g->owner_count; i++) {
@@ -60,7 +61,8 @@ static void items_fini(mlspy_shard_items *g)
     PyBuffer_Release(&g->staging);
 }
 
-/* Hold `owner` for all items added since the last call. */
+/* Hold `owner`, whose memory they use, for all items added since the last call. Returns
+ * -1 with MemoryError set. */
 static int hold_owner(mlspy_shard_items *g, PyObject *owner)
 {
     if (g->owner_room < g->list.item_room) {
@@ -86,7 +88,7 @@ static void describe_tensor(const mls_tensor_id *id, const char *key,
                   key);
 }
 
-/* Read the `shape` attribute of a value. Returns its rank, or -1 without an exception if
+/* Read the attribute `shape` of a value. Returns its rank, or -1 without an exception if
  * the attribute is missing or invalid. */
 static int stated_shape(const mlspy_shard_items *g, PyObject *value, size_t *shape)
 {
@@ -99,10 +101,11 @@ static int stated_shape(const mlspy_shard_items *g, PyObject *value, size_t *sha
     return rank;
 }
 
-/* If a state's axes differ from its parameter's, fill in `axes` and return it; else
- * return NULL. Needed only to cut arrays, and if another rank may store the parameter;
- * otherwise the core derives the axes. A parameter without a valid shape counts as
- * missing. */
+/* If the axes of a state `id` with `rank` dimensions `dims` differ from those in its
+ * parameter in the dict `model` (or None), fill in `axes`, the parameter's axis of each,
+ * and return it; else return NULL. Needed only to cut arrays, and if another rank may
+ * store the parameter; otherwise the core derives the axes. A parameter without a valid
+ * shape counts as missing. Sets no exception. */
 static const signed char *axes_of(const mlspy_shard_items *g, PyObject *model,
                                   const mls_tensor_id *id, int rank, const size_t *dims,
                                   signed char *axes)
@@ -122,7 +125,8 @@ static const signed char *axes_of(const mlspy_shard_items *g, PyObject *model,
     return differ ? axes : NULL;
 }
 
-/* Add a whole array: all of it, or the parts that this rank stores. */
+/* Add a whole array: all of it, or the parts that this rank stores. `model` is the dict
+ * of parameters, or None. Returns -1 with an exception set. */
 static int add_whole(mlspy_shard_items *g, PyObject *model, const mls_tensor_id *id,
                      const mlspy_view *view)
 {
@@ -142,7 +146,7 @@ static int add_whole(mlspy_shard_items *g, PyObject *model, const mls_tensor_id 
 
 /* ---- Shard objects ---- */
 
-/* Read an attribute of a Shard that is an int. */
+/* Read the attribute `name` of a Shard, an int. Returns -1 with an exception set. */
 static int shard_number(const mlspy_shard_items *g, PyObject *shard, const char *name,
                         int64_t *out)
 {
@@ -152,7 +156,8 @@ static int shard_number(const mlspy_shard_items *g, PyObject *shard, const char 
     return failed;
 }
 
-/* Read the tier of a Shard; the class has checked the name. */
+/* Read the tier of a Shard, whose class has checked its name; `*out` stays unchanged for
+ * None. Returns -1 with an exception set. */
 static int shard_tier(PyObject *shard, mls_tier *out)
 {
     mls_str text;
@@ -169,7 +174,8 @@ static int shard_tier(PyObject *shard, mls_tier *out)
 }
 
 /* Read layout and shape of a Shard, which describe the whole tensor, not the memory of
- * the part. Returns the rank, or -1 with an exception set. */
+ * the part. `shape` has MLS_LAYOUT_RANK entries. Returns the rank, or -1 with an
+ * exception set. */
 static int shard_shape(const mlspy_shard_items *g, PyObject *shard, mls_layout *layout,
                        size_t *shape)
 {
@@ -183,8 +189,10 @@ static int shard_shape(const mlspy_shard_items *g, PyObject *shard, mls_layout *
     return rank;
 }
 
-/* Add the part of a Shard. The class checked the array when the Shard was made, but
- * arrays can be reshaped later. */
+/* Add the part of a Shard: `facts` has its rank, layout, part, version and tier, `shape`
+ * the whole tensor's dimensions, `view` its array. `label` names it in errors. The class
+ * checked the array when the Shard was made, but arrays can be reshaped later. Returns -1
+ * with an exception set. */
 static int add_part(mlspy_shard_items *g, const mls_tensor_id *id, const char *label,
                     const mls_shard_item *facts, const size_t *shape,
                     const mlspy_view *view)
@@ -211,7 +219,7 @@ static int add_part(mlspy_shard_items *g, const mls_tensor_id *id, const char *l
 }
 
 /* Add a Shard, unless it is a replica that another rank stores. Its attributes may have
- * changed, so each is checked like an argument. */
+ * changed, so each is checked like an argument. Returns -1 with an exception set. */
 static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *label,
                      PyObject *shard)
 {
@@ -257,7 +265,8 @@ static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *
 /* ---- whole states ---- */
 
 /* Add one entry of a dict. A Shard defines its own part; an array is viewed only if this
- * rank stores it. Most values are plain arrays, which take a fast path. */
+ * rank stores it. Most values are plain arrays, which take a fast path. `model` is the
+ * dict of parameters, or None. Returns -1 with an exception set. */
 static int add_value(mlspy_shard_items *g, PyObject *model, mls_section section,
                      const mlspy_item *entry)
 {
@@ -288,8 +297,9 @@ static int add_value(mlspy_shard_items *g, PyObject *model, mls_section section,
     return failed;
 }
 
-/* Set the axes of states. Only this rank's items reach the core, so it cannot find a
- * parameter that another rank stores. */
+/* Set the axes of all states, from the parameters in the dict `model`. Only this rank's
+ * items reach the core, so it cannot find a parameter that another rank stores. Returns
+ * -1 with MemoryError set. */
 static int set_state_axes(mlspy_shard_items *g, PyObject *model)
 {
     g->axes = mls_alloc(g->list.dims_used, 1);
@@ -299,12 +309,15 @@ static int set_state_axes(mlspy_shard_items *g, PyObject *model)
     for (size_t i = 0; i < g->list.count; i++) {
         mls_shard_item *item = &g->list.items[i];
         item->axes = axes_of(g, model, &item->id, item->rank, item->shape,
+                             /* each item's axes are at the position of its shape */
                              g->axes + (item->shape - g->list.dims));
     }
     return 0;
 }
 
-/* By section, so that a state finds its parameter in the model's dict. */
+/* Add all entries of the sections' dicts (parameters first; None: no such section), so
+ * that a state finds its parameter in the first dict. Returns -1 with an exception set.
+ */
 static int add_dicts(mlspy_shard_items *g, PyObject *const *dicts)
 {
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
@@ -351,7 +364,9 @@ size_t mlspy_threads_aside(const mls_pool *pool)
     return threads < BACKGROUND_THREADS ? threads : BACKGROUND_THREADS;
 }
 
-/* Set the members that do not depend on arrays. */
+/* Set the members of a list that do not depend on arrays from the arguments of
+ * shards_collect, and `dicts` to the three states (borrowed). Returns -1 with an
+ * exception set. */
 static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject **dicts)
 {
     int64_t rank, world_size;
@@ -373,12 +388,15 @@ static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject 
     return 0;
 }
 
-/* shards_collect((rank, world_size), (model, optimizer, states), Shard, mine, layout)
- *     -> (items, bytes)
+/* shards_collect((rank, world_size), (model, optimizer, states), Shard, mine, layout) ->
+ * (items, bytes)
  *
- * `mine` is three sets of names of whole arrays that this rank stores, or None for all of
- * them. Invalid arrays, and a layout that does not fit them, raise here, before any
- * folder is modified. `bytes` is the packed size of all shards. */
+ * Lists the shards that this rank stores. The three states are dicts or None, `Shard` is
+ * the class, `layout` cuts whole arrays. `mine` is three sets of names of whole arrays
+ * that this rank stores, or None for all of them. Invalid arrays, and a layout that does
+ * not fit them, raise here, before any folder is modified. `items` is a capsule, `bytes`
+ * the packed size of all shards.
+ */
 PyObject *core_shards_collect(mlspy_state *state, PyObject *const *args)
 {
     PyObject *dicts[MLS_SECTION_COUNT];
@@ -401,10 +419,8 @@ PyObject *core_shards_collect(mlspy_state *state, PyObject *const *args)
     return Py_BuildValue("(Nn)", capsule, (Py_ssize_t)bytes);
 }
 
-/* shards_overhead(items, compress) -> bytes
- *
- * Returns the most memory that a background write of these shards needs, in addition to
- * the copies. */
+/* shards_overhead(items, compress) -> the most bytes that a background write of these
+ * shards needs, in addition to the copies */
 PyObject *core_shards_overhead(mlspy_state *state, PyObject *const *args)
 {
     size_t bytes = 0;
@@ -424,10 +440,12 @@ PyObject *core_shards_overhead(mlspy_state *state, PyObject *const *args)
 
 /* shards_stage(items, memory, used) -> (bytes used, shards not copied)
  *
- * The first `used` bytes of the memory contain copies that the caller made of tensors
- * that only their framework can read. The list holds the memory until it is freed.
- * It releases every array that was copied, so a caller that replaces its arrays gets
- * their memory back before the write ends. */
+ * Copies the arrays of as many items as fit into `memory`, a writable buffer. Its first
+ * `used` bytes contain copies that the caller made of tensors that only their framework
+ * can read. The list holds the memory until it is freed. It releases every array that was
+ * copied, so a caller that replaces its arrays gets their memory back before the write
+ * ends.
+ */
 PyObject *core_shards_stage(mlspy_state *state, PyObject *const *args)
 {
     mls_staged staged;
@@ -465,8 +483,8 @@ PyObject *core_shards_stage(mlspy_state *state, PyObject *const *args)
                          (Py_ssize_t)staged.lent);
 }
 
-/* memory_touch(memory): write zeros to all of it, so that the system allocates every page
- * before a copy needs it */
+/* memory_touch(memory): writes zeros to all of a buffer, so that the system allocates
+ * every page before a copy needs it */
 PyObject *core_memory_touch(mlspy_state *state, PyObject *const *args)
 {
     Py_buffer view;

@@ -33,13 +33,14 @@ typedef struct load_result {
     PyObject *array; /* strong: the result, or the owner of the target's memory */
 } load_result;
 
+/* One load: the parts to load, the files, and the destinations. */
 typedef struct load_job {
     const mlspy_merged_index *merged; /* borrowed */
     const mlspy_state *state;
     PyObject *path; /* borrowed */
     int folder;     /* owned; -1: none */
     bool in_memory; /* the files are in `ranges`, not in a folder */
-    bool zeroed;    /* the targets are new arrays: long zeros are there already */
+    bool zeroed;    /* the targets are new arrays: long zeros need no write */
     mls_file_range *ranges;
     Py_buffer *buffers; /* of the ranges */
     size_t range_count;
@@ -50,7 +51,7 @@ typedef struct load_job {
                                  NULL: new arrays */
 } load_job;
 
-/* Needs the GIL, since it releases arrays. Accepts a partly initialized job. */
+/* Releases all that a job holds; accepts a partly initialized one. Needs the GIL. */
 static void load_fini(load_job *job)
 {
     for (size_t i = 0; i < job->plan.count; i++) {
@@ -73,8 +74,9 @@ static void load_fini(load_job *job)
     mls_load_plan_fini(&job->plan);
 }
 
-/* Convert (layout or None, index, world). Without a layout, `world` is used; 0 loads the
- * whole state. */
+/* Convert (layout or None, index, world): part `index` of the layout. Without a layout,
+ * tensors are cut as stored, but for `world` ranks; 0 loads whole tensors. Returns -1
+ * with an exception set. */
 static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting *out)
 {
     PyObject *layout;
@@ -99,7 +101,7 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
     return 0;
 }
 
-/* As mlspy_check, with the checkpoint's path. */
+/* As mlspy_check, with the checkpoint's path in the exception. */
 static int check_core(const load_job *job, mls_code code, const mls_status *st)
 {
     if (code != MLS_OK) {
@@ -109,11 +111,12 @@ static int check_core(const load_job *job, mls_code code, const mls_status *st)
     return 0;
 }
 
-/* Choose the part of one tensor from its place: (whole shape, layout, index) or (whole
- * shape, begin, end).
+/* Choose the part of the tensor `w` from its place: (whole shape, layout, index) or
+ * (whole shape, begin, end), a range of elements. Returns -1 with an exception set.
  *
  * The layout is used unchanged: the caller has already projected it to the axes of a
- * state. The stored layout does not matter. */
+ * state. The stored layout does not matter.
+ */
 static int take_place(const load_job *job, PyObject *place, mls_load_item *w)
 {
     size_t shape[MLS_LAYOUT_RANK];
@@ -140,8 +143,9 @@ static int take_place(const load_job *job, PyObject *place, mls_load_item *w)
                : check_core(job, mls_load_item_part(w, &layout, (size_t)end, &st), &st);
 }
 
-/* Look up all keys of a list; the result has the same order. `places` has one entry for
- * each key, or is NULL if all tensors are cut in the same way. */
+/* Look up all keys of a list, and choose the part of each; the plan has the same order.
+ * `places` has a place for each key, or is NULL if `how` cuts all tensors in the same
+ * way. Returns -1 with an exception set. */
 static int choose_parts(load_job *job, mls_section section, PyObject *keys,
                         const mls_cutting *how, PyObject *places)
 {
@@ -184,7 +188,8 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
 
 /* ---- loading: find stored ranges ---- */
 
-/* Find the stored ranges without the GIL, before memory for the result is allocated. */
+/* Find the stored ranges of all parts without the GIL, before memory for the result is
+ * allocated. Returns -1 with an exception set. */
 static int find_pieces(load_job *job)
 {
     mls_status st;
@@ -200,14 +205,16 @@ static int find_pieces(load_job *job)
 
 /* ---- loading: new arrays ---- */
 
-/* Size of a new array in the shared block; 0 if the array gets its own zeroed memory. */
+/* Return the bytes of new array `index` in a shared block, for mlspy_room; 0 if the array
+ * gets its own zeroed memory. */
 static size_t new_bytes(const void *context, size_t index)
 {
     const mls_load_item *w = &((const load_job *)context)->plan.items[index];
     return w->long_zeros ? 0 : mls_load_item_bytes(w);
 }
 
-/* Create an array for a part, in the shared block, or with its own memory if `alone`. */
+/* Return a new array for part `index`: in a shared block, or with its own memory if
+ * `alone`. NULL with an exception set. */
 static PyObject *new_array(const load_job *job, size_t index, mlspy_room *room,
                            bool alone)
 {
@@ -220,8 +227,10 @@ static PyObject *new_array(const load_job *job, size_t index, mlspy_room *room,
                : mlspy_room_array(room, index, dtype, rank, dims);
 }
 
-/* Map a whole file, once for all of its tensors; the result is borrowed from the dict.
- * The arrays keep the capsules alive, and these the mappings. */
+/* Map a whole file, once for all of its tensors. Returns the capsule of the mapping,
+ * borrowed from the dict `capsules` of all files; NULL with an exception set. `links`:
+ * the file may be a symbolic link. The arrays keep the capsules alive, and these the
+ * mappings. */
 static PyObject *map_file(load_job *job, PyObject *capsules, bool links,
                           const mls_index_file *file)
 {
@@ -246,8 +255,8 @@ static PyObject *map_file(load_job *job, PyObject *capsules, bool links,
     return capsule;
 }
 
-/* Return a new reference to a view of the file if the part is one contiguous range there,
- * else None. */
+/* Return a new array over the mapped file if the part is one contiguous range there, else
+ * a new reference to None. NULL with an exception set. */
 static PyObject *mapped_array(load_job *job, const mls_load_item *w, PyObject *capsules,
                               mlspy_room *room)
 {
@@ -268,13 +277,15 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *w, PyObject *c
                             mlspy_mapping_data(capsule) + offset, capsule);
 }
 
-/* Create all arrays and return {key: array}. Mapped arrays need no reading, so their
- * pieces are removed and later ones move down.
+/* Create all arrays and return {key: array}; NULL with an exception set. If `maps`,
+ * arrays are mapped if possible; these need no reading, so their pieces are removed and
+ * later ones move down.
  *
  * Each array is added to the dict at once, while both are in the cache. The job holds the
  * arrays too: their memory must stay valid during the read, even if other code gets the
- * dict or a later array fails. `ready_count` receives the number of pieces with
- * destinations; NULL: no thread waits. */
+ * dict or a later array fails. `ready` receives the number of pieces with destinations;
+ * NULL: no thread waits.
+ */
 static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
 {
     size_t used = 0;
@@ -320,7 +331,8 @@ typedef struct make_state {
     PyObject *result; /* NULL with an exception set, or not called yet */
 } make_state;
 
-/* Runs in the calling thread, which takes the GIL for it. */
+/* The core's callback: creates the arrays while threads read the earlier ones. Runs in
+ * the calling thread, which takes the GIL for it. Returns false with an exception set. */
 static bool make_during_read(void *context, mls_ready_counter *ready)
 {
     make_state *m = context;
@@ -330,9 +342,10 @@ static bool make_during_read(void *context, mls_ready_counter *ready)
     return m->result != NULL;
 }
 
-/* Read all pieces; checksums are computed while the data is in the cache. If `result` is
- * not NULL, the arrays are created meanwhile, and `*result` receives them. Every error
- * except no memory or a stop names the file. */
+/* Read all pieces to their destinations, and report bytes to `callback` (or None).
+ * `verify`: checksums are computed while the data is in the cache. If `result` is not
+ * NULL, the arrays are created meanwhile, and `*result` receives them, or NULL. Returns
+ * -1 with an exception set, which names the file except for no memory or a stop. */
 static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **result)
 {
     mlspy_progress progress;
@@ -373,7 +386,8 @@ static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **r
     return mlspy_progress_finish(&progress);
 }
 
-/* The arrays are created first, since mapped ones are not read. */
+/* Return {key: array} with mapped arrays if possible, and read the others; NULL with an
+ * exception set. The arrays are created first, since mapped ones are not read. */
 static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = make_arrays(job, true, NULL);
@@ -383,7 +397,8 @@ static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
     return result;
 }
 
-/* Arrays are created during the read: allocating memory for many arrays takes a while. */
+/* Return {key: array} with new arrays; NULL with an exception set. They are created
+ * during the read: allocating memory for many arrays takes a while. */
 static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = NULL;
@@ -396,7 +411,7 @@ static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
 
 /* Choose tensors and parts, without accessing files. `path` is used in errors. `cuts` is
  * (layout or None, index, world) for all tensors, or a list with a place for each key.
- * Call load_fini also after a failure. */
+ * Returns -1 with an exception set; call load_fini also then. */
 static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
                       PyObject *section, PyObject *keys, PyObject *cuts)
 {
@@ -420,8 +435,8 @@ static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
                : 0;
 }
 
-/* Convert one (path, begin, end, file's length, buffer); the list keeps the path alive.
- */
+/* Add one (path, begin, end, file's length, buffer) to the job's ranges; the tuple keeps
+ * the path alive. Returns -1 with an exception set. */
 static int take_range(load_job *job, PyObject *object)
 {
     mls_file_range *range = &job->ranges[job->range_count];
@@ -442,7 +457,8 @@ static int take_range(load_job *job, PyObject *object)
     return 0;
 }
 
-/* Take the bytes of files in memory from a tuple of ranges. */
+/* Take the bytes of files in memory from a tuple of ranges. Returns -1 with an exception
+ * set. */
 static int take_ranges(load_job *job, PyObject *tuple)
 {
     const Py_ssize_t count = PyTuple_GET_SIZE(tuple);
@@ -460,8 +476,8 @@ static int take_ranges(load_job *job, PyObject *tuple)
     return 0;
 }
 
-/* The same, and all other checks that are possible before anything must be undone.
- * `source` is a folder, or (URL, ranges, zeroed). */
+/* As load_begin, with all other checks that are possible before anything must be undone.
+ * `source` is a folder, or (URL, ranges, zeroed). Returns -1 with an exception set. */
 static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
                      PyObject *section, PyObject *keys, PyObject *cuts)
 {
@@ -481,10 +497,11 @@ static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
                : 0;
 }
 
-/* load(source, section, keys, (layout, index, world), verify, mmap, progress)
- *     -> {key: array}
+/* load(source, section, keys, (layout, index, world), verify, mmap, progress) -> {key:
+ * array}
  *
- * `source` is a folder, or (URL, ranges, true): then the arrays are only created. */
+ * `source` is a folder, or (URL, ranges, true): then the arrays are only created.
+ */
 PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -504,8 +521,9 @@ PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *arg
 
 /* ---- loading: into existing arrays ---- */
 
-/* Keep what the read needs: the memory of a packed target, or a copy of the view of any
- * other. Takes the view's reference. */
+/* Check that a view fits part `i`, and keep its memory, or for a target that is not
+ * packed a copy of the view. Takes the view's reference. Returns -1 with an exception
+ * set. */
 static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
@@ -526,7 +544,8 @@ static int keep_target(const load_job *job, size_t i, mlspy_view *view)
     return 0;
 }
 
-/* View a target. The name for the error message is only built on failure. */
+/* View the target `array` of part `w` for writing. The name for the error message is only
+ * built on failure. Returns -1 with an exception set, and no owner. */
 static int view_array(const load_job *job, const mls_load_item *w, PyObject *array,
                       mlspy_view *out)
 {
@@ -541,8 +560,8 @@ static int view_array(const load_job *job, const mls_load_item *w, PyObject *arr
     return mlspy_view_writable(job->state, array, label, out);
 }
 
-/* View the target of one tensor, and check dtype and shape. The view's owner then keeps
- * the array alive. */
+/* View the target of part `i` in a dict, and check dtype and shape. The view's owner then
+ * keeps the array alive. Returns -1 with an exception set. */
 static int view_target(const load_job *job, size_t i, PyObject *targets)
 {
     mlspy_view view;
@@ -559,7 +578,8 @@ static int view_target(const load_job *job, size_t i, PyObject *targets)
     return failed;
 }
 
-/* View and check all targets before anything is read. */
+/* View and check all targets in a dict before anything is read. Returns -1 with an
+ * exception set. */
 static int view_targets(load_job *job, PyObject *targets)
 {
     if (!PyDict_Check(targets)) {
@@ -577,8 +597,8 @@ static int view_targets(load_job *job, PyObject *targets)
     return 0;
 }
 
-/* Return the bytes of all parts, and the keys whose targets are read through temporary
- * memory. */
+/* Return a new pair of the bytes of all parts, and the list of keys whose targets are
+ * read through temporary memory; NULL with an exception set. */
 static PyObject *describe_targets(const load_job *job)
 {
     PyObject *list = PyList_New(0);
@@ -611,7 +631,8 @@ PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *arg
     return result;
 }
 
-/* Set the destinations of all parts; see `zeroed` of load_job. */
+/* Set the destinations of all parts: their targets. See `zeroed` of load_job. Returns -1
+ * with an exception set. */
 static int place_targets(load_job *job)
 {
     mls_status st;
@@ -619,6 +640,7 @@ static int place_targets(load_job *job)
         0) {
         return -1;
     }
+    /* again, because mls_load_plan_place_all assumes memory that is not zeroed */
     for (size_t i = 0; job->zeroed && i < job->plan.count; i++) {
         if (job->targets[i].strided == NULL) {
             mls_load_plan_place(&job->plan, i, job->targets[i].data, true);
@@ -704,7 +726,7 @@ PyObject *mlspy_merged_index_patterns(mlspy_merged_index *self, PyObject *unused
     return list;
 }
 
-/* Return the patterns of all indexes, or NULL with an exception set. */
+/* Return a new array with the pattern of each index, or NULL with an exception set. */
 static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
                                         const mlspy_state *state)
 {
@@ -718,7 +740,8 @@ static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
 }
 
 /* Return the places of a tensor as new bytes, with an mls_index_pattern_place for each
- * index that lists it: the key of its parts in the result of select_parts. */
+ * index that lists it: the key of its parts in the result of select_parts. NULL with an
+ * exception set. */
 static PyObject *places_bytes(const mlspy_merged_index *self,
                               const mls_index_pattern *patterns,
                               const mls_merged_index_tensor *tensor)
@@ -748,7 +771,8 @@ PyObject *mlspy_merged_index_places(mlspy_merged_index *self, PyObject *unused)
     return list;
 }
 
-/* Return the set of parts for `key` in a dict, created if needed; borrowed. */
+/* Return the set under `key` in a dict (borrowed), created if needed; NULL with an
+ * exception set. */
 static PyObject *part_set_for(PyObject *dict, PyObject *key)
 {
     PyObject *set = PyDict_GetItemWithError(dict, key);
@@ -760,8 +784,9 @@ static PyObject *part_set_for(PyObject *dict, PyObject *key)
     return set;
 }
 
-/* Add the parts that intersect the requested part of one tensor, at most `most` of them:
- * a layout may claim any number of parts. */
+/* Add the numbers of the stored parts that intersect the requested part `w` to the
+ * tensor's set in `dict`; at most `most` of them, as a layout may claim any number of
+ * parts. Returns -1 with an exception set. */
 static int add_parts(const load_job *job, const mls_index_pattern *patterns,
                      const mls_load_item *w, Py_ssize_t most, PyObject *dict)
 {
@@ -784,7 +809,9 @@ static int add_parts(const load_job *job, const mls_index_pattern *patterns,
 
 /* select_parts(folder, section, keys, cutting, most) -> {places: {part, ...}, ...}
  *
- * The folder is only used in errors; no file is opened. */
+ * Returns the stored parts that a load needs, by the places of their tensors. The folder
+ * is only used in errors; no file is opened.
+ */
 PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *const *args,
                                           Py_ssize_t count)
 {
@@ -847,10 +874,12 @@ static void add_reads(const load_job *job, const mls_load_item *w, bool verify,
     mls_free(room.pieces);
 }
 
-/* reads(folder, section, keys, cutting, verify)
- *     -> [(path, begin, end, bytes, origin), ...]
+/* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes, origin),
+ * ...]
  *
- * Shard files are not accessed and need not exist. */
+ * Returns the reads of a load, as add_reads. Shard files are not accessed and need not
+ * exist.
+ */
 PyObject *mlspy_merged_index_reads(mlspy_merged_index *self, PyObject *const *args,
                                    Py_ssize_t count)
 {

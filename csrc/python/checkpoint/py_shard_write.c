@@ -24,7 +24,8 @@
 
 enum { MANIFEST_NODES = 64 << 20 };
 
-/* {"path": ..., "bytes": ..., ...} */
+/* Return the result of a write as a new dict {"path": ..., "bytes": ..., ...}; NULL with
+ * an exception set. */
 static PyObject *written_dict(const mls_shards_written *w)
 {
     char crc[MLS_CRC_DIGITS];
@@ -45,8 +46,9 @@ typedef struct waiting_caller {
     PyObject *call;           /* borrowed */
 } waiting_caller;
 
-/* Called when the core no longer reads the arrays. An exception of the callback is
- * printed and ignored, since the save continues. */
+/* The core's callback, called once without the GIL in the thread of the save when it no
+ * longer reads the arrays: releases them, and calls the caller's function. An exception
+ * of that function is printed and ignored, since the save continues. */
 static void release_arrays(void *context)
 {
     const waiting_caller *w = context;
@@ -60,8 +62,8 @@ static void release_arrays(void *context)
     w->progress->saved = PyEval_SaveThread();
 }
 
-/* A background save has its own threads: the module's pool serves one call at a time, and
- * would be blocked until the disk is done. */
+/* As mls_shards_write, with new threads: the module's pool serves one call at a
+ * time, and would be blocked until the disk is done. */
 static mls_code write_in_background(mls_shard_job *job, mls_shards_written *out,
                                     mls_status *st)
 {
@@ -75,8 +77,11 @@ static mls_code write_in_background(mls_shard_job *job, mls_shards_written *out,
     return code;
 }
 
-/* Write a list of shard items. The folder is opened once and used by its descriptor, so
- * that renaming it during the save is harmless. */
+/* Write a list of shard items into the folder `path`, with the settings in `job`.
+ * `callback` (or None) gets the progress; `freed`, unless it is None, is called when the
+ * arrays are free, and the save then has its own threads. Returns the result of
+ * written_dict, or NULL with an exception set. The folder is opened once and used by its
+ * descriptor, so that renaming it during the save is harmless. */
 static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_job *job,
                                 PyObject *callback, PyObject *freed)
 {
@@ -104,7 +109,8 @@ static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_
     return mlspy_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
 }
 
-/* Convert the permission bits of new files. */
+/* Convert the permission bits of new files, an int. Returns -1 with an exception set:
+ * ValueError for any other bit. */
 static int take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
 {
     int64_t mode;
@@ -120,7 +126,8 @@ static int take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
     return 0;
 }
 
-/* Convert the name of a codec, which Python has checked; None means no compression. */
+/* Convert the name of a codec, which Python has checked, to members of the job; None
+ * means no compression. Returns -1 with an exception set. */
 static int take_codec(PyObject *name, mls_shard_job *job)
 {
     mls_str text;
@@ -140,7 +147,9 @@ static int take_codec(PyObject *name, mls_shard_job *job)
     return MLSPY_REFUSE(PyExc_ValueError, "no codec is called '%.80U'", name);
 }
 
-/* Convert the arguments that both functions below have; returns the items. */
+/* Set the members of a job from the arguments that both functions below have, and zero
+ * the rest. Returns the items (borrowed from their capsule), or NULL with an exception
+ * set. */
 static mlspy_shard_items *take_job(const mlspy_state *state, PyObject *generation,
                                    PyObject *items, PyObject *pack_below,
                                    mls_shard_job *job)
@@ -170,14 +179,17 @@ static mlspy_shard_items *take_job(const mlspy_state *state, PyObject *generatio
 }
 
 /* shards_write(folder, generation, items, before, how, progress, freed, mode, temporary)
- * -> dict
+ * -> dict of the written index, as written_dict
  *
- * `before` is a MergedIndex of the committed checkpoint, or None to write everything.
- * `how` is (pack_below, sparse, incremental, compress). Python has checked the two flags,
- * so any value except True is False; the number comes from the user.
- * `progress` is called with bytes. `freed` is called once, without arguments, after the
- * last read of the arrays of the list; if it is set, the save has its own threads.
- * `temporary`: the files are read soon and then deleted, so they are not synced.
+ * Writes the shards of `items` and an index of them as `generation`, the name of a
+ * version of the checkpoint in hexadecimal digits. `before` is a MergedIndex of the
+ * committed checkpoint, whose unchanged shards are not written again, or None to write
+ * everything. `how` is (pack_below, sparse, incremental, compress), see mls_shards_write.
+ * Python has checked the two flags, so any value except True is False; the number comes
+ * from the user. `progress` is called with bytes. `freed` is called once, without
+ * arguments, after the last read of the arrays of the list; if it is set, the save has
+ * its own threads. `mode`: permission bits of new files. `temporary`: the files are read
+ * soon and then deleted, so they are not synced.
  */
 PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
 {
@@ -201,9 +213,8 @@ PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
     return write_gathered(g, args[0], &job, args[5], args[6]);
 }
 
-/* shards_plan(generation, items, pack_below) -> bytes
- *
- * Returns the index that shards_write would make, without its checksums. */
+/* shards_plan(generation, items, pack_below) -> bytes: the text of the index that
+ * shards_write would make, without its checksums; writes nothing */
 PyObject *core_shards_plan(mlspy_state *state, PyObject *const *args)
 {
     mls_shard_job job;
@@ -224,8 +235,8 @@ PyObject *core_shards_plan(mlspy_state *state, PyObject *const *args)
 
 /* ---- JSON checksums and small files ---- */
 
-/* json_checksum_set(text) -> bytes: set the checksum of a text that starts with the
- * checksum member */
+/* json_checksum_set(text) -> bytes: a copy of a JSON text, which starts with the checksum
+ * member, with the correct checksum in it */
 PyObject *core_json_checksum_set(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;
@@ -246,7 +257,8 @@ PyObject *core_json_checksum_set(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* json_checksum_check(data, path): raise unless the checksum of `data` is correct */
+/* json_checksum_check(data, path): raises ChecksumError or FormatError unless the
+ * checksum in the JSON text `data` is correct; `path` is only for the error */
 PyObject *core_json_checksum_check(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;
@@ -260,8 +272,8 @@ PyObject *core_json_checksum_check(mlspy_state *state, PyObject *const *args)
                : mlspy_raise(state, &st, args[1]);
 }
 
-/* json_check(data, depth, path): raise unless `data` is JSON as docs/format.md requires
- */
+/* json_check(data, depth, path): raises FormatError unless `data` is JSON as
+ * docs/format.md requires, nested at most `depth` deep; `path` is only for the error */
 PyObject *core_json_check(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;
@@ -283,10 +295,10 @@ PyObject *core_json_check(mlspy_state *state, PyObject *const *args)
     return code == MLS_OK ? Py_NewRef(Py_None) : mlspy_raise(state, &st, args[2]);
 }
 
-/* crc32c(data) -> int
+/* crc32c(data) -> the CRC32C of any buffer, an int
  *
- * Accepts any buffer. Always releases the GIL: the usual input is an index, which is
- * large. */
+ * Always releases the GIL: the usual input is an index, which is large.
+ */
 PyObject *core_crc32c(mlspy_state *state, PyObject *const *args)
 {
     Py_buffer view;
@@ -300,11 +312,11 @@ PyObject *core_crc32c(mlspy_state *state, PyObject *const *args)
     return PyLong_FromUnsignedLong(checksum);
 }
 
-/* file_replace(path, data, mode)
+/* file_replace(path, data, mode): makes `data` the content of a file, or creates the file
  *
  * Used for the roots of checkpoints. Afterwards the file contains all of `data`, durably;
- * after a failure it is unchanged.
- * `mode`, less the umask, applies to a new file. */
+ * after a failure it is unchanged. `mode`, less the umask, applies to a new file.
+ */
 PyObject *core_file_replace(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;
@@ -344,8 +356,8 @@ PyObject *core_folder_sync(mlspy_state *state, PyObject *const *args)
     return Py_NewRef(Py_None);
 }
 
-/* path_rename(source, target, swap): rename without replacing anything, or swap two
- * names; raises OSError, because the caller knows what the failure means */
+/* path_rename(source, target, swap): renames without replacing anything, or swaps two
+ * names if `swap`; raises OSError, whose meaning the caller knows */
 PyObject *core_path_rename(mlspy_state *state, PyObject *const *args)
 {
     (void)state;
@@ -371,8 +383,8 @@ PyObject *core_path_rename(mlspy_state *state, PyObject *const *args)
     return Py_NewRef(Py_None);
 }
 
-/* file_name(name, number) -> a valid file name on any system, without a suffix; only long
- * names are truncated, and then contain the number */
+/* file_name(name, number) -> a file name for `name` that is valid on any system, without
+ * a suffix; only long names are truncated, and then contain the number */
 PyObject *core_file_name(mlspy_state *state, PyObject *const *args)
 {
     mls_str text;

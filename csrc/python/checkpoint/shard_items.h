@@ -11,8 +11,8 @@
 #include "checkpoint/write/shard_list.h"
 #include "sharding/layout.h"
 
-/* A list of shard items: all objects of a save. Zero it and set its first members before
- * filling it. */
+/* A list of shard items: everything that a save holds. Zero it and set its first members
+ * before filling it. */
 typedef struct mlspy_shard_items {
     const mlspy_state *state;
     PyObject *shard_type;              /* borrowed */
@@ -26,18 +26,20 @@ typedef struct mlspy_shard_items {
     PyObject **owners; /* strong: the owner of each item's memory: array or capsule */
     size_t owner_count, owner_room;
     signed char *axes; /* of states, at the positions of their shapes; NULL: not needed */
-    Py_buffer staging; /* memory of the items' copies; `obj` is NULL if there is none */
+    Py_buffer
+        staging; /* memory of the items' copies; its member obj is NULL without one */
 } mlspy_shard_items;
 
-/* Release arrays that are no longer read: all if `all` is set, else those of copied
- * items. Names are kept. */
+/* Release arrays that the save does not read any more: all if `all` is set, else the
+ * arrays of copied items. Names are kept. */
 void mlspy_shard_items_release(mlspy_shard_items *g, bool all);
 
-/* Return the list of a capsule from shards_collect, which owns it, or NULL with an
+/* Return the list in a capsule from shards_collect, which owns it, or NULL with an
  * exception set. */
 mlspy_shard_items *mlspy_shard_items_of(PyObject *capsule);
 
-/* Number of threads of a background save. */
+/* Return the number of threads for a background save: as many as `pool` has, but at most
+ * 4. */
 size_t mlspy_threads_aside(const mls_pool *pool);
 
 #endif

@@ -62,8 +62,8 @@ static const struct {
                                 "An operation across ranks failed.", MLSPY_ERROR_BASE},
 };
 
-/* Return a new tuple of the bases of `which`: another class of mlstate, and a builtin
- * class that existing code catches. */
+/* Return a new tuple of the bases of the class `error`: another class of mlstate, and a
+ * builtin class that existing code catches. */
 static PyObject *bases_of(const mlspy_state *state, mlspy_error error)
 {
     PyObject *const builtins[MLSPY_ERROR_COUNT] = {
@@ -83,9 +83,10 @@ static PyObject *bases_of(const mlspy_state *state, mlspy_error error)
     return builtin == NULL ? PyTuple_Pack(1, base) : PyTuple_Pack(2, base, builtin);
 }
 
-/* KeyError prints the repr of its argument; its subclass restores the plain text. The
- * root class must not do so, because OSError has its own __str__, which prints number,
- * text and path. */
+/* Give `class`, a subclass of KeyError, the __str__ of Exception: KeyError's prints the
+ * repr of its argument instead of the text. Returns -1 with an exception set. The root
+ * class must not do so, because OSError has its own __str__, which prints number, text
+ * and path. */
 static int restore_exception_str(PyObject *class)
 {
     PyObject *exception_str = PyObject_GetAttrString(PyExc_Exception, "__str__");
@@ -97,7 +98,8 @@ static int restore_exception_str(PyObject *class)
     return failed;
 }
 
-/* Add the attributes to the root class. */
+/* Add the attributes of field_names, all None, to the root class, so that every instance
+ * has them. Returns -1 with an exception set. */
 static int add_fields(PyObject *root)
 {
     for (size_t i = 0; i < sizeof field_names / sizeof field_names[0]; i++) {
@@ -108,8 +110,8 @@ static int add_fields(PyObject *root)
     return 0;
 }
 
-/* Add the attribute `differences`: the reasons of a failed load, empty for other errors.
- */
+/* Add the attribute `differences` to CompatibilityError: the reasons of a failed load, an
+ * empty tuple for other errors. Returns -1 with an exception set. */
 static int add_differences(PyObject *class)
 {
     PyObject *none = PyTuple_New(0);
@@ -143,7 +145,8 @@ int mlspy_errors_add(PyObject *module)
     return 0;
 }
 
-/* Return the class (borrowed) for a status. */
+/* Return the exception class (borrowed) for the code of a status; for MLS_E_IO it also
+ * depends on the error of the system. */
 static PyObject *class_of(const mlspy_state *state, const mls_status *st)
 {
     switch (st->code) {
@@ -178,7 +181,8 @@ static PyObject *class_of(const mlspy_state *state, const mls_status *st)
     return PyExc_ValueError;
 }
 
-/* Set `field` to `value`, whose reference is consumed; NULL means an exception is set. */
+/* Set the attribute `field` of an exception to `value`, whose reference is consumed.
+ * Returns -1 with an exception set, also if `value` is NULL because making it failed. */
 static int set_field(PyObject *error, const char *field, PyObject *value)
 {
     if (value == NULL) {
@@ -196,13 +200,14 @@ static PyObject *text_object(const char *text)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
 }
 
-/* As set_field for a text. An empty text leaves the class's None. */
+/* As set_field, for a text. An empty text leaves the class's None. */
 static int set_text(PyObject *error, const char *field, const char *text)
 {
     return text[0] == '\0' ? 0 : set_field(error, field, text_object(text));
 }
 
-/* Copy the fields of a status to the exception. */
+/* Copy the facts of a status (name, expected, got, offset) and `path` (borrowed; NULL:
+ * none) to the attributes of the exception. Returns -1 with an exception set. */
 static int set_fields(PyObject *error, const mls_status *st, PyObject *path)
 {
     if (set_text(error, "name", st->name) < 0 ||
@@ -217,14 +222,15 @@ static int set_fields(PyObject *error, const mls_status *st, PyObject *path)
     return path == NULL ? 0 : PyObject_SetAttrString(error, "path", path);
 }
 
-/* Return a new exception. An OSError gets errno as the first argument. */
+/* Return a new exception of class `type` with the text of a status. One for MLS_E_IO is
+ * an OSError, made from (errno, text, path), and shows all three. NULL with an exception
+ * set. */
 static PyObject *make_error(PyObject *type, const mls_status *st, PyObject *path)
 {
     PyObject *text = text_object(st->text);
     if (text == NULL) {
         return NULL;
     }
-    /* an OSError made from (errno, text, path) shows all three */
     PyObject *error = NULL;
     if (st->code != MLS_E_IO) {
         error = PyObject_CallOneArg(type, text);

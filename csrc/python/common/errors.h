@@ -23,7 +23,8 @@ typedef enum mlspy_error {
 
 typedef struct mlspy_state mlspy_state; /* module_state.h */
 
-/* Create the exception classes and add them to the module. */
+/* Create the exception classes, and add them to the module and its state. Returns -1 with
+ * an exception set. */
 int mlspy_errors_add(PyObject *module);
 
 /* Append ": hint" to the text of a failure: advice for users of the Python API. */
@@ -33,14 +34,16 @@ void mlspy_status_hint(mls_status *st, const char *hint);
  * `path`. Always returns NULL. */
 PyObject *mlspy_raise(const mlspy_state *state, const mls_status *st, PyObject *path);
 
-/* Raise an exception of `class` whose attribute `name` is `name`. Consumes the text,
- * which is NULL if an exception is set already. */
+/* Raise an exception of `class` with the text, and with `name` as its attribute of that
+ * name. Consumes the text, which is NULL if an exception is set already; `name` is
+ * borrowed. */
 void mlspy_raise_named(PyObject *class, PyObject *text, PyObject *name);
 
-/* Raise the exception for `st` unless `code` is MLS_OK. Returns 0, or -1 if it raised. */
+/* Raise the exception for `st` unless `code` is MLS_OK; then `st` is not read. Returns 0,
+ * or -1 if it raised. */
 int mlspy_check(const mlspy_state *state, mls_code code, const mls_status *st);
 
-/* The same as the result of a function: None, or NULL if it raised. */
+/* As mlspy_check, but returns None, or NULL if it raised: the result of a function. */
 PyObject *mlspy_none(const mlspy_state *state, mls_code code, const mls_status *st);
 
 /* Raise the exception for a code with a printf-style text: (state, code, format, ...).

@@ -51,7 +51,7 @@ int mlspy_add_type(PyObject *module, PyType_Spec *spec, PyObject *base,
 
 /* ---- initialisation ---- */
 
-/* Initial number of threads: few, since memory bandwidth is the limit. */
+/* Returns the initial number of threads: few, since memory bandwidth is the limit. */
 static size_t default_threads(void)
 {
     enum { ENOUGH = 4 };
@@ -59,8 +59,8 @@ static size_t default_threads(void)
     return cpus < ENOUGH ? cpus : ENOUGH;
 }
 
-/* Choose kernels and create the pool; no thread is started yet. A wrong MLSTATE_CPU fails
- * the import. */
+/* Choose kernels and create the pool; no thread is started yet. Returns -1 with an
+ * exception set: ImportError for a wrong MLSTATE_CPU or MLSTATE_COPY. */
 static int start_core(mlspy_state *state)
 {
     mls_status st;
@@ -89,6 +89,7 @@ static int start_core(mlspy_state *state)
     return 0;
 }
 
+/* Fill `state->names` with interned strs. Returns -1 with MemoryError set. */
 static int intern_names(mlspy_state *state)
 {
     static const char *const names[MLSPY_NAME_COUNT] = {

@@ -60,7 +60,8 @@ struct mlspy_state {
 /* The module's definition without its slots, which PyInit__core adds (module.c). */
 extern struct PyModuleDef mlspy_module_def;
 
-/* Return the state of the module object, which every function gets as `self`. */
+/* Return the state of the module object, which every function of the module gets as its
+ * first argument. Never NULL. */
 mlspy_state *mlspy_state_of(PyObject *module);
 
 /* Return the state of the module that defined a heap type of mlstate, given the type or a
@@ -73,8 +74,9 @@ const mls_crc_kernels *mlspy_crc(const mlspy_state *state);
 /* Free the memory of an object of a heap type: the last step of its tp_dealloc. */
 void mlspy_free(void *self);
 
-/* Create a type and add it to the module. `base` may be NULL. `*keep` receives a new
- * reference, unless `keep` is NULL. */
+/* Create the type of `spec` and add it to the module. `base` (borrowed) is its base
+ * class; NULL: object. `*keep` receives a new reference to the type, unless `keep` is
+ * NULL or the call fails. Returns -1 with an exception set. */
 int mlspy_add_type(PyObject *module, PyType_Spec *spec, PyObject *base,
                    PyTypeObject **keep);
 

@@ -28,7 +28,8 @@ static bool is_array_like(PyObject *value)
            PyObject_HasAttrString(value, "__array_interface__");
 }
 
-/* Raise the reason why `value` cannot be a tensor of a state. */
+/* Raise TypeError with the reason why `value`, under the name `key`, cannot be a tensor
+ * of a state: it is a nested dict, an array of objects, or no array. */
 static void refuse_value(PyObject *key, PyObject *value)
 {
     if (PyDict_Check(value)) {
@@ -58,7 +59,7 @@ bool mlspy_entry_needs_no_check(PyObject *key, PyObject *value)
            !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value));
 }
 
-/* A subclass of str is converted to an exact str. */
+/* A subclass of str is converted to an exact str by PyUnicode_FromObject. */
 PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
 {
     mls_str name;
@@ -82,7 +83,8 @@ PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
 
 /* ---- taking the entries ---- */
 
-/* Take new references to all keys and values. No other Python code runs meanwhile. */
+/* Take new references to all keys and values of `dict`, as items without names. No other
+ * Python code runs meanwhile. Returns -1 with MemoryError set. */
 static int take_all(PyObject *dict, mlspy_items *out)
 {
     bool failed = false;
@@ -167,8 +169,8 @@ int mlspy_dict_need(PyObject *dict, PyObject *key, PyObject **out)
 }
 
 #if !defined(Py_GIL_DISABLED)
-/* Return whether two keys are equal strs. Keys of other types count as different and are
- * looked up. */
+/* Return whether two keys are equal strs. Keys of other types count as different; the
+ * caller looks them up. */
 static bool same_key(PyObject *a, PyObject *b)
 {
     return a == b || (PyUnicode_CheckExact(a) && PyUnicode_CheckExact(b) &&
@@ -177,8 +179,8 @@ static bool same_key(PyObject *a, PyObject *b)
 }
 #endif
 
-/* Return whether the next entry of the dict has the key. After the first mismatch keys
- * are looked up by hash. */
+/* Return whether the next entry of the finder's dict has the key; if so, `*out` is a new
+ * reference to its value. After the first mismatch all keys are looked up by hash. */
 static bool next_is(mlspy_finder *finder, PyObject *key, PyObject **out)
 {
 #if defined(Py_GIL_DISABLED)
@@ -204,8 +206,8 @@ int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out)
 
 /* ---- shapes and dtypes ---- */
 
-/* Set the name of a dtype: the core's name, or the text of the dtype without "torch.",
- * which the item keeps. */
+/* Set the name of an item's dtype: the core's name, or the text of `dtype` without
+ * "torch.", which the item keeps in `text`. Returns -1 with an exception set. */
 static int take_dtype_text(PyObject *dtype, mlspy_item *item)
 {
     mls_dtype dtype_id;
@@ -227,7 +229,8 @@ static int take_dtype_text(PyObject *dtype, mlspy_item *item)
     return 0;
 }
 
-/* Make room in the item for its shape. Returns NULL with MemoryError set. */
+/* Make room in the item for a shape of `rank` dimensions, and return it; the caller fills
+ * it. Returns NULL with MemoryError set. */
 static size_t *make_shape(mlspy_item *item, int rank)
 {
     size_t *sizes = item->few;
@@ -243,8 +246,9 @@ static size_t *make_shape(mlspy_item *item, int rank)
     return sizes;
 }
 
-/* Copies the shape, because NumPy frees it if other code assigns to the array's .shape:
- * another item's code or another thread. */
+/* Fill in the facts of an item whose value is an ndarray. Copies the shape, because NumPy
+ * frees it if other code assigns to the array's .shape: another item's code or another
+ * thread. Returns -1 with an exception set. */
 static int facts_of_ndarray(mlspy_item *item)
 {
     PyArrayObject *array = (PyArrayObject *)item->value;
@@ -268,7 +272,8 @@ static int facts_of_ndarray(mlspy_item *item)
     return failed;
 }
 
-/* Convert a dimension of any integer type. */
+/* Convert a dimension, an object of any integer type. Returns false with an exception
+ * set: OverflowError if it is negative or too large. */
 static bool take_size(PyObject *object, size_t *out)
 {
     PyObject *number = PyNumber_Index(object);
@@ -284,8 +289,8 @@ static bool take_size(PyObject *object, size_t *out)
     return true;
 }
 
-/* Convert the dimensions in any object's tuple, which may be too long or contain other
- * objects. Returns false with or without an exception. */
+/* Set the shape of an item from any object's tuple, which may be too long or contain
+ * other objects. Returns false, with an exception or (too long) without one. */
 static bool take_sizes(PyObject *tuple, mlspy_item *item)
 {
     const Py_ssize_t rank = PyTuple_GET_SIZE(tuple);
@@ -297,7 +302,8 @@ static bool take_sizes(PyObject *tuple, mlspy_item *item)
     return good;
 }
 
-/* Returns -1 with an exception set: CompatibilityError if `shape` is not a shape. */
+/* Set the shape of an item from the attribute `shape` of its array. Returns -1 with an
+ * exception set: CompatibilityError if that is not a shape. */
 static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *item)
 {
     mls_status st;
@@ -320,8 +326,9 @@ static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *ite
     return -1;
 }
 
-/* Use the attributes `shape` and `dtype`, regardless of the memory: a tensor on a device,
- * or on torch's meta device, has them too. */
+/* Fill in the facts of an item from the attributes `shape` and `dtype` of its array,
+ * regardless of the memory: a tensor on a device, or on torch's meta device, has them
+ * too. Returns -1 with an exception set. */
 static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObject *dtype,
                                mlspy_item *item)
 {
@@ -329,7 +336,8 @@ static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObje
                                                                                   : 0;
 }
 
-/* View objects without these attributes. */
+/* Fill in the facts of an item whose array lacks these attributes, from a view of its
+ * memory. Returns -1 with an exception set. */
 static int facts_of_view(const mlspy_state *state, mlspy_item *item)
 {
     char label[MLS_NAME_BYTES];
@@ -383,8 +391,8 @@ int mlspy_items_facts(const mlspy_state *state, mlspy_items *items)
     return 0;
 }
 
-/* Read the attribute `nbytes` of an array. Returns 1, or 0 if it is missing or not a
- * size, or -1 with an exception set. */
+/* Read the attribute `nbytes` of an array into `*out`. Returns 1, or 0 without an
+ * exception if it is missing or not a size, or -1 with any other exception set. */
 static int read_nbytes(PyObject *array, uint64_t *out)
 {
     PyObject *nbytes = PyObject_GetAttrString(array, "nbytes");

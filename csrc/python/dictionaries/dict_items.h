@@ -19,7 +19,7 @@ enum { MLSPY_FEW_AXES = 4 }; /* enough for most arrays */
 typedef struct mlspy_item {
     PyObject *key, *value; /* strong references */
     mls_str name;
-    mls_tensor_meta facts; /* name, shape and dtype; set by mlspy_items_facts */
+    mls_tensor_meta facts; /* shape and dtype; set by mlspy_item_facts */
     PyObject
         *text; /* strong reference or NULL: the name of a dtype that the core lacks */
     size_t *owned_shape; /* NULL if the shape fits `few` */
@@ -33,16 +33,18 @@ typedef struct mlspy_items {
     size_t count;
 } mlspy_items;
 
-/* Take all entries of `dict` and check that each key is a str with a UTF-8 form. `what`
+/* Take all entries of `dict` and check that each key is a str with a UTF-8 form. `label`
  * names the dict in errors. Returns -1 with TypeError, ValueError or MemoryError set, and
  * `*out` zeroed. */
 int mlspy_items_of(PyObject *dict, const char *label, mlspy_items *out);
 
-/* Fill in the facts of every item. Does not access the memory of arrays that have the
- * attributes `shape` and `dtype`. */
+/* Fill in the facts of every item: the shape and dtype of its array. Does not access the
+ * memory of arrays that have both as attributes. Returns -1 with an exception set:
+ * CompatibilityError for a shape that is none; stops there. */
 int mlspy_items_facts(const mlspy_state *state, mlspy_items *items);
 
-/* The same for one item; `value` and `name` must be set. */
+/* Fill in the facts of one item, whose members `value` and `name` must be set. Free them
+ * with mlspy_item_forget or mlspy_items_release. */
 int mlspy_item_facts(const mlspy_state *state, mlspy_item *item);
 
 void mlspy_item_forget(mlspy_item *item); /* Free the facts of an item. */
@@ -55,16 +57,16 @@ void mlspy_items_release(mlspy_items *items); /* accepts a zeroed struct; zeroes
  * reference, 0 if the key is missing, -1 with an exception set. */
 int mlspy_dict_get(PyObject *dict, PyObject *key, PyObject **out);
 
-/* The same for a key that must be there. Returns 0, or -1 with KeyError or another
- * exception set. */
+/* Look up a key that must be there. Returns 0 and a strong reference, or -1 with KeyError
+ * or another exception set. */
 int mlspy_dict_need(PyObject *dict, PyObject *key, PyObject **out);
 
 /* Looks up a sequence of keys in `dict`; fastest if they come in the dict's order. Start
  * with {.dict = dict, .in_step = true}; borrows the dict. */
 typedef struct mlspy_finder {
     PyObject *dict;
-    Py_ssize_t at;
-    bool in_step;
+    Py_ssize_t at; /* of PyDict_Next: the entry after the last match */
+    bool in_step;  /* all keys so far came in the dict's order */
 } mlspy_finder;
 
 /* As mlspy_dict_get for the finder's dict. */
@@ -72,7 +74,8 @@ int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out);
 
 /* ---- single entries ---- */
 
-/* Get the size in bytes of an array's elements. */
+/* Get the bytes of an array's elements: by its `nbytes`, or, if it has none, by a view.
+ * Returns -1 with an exception set. */
 int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out);
 
 /* Return whether an entry is a pair of an ASCII str and an ndarray of numbers, as nearly

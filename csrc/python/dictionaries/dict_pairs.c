@@ -24,8 +24,9 @@ void mlspy_pairs_fini(mlspy_pairs *p)
     *p = (mlspy_pairs){0};
 }
 
-/* Return a new dict of the positions of some items, from `first` on, by their names. The
- * names become plain str: a subclass may run code when it is compared. */
+/* Return a new dict {name: position} of the items from position `first` on, or NULL with
+ * an exception set. The names become plain str: a subclass may run code when it is
+ * compared. */
 static PyObject *positions_by_name(const mlspy_items *items, size_t first)
 {
     PyObject *positions = PyDict_New();
@@ -36,8 +37,9 @@ static PyObject *positions_by_name(const mlspy_items *items, size_t first)
     return positions;
 }
 
-/* Take the item with the key of `item` out of `all`. Returns 1, or 0 if there is none, or
- * -1 with an exception set. */
+/* Move the item with the key of `item` from `all` to `*out`; `positions` has the
+ * positions in `all` by name. Returns 1, or 0 if there is none, or -1 with an exception
+ * set. */
 static int take_partner(mlspy_items *all, PyObject *positions, const mlspy_item *item,
                         mlspy_item *out)
 {
@@ -55,7 +57,8 @@ static int take_partner(mlspy_items *all, PyObject *positions, const mlspy_item 
 }
 
 /* Put the target's items in the order of the pairs: the partner of each source item, or
- * an item without key, then the rest. Moves items out of `all`. */
+ * an item without key, then the rest. Moves items out of `all`; the caller releases what
+ * is left. Returns -1 with an exception set. */
 static int arrange_targets(mlspy_pairs *p, mlspy_items *all)
 {
     const mlspy_items *source = &p->source;
@@ -94,8 +97,9 @@ static int arrange_targets(mlspy_pairs *p, mlspy_items *all)
     return result < 0 ? -1 : 0;
 }
 
-/* Fill in the pairs from the items. No item may move afterwards: short shapes are stored
- * in the item itself. */
+/* Make a pair for each position of the arranged items, and compare them. No item may move
+ * afterwards: short shapes are stored in the item itself. Returns -1 with an exception
+ * set. */
 static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
 {
     p->pairs = mls_alloc(p->count, sizeof *p->pairs);
@@ -172,7 +176,7 @@ static PyObject *dtype_entry(const mlspy_pairs *p, size_t i)
                          p->pairs[i].target.dtype);
 }
 
-/* Return a new list of an entry for each pair that has `bit`. */
+/* Return a new list of entry(p, i) for each pair `i` whose flags contain `bit`. */
 static PyObject *entries_with(const mlspy_pairs *p, unsigned bit, make_entry *entry)
 {
     PyObject *list = PyList_New(0);
@@ -197,8 +201,8 @@ PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target)
 
 /* ---- views and bytes ---- */
 
-/* Replace the BufferError of a tensor without accessible memory by CompatibilityError
- * with its name. */
+/* Replace the BufferError that is set, of a tensor without accessible memory, by
+ * CompatibilityError with the array's name `label`. */
 static void name_buffer_error(const mlspy_state *state, const char *label)
 {
     PyObject *reason;
@@ -231,7 +235,8 @@ int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char
     return failed;
 }
 
-/* Return array.tobytes(). Some arrays lack it, among them torch's. */
+/* Return the item's array.tobytes(); NULL with an exception set, CompatibilityError if it
+ * has no such method: some arrays lack it, among them torch's. */
 static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *raw = PyObject_CallMethod(item->value, "tobytes", NULL);

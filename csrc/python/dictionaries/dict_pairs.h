@@ -23,21 +23,24 @@ typedef struct mlspy_pairs {
     mls_metadata_counts counts;
 } mlspy_pairs;
 
-/* Pair the items of two dicts. The caller releases `*p` with mlspy_pairs_fini. Returns -1
- * with an exception set, and `*p` zeroed. */
+/* Pair the items of two dicts by their names, and compare shapes and dtypes. The caller
+ * releases `*p` with mlspy_pairs_fini. Returns -1 with an exception set, and `*p` zeroed.
+ */
 int mlspy_pairs_init(const mlspy_state *state, PyObject *source, PyObject *target,
                      mlspy_pairs *p);
 
 void mlspy_pairs_fini(mlspy_pairs *p); /* accepts a zeroed struct; zeroes it */
 
-/* Return the key of a pair (borrowed). */
+/* Return the name of pair `i` (borrowed). */
 PyObject *mlspy_pair_key(const mlspy_pairs *p, size_t i);
 
-/* Return a new tuple (missing, unexpected, shapes, dtypes) of lists, from the point of
- * view of the source or of the target. */
+/* Return a new tuple of four lists: names that are missing, unexpected names, and the
+ * names whose shapes, or dtypes, differ, with both values. A name is missing if only the
+ * source has it, or with `from_target` if only the target has it. */
 PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target);
 
-/* View the array of an item. Errors name it, with `side` before the name. */
+/* View the array of an item. Errors name the item, with the text `side` before its name.
+ * Returns -1 with an exception set, and no owner. */
 int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char *side,
                     bool writable, mlspy_view *out);
 

@@ -9,8 +9,8 @@
 #include "gradients/bucket.h"
 #include "gradients/reduce/reduce.h"
 
-/* Parses "sum", "min" or "max". Returns -1 with TypeError or ValueError set; then `*out`
- * is unchanged. */
+/* Parses the name of a reduction: "sum", "min" or "max". Returns -1 with TypeError or
+ * ValueError set; then `*out` is unchanged. */
 int mlspy_take_op(PyObject *object, mls_reduce_op *out);
 
 /* Returns the bucket of a capsule, which owns it; NULL with ValueError set. A caller that
@@ -18,10 +18,11 @@ int mlspy_take_op(PyObject *object, mls_reduce_op *out);
  * do. */
 mls_bucket *mlspy_bucket_of(PyObject *capsule);
 
-/* Returns a new pair (squares, nonfinite). */
+/* Returns a norm partial as a new pair (sum of squares, number of elements that are NaN
+ * or infinite), or NULL with MemoryError set. */
 PyObject *mlspy_norm_pair(const mls_norm_partial *partial);
 
-/* Returns a new list of such pairs, one for each segment. */
+/* Returns a new list of such pairs, one for each segment of a reduced bucket. */
 PyObject *mlspy_bucket_norm_partials(const mls_bucket *b);
 
 #endif

@@ -49,8 +49,9 @@ int mlspy_take_op(PyObject *object, mls_reduce_op *out)
 
 /* ---- construction ---- */
 
-/* Frees a bucket; accepts a partly constructed one, in which `count` segments have
- * owners. Needs the GIL, because it may drop the last reference to an array. */
+/* Frees a bucket; accepts NULL, and a partly constructed one: `bucket->bucket.count`
+ * segments have owners. Needs the GIL, because it may drop the last reference to an
+ * array. */
 static void bucket_free(held_bucket *bucket)
 {
     if (bucket == NULL) {
@@ -65,7 +66,8 @@ static void bucket_free(held_bucket *bucket)
     mls_free(bucket);
 }
 
-/* The name always matches, because only this file creates such capsules. */
+/* The destructor of a bucket's capsule. The name always matches, because only this file
+ * creates such capsules. */
 static void capsule_free(PyObject *capsule)
 {
     bucket_free(PyCapsule_GetPointer(capsule, BUCKET));
@@ -78,7 +80,8 @@ mls_bucket *mlspy_bucket_of(PyObject *capsule)
 }
 
 /* Allocates a bucket with room for `count` segments of `world` ranks, and no segments
- * yet. The arrays never grow later, because segments point into `counts`. */
+ * yet. The arrays never grow later, because segments point into `counts`. Returns NULL
+ * with MemoryError set. */
 static held_bucket *bucket_new(size_t count, size_t world)
 {
     size_t numbers;
@@ -89,6 +92,7 @@ static held_bucket *bucket_new(size_t count, size_t world)
         return NULL;
     }
     bucket->bucket.world = world;
+    /* two owners for each segment: its array and its output */
     bucket->owners = mls_alloc(2 * count + 1, sizeof *bucket->owners);
     bucket->counts = mls_alloc(numbers + 1, sizeof *bucket->counts);
     bucket->bucket.segments = mls_alloc(count + 1, sizeof *bucket->bucket.segments);
@@ -101,8 +105,9 @@ static held_bucket *bucket_new(size_t count, size_t world)
     return bucket;
 }
 
-/* Views an array that is packed, aligned and in native byte order. The message calls it
- * `what` of a bucket. */
+/* Views an array that is packed, aligned and in native byte order; any other raises
+ * ValueError. `label` names it in errors, before "of a bucket". Returns -1 with an
+ * exception set, without a view. */
 static int view_packed(const mlspy_state *state, PyObject *array, const char *label,
                        bool writable, mlspy_view *out)
 {
@@ -155,7 +160,8 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
     return same;
 }
 
-/* can_view(array, writable) -> bool */
+/* can_view(array, writable) -> whether the core can view a plain ndarray or a tensor in
+ * main memory as it is. Never raises. */
 PyObject *core_can_view(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view view;
@@ -167,7 +173,8 @@ PyObject *core_can_view(mlspy_state *state, PyObject *const *args)
     return PyBool_FromLong(is_packed);
 }
 
-/* bucket_fits(array, dtype, shape, writable) -> bool */
+/* bucket_fits(array, dtype, shape, writable) -> whether a bucket can use the array
+ * without a copy, as view_fitting */
 PyObject *core_bucket_fits(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view view;
@@ -182,8 +189,9 @@ PyObject *core_bucket_fits(mlspy_state *state, PyObject *const *args)
     return PyBool_FromLong(fits);
 }
 
-/* Parses a tuple of the elements of each rank's part. A tuple cannot change while
- * __index__ of an item runs. */
+/* Parses a tuple with the number of elements of each of `world` ranks' parts into
+ * `counts`. A tuple cannot change while __index__ of an item runs. Returns -1 with an
+ * exception set. */
 static int take_counts(const mlspy_state *state, PyObject *tuple, size_t world,
                        size_t *counts)
 {
@@ -204,9 +212,10 @@ static int take_counts(const mlspy_state *state, PyObject *tuple, size_t world,
     return 0;
 }
 
-/* Views the output of a segment. A tuple of 3 allows any dtype that reductions
- * support. A tuple of 5 also has a dtype and a shape: the output must match them and
- * have the array's type. */
+/* Views the output of a segment, item 2 of its tuple. A tuple of 3 allows any dtype that
+ * reductions support. A tuple of 5 also has a dtype and a shape: the output must match
+ * them and have the type of the array, item 0. Returns -1 with an exception set, without
+ * a view. */
 static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *out)
 {
     PyObject *output = PyTuple_GET_ITEM(tuple, 2);
@@ -226,9 +235,9 @@ static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *ou
     return fits > 0 ? 0 : -1;
 }
 
-/* Fills segment `held->bucket.count` from a tuple, and counts it. Returns -1 with an
- * exception set; the caller then frees the whole bucket. Each segment sets the dtypes of
- * `reduction` from its own arrays. */
+/* Fills the next segment of a bucket from its tuple, and counts it. `reduction` has the
+ * operation and the divisor; each segment sets the dtypes from its own arrays. Returns -1
+ * with an exception set; the caller then frees the whole bucket. */
 static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction reduction,
                       held_bucket *owner)
 {
@@ -274,7 +283,10 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
 
 /* bucket(segments, world, rank, op, divisor) -> capsule
  *
- * The capsule holds its own references to the arrays.
+ * Makes the bucket of rank `rank` of `world` ranks from a list of tuples (array, counts,
+ * out) or (array, counts, out, dtype, shape): `counts` has the elements of each rank's
+ * part of the array, and `out` receives this rank's part, reduced and divided. The
+ * capsule holds its own references to the arrays.
  */
 PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
 {
@@ -324,9 +336,10 @@ typedef struct message_format {
     mls_gradient_compression compression; /* if compressed */
 } message_format;
 
-/* Parses the first two arguments: a bucket, and None or the name of a format for
- * buckets of float32 sums. Every call checks the bucket, because the core casts the
- * arrays of a compressed one to float without a check. */
+/* Parses the first two arguments of the functions below: a bucket (borrowed), and None or
+ * the name of a compression for buckets of float32 sums. Every call checks the bucket,
+ * because the core casts the arrays of a compressed one to float without a check. Returns
+ * NULL with an exception set. */
 static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
                                message_format *m)
 {
@@ -349,7 +362,8 @@ static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
     return mlspy_check(state, mls_gradient_compression_check(b, &st), &st) < 0 ? NULL : b;
 }
 
-/* Computes the bytes of a rank's parts. */
+/* Computes the bytes of the message with the parts of `rank`, of all segments. Returns -1
+ * with CapacityError set on overflow. */
 static int part_bytes(const mlspy_state *state, const mls_bucket *b,
                       const message_format *m, size_t rank, size_t *out)
 {
@@ -361,8 +375,8 @@ static int part_bytes(const mlspy_state *state, const mls_bucket *b,
     return mlspy_check(state, mls_bucket_bytes(b, rank, out, &st), &st);
 }
 
-/* bucket_sizes(bucket, compression) -> (bytes to each rank with 0 for this one, bytes
- * from each)
+/* bucket_sizes(bucket, compression) -> ([bytes of the message to each rank, 0 for this
+ * one], bytes of the message from each other rank)
  *
  * Every other rank sends the same number of bytes: the size of this rank's parts.
  */
@@ -383,9 +397,9 @@ PyObject *core_bucket_sizes(mlspy_state *state, PyObject *const *args)
     return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)own_bytes);
 }
 
-/* Views a buffer of at least `wanted` bytes for messages. Returns -1 with an exception
- * set, without a view. Kernels read the parts in place, at multiples of MLS_BUCKET_ALIGN,
- * so the buffer itself must be aligned. */
+/* Views a buffer of at least `byte_count` bytes for messages. Returns -1 with an
+ * exception set, without a view. Kernels read the parts in place, at multiples of
+ * MLS_BUCKET_ALIGN, so the buffer itself must be aligned. */
 static int view_messages(const mlspy_state *state, PyObject *array, size_t byte_count,
                          bool writable, mlspy_view *out)
 {
@@ -404,15 +418,17 @@ static int view_messages(const mlspy_state *state, PyObject *array, size_t byte_
         have, (int)MLS_BUCKET_ALIGN);
 }
 
-/* Views that are held while the GIL is released. */
+/* What a call of bucket_pack holds while the GIL is released. */
 typedef struct pack_job {
-    mlspy_view send, keep;
-    mlspy_view *views; /* of the residuals; NULL for none */
-    float **residuals; /* data of `views`; NULL for none */
+    mlspy_view send, keep; /* memory for the messages to all other ranks, and, if
+                              compressed, for this rank's own part */
+    mlspy_view *views;     /* of the residuals; NULL for none */
+    float **residuals;     /* data of `views`; NULL for none */
     size_t count;
 } pack_job;
 
-/* Accepts a partly filled or zeroed job; `count` is the number of views. */
+/* Releases what a job holds. Accepts a partly filled or zeroed one; `count` is the number
+ * of views. */
 static void pack_fini(pack_job *job)
 {
     mlspy_views_release(job->views, job->count);
@@ -422,8 +438,9 @@ static void pack_fini(pack_job *job)
     mls_free(job->residuals);
 }
 
-/* Views the residuals: float32, with as many elements as their segments; None means no
- * residuals. Returns -1 with an exception set; pack_fini releases the views.
+/* Views the residuals, a tuple of a writable float32 array for each segment, with as many
+ * elements; None means no residuals. Returns -1 with an exception set; pack_fini releases
+ * the views.
  *
  * A residual covers the whole array, not only this rank's part, because the messages to
  * all ranks lose precision.
@@ -464,9 +481,10 @@ static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObjec
 
 /* bucket_pack(bucket, compression, residuals, send, keep)
  *
- * Without compression, residuals and `keep` are None. With it, updates the
- * residuals, so a bucket must be packed once in each step; everything is checked before
- * the first residual changes.
+ * Writes the messages to all other ranks into the array `send`, in rank order. With
+ * compression, also writes this rank's own part into `keep` and updates the residuals, so
+ * a bucket must be packed once in each training step; without it, residuals and `keep`
+ * are None. Everything is checked before the first residual changes.
  */
 PyObject *core_bucket_pack(mlspy_state *state, PyObject *const *args)
 {
@@ -521,9 +539,10 @@ PyObject *mlspy_bucket_norm_partials(const mls_bucket *b)
 
 /* bucket_reduce(bucket, compression, keep, received) -> [(squares, nonfinite), ...]
  *
- * `keep` was filled by bucket_pack; None without compression. The norm partials
- * belong to the divided outputs. The bucket stores them, so only one thread at a time
- * may reduce it.
+ * Reduces the messages in `received`, one from each other rank in rank order, and this
+ * rank's part into the outputs of the bucket. `keep` was filled by bucket_pack; None
+ * without compression. The norm partials, one for each segment, belong to the divided
+ * outputs. The bucket stores them, so only one thread at a time may reduce it.
  */
 PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
 {
@@ -570,7 +589,8 @@ done:
 
 /* sketch(array, start, seed) -> (signed sum, sum of absolute values)
  *
- * `array` is packed; its first element has index `start`.
+ * Computes the sketch of a packed array (ams_sketch.h); its first element has index
+ * `start`. Equal seeds give equal signs.
  */
 PyObject *core_sketch(mlspy_state *state, PyObject *const *args)
 {

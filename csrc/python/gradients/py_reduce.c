@@ -27,10 +27,11 @@ typedef struct named_views {
     PyObject *names, *arrays; /* strong: tuples of equal length */
     mlspy_view *views;        /* one for each array */
     Py_ssize_t count;
-    uint64_t bytes;
+    uint64_t bytes; /* of all arrays, to decide whether to release the GIL */
 } named_views;
 
-/* Accepts views that named_views_of left incomplete. */
+/* Releases the views and zeroes `*v`. Accepts views that named_views_of left incomplete.
+ */
 static void named_views_release(named_views *v)
 {
     mlspy_views_release(v->views, (size_t)v->count);
@@ -40,17 +41,19 @@ static void named_views_release(named_views *v)
     *v = (named_views){0};
 }
 
-/* Returns an array's name, borrowed from its str, for errors. */
+/* Gets the name of array `i`, borrowed from its str, for errors. Returns -1 with
+ * TypeError or ValueError set. */
 static int name_at(const named_views *v, Py_ssize_t i, mls_str *out)
 {
     return mlspy_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
 }
 
-/* Views one more array. Returns -1 with an exception set, without a view. The item
- * borrows its references and has no metadata; it is used only during this call. */
+/* Views array `v->count`, and counts it. Returns -1 with an exception set, without a
+ * view. */
 static int view_next(const mlspy_state *state, named_views *v, bool writable)
 {
     size_t bytes = 0;
+    /* borrows its references and has no metadata; only this call uses it */
     mlspy_item item = {.key = PyTuple_GET_ITEM(v->names, v->count),
                        .value = PyTuple_GET_ITEM(v->arrays, v->count)};
     mlspy_view *view = &v->views[v->count];
@@ -64,8 +67,8 @@ static int view_next(const mlspy_state *state, named_views *v, bool writable)
     return 0;
 }
 
-/* Views every array of two sequences of equal length. Returns -1 with an exception set,
- * and `*v` zeroed. */
+/* Views every array of a sequence; `names` has their names, for errors. Returns -1 with
+ * an exception set, and `*v` zeroed: ValueError if the lengths differ. */
 static int named_views_of(const mlspy_state *state, PyObject *names, PyObject *arrays,
                           bool writable, named_views *v)
 {
@@ -97,8 +100,8 @@ failed:
     return -1;
 }
 
-/* Raises the error of `st` for array `i`. Puts the name before the text and into the
- * exception's attribute, because the core does not know names. */
+/* Raises the error of `st` for array `i`. Puts the array's name before the text and into
+ * the exception's attribute, because the core does not know names. */
 static void raise_for_array(const mlspy_state *state, const named_views *v, Py_ssize_t i,
                             const mls_status *st)
 {
@@ -114,7 +117,7 @@ static void raise_for_array(const mlspy_state *state, const named_views *v, Py_s
     mlspy_raise(state, &named, NULL);
 }
 
-/* Returns a new list of (squares, nonfinite). */
+/* Returns `count` norm partials as a new list of pairs (squares, nonfinite). */
 static PyObject *list_partials(const mls_norm_partial *partials, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);
@@ -134,9 +137,9 @@ static mls_norm_partial *new_partials(Py_ssize_t count)
     return partials;
 }
 
-/* Checks that `factor` times all arrays can be computed, and added to the targets unless
- * these are NULL, before the first array changes. Pairs are independent: a repeated
- * target is allowed and receives both sums. */
+/* Checks, before the first array changes, that every array can be multiplied by `factor`
+ * and, unless `targets` is NULL, added to its target. Pairs are independent: a repeated
+ * target is allowed and receives both sums. Returns -1 with an exception set. */
 static int check_arrays(const mlspy_state *state, const named_views *targets,
                         const named_views *arrays, double factor)
 {
@@ -155,8 +158,10 @@ static int check_arrays(const mlspy_state *state, const named_views *targets,
 
 /* ---- targets += scale * sources ---- */
 
-/* Implements `accumulate` for viewed arrays. The norm partials are allocated before the
- * first array changes. The pool works on one array at a time. */
+/* Adds `scale` times each source to its target. Returns None, or with `wants_norms` the
+ * norm partials of the targets; NULL with an exception set, and no array changed. The
+ * norm partials are allocated before the first array changes. The pool works on one array
+ * at a time. */
 static PyObject *accumulate_views(const mlspy_state *state, const named_views *targets,
                                   const named_views *sources, double scale,
                                   bool wants_norms)
@@ -183,8 +188,8 @@ static PyObject *accumulate_views(const mlspy_state *state, const named_views *t
 /* accumulate(names, targets, sources, scale, wants_norms) -> [(squares, nonfinite)] or
  * None
  *
- * The names are read once for each side. Viewing an array may run code that changes the
- * list in between.
+ * Adds `scale` times each source to its target: all or none. The names are read once for
+ * each side, because viewing an array may run code that changes the list in between.
  */
 PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
 {
@@ -196,6 +201,7 @@ PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
         mlspy_take_bool(args[4], &wants_norms) == 0 &&
         named_views_of(state, args[0], args[1], true, &targets) == 0 &&
         named_views_of(state, args[0], args[2], false, &sources) == 0) {
+        /* differ only if `names` changed between its two reads */
         if (targets.count == sources.count) {
             result = accumulate_views(state, &targets, &sources, scale, wants_norms);
         } else {
@@ -209,7 +215,7 @@ PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
 
 /* ---- single arrays ---- */
 
-/* scale(names, arrays, factor): all or none */
+/* scale(names, arrays, factor): multiplies all arrays by `factor`, or none */
 PyObject *core_scale(mlspy_state *state, PyObject *const *args)
 {
     named_views v;
@@ -232,7 +238,7 @@ PyObject *core_scale(mlspy_state *state, PyObject *const *args)
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* norm_partials(names, arrays) -> [(squares, nonfinite)]
+/* norm_partials(names, arrays) -> [(squares, nonfinite)], one for each array
  *
  * Supports every dtype: after the arrays are viewed, only allocation can fail.
  */
@@ -279,7 +285,7 @@ PyObject *core_clear(mlspy_state *state, PyObject *const *args)
 
 /* ---- one reduction ---- */
 
-/* Views of the sources, followed by the output. */
+/* One call of reduce: views of the sources, followed by that of the output. */
 typedef struct reduction {
     PyObject *sources; /* strong: a tuple */
     mlspy_view *views;
@@ -287,10 +293,10 @@ typedef struct reduction {
     const void **data;          /* of the tensors */
     size_t count;               /* number of views */
     mls_reduction operation;
-    size_t n;
+    size_t n; /* elements of each array */
 } reduction;
 
-/* Accepts an incomplete reduction; `count` is the number of views. */
+/* Releases what a reduction holds; accepts one that reduction_init left incomplete. */
 static void reduction_fini(reduction *r)
 {
     mlspy_views_release(r->views, r->count);
@@ -300,8 +306,9 @@ static void reduction_fini(reduction *r)
     Py_CLEAR(r->sources);
 }
 
-/* Views everything, and runs the core's checks. The caller zeroes the reduction before
- * and calls reduction_fini. */
+/* Views a sequence of sources and the output, and runs the core's checks. The caller has
+ * set `op` and `divisor` of `r->operation` and zeroed the rest, and calls reduction_fini
+ * in any case. Returns -1 with an exception set. */
 static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject *out,
                           reduction *r)
 {
@@ -343,7 +350,8 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
 
 /* reduce(sources, out, op, divisor) -> (squares, nonfinite) of out
  *
- * The number of elements decides whether to release the GIL; there are at least as many
+ * Writes the sum, minimum or maximum of all sources, divided by `divisor`, to `out`. The
+ * number of elements decides whether to release the GIL; there are at least as many
  * bytes.
  */
 PyObject *core_reduce(mlspy_state *state, PyObject *const *args)

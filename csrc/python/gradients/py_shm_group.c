@@ -19,12 +19,12 @@
 
 #include <pthread.h>
 
-/* A group handle, and whether it is in use. */
+/* A LocalLink: one rank's handle of a group, and whether it is in use. */
 typedef struct link_object {
     PyObject_HEAD pthread_mutex_t lock; /* guards the fields below; held only briefly */
     mls_shm *place;                     /* NULL when closed */
-    bool busy, closing;
-    size_t rank, world;
+    bool busy, closing; /* an operation is running; the handle is freed when none is */
+    size_t rank, world; /* constant */
 } link_object;
 
 /* A running operation. It is on the caller's stack; the core has a pointer to it, for its
@@ -35,14 +35,15 @@ typedef struct session {
     mls_shm *place;
     PyThreadState *saved; /* of this thread, while the GIL is released */
     mls_shm_call call;
-    mls_str text;
-    mls_code code;
+    mls_str text;  /* identifies the operation; equal on all ranks */
+    mls_code code; /* of the core's function */
     mls_status st;
 } session;
 
-/* Returns the handle, for the caller to free, if the link was closed and no operation
- * uses it; otherwise NULL. The caller holds the lock, so only one thread gets the handle.
- * It is freed outside the lock, because that wakes other ranks and unmaps memory. */
+/* Takes the handle out of a link that was closed and that no operation uses, and returns
+ * it for the caller to free; otherwise returns NULL. The caller holds the lock, so only
+ * one thread gets the handle, and frees it outside the lock, because that wakes other
+ * ranks and unmaps memory. */
 static mls_shm *take_unused(link_object *self)
 {
     mls_shm *unused = NULL;
@@ -68,8 +69,9 @@ static bool look_for_signals(void *context)
     return good;
 }
 
-/* Marks the link as busy. Returns -1 with RuntimeError set. Called with the GIL held; no
- * thread waits for the GIL while it holds the lock, which excludes deadlocks. */
+/* Marks the link as busy. Returns -1 with RuntimeError set if it is closed or busy.
+ * Called with the GIL held; no thread waits for the GIL while it holds the lock, which
+ * excludes deadlocks. */
 static int occupy_link(link_object *self)
 {
     const char *trouble = NULL;
@@ -88,9 +90,10 @@ static int occupy_link(link_object *self)
     return 0;
 }
 
-/* Begins an operation. `timeout` (seconds) and `text` (equal on all ranks) are the last
- * arguments of every operation. Returns -1 with an exception set, and the link not busy.
- * The text is borrowed from its str, which the arguments of the call hold. */
+/* Begins an operation on `s->link`: parses the last two arguments of every operation,
+ * `timeout` (seconds) and `text` (equal on all ranks), and marks the link as busy.
+ * Returns -1 with an exception set, and the link not busy. The text is borrowed from its
+ * str, which the arguments of the call hold. */
 static int begin_operation(session *s, PyObject *timeout, PyObject *text)
 {
     s->call = (mls_shm_call){.poll = look_for_signals, .context = s};
@@ -112,7 +115,7 @@ static int begin_operation(session *s, PyObject *timeout, PyObject *text)
         PyEval_RestoreThread((s).saved);                                                 \
     } while (0)
 
-/* Ends a session that has not begun an operation. Returns NULL. */
+/* Releases the views of a session that has no operation under way. Returns NULL. */
 static PyObject *give_up(session *s)
 {
     mlspy_view_release(&s->data);
@@ -120,10 +123,9 @@ static PyObject *give_up(session *s)
     return NULL;
 }
 
-/* Ends an operation: marks the link as free, and frees the handle if the link was closed
- * meanwhile. Returns `result`, or NULL with an exception set; on failure it drops
- * `result`.
- */
+/* Ends an operation: marks the link as free, releases the views, and frees the handle if
+ * the link was closed meanwhile. Returns `result`, or NULL with an exception set; on
+ * failure it drops `result`. */
 static PyObject *finish_operation(session *s, PyObject *result)
 {
     pthread_mutex_lock(&s->link->lock);
@@ -144,8 +146,9 @@ static PyObject *finish_operation(session *s, PyObject *result)
 
 /* ---- arguments ---- */
 
-/* Views packed elements in native byte order, each aligned to its size. Returns -1 with
- * an exception set, and no owner. An empty array may have any address: it is not read. */
+/* Views packed elements in native byte order, each aligned to its size; any other array
+ * raises ValueError. Returns -1 with an exception set, and no owner. An empty array may
+ * have any address: it is not read. */
 static int take_packed(link_object *self, PyObject *array, const char *label,
                        bool writable, mlspy_view *view)
 {
@@ -162,8 +165,9 @@ static int take_packed(link_object *self, PyObject *array, const char *label,
     return MLSPY_REFUSE(PyExc_ValueError, "%s is not packed, aligned and native", label);
 }
 
-/* Parses a list of byte or element counts, one for each rank. Accepts only ints, no
- * other objects with __index__, whose code could change the list. */
+/* Parses a list of `world` byte or element counts, one for each rank. Accepts only ints,
+ * no other objects with __index__, whose code could change the list. Returns -1 with an
+ * exception set. */
 static int take_counts(PyObject *list, size_t world, size_t *out)
 {
     if (!PyList_Check(list) || PyList_GET_SIZE(list) != (Py_ssize_t)world) {
@@ -178,9 +182,10 @@ static int take_counts(PyObject *list, size_t world, size_t *out)
     return 0;
 }
 
-/* Checks that a view has as many elements as the counts together. Returns -1 with
- * ValueError set. User-supplied counts may overflow. This keeps the core within the
- * array: where the core counts bytes, wider elements only mean spare room. */
+/* Checks that a view has as many elements as the `world` counts together. Returns -1 with
+ * ValueError set; `label` names the array. User-supplied counts may overflow. This keeps
+ * the core within the array: where the core counts bytes, wider elements only mean spare
+ * room. */
 static int check_length(const mlspy_view *view, const char *label, const size_t *counts,
                         size_t world)
 {
@@ -201,7 +206,7 @@ static int check_length(const mlspy_view *view, const char *label, const size_t 
  * the operation failed.
  */
 
-/* barrier(timeout, text) */
+/* barrier(timeout, text): returns when every rank has called it */
 static PyObject *link_barrier(link_object *self, PyObject *const *args, Py_ssize_t count)
 {
     session s = {.link = self};
@@ -213,7 +218,8 @@ static PyObject *link_barrier(link_object *self, PyObject *const *args, Py_ssize
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* broadcast(array, root, timeout, text): bytes; the root's array may be read-only */
+/* broadcast(array, root, timeout, text): copies the bytes of rank `root`'s array into the
+ * arrays of all others; the root's array may be read-only */
 static PyObject *link_broadcast(link_object *self, PyObject *const *args,
                                 Py_ssize_t count)
 {
@@ -238,8 +244,12 @@ static PyObject *link_broadcast(link_object *self, PyObject *const *args,
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* all_gather(array, out, sizes, timeout, text): all in bytes. The sizes fit the stack,
- * because a group has at most MLS_SHM_MAX_RANKS ranks. */
+/* all_gather(array, out, sizes, timeout, text): copies the arrays of all ranks, in rank
+ * order, into `out` of each rank
+ *
+ * Both are arrays of bytes, and `sizes` has the bytes of each rank's array. The sizes fit
+ * the stack, because a group has at most MLS_SHM_MAX_RANKS ranks.
+ */
 static PyObject *link_all_gather(link_object *self, PyObject *const *args,
                                  Py_ssize_t count)
 {
@@ -259,7 +269,12 @@ static PyObject *link_all_gather(link_object *self, PyObject *const *args,
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* all_to_all(array, sent, out, wanted, timeout, text): all in bytes */
+/* all_to_all(array, sent, out, wanted, timeout, text): sends a part of `array` to each
+ * rank, and receives a part from each into `out`
+ *
+ * Both are arrays of bytes, with the parts in rank order; `sent` and `wanted` are lists
+ * of the bytes of each part.
+ */
 static PyObject *link_all_to_all(link_object *self, PyObject *const *args,
                                  Py_ssize_t count)
 {
@@ -280,8 +295,12 @@ static PyObject *link_all_to_all(link_object *self, PyObject *const *args,
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* all_reduce(array, out, op, divisor, timeout, text). The core checks that the dtype
- * supports the op before anything is sent. */
+/* all_reduce(array, out, op, divisor, timeout, text): writes the sum, minimum or maximum
+ * of all ranks' arrays, divided by `divisor`, to `out` of each rank, which has the same
+ * dtype
+ *
+ * The core checks that the dtype supports the op before anything is sent.
+ */
 static PyObject *link_all_reduce(link_object *self, PyObject *const *args,
                                  Py_ssize_t count)
 {
@@ -316,8 +335,9 @@ static PyObject *link_all_reduce(link_object *self, PyObject *const *args,
 /* reduce_scatter(bucket, wants_norms, timeout, text) -> [(squares, nonfinite), ...];
  * empty unless wants_norms
  *
- * If the list cannot be allocated, the sums are complete nevertheless, and
- * finish_operation() passes the exception on.
+ * Reduces the buckets of all ranks into the outputs of each. If the list cannot be
+ * allocated, the sums are complete nevertheless, and finish_operation() passes the
+ * exception on.
  */
 static PyObject *link_reduce_scatter(link_object *self, PyObject *const *args,
                                      Py_ssize_t count)
@@ -348,16 +368,18 @@ static PyObject *link_reduce_scatter(link_object *self, PyObject *const *args,
 
 /* ---- gather_bytes ---- */
 
-/* Context of make_places. */
+/* Context of make_places: the bytes objects that a gather_bytes fills. */
 typedef struct parcel {
     session *session;
     PyObject *list; /* strong, or NULL */
 } parcel;
 
-/* Callback that provides the buffers; acquires the GIL briefly. Returns false with an
- * exception set in this thread. A bytes object may be written while no other code has
- * seen it. Sizes come from other ranks and may be invalid: a size beyond a bytes object's
- * limit is reported as a lack of memory. */
+/* Callback of the core that provides the memory of gather_bytes: makes a bytes object of
+ * sizes[rank] bytes for each rank, and stores the address of its memory in out[rank].
+ * Acquires the GIL briefly. Returns false with an exception set in this thread. A bytes
+ * object may be written while no other code has seen it. Sizes come from other ranks and
+ * may be invalid: a size beyond a bytes object's limit is reported as a lack of memory.
+ */
 static bool make_places(void *context, const size_t *sizes, unsigned char **out)
 {
     parcel *p = context;
@@ -365,6 +387,7 @@ static bool make_places(void *context, const size_t *sizes, unsigned char **out)
     PyEval_RestoreThread(p->session->saved);
     p->list = PyList_New((Py_ssize_t)world);
     for (size_t rank = 0; p->list != NULL && rank < world; rank++) {
+        /* 64: more than the header of a bytes object has */
         PyObject *bytes = sizes[rank] > PY_SSIZE_T_MAX - 64
                               ? PyErr_NoMemory()
                               : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizes[rank]);
@@ -375,10 +398,11 @@ static bool make_places(void *context, const size_t *sizes, unsigned char **out)
     return p->list != NULL;
 }
 
-/* gather_bytes(data, root or -1, timeout, text) -> list of bytes, or None if this rank is
- * not the root
+/* gather_bytes(data, root, timeout, text) -> list of the bytes of all ranks, or None if
+ * this rank is not the root
  *
- * On failure the list, whose bytes may be partly filled, is dropped.
+ * With `root` -1 every rank gets the list. On failure the list, whose bytes may be partly
+ * filled, is dropped.
  */
 static PyObject *link_gather_bytes(link_object *self, PyObject *const *args,
                                    Py_ssize_t count)
@@ -408,8 +432,12 @@ static PyObject *link_gather_bytes(link_object *self, PyObject *const *args,
 
 /* ---- abort and close ---- */
 
-/* abort(): from any thread, also during an operation. Holds the lock: mls_shm_abort sets
- * a word and wakes sleepers but never blocks. */
+/* abort(): breaks the group, so that its operations fail on all ranks; does nothing on a
+ * closed link
+ *
+ * May be called from any thread, also during an operation. Holds the lock: mls_shm_abort
+ * sets a word and wakes sleepers but never blocks.
+ */
 static PyObject *link_abort(link_object *self, PyObject *unused)
 {
     (void)unused;
@@ -421,7 +449,8 @@ static PyObject *link_abort(link_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* close(): now, or when the running operation has ended. May be called repeatedly. */
+/* close(): frees the handle now, or when the running operation has ended. May be called
+ * repeatedly. */
 static PyObject *link_close(link_object *self, PyObject *unused)
 {
     (void)unused;
@@ -488,8 +517,8 @@ MLSPY_DEFINE_SPEC(link, "LocalLink", link_object,
 
 /* ---- construction ---- */
 
-/* Returns a new link that owns the handle; NULL with MemoryError set, and the handle
- * freed. */
+/* Returns a new link that owns the handle `place`, of `rank` in a group of `world`. NULL
+ * with MemoryError set, and the handle freed. */
 static PyObject *link_of(const mlspy_state *state, mls_shm *place, size_t rank,
                          size_t world)
 {
@@ -506,7 +535,8 @@ static PyObject *link_of(const mlspy_state *state, mls_shm *place, size_t rank,
     return (PyObject *)link;
 }
 
-/* Parses a number of ranks, and chooses the slots. */
+/* Parses a number of ranks, chooses the slots of a group's memory, and computes its
+ * bytes. Returns -1 with an exception set. */
 static int take_shape(const mlspy_state *state, PyObject *world, mls_shm_shape *out,
                       size_t *bytes)
 {
@@ -524,7 +554,7 @@ static int take_shape(const mlspy_state *state, PyObject *world, mls_shm_shape *
     return mlspy_check(state, mls_shm_measure(out, bytes, &st), &st);
 }
 
-/* local_measure(world) -> bytes of memory */
+/* local_measure(world) -> bytes of memory that a group of `world` ranks needs */
 PyObject *core_local_measure(mlspy_state *state, PyObject *const *args)
 {
     mls_shm_shape shape;
@@ -535,10 +565,11 @@ PyObject *core_local_measure(mlspy_state *state, PyObject *const *args)
     return PyLong_FromSize_t(bytes);
 }
 
-/* local_join(world, rank, fd) -> LocalLink, which owns the descriptor
+/* local_join(world, rank, fd) -> LocalLink of a rank, in the memory of a file
  *
- * From mls_shm_join on the core owns the descriptor and closes it also on failure. An
- * argument error before that leaves it to the caller.
+ * `fd` is a descriptor of the file, of the size that local_measure returned; the link
+ * owns it. From mls_shm_join on the core owns the descriptor and closes it also on
+ * failure. An argument error before that leaves it to the caller.
  */
 PyObject *core_local_join(mlspy_state *state, PyObject *const *args)
 {
@@ -564,7 +595,8 @@ PyObject *core_local_join(mlspy_state *state, PyObject *const *args)
     return link_of(state, place, (size_t)rank, shape.world);
 }
 
-/* local_threads(world) -> a LocalLink for each rank
+/* local_threads(world) -> a LocalLink for each rank, whose ranks are threads of this
+ * process
  *
  * Every handle is owned by a link or freed. After a failure the list frees the links that
  * it has, link_of has freed its own handle, and the loop frees the rest.

@@ -13,15 +13,16 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-/* `number` is -1 if the file is closed. */
+/* An open file or folder; `number` is its descriptor, -1 if it is closed. */
 typedef struct descriptor_object {
     PyObject_HEAD int number;
     bool locked;
     pid_t pid; /* a forked child shares the lock, but only this process may release it */
 } descriptor_object;
 
-/* Open a file for `self`. Returns -1 with an exception set, by the system or by a signal
- * handler. */
+/* Open `path` for `self`, which is closed. `flags` are for open(); O_CLOEXEC is added,
+ * and a new file has mode 0666 less the umask. Returns -1 with an exception set, by the
+ * system or by a signal handler; `self` is then closed. */
 static int open_path(descriptor_object *self, PyObject *path, int flags)
 {
     PyObject *encoded = NULL;
@@ -41,7 +42,7 @@ static int open_path(descriptor_object *self, PyObject *path, int flags)
     return number < 0 ? -1 : 0;
 }
 
-/* Descriptor(path, flags), or Descriptor() for a closed one */
+/* Descriptor(path, flags): opens a file, or a folder; Descriptor(): a closed one */
 static PyObject *descriptor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *path = Py_None;
@@ -63,8 +64,9 @@ static PyObject *descriptor_new(PyTypeObject *type, PyObject *args, PyObject *kw
     return (PyObject *)self;
 }
 
-/* Unlocks first, because a child forked meanwhile has the open file too. Errors are
- * ignored: the number is free in any case. */
+/* Close the file of `self`, if one is open; keeps errno. Unlocks first, because a child
+ * forked meanwhile has the open file too. Errors are ignored: the number is free in any
+ * case. */
 static void close_number(descriptor_object *self)
 {
     const int number = self->number, error = errno;
@@ -93,7 +95,8 @@ static PyObject *descriptor_close(descriptor_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* open(path, flags): close the file that is open, and open another one */
+/* open(path, flags): closes the file that is open, and opens another one; after an
+ * OSError none is open */
 static PyObject *descriptor_open(descriptor_object *self, PyObject *args)
 {
     PyObject *path;
@@ -113,7 +116,10 @@ static PyObject *descriptor_fileno(descriptor_object *self, PyObject *unused)
     return PyLong_FromLong(self->number);
 }
 
-/* lock() -> True, or False if another open file has the lock; never waits */
+/* lock() -> True, or False if another open file has the lock; never waits
+ *
+ * Locks the whole file exclusively (flock). Raises OSError.
+ */
 static PyObject *descriptor_lock(descriptor_object *self, PyObject *unused)
 {
     int failed;

@@ -14,7 +14,8 @@
 
 /* ---- quantized caches ---- */
 
-/* Read bits and group. */
+/* Read the bits of a code and the elements of a group. Returns -1 with an exception set;
+ * the core checks the values. */
 static int take_quantization(const mlspy_state *state, PyObject *bits, PyObject *group,
                              mls_quantized *out)
 {
@@ -28,7 +29,9 @@ static int take_quantization(const mlspy_state *state, PyObject *bits, PyObject 
     return 0;
 }
 
-/* kv_quantized_lengths(length, bits, group) -> last axis of (codes, scales and biases) */
+/* kv_quantized_lengths(length, bits, group) -> (32-bit words of codes, groups): the last
+ * axis of the codes, and of scales and biases, for values whose last axis has `length`
+ * elements */
 PyObject *core_kv_quantized_lengths(mlspy_state *state, PyObject *const *args)
 {
     mls_quantized q = {0};
@@ -47,7 +50,8 @@ PyObject *core_kv_quantized_lengths(mlspy_state *state, PyObject *const *args)
 /* Operations of the same six arguments. */
 typedef enum quantized_operation { QUANTIZE, DEQUANTIZE, LOSS } quantized_operation;
 
-/* Run without the GIL: (values, codes, scales, biases, bits, group). */
+/* Run an operation without the GIL on (values, codes, scales, biases, bits, group).
+ * Returns None, or for LOSS the tuple of its numbers; NULL with an exception set. */
 static PyObject *run_quantization(mlspy_state *state, PyObject *const *args,
                                   quantized_operation operation)
 {
@@ -60,6 +64,7 @@ static PyObject *run_quantization(mlspy_state *state, PyObject *const *args,
     mls_code code = MLS_OK;
     PyObject *result = NULL;
     for (int i = 0; i < 4; i++) {
+        /* quantizing writes all arrays but the values, dequantizing only the values */
         const bool is_written = operation == (i == 0 ? DEQUANTIZE : QUANTIZE);
         if (mlspy_view_for(state, args[i], names[i], is_written, &views[i]) < 0) {
             goto done;
@@ -96,7 +101,8 @@ done:
 }
 
 /* kv_quantize(values, codes, scales, biases, bits, group): writes the three arrays, which
- * must not share memory with the values */
+ * must not share memory with the values. ValueError: a value is not finite; the arrays
+ * are then undefined. */
 PyObject *core_kv_quantize(mlspy_state *state, PyObject *const *args)
 {
     return run_quantization(state, args, QUANTIZE);
@@ -117,7 +123,6 @@ PyObject *core_kv_quantization_loss(mlspy_state *state, PyObject *const *args)
 
 /* ---- rings ---- */
 
-/* Return a new int64 ndarray. */
 PyObject *mlspy_ring_positions(const mls_kv_ring *ring)
 {
     npy_intp capacity = (npy_intp)ring->slots.shape[ring->axis];
@@ -128,7 +133,9 @@ PyObject *mlspy_ring_positions(const mls_kv_ring *ring)
     return array;
 }
 
-/* Read the numbers of a ring. */
+/* Read the numbers of a ring: its sinks, the tokens appended so far, and the rotation of
+ * the slots after the sinks (see mls_kv_ring_borrow). Returns -1 with an exception set.
+ */
 static int take_ring(const mlspy_state *state, PyObject *const *numbers, size_t *sinks,
                      size_t *length, size_t *shift)
 {
@@ -139,8 +146,9 @@ static int take_ring(const mlspy_state *state, PyObject *const *numbers, size_t 
                : 0;
 }
 
-/* kv_ring_positions(capacity, sinks, length, shift) -> int64 ndarray, as RollingBuffer's;
- * the slots after the sinks are rotated by `shift` */
+/* kv_ring_positions(capacity, sinks, length, shift) -> int64 ndarray with the position of
+ * each slot's token, or -1, after `length` tokens were appended; the slots after the
+ * sinks are rotated by `shift` */
 PyObject *core_kv_ring_positions(mlspy_state *state, PyObject *const *args)
 {
     mls_tensor slots = {.rank = 2, .shape = {0, 1}};
@@ -157,7 +165,8 @@ PyObject *core_kv_ring_positions(mlspy_state *state, PyObject *const *args)
     return mlspy_ring_positions(&ring);
 }
 
-/* Return a new array of the tokens of a ring in order. */
+/* Return a new array of the tokens of a ring, in the order of their positions; NULL with
+ * an exception set. */
 static PyObject *copy_ordered(const mlspy_state *state, const mls_kv_ring *ring)
 {
     mls_tensor ordered_view = ring->slots;
@@ -179,7 +188,8 @@ static PyObject *copy_ordered(const mlspy_state *state, const mls_kv_ring *ring)
 }
 
 /* kv_ring_ordered(array, seq_axis, sinks, length, shift) -> new ndarray of the tokens in
- * order */
+ * the order of their positions, from the slots in `array` after `length` tokens were
+ * appended */
 PyObject *core_kv_ring_ordered(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view slots;
@@ -204,8 +214,9 @@ PyObject *core_kv_ring_ordered(mlspy_state *state, PyObject *const *args)
 
 /* ---- rotating keys ---- */
 
-/* Read everything but the arrays of rotate_keys. `keys` is already viewed, because the
- * axis and the default of rotary_dim depend on its shape. */
+/* Read all arguments of rotate_keys but the arrays. `keys` is already viewed, because the
+ * axis and the default of rotary_dim depend on its shape. Returns -1 with an exception
+ * set. */
 static int take_rotation(const mlspy_state *state, PyObject *const *args,
                          const mls_tensor *keys, mls_rotation *out)
 {
@@ -224,8 +235,12 @@ static int take_rotation(const mlspy_state *state, PyObject *const *args,
 }
 
 /* rotate_keys(keys, shifts, base, scaling, interleaved, rotary_dim | None, seq_axis, out)
+ * -> out
  *
- * `shifts` is a contiguous ndarray of int64, `out` a writable array or `keys` itself. */
+ * Moves keys with rotary position embedding by `shifts` positions, a contiguous ndarray
+ * of int64 with one for each position or one for all. Writes to `out`, a writable array
+ * or `keys` itself. `rotary_dim`: elements of the last axis that are rotated; None: all.
+ */
 PyObject *core_rotate_keys(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[3] = {{.owner = NULL}}; /* keys, shifts, out */

@@ -61,8 +61,8 @@ typedef struct memory_args {
     size_t capacity, sinks;
 } memory_args;
 
-/* Create an object without memory. Consumes `descr`, which may be NULL with an exception
- * set. */
+/* Create an object of `type` without memory. Consumes `descr`, which may be NULL with an
+ * exception set. NULL with an exception set. */
 static memory_object *alloc_memory(PyTypeObject *type, PyArray_Descr *descr)
 {
     memory_object *self = descr == NULL ? NULL : (memory_object *)type->tp_alloc(type, 0);
@@ -77,7 +77,9 @@ static memory_object *alloc_memory(PyTypeObject *type, PyArray_Descr *descr)
 }
 
 /* Create an object from (shape, capacity or None, dtype, seq_axis) and, if `format` has a
- * fifth argument, a number of sinks. The caller then fills in the memory. */
+ * fifth argument, a number of sinks. Without a capacity it is the shape's length along
+ * the sequence axis. The caller then reserves the memory that `out` describes. NULL with
+ * an exception set. */
 static memory_object *new_memory(PyTypeObject *type, PyObject *args, PyObject *kwargs,
                                  const char *format, memory_args *out)
 {
@@ -100,7 +102,8 @@ static memory_object *new_memory(PyTypeObject *type, PyObject *args, PyObject *k
     return alloc_memory(type, mlspy_descr_of_object(state, dtype, &view->dtype));
 }
 
-/* KVBuffer(shape, capacity | None, dtype, seq_axis) */
+/* KVBuffer(shape, capacity | None, dtype, seq_axis): zeroed memory for a cache of `shape`
+ * that can grow to `capacity` positions */
 static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     memory_args a;
@@ -116,7 +119,9 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-/* RollingBuffer(shape, capacity | None, dtype, seq_axis, sinks) */
+/* RollingBuffer(shape, capacity | None, dtype, seq_axis, sinks): an empty ring of
+ * `capacity` slots; the shape's length along the sequence axis is used only without a
+ * capacity */
 static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     memory_args a;
@@ -134,7 +139,8 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* No lock is needed: each view holds a reference, so no view exists any more. */
+/* Free the members that both types have, and the object. No lock is needed: each view
+ * holds a reference, so no view exists any more. */
 static void free_memory(memory_object *self)
 {
     pthread_mutex_destroy(&self->lock);
@@ -173,7 +179,8 @@ static void lease_dealloc(lease_object *self)
     mlspy_free(self);
 }
 
-/* view() -> a writable ndarray of the current length over the buffer's own memory */
+/* view() -> a writable ndarray of the current length over the buffer's own memory; while
+ * it exists, reserve() is refused */
 static PyObject *buffer_view(buffer_object *self, PyObject *unused)
 {
     (void)unused;
@@ -190,7 +197,8 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
                           now.data, NPY_ARRAY_WRITEABLE, (PyObject *)lease);
 }
 
-/* Fill the buffer, with the lock, if the array has its shape and dtype. */
+/* Fill the buffer from `source`, with the lock held. MLS_E_SHAPE, MLS_E_DTYPE: the source
+ * has another shape or dtype; nothing was written. */
 static mls_code fill_locked(buffer_object *self, const mlspy_state *state,
                             const mls_tensor *source, mls_status *st)
 {
@@ -219,8 +227,8 @@ static PyObject *buffer_fill(buffer_object *self, PyObject *array)
     return mlspy_none(state, code, &st);
 }
 
-/* resize(length, position | None): keep `position` positions (default: all that both
- * lengths have) and zero the rest */
+/* resize(length, position | None): sets the length to `length` positions, keeps the first
+ * `position` of them (None: all that both lengths have) and zeroes the rest */
 static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -244,7 +252,8 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
     return mlspy_none(state, code, &st);
 }
 
-/* reserve(capacity): raise the capacity; refused while a view exists */
+/* reserve(capacity): raises the capacity to `capacity` positions, which may move the
+ * memory; BufferError while a view exists */
 static PyObject *buffer_reserve(buffer_object *self, PyObject *number)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -267,7 +276,7 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *number)
     return mlspy_none(state, code, &st);
 }
 
-/* extent() -> (shape, capacity), read under one lock */
+/* extent() -> (shape, capacity in positions), of one moment */
 static PyObject *buffer_extent(buffer_object *self, PyObject *unused)
 {
     (void)unused;
@@ -288,7 +297,8 @@ static PyObject *ring_view(ring_object *self, PyObject *unused)
                           slots->data, NPY_ARRAY_WRITEABLE, Py_NewRef((PyObject *)self));
 }
 
-/* append(tokens) */
+/* append(tokens): appends an array of any number of tokens along the sequence axis, which
+ * may evict the oldest ones */
 static PyObject *ring_append(ring_object *self, PyObject *tokens)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -304,7 +314,7 @@ static PyObject *ring_append(ring_object *self, PyObject *tokens)
     return mlspy_none(state, code, &st);
 }
 
-/* trim(count): drop the last `count` tokens */
+/* trim(count): drops the last `count` tokens */
 static PyObject *ring_trim(ring_object *self, PyObject *number)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -318,7 +328,8 @@ static PyObject *ring_trim(ring_object *self, PyObject *number)
     return mlspy_none(state, code, &st);
 }
 
-/* fill(slots, oldest, next, evicted): replace all slots and counters */
+/* fill(slots, oldest, next, evicted): replaces all slots and counters, as
+ * mls_kv_ring_fill */
 static PyObject *ring_fill(ring_object *self, PyObject *args)
 {
     static const char *const names[] = {"oldest", "next", "evicted"};
@@ -371,8 +382,9 @@ static PyObject *ring_copy(ring_object *self, PyObject *unused)
     return (PyObject *)copy;
 }
 
-/* Copy the tokens in order to packed memory for `length` positions, with the lock.
- * Returns false if the ring has another length now. */
+/* Copy the tokens in the order of their positions to `data`, packed memory for `length`
+ * positions, with the lock held. Returns false, and copies nothing, if the ring has
+ * another length now. */
 static bool copy_locked(const mls_kv_ring *ring, const mlspy_state *state, size_t length,
                         void *data)
 {

@@ -62,8 +62,8 @@ static const mls_mask_names mask_parameter_names = {.seq_length = "seq_length",
                                                     .position = "current_position",
                                                     .rows = "rows"};
 
-/* Read a sequence axis. A bool is not one, although it has __index__. Returns -1 with
- * TypeError or CapacityError set. */
+/* Read a sequence axis, which may be negative. A bool is not one, although it has
+ * __index__. Returns -1 with TypeError or CapacityError set. */
 static int take_seq_axis(const mlspy_state *state, PyObject *object, int64_t *out)
 {
     if (PyBool_Check(object)) {
@@ -75,8 +75,8 @@ static int take_seq_axis(const mlspy_state *state, PyObject *object, int64_t *ou
 /* The items of a KVMove of mlstate/kv/_move.py. */
 enum { TARGET_LENGTH, POSITION, SEQ_AXIS, COMPACT, PAD_VALUE, DTYPE, LOW_MEMORY, ITEMS };
 
-/* Read the numbers of a move, and check them against the source's shape. Without a
- * position the source is full. */
+/* Read the numbers of a KVMove, and check them against the source's shape. Without a
+ * position the source is full. Returns -1 with an exception set. */
 static int take_request(const mlspy_state *state, PyObject *move, int rank,
                         const size_t *shape, mls_kv_request *request)
 {
@@ -106,7 +106,8 @@ static int take_request(const mlspy_state *state, PyObject *move, int rank,
     return mlspy_check(state, mls_kv_check(rank, shape, *request, &st), &st);
 }
 
-/* View the source, and read and check the move. */
+/* View the source, and read and check all items of a KVMove. Returns -1 with an exception
+ * set; the caller calls transition_fini. */
 static int take_move(const mlspy_state *state, PyObject *source, PyObject *move,
                      transition *t)
 {
@@ -131,8 +132,9 @@ typedef struct result_kind {
     PyArray_Descr *descr; /* strong reference */
 } result_kind;
 
-/* Allocate an ndarray of the target's shape. A zeroed one of at least UNTOUCHED_BYTES
- * stays untouched except where tokens are written. */
+/* Allocate an ndarray of the target's shape, and view it. A zeroed one of at least
+ * UNTOUCHED_BYTES stays untouched except where tokens are written. Returns -1 with an
+ * exception set. */
 static int allocate_target(const mlspy_state *state, const result_kind *kind,
                            transition *t)
 {
@@ -164,8 +166,9 @@ static int allocate_target(const mlspy_state *state, const result_kind *kind,
     return mlspy_view_writable(state, t->result, "the new state", &t->target);
 }
 
-/* Set `out` for a source that is not an ndarray, from a dtype's name or None. A name,
- * because NumPy may have no descriptor. */
+/* Set `out` for a source that is not an ndarray: its dtype, already in `out`, is replaced
+ * by a dtype's name in `dtype`, unless that is None. A name, because NumPy may have no
+ * descriptor. Returns -1 with an exception set. */
 static int foreign_kind(const mlspy_state *state, PyObject *dtype, result_kind *out)
 {
     /* by item size; covers every dtype of the core */
@@ -182,7 +185,9 @@ static int foreign_kind(const mlspy_state *state, PyObject *dtype, result_kind *
     return out->descr == NULL ? -1 : 0;
 }
 
-/* Set `out` from the caller's `dtype`; None means the source's dtype. */
+/* Set `out` to the dtype of a new result: the caller's `t->dtype`, or the source's if
+ * that is None. Returns -1 with an exception set, CompatibilityError if the source does
+ * not convert; then `out` holds no reference. */
 static int take_kind(const mlspy_state *state, PyObject *source, const transition *t,
                      result_kind *out)
 {
@@ -212,8 +217,9 @@ static int take_kind(const mlspy_state *state, PyObject *source, const transitio
     return failed;
 }
 
-/* Convert the caller's dtype to a core dtype. The core's own names need no descriptor,
- * which NumPy may not have. */
+/* Convert the caller's dtype, a name or an object that NumPy accepts, to a dtype of the
+ * core. The core's own names need no descriptor, which NumPy may not have. Returns -1
+ * with an exception set. */
 static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out)
 {
     const int named = mlspy_dtype_named(object, out);
@@ -225,8 +231,9 @@ static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out
     return descr == NULL ? -1 : 0;
 }
 
-/* Set the target to the caller's `out` or a new array. All errors in `out` are found
- * here, before it is written to. */
+/* Set the target of a transition to the caller's `out`, or to a new array if that is
+ * None. All errors in `out` are found here, before it is written to. Returns -1 with an
+ * exception set. */
 static int take_target(const mlspy_state *state, PyObject *source, PyObject *out,
                        transition *t)
 {
@@ -259,8 +266,9 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *out
         &st);
 }
 
-/* Encode the padding and move. The views hold references, so the memory stays valid while
- * other threads run. */
+/* Encode the padding and move the tokens. The views hold references, so the memory stays
+ * valid while other threads run. Returns -1 with an exception set, and nothing written.
+ */
 static int run_transition(const mlspy_state *state, transition *t)
 {
     mls_status st;
@@ -269,6 +277,7 @@ static int run_transition(const mlspy_state *state, transition *t)
                     &st) < 0) {
         return -1;
     }
+    /* NULL: the target is padded already */
     t->request.pad = t->is_zeroed ? NULL : &pad;
     PyThreadState *released = mlspy_leave_python(mlspy_bytes(&t->target.tensor));
     mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
@@ -290,7 +299,9 @@ static bool is_identity(const transition *t, PyObject *out)
 
 /* kv_move(source, move, out | None) -> ndarray, `out`, or the source itself
  *
- * If the source is not an ndarray, `dtype` is a name and the result is unsigned integers.
+ * Moves a cache as a KVMove describes: copies its tokens to the start of the result, and
+ * pads the rest. If the source is not an ndarray, the move's dtype is a name and the
+ * result is unsigned integers.
  */
 PyObject *core_kv_move(mlspy_state *state, PyObject *const *args)
 {
@@ -309,8 +320,9 @@ PyObject *core_kv_move(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* Read the dimensions from a sequence of non-negative integers. `shape` has
- * MLS_MAX_RANK entries; more dimensions are refused. */
+/* Read the dimensions from a sequence of non-negative ints; `label` names it in messages.
+ * `shape` has MLS_MAX_RANK entries; more dimensions are refused. Returns -1 with an
+ * exception set. */
 static int take_shape(const mlspy_state *state, PyObject *object, const char *label,
                       int *rank, size_t *shape)
 {
@@ -383,8 +395,8 @@ int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char 
     return 0;
 }
 
-/* kv_axis(shape, seq_axis, what) -> the sequence axis, counted from 0. `what` names the
- * cache in errors. */
+/* kv_axis(shape, seq_axis, what) -> the sequence axis of a cache of `shape`, counted from
+ * 0; the text `what` names the cache in errors */
 PyObject *core_kv_axis(mlspy_state *state, PyObject *const *args)
 {
     size_t shape[MLS_KV_MAX_RANK];
@@ -413,9 +425,8 @@ PyObject *core_kv_check(mlspy_state *state, PyObject *const *args)
     Py_RETURN_NONE;
 }
 
-/* kv_check_shapes(source_shape, target_shape, seq_axis) -> None
- *
- * Checks only the shapes, without a position. */
+/* kv_check_shapes(source, target, seq_axis): raises the error of a move from one shape to
+ * another; checks only the shapes, without a position */
 PyObject *core_kv_check_shapes(mlspy_state *state, PyObject *const *args)
 {
     mls_status st;
@@ -437,7 +448,8 @@ PyObject *core_kv_check_shapes(mlspy_state *state, PyObject *const *args)
 
 /* ---- masks ---- */
 
-/* Read the rows of a mask: a pair, None for all, or True for the row of the position. */
+/* Read the rows of a mask: a pair (start, stop), None for all, or True for the row of the
+ * position, which the request already has. Returns -1 with an exception set. */
 static int take_mask_rows(const mlspy_state *state, PyObject *rows, mls_mask_request *m)
 {
     m->end_row = m->seq_length;
@@ -446,6 +458,7 @@ static int take_mask_rows(const mlspy_state *state, PyObject *rows, mls_mask_req
     }
     if (rows == Py_True) {
         m->first_row = m->position;
+        /* without overflow for any position: it is checked later */
         m->end_row = m->position < INT64_MAX ? m->position + 1 : m->position;
         return 0;
     }
@@ -459,7 +472,8 @@ static int take_mask_rows(const mlspy_state *state, PyObject *rows, mls_mask_req
     return mlspy_take_int64(state, stop, "rows[1]", &m->end_row);
 }
 
-/* Read and check the numbers of a mask. */
+/* Read and check the numbers of a mask, the first five arguments of kv_mask. Returns -1
+ * with an exception set. */
 static int take_mask(const mlspy_state *state, PyObject *const *args, mls_mask_request *m)
 {
     mls_status st;
@@ -473,8 +487,8 @@ static int take_mask(const mlspy_state *state, PyObject *const *args, mls_mask_r
     return mlspy_check(state, mls_mask_check(m, &mask_parameter_names, &st), &st);
 }
 
-/* Return a new array for a mask, or fail if it exceeds the address space. The two leading
- * dimensions are 1. */
+/* Return a new array of four dimensions for a mask, with undefined elements. NULL with an
+ * exception set: CapacityError if it exceeds the address space. */
 static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, const size_t *shape)
 {
     mls_dtype mask_dtype;
@@ -491,8 +505,9 @@ static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, const size_
     return mlspy_array_of(descr, 4, shape, false);
 }
 
-/* Return a new reference to the mask to write: `out` after a check, or a new array. On
- * failure `view` is released. */
+/* Return a new reference to the mask to write, with its view in `view`: `out` after a
+ * check, or a new array of `dtype` if it is None. The two leading dimensions are 1. NULL
+ * with an exception set, and `view` released. */
 static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject *out,
                              const mls_mask_request *m, mlspy_view *view)
 {
@@ -521,10 +536,12 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
 }
 
 /* kv_mask(seq_length, attention_size, position, sinks, (start, stop) | None | True,
- *         dtype, fill, out | None)
+ * dtype, fill, out | None) -> the rows of an attention mask
  *
- * The fill is encoded before the first element is written, so `out` is unchanged if the
- * dtype cannot hold it. */
+ * Row `i` is 0 where token `i` attends to a token: itself, `attention_size` earlier ones,
+ * and the first `sinks` tokens; elsewhere it is `fill`. The fill is encoded before the
+ * first element is written, so `out` is unchanged if the dtype cannot hold it.
+ */
 PyObject *core_kv_mask(mlspy_state *state, PyObject *const *args)
 {
     mls_mask_request m = {0};

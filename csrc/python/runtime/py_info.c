@@ -10,7 +10,8 @@
 
 /* ---- dtypes ---- */
 
-/* The group of dtypes.def as Python names it. */
+/* Return the name under which Python knows a group of dtypes.def, such as "float". It is
+ * a constant. */
 static const char *kind_name(mls_dtype_kind kind)
 {
     static const char *const names[] = {
@@ -23,7 +24,12 @@ static const char *kind_name(mls_dtype_kind kind)
 }
 
 /* dtypes() -> ((name, file name, item bytes, kind, whether NumPy has it, element bits),
- *              ...) */
+ * ...)
+ *
+ * One tuple for each dtype of the core, in the order of mls_dtype. The file name is the
+ * one that safetensors files use. The elements of packed dtypes have fewer bits than an
+ * item.
+ */
 PyObject *core_dtypes(mlspy_state *state, PyObject *const *args)
 {
     (void)state;
@@ -42,7 +48,8 @@ PyObject *core_dtypes(mlspy_state *state, PyObject *const *args)
 
 /* ---- copies ---- */
 
-/* Return the variant of a decision, or None. */
+/* Return the name of the variant of stores that was measured to be the fastest for
+ * `choice`, or None if that is not decided yet. */
 static PyObject *chosen_name(mls_store_choice *choice)
 {
     const int chosen = atomic_load(&choice->chosen);
@@ -52,7 +59,8 @@ static PyObject *chosen_name(mls_store_choice *choice)
     return PyUnicode_FromString(mls_store_name((mls_store)chosen));
 }
 
-/* Return {"plain": GB/s or None, ...}: the best trial of each variant. */
+/* Return a new dict {"plain": GB/s or None, ...}: the best trial of each variant of
+ * stores so far. None: never tried. */
 static PyObject *rates_dict(mls_store_choice *choice)
 {
     PyObject *rates = PyDict_New();
@@ -65,7 +73,9 @@ static PyObject *rates_dict(mls_store_choice *choice)
     return rates;
 }
 
-/* Return one decision as a dict. */
+/* Return one decision as a new dict: for which operation, size class and memory it holds
+ * (`is_fresh`: the destination was never touched), the variant of stores chosen, and the
+ * rates of all. */
 static PyObject *choice_dict(mls_store_operation operation, bool is_fresh,
                              mls_store_choice *choice)
 {
@@ -76,7 +86,7 @@ static PyObject *choice_dict(mls_store_operation operation, bool is_fresh,
                          "gigabytes_per_second", rates_dict(choice));
 }
 
-/* Return the smallest result of each size class, by the class's name. */
+/* Return a new dict {name of a size class: the least bytes of a result in that class}. */
 static PyObject *least_dict(const mls_store_choices *choices)
 {
     PyObject *dict = PyDict_New();
@@ -87,13 +97,17 @@ static PyObject *least_dict(const mls_store_choices *choices)
     return dict;
 }
 
-/* copy_choices() -> {"forced", "variants", "cache_bytes", "least_bytes", "choices"};
- * variants: a set of mls_store, 1: plain stores only; least_bytes: the size classes */
+/* copy_choices() -> {"forced", "variants", "cache_bytes", "least_bytes", "choices"}
+ *
+ * forced: the variant of MLSTATE_COPY, or "auto"; variants: a set of mls_store as bits,
+ * 1: plain stores only; least_bytes: as least_dict; choices: a list of choice_dict.
+ */
 PyObject *core_copy_choices(mlspy_state *state, PyObject *const *args)
 {
     (void)args;
     PyObject *list = PyList_New(0);
     for (int i = 0; list != NULL && i < 2 * MLS_STORE_SIZES * MLS_STORE_OPERATIONS; i++) {
+        /* choice[operation][size][1: fresh] is flattened, so `i` counts all three */
         const mls_store_operation operation =
             (mls_store_operation)(i / (2 * MLS_STORE_SIZES));
         mlspy_append(&list, choice_dict(operation, i % 2 != 0,

@@ -26,12 +26,13 @@
  * version.
  */
 
-/* A check of one entry of the first dict: returns 1 yes, 0 no, -1 with an exception set.
- */
+/* A check of one entry of the first dict, with `other` to look names up in the second.
+ * Returns 1 yes, 0 no, -1 with an exception set. */
 typedef int (*entry_check)(const mlspy_state *state, PyObject *key, PyObject *value,
                            mlspy_finder *other);
 
-/* Returns whether the check holds for all entries of `dict`. */
+/* Returns 1 if `ask` answers yes for all entries of `dict`, compared with `other`; 0
+ * after the first no; -1 with an exception set. */
 static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject *other,
                              entry_check ask)
 {
@@ -52,8 +53,10 @@ static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject 
     return answer;
 }
 
-/* Parses two dicts and checks all entries. If both must have the same names, lengths are
- * compared first; then it is enough to find all names of one in the other. */
+/* Returns True if both arguments are dicts and `ask` answers yes for all entries of the
+ * first, else False; NULL with an exception set. `same_length`: both must have the same
+ * names; then lengths are compared first, and it is enough to find all names of one in
+ * the other. */
 static PyObject *check_two_dicts(const mlspy_state *state, PyObject *const *args,
                                  bool same_length, entry_check ask)
 {
@@ -68,8 +71,8 @@ static PyObject *check_two_dicts(const mlspy_state *state, PyObject *const *args
     return answer < 0 ? NULL : PyBool_FromLong(answer);
 }
 
-/* Looks a name up; refuses a key that is not a str. Returns 1 with a new reference, 0, or
- * -1 with an exception set. */
+/* Looks up a name in the second dict. Returns 1 with a new reference in `*value`, 0, or
+ * -1 with an exception set: TypeError for a key that is not a str. */
 static int find_name(mlspy_finder *other, PyObject *key, PyObject **value)
 {
     if (!PyUnicode_Check(key)) {
@@ -80,7 +83,7 @@ static int find_name(mlspy_finder *other, PyObject *key, PyObject **value)
     return mlspy_find(other, key, value);
 }
 
-/* Check: the other dict has the name. */
+/* An entry_check: whether the other dict has the name `key`. */
 static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
                     mlspy_finder *other)
 {
@@ -93,7 +96,7 @@ static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
     return is_present;
 }
 
-/* state_keys_match(a, b) -> bool */
+/* state_keys_match(state1, state2) -> whether both dicts have the same names */
 PyObject *core_state_keys_match(mlspy_state *state, PyObject *const *args)
 {
     return check_two_dicts(state, args, true, has_name);
@@ -117,9 +120,10 @@ static bool same_sizes(PyObject *a, PyObject *b)
     return true;
 }
 
-/* Returns whether two tensors (of torch, for example) have the same shape and, if
- * `dtypes`, the identical dtype object. False means that a full comparison is needed.
- * Most of the time is spent in the tensors' creation of the shapes. */
+/* Returns whether two tensors (of torch, for example) certainly have the same shape and,
+ * if `dtypes`, the identical dtype object. False, without an exception, means that a full
+ * comparison is needed. Most of the time is spent in the tensors' creation of the shapes.
+ */
 static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
                             bool dtypes)
 {
@@ -137,10 +141,12 @@ static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
     return same;
 }
 
-/* Compares the shapes of two arrays through their attributes. The items have no keys:
- * metadata needs only the value, and the name for errors. */
+/* Compares the shapes of two arrays by their attributes, or by views of their memory.
+ * Returns 1 if they are equal, 0 if not, -1 with an exception set; `key` is their name,
+ * for errors. */
 static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyObject *b)
 {
+    /* no keys: metadata needs only the value, and the name for errors */
     mlspy_item first = {.value = a}, second = {.value = b};
     int same = -1;
     if (mlspy_take_text(key, "tensor name", &first.name) == 0) {
@@ -155,7 +161,8 @@ static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyOb
     return same;
 }
 
-/* Check: the other dict has an array with this name and shape. */
+/* An entry_check: whether the other dict has an array with the name `key` and the shape
+ * of `value`. */
 static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
                      mlspy_finder *other)
 {
@@ -179,14 +186,15 @@ static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
     return same;
 }
 
-/* state_shapes_match(a, b) -> whether b has all tensors of a with the same shapes */
+/* state_shapes_match(state1, state2) -> whether state2 has all tensors of state1 with the
+ * same shapes */
 PyObject *core_state_shapes_match(mlspy_state *state, PyObject *const *args)
 {
     return check_two_dicts(state, args, false, has_shape);
 }
 
-/* Returns whether two NumPy dtypes certainly have the same name; byte orders are ignored.
- */
+/* Returns whether the dtypes of two ndarrays certainly have the same name; byte orders
+ * are ignored. False if the core does not know them. */
 static bool same_descr(PyArrayObject *a, PyArrayObject *b)
 {
     mls_dtype first, second;
@@ -195,8 +203,9 @@ static bool same_descr(PyArrayObject *a, PyArrayObject *b)
             mlspy_dtype_of_descr(PyArray_DESCR(b), &second) && first == second);
 }
 
-/* Check: the other dict certainly has an array with this name, shape and dtype. 0 means
- * "not certain": the caller then compares in full. */
+/* An entry_check: whether the other dict certainly has an array with the name `key` and
+ * the shape and dtype of `value`. 0 means "not certain": the caller then compares in
+ * full. */
 static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
                     mlspy_finder *other)
 {
@@ -219,7 +228,8 @@ static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
     return same ? 1 : 0;
 }
 
-/* state_compare(source, target) -> (missing, unexpected, shapes, dtypes) */
+/* state_compare(source, target) -> (missing, unexpected, shapes, dtypes), as
+ * mlspy_pairs_report: the differences that are known without reading elements */
 PyObject *core_state_compare(mlspy_state *state, PyObject *const *args)
 {
     mlspy_pairs p;
@@ -242,9 +252,9 @@ PyObject *core_state_compare(mlspy_state *state, PyObject *const *args)
     return report;
 }
 
-/* state_missing(a, b) -> the names in a but not in b, as a set
+/* state_missing(state1, state2) -> the names in state1 but not in state2, as a set
  *
- * Takes a snapshot of `a`, because a lookup may run code that changes it.
+ * Takes a snapshot of state1, because a lookup may run code that changes it.
  */
 PyObject *core_state_missing(mlspy_state *state, PyObject *const *args)
 {
@@ -291,8 +301,9 @@ static void batch_clear(view_batch *batch)
     batch->bytes = 0;
 }
 
-/* Views both arrays of pair `i` of `p`. On failure the batch is unchanged, and the views
- * of this pair are released. */
+/* Views both arrays of pair `i` of `p`, and adds them to the batch, which has room.
+ * Returns -1 with an exception set; the batch is then unchanged, and the views of this
+ * pair are released. */
 static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
                      view_batch *batch)
 {
@@ -323,8 +334,8 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
 
 /* Fills an empty batch with pairs from `*at` on whose elements must be compared: equal
  * shape and dtype, but not the same object. Pairs of a dtype that only NumPy knows are
- * skipped if `known`; otherwise they are an error. Sets `*at` to the start of the next
- * batch. A failure empties the batch. */
+ * skipped if `needs_core_dtype`; otherwise they are an error. Sets `*at` to the start of
+ * the next batch. Returns -1 with an exception set, and the batch empty. */
 static int batch_fill(const mlspy_state *state, const mlspy_pairs *p,
                       bool needs_core_dtype, size_t *at, view_batch *batch)
 {
@@ -344,7 +355,10 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p,
 
 /* ---- differences ---- */
 
-/* Appends (name, changed, size, nan, max_abs, max_rel) for each changed tensor. */
+/* Appends (name, changed, size, nan, max_abs, max_rel) to `*list` for each tensor of a
+ * measured batch that changed: `changed` of its `size` elements differ, `nan` of them
+ * because only one side is NaN (see mls_diff_result). On failure the list is released and
+ * set to NULL; a NULL list stays NULL. */
 static void append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject **list)
 {
     for (size_t i = 0; *list != NULL && i < batch->count; i++) {
@@ -360,8 +374,9 @@ static void append_changes(const mlspy_pairs *p, const view_batch *batch, PyObje
     }
 }
 
-/* Compares the pairs of a batch. The views hold their arrays while the GIL is released.
- * Writes by other threads meanwhile only affect the numbers. */
+/* Compares the pairs of a batch, and stores the differences in its results. The views
+ * hold their arrays while the GIL is released. Writes by other threads meanwhile only
+ * affect the numbers. Returns -1 with MemoryError set. */
 static int measure_batch(const mlspy_state *state, view_batch *batch)
 {
     mls_status st;
@@ -372,7 +387,9 @@ static int measure_batch(const mlspy_state *state, view_batch *batch)
     return mlspy_check(state, code, &st);
 }
 
-/* Returns a new list of all changes. The batch is on the heap because of its size. */
+/* Returns a new list of the tuples of append_changes for all pairs of equal shape and
+ * dtype whose elements differ; NULL with an exception set. The batch is on the heap
+ * because of its size. */
 static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
@@ -391,7 +408,11 @@ static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
     return list;
 }
 
-/* state_diff(a, b) -> (missing, unexpected, shapes, dtypes, changes, unchanged) */
+/* state_diff(a, b) -> (missing, unexpected, shapes, dtypes, changes, unchanged)
+ *
+ * The first four as by state_compare; `changes` as by append_changes; `unchanged`: the
+ * number of tensors with equal elements.
+ */
 PyObject *core_state_diff(mlspy_state *state, PyObject *const *args)
 {
     mlspy_pairs p;
@@ -416,7 +437,8 @@ PyObject *core_state_diff(mlspy_state *state, PyObject *const *args)
 
 /* ---- equality ---- */
 
-/* Returns whether two arrays of a dtype that only NumPy knows have equal bytes. */
+/* Returns 1 if two arrays of a dtype that only NumPy knows have equal bytes, 0 if not, -1
+ * with an exception set. */
 static int same_bytes(const mlspy_state *state, const mlspy_item *a, const mlspy_item *b)
 {
     PyObject *first = mlspy_raw_bytes(state, a);
@@ -427,8 +449,9 @@ static int same_bytes(const mlspy_state *state, const mlspy_item *a, const mlspy
     return same;
 }
 
-/* Compares the pairs of dtypes that only NumPy knows, byte by byte: whether different
- * bytes could mean equal values is unknown. */
+/* Returns 1 if all pairs of dtypes that only NumPy knows have equal bytes, 0 if not, -1
+ * with an exception set. Bytes, because it is unknown whether different ones could mean
+ * equal values. */
 static int same_unknown(const mlspy_state *state, const mlspy_pairs *p)
 {
     int same = 1;
@@ -441,7 +464,8 @@ static int same_unknown(const mlspy_state *state, const mlspy_pairs *p)
     return same;
 }
 
-/* Compares all other pairs, batch by batch, and stops at the first difference. */
+/* Returns 1 if all other pairs have equal elements, 0 if not, -1 with an exception set.
+ * Compares them batch by batch, and stops at the first difference. */
 static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
@@ -463,7 +487,8 @@ static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
     return same;
 }
 
-/* Check: the entry is a name with an array. */
+/* An entry_check: whether `key` is a name and `value` an array; if not, returns -1 with
+ * TypeError or ValueError set, never 0. */
 static int is_array_entry(const mlspy_state *state, PyObject *key, PyObject *value,
                           mlspy_finder *other)
 {
@@ -473,8 +498,8 @@ static int is_array_entry(const mlspy_state *state, PyObject *key, PyObject *val
     return name == NULL ? -1 : 1;
 }
 
-/* Returns whether an arbitrary dict holds only names and arrays. TypeError and ValueError
- * mean "no"; other errors, such as MemoryError, are passed on. */
+/* Returns 1 if an arbitrary dict holds only names and arrays, 0 if not (TypeError and
+ * ValueError mean "no"), -1 with any other exception set, such as MemoryError. */
 static int holds_arrays(const mlspy_state *state, PyObject *dict)
 {
     const int good = check_all_entries(state, dict, dict, is_array_entry);
@@ -486,8 +511,7 @@ static int holds_arrays(const mlspy_state *state, PyObject *dict)
     return good;
 }
 
-/* Compares everything except the elements first, because that is cheap. A dict with other
- * contents is unequal, without an error. */
+/* Compares everything except the elements first, because that is cheap. */
 int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b)
 {
     mlspy_pairs p;
@@ -513,7 +537,8 @@ int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b)
 
 /* ---- facts ---- */
 
-/* (name, dtype, shape, nbytes) */
+/* Returns a new tuple (name, dtype, shape, nbytes) of an item that has its facts; NULL
+ * with an exception set. */
 static PyObject *facts_tuple(const mlspy_state *state, const mlspy_item *item)
 {
     uint64_t bytes;
@@ -526,7 +551,7 @@ static PyObject *facts_tuple(const mlspy_state *state, const mlspy_item *item)
                          (unsigned long long)bytes);
 }
 
-/* state_facts(state) -> a list of (name, dtype, shape, nbytes) */
+/* state_facts(state) -> a list of (name, dtype, shape, nbytes), one for each tensor */
 PyObject *core_state_facts(mlspy_state *state, PyObject *const *args)
 {
     mlspy_items items;

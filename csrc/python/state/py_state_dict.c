@@ -69,9 +69,9 @@ static void record_change(PyObject *self)
 #endif
 }
 
-/* Like record_change, after entries were set; `before` is the length before. Assigning to
- * existing names changes no names. With the GIL no other thread can intervene, so the
- * length tells whether names were added. */
+/* Like record_change, after entries were set; `before` is the number of entries before.
+ * Assigning to existing names changes no names. With the GIL no other thread can
+ * intervene, so the length shows whether names were added. */
 static void record_entries(PyObject *self, Py_ssize_t before)
 {
 #if defined(Py_GIL_DISABLED)
@@ -133,7 +133,8 @@ PyObject *mlspy_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict)
 
 /* ---- single entries ---- */
 
-/* A subclass may define __missing__, as with any dict. */
+/* Returns the value of a name that `self` lacks: a subclass may define __missing__, as
+ * with any dict. Otherwise raises TensorNotFoundError and returns NULL. */
 static PyObject *missing_value(PyObject *self, PyObject *key)
 {
     PyObject *method = PyObject_GetAttrString((PyObject *)Py_TYPE(self), "__missing__");
@@ -149,7 +150,7 @@ static PyObject *missing_value(PyObject *self, PyObject *key)
     return value;
 }
 
-/* self[key] */
+/* self[key]: returns the array, or raises TensorNotFoundError */
 static PyObject *statedict_subscript(PyObject *self, PyObject *key)
 {
     PyObject *value;
@@ -160,8 +161,8 @@ static PyObject *statedict_subscript(PyObject *self, PyObject *key)
     return missing_value(self, key);
 }
 
-/* Checks and sets one entry. Calls record_entries also on failure: a count that is too
- * high only costs a new description. */
+/* Checks one entry and sets it. Returns -1 with an exception set. Calls record_entries
+ * also on failure: a count that is too high only costs a new description. */
 static int set_entry(PyObject *self, PyObject *key, PyObject *value)
 {
     PyObject *name = mlspy_check_entry(key, value);
@@ -175,7 +176,7 @@ static int set_entry(PyObject *self, PyObject *key, PyObject *value)
     return failed;
 }
 
-/* self[key] = value and del self[key]
+/* self[key] = value, and del self[key] if `value` is NULL
  *
  * Deleting raises the same error as a lookup and does not call __missing__, like dict.
  */
@@ -196,7 +197,8 @@ static int statedict_assign(PyObject *self, PyObject *key, PyObject *value)
     return 0;
 }
 
-/* setdefault(key, default)
+/* setdefault(key, default): returns the array of `key`, and stores `default` there if the
+ * name is missing
  *
  * Only a value that would be stored is checked: the missing default None is an error
  * unless the name exists.
@@ -265,9 +267,9 @@ static bool all_exact_arrays(PyObject *dict)
 }
 #endif
 
-/* Returns a new reference to a private dict with the entries of dict(*args, **kwargs),
- * or to the given dict itself if no other code can change it before the merge. Sets
- * `*checked` if all entries are known to be valid. */
+/* Returns a new reference to a private dict with the entries of dict(*args, **kwargs), or
+ * to the given dict itself if no other code can change it before the merge; NULL with an
+ * exception set. Sets `*checked` to whether all entries are known to be valid. */
 static PyObject *stage_entries(PyObject *args, PyObject *kwargs, bool *checked)
 {
     PyObject *only = only_dict(args, kwargs);
@@ -281,8 +283,8 @@ static PyObject *stage_entries(PyObject *args, PyObject *kwargs, bool *checked)
     return *checked ? Py_NewRef(only) : PyDict_Copy(only);
 }
 
-/* Replaces keys of str subclasses by exact str. Rebuilds the dict to keep the order of
- * entries. Consumes `staged`. */
+/* Replaces keys of str subclasses by exact str: returns a new dict with the entries of
+ * `staged` in the same order, and consumes `staged`. NULL with an exception set. */
 static PyObject *with_exact_names(PyObject *staged)
 {
     PyObject *result = PyDict_New();
@@ -295,7 +297,8 @@ static PyObject *with_exact_names(PyObject *staged)
     return result;
 }
 
-/* Checks all entries of a private dict. Consumes it and returns the dict to merge. */
+/* Checks all entries of a private dict, or passes NULL on. Consumes it, and returns the
+ * dict to merge, whose names are exact str; NULL with an exception set. */
 static PyObject *check_staged(PyObject *staged)
 {
     PyObject *key, *value;
@@ -313,9 +316,9 @@ static PyObject *check_staged(PyObject *staged)
     return staged == NULL || is_exact ? staged : with_exact_names(staged);
 }
 
-/* Undoes a failed merge: restores the entries of `old` (may be NULL), and removes all
- * entries after the first `kept`. Allocates nothing, and keeps the exception that is set.
- */
+/* Undoes a failed merge into `self`, which had `old_count` entries: restores the entries
+ * of `old` (may be NULL: no value was replaced), and removes all entries after the first
+ * `old_count`. Allocates nothing, and keeps the exception that is set. */
 static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t old_count)
 {
     PyObject *type, *error, *trace;
@@ -337,8 +340,9 @@ static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t old_count)
     PyErr_Restore(type, error, trace);
 }
 
-/* Merges few entries into many. Memory can run out only for new names, so these are added
- * first, while existing values are still unchanged. */
+/* Merges the few entries of `staged` into the many of `self`, all or none. Memory can run
+ * out only for new names, so these are added first, while existing values are still
+ * unchanged. Returns -1 with an exception set. */
 static int merge_few(PyObject *self, PyObject *staged)
 {
     const Py_ssize_t before = PyDict_GET_SIZE(self);
@@ -350,8 +354,9 @@ static int merge_few(PyObject *self, PyObject *staged)
     return all_new ? 0 : PyDict_Update(self, staged);
 }
 
-/* Merges many entries. Copying the dict is then faster than looking all names up twice.
- */
+/* Merges the many entries of `staged` into `self`, all or none. Copying `self`, to undo a
+ * failure, is then faster than looking all names up twice. Returns -1 with an exception
+ * set. */
 static int merge_many(PyObject *self, PyObject *staged)
 {
     const Py_ssize_t before = PyDict_GET_SIZE(self);
@@ -367,8 +372,8 @@ static int merge_many(PyObject *self, PyObject *staged)
     return failed;
 }
 
-/* Merges checked entries, all or none: dict's own merge stops midway if memory runs out.
- */
+/* Merges checked entries into `self`, all or none: dict's own merge stops midway if
+ * memory runs out. Returns -1 with an exception set. */
 static int merge_checked(PyObject *self, PyObject *staged)
 {
     const Py_ssize_t added = PyDict_GET_SIZE(staged);
@@ -377,12 +382,13 @@ static int merge_checked(PyObject *self, PyObject *staged)
     }
     /* PyDict_Copy would use a subclass's own iteration */
     const bool copies = Py_TYPE(self)->tp_iter == PyDict_Type.tp_iter;
+    /* below a quarter, two lookups of each new name cost less than a copy of all */
     return !copies || added < PyDict_GET_SIZE(self) / 4 ? merge_few(self, staged)
                                                         : merge_many(self, staged);
 }
 
-/* Refuses a torch module or optimizer. Some modules are iterable but do not hold pairs.
- */
+/* Raises TypeError for a torch module or optimizer, with advice; returns -1, or 0 for any
+ * other object. Some modules are iterable but do not hold pairs. */
 static int refuse_torch_object(PyObject *object)
 {
     if (PyDict_Check(object) || !PyObject_HasAttrString(object, "state_dict")) {
@@ -396,8 +402,8 @@ static int refuse_torch_object(PyObject *object)
                         Py_TYPE(object)->tp_name, remedy);
 }
 
-/* Adds all entries of dict(*args, **kwargs), or none. `name` is the called function, for
- * errors. */
+/* Adds all entries of dict(*args, **kwargs) to `self`, or none. `name` is the called
+ * function, for errors; `kwargs` may be NULL. Returns -1 with an exception set. */
 static int merge_entries(PyObject *self, const char *name, PyObject *args,
                          PyObject *kwargs)
 {
@@ -424,7 +430,8 @@ static int merge_entries(PyObject *self, const char *name, PyObject *args,
     return failed;
 }
 
-/* Merges one mapping or iterable of pairs. */
+/* Adds all entries of one mapping or iterable of pairs to `self`, or none. Returns -1
+ * with an exception set. */
 static int merge_mapping(PyObject *self, PyObject *other)
 {
     PyObject *args = PyTuple_Pack(1, other);
@@ -447,7 +454,8 @@ static PyObject *statedict_update(PyObject *self, PyObject *args, PyObject *kwar
 
 /* ---- copies ---- */
 
-/* Copies the attributes of `self` that pickle would save, by reference. */
+/* Copies the attributes of `self` that pickle would save to `copy`, by reference. Returns
+ * -1 with an exception set. */
 static int copy_attributes(PyObject *self, PyObject *copy)
 {
     PyObject *state = PyObject_CallMethod(self, "__getstate__", NULL);
@@ -461,8 +469,9 @@ static int copy_attributes(PyObject *self, PyObject *copy)
     return done == NULL ? -1 : 0;
 }
 
-/* Sets every attribute that a dict names; `names` may be None. Iterates over a copy,
- * because setting attributes runs foreign code that may change the dict. */
+/* Sets every attribute of `self` that the dict `names` has; does nothing if it is not a
+ * dict (None). Iterates over a copy, because setting attributes runs foreign code that
+ * may change the dict. Returns -1 with an exception set. */
 static int set_attributes(PyObject *self, PyObject *names)
 {
     if (!PyDict_Check(names)) {
@@ -479,8 +488,11 @@ static int set_attributes(PyObject *self, PyObject *names)
     return failed;
 }
 
-/* __setstate__(state): the result of __getstate__, a dict or (dict or None, slots).
- * Entries are not part of it: pickle sets those one by one, with the check. */
+/* __setstate__(state): sets the attributes that __getstate__ returned, as a dict or as
+ * (dict or None, slots)
+ *
+ * Entries are not part of it: pickle sets those one by one, with the check.
+ */
 static PyObject *statedict_setstate(PyObject *self, PyObject *state)
 {
     const bool pair = PyTuple_Check(state) && PyTuple_GET_SIZE(state) == 2;
@@ -491,8 +503,8 @@ static PyObject *statedict_setstate(PyObject *self, PyObject *state)
     Py_RETURN_NONE;
 }
 
-/* Returns a new, empty instance of the same class with the same attributes; __init__ does
- * not run. */
+/* Returns a new, empty instance of the class of `self`, with the same attributes; NULL
+ * with an exception set. __init__ does not run. */
 static PyObject *empty_like(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -528,8 +540,8 @@ static PyObject *statedict_copy(PyObject *self, PyObject *unused)
     return copy;
 }
 
-/* a | b, where either may be the state dict and the other any dict. The class is that of
- * the leftmost state dict; the order is dict's. */
+/* left | right, where either may be the state dict and the other any dict. The result has
+ * the class of the leftmost state dict, and dict's order. */
 static PyObject *statedict_or(PyObject *left, PyObject *right)
 {
     if (!PyDict_Check(left) || !PyDict_Check(right)) {
@@ -567,8 +579,8 @@ static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
 
 /* ---- type ---- */
 
-/* Bytes of all arrays; an array under two names counts twice. The sums are checked for
- * overflow, because arrays may report any size. */
+/* The property nbytes: the bytes of all arrays; an array under two names counts twice.
+ * The sums are checked for overflow, because arrays may report any size. */
 static PyObject *statedict_nbytes(PyObject *self, void *unused)
 {
     (void)unused;
@@ -591,7 +603,7 @@ static PyObject *statedict_nbytes(PyObject *self, void *unused)
     return failed < 0 ? NULL : PyLong_FromUnsignedLongLong(sum);
 }
 
-/* == and !=: ignores only the order of entries. */
+/* self == other and self != other, for any dict: ignores only the order of entries */
 static PyObject *statedict_compare(PyObject *self, PyObject *other, int how)
 {
     if ((how != Py_EQ && how != Py_NE) || !PyDict_Check(other)) {

@@ -18,11 +18,11 @@
 
 /* ---- loading ---- */
 
-/* Data that is held while the GIL is released. */
+/* The arrays of a load, held while the GIL is released. */
 typedef struct load_job {
     mlspy_view *views; /* destination and source of each pair */
     mls_load_into_pair *pairs;
-    size_t count;
+    size_t count; /* pairs */
     mls_load_into *load;
 } load_job;
 
@@ -35,7 +35,8 @@ static void job_fini(load_job *job)
     mls_free(job->pairs);
 }
 
-/* Views both arrays of pair `i`; the target must be writable. */
+/* Views both arrays of pair `i`, and adds them to the job; the target must be writable.
+ * Returns -1 with an exception set, and the job unchanged. */
 static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
                    load_job *job)
 {
@@ -52,7 +53,9 @@ static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
     return 0;
 }
 
-/* Views all pairs that both sides have, and runs the core's checks. */
+/* Views all pairs that both sides have, and runs the core's checks; `cast`: dtypes may
+ * differ. Returns -1 with an exception set. The caller zeroes the job before, and calls
+ * job_fini in any case. */
 static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
                     load_job *job)
 {
@@ -77,8 +80,9 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
     return 0;
 }
 
-/* Copies all pairs, or raises before the first byte is written; with `dry`, only checks.
- */
+/* Copies the elements of all pairs that both sides have, converted if `cast` and the
+ * dtypes differ. With `dry`, only checks. Returns -1 with an exception set, and nothing
+ * written. */
 static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast, bool dry)
 {
     load_job job = {0};
@@ -92,7 +96,8 @@ static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast,
     return failed;
 }
 
-/* Returns a new list of the written targets that are not ndarrays. */
+/* Returns a new list of the targets that a load writes and that are not ndarrays; NULL
+ * with an exception set. */
 static PyObject *written_tensors(const mlspy_pairs *p)
 {
     PyObject *list = PyList_New(0);
@@ -105,9 +110,14 @@ static PyObject *written_tensors(const mlspy_pairs *p)
     return list;
 }
 
-/* state_load(target, source, strict, cast, dry) -> on success a list of the targets that
- * are not ndarrays; otherwise a tuple of the differences, seen from the target: (missing,
- * unexpected, shapes, dtypes). With `dry`, nothing is written. */
+/* state_load(target, source, strict, cast, dry) -> the list of written_tensors on
+ * success; otherwise a tuple of the differences, seen from the target: (missing,
+ * unexpected, shapes, dtypes)
+ *
+ * Copies the arrays of `source` into the arrays of the same names of `target`: all or
+ * none. `strict`: both must have the same names; `cast`: dtypes may differ; `dry`: only
+ * checks, and nothing is written.
+ */
 PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
 {
     mlspy_pairs p;
@@ -137,8 +147,8 @@ PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
 
 /* One array to fill. */
 typedef struct tied_target {
-    PyObject *key; /* borrowed from the list of keys */
-    Py_ssize_t section;
+    PyObject *key;      /* borrowed from the list of keys */
+    Py_ssize_t section; /* position in the argument */
 } tied_target;
 
 /* All targets of all sections, and the address ranges of those with elements. */
@@ -147,12 +157,14 @@ typedef struct tied_job {
     size_t *kinds;             /* for each target: section and dtype, as one number */
     mls_tensor **views;        /* for each target: the view if it has gaps, else NULL */
     bool *tied;                /* for each target: a later target is the same array */
-    mls_address_range *ranges; /* for each target */
-    mls_address_range *spans, *spare;
+    mls_address_range *ranges; /* for each target; zeros without elements */
+    mls_address_range *spans,  /* the `filled` ranges of those with elements */
+        *spare;                /* room for sorting them */
     size_t count, filled;
 } tied_job;
 
-/* Adds one target. */
+/* Adds the target targets[key] of a section to the job, which has room. Returns -1 with
+ * an exception set. The view is not kept: the caller's dict holds the array. */
 static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
                     PyObject *key, PyObject *targets)
 {
@@ -174,6 +186,8 @@ static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
     bool has_memory = true;
     if (mls_tensor_range(&view.tensor, &span.low, &span.high)) {
         job->spans[job->filled++] = job->ranges[span.owner] = span;
+        /* fewer bytes than its range: the view has gaps, so addresses alone do not
+         * identify it */
         if (!mls_tensor_bytes(&view.tensor, &bytes) || bytes != span.high - span.low) {
             mls_tensor *copy = mls_alloc(1, sizeof *copy);
             has_memory = copy != NULL;
@@ -187,7 +201,8 @@ static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
     return has_memory ? 0 : mlspy_no_memory();
 }
 
-/* Returns the bytes of a target as a view: all of its range, if it has no gaps. */
+/* Returns the memory of target number `target` as a view: its own view if it has gaps,
+ * else all bytes of its range. */
 static mls_tensor tied_bytes(const tied_job *job, size_t target)
 {
     if (job->views[target] != NULL) {
@@ -201,8 +216,8 @@ static mls_tensor tied_bytes(const tied_job *job, size_t target)
                         .strides = {1}};
 }
 
-/* Packed targets with one range and kind are tied in any shape; views with gaps must be
- * equal. */
+/* Returns how the targets `a` and `b` of the job `data` share memory. Packed targets with
+ * one range and kind are tied in any shape; views with gaps must be equal. */
 static mls_sharing tied_compare(const void *data, size_t a, size_t b)
 {
     const tied_job *job = data;
@@ -217,8 +232,9 @@ static mls_sharing tied_compare(const void *data, size_t a, size_t b)
     return mls_tensor_overlap(&left, &right) ? MLS_MIXED : MLS_APART;
 }
 
-/* Checks the sections, which are pairs (keys, targets), and allocates memory for all
- * targets. */
+/* Checks the sections, a list of pairs (keys, targets), and allocates room for all
+ * targets. Returns -1 with an exception set. The caller zeroes the job before, and frees
+ * its memory in any case. */
 static int tied_init(PyObject *sections, tied_job *job)
 {
     size_t count = 0;
@@ -248,6 +264,8 @@ static int tied_init(PyObject *sections, tied_job *job)
     return 0;
 }
 
+/* Adds every target of all sections to the job. Returns -1 with an exception set:
+ * KeyError for a key without a target. */
 static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
@@ -262,8 +280,9 @@ static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job
     return 0;
 }
 
-/* Finds ties: if several names of a section have the same memory, only the last one is
- * filled. Any other overlap is an error. */
+/* Sets `job->tied` for each target that has the memory of a later target of the same
+ * section; only that one is filled. Returns -1 with ValueError set if targets overlap in
+ * any other way. */
 static int tied_find(tied_job *job)
 {
     size_t pair[2];
@@ -279,7 +298,7 @@ static int tied_find(tied_job *job)
                         job->targets[pair[0]].key, job->targets[pair[1]].key);
 }
 
-/* Returns [[key, ...], ...]: the keys to skip, for each section. */
+/* Returns a new list [[key, ...], ...] of the keys to skip, for each of the sections. */
 static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
 {
     PyObject *result = PyList_New(sections);
@@ -296,7 +315,7 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
     return result;
 }
 
-/* targets_tied([(keys, targets), ...]) -> [[key, ...], ...]
+/* targets_tied([(keys, targets), ...]) -> [[key, ...], ...], one list for each section
  *
  * Returns the keys whose array also belongs to a later key, so that they need no read.
  * Raises ValueError if arrays share memory in any other way: they are filled at the same
@@ -330,13 +349,15 @@ PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
  * little-endian numbers; then the name, the dtype's name, and the elements in C order.
  */
 
-/* Compares the bytes of the names, which is the order of their code points. */
+/* Compares two items by the bytes of their names, which is the order of their code
+ * points; for qsort. */
 static int compare_names(const void *a, const void *b)
 {
     return mls_str_compare(((const mlspy_item *)a)->name, ((const mlspy_item *)b)->name);
 }
 
-/* Calls update(memory), and releases the memory; NULL means an exception is set. */
+/* Calls update(memory), and consumes the reference to `memory`. Returns -1 with an
+ * exception set, also if `memory` is NULL because making it failed. */
 static int feed(PyObject *update, PyObject *memory)
 {
     PyObject *done = memory == NULL ? NULL : PyObject_CallOneArg(update, memory);
@@ -345,8 +366,9 @@ static int feed(PyObject *update, PyObject *memory)
     return done == NULL ? -1 : 0;
 }
 
-/* Feeds bytes that do not change during the call. PyBUF_READ makes the view read-only,
- * although its parameter is not const. */
+/* Calls update() with a read-only view of `bytes` bytes, which do not change during the
+ * call; not at all for 0 bytes. PyBUF_READ makes the view read-only, although its
+ * parameter is not const. Returns -1 with an exception set. */
 static int feed_bytes(PyObject *update, const void *data, size_t bytes)
 {
     return bytes == 0
@@ -355,7 +377,8 @@ static int feed_bytes(PyObject *update, const void *data, size_t bytes)
                                                       (Py_ssize_t)bytes, PyBUF_READ));
 }
 
-/* Feeds the part of the stream before the elements. */
+/* Feeds the part of an item's stream before its elements. Returns -1 with an exception
+ * set. */
 static int feed_facts(PyObject *update, const mlspy_item *item)
 {
     unsigned char head[MLS_FACTS_HEAD_MOST];
@@ -368,7 +391,8 @@ static int feed_facts(PyObject *update, const mlspy_item *item)
                : 0;
 }
 
-/* Packs strided or byte-swapped elements first. */
+/* Feeds the elements of a strided or byte-swapped tensor, `bytes` in all, from a packed
+ * copy in native byte order. Returns -1 with an exception set. */
 static int feed_packed(const mlspy_state *state, PyObject *update, const mls_tensor *t,
                        size_t bytes)
 {
@@ -386,6 +410,8 @@ static int feed_packed(const mlspy_state *state, PyObject *update, const mls_ten
     return failed;
 }
 
+/* Feeds the elements of an item's array, in C order and native byte order. Returns -1
+ * with an exception set. */
 static int feed_elements(const mlspy_state *state, PyObject *update,
                          const mlspy_item *item)
 {
@@ -404,7 +430,8 @@ static int feed_elements(const mlspy_state *state, PyObject *update,
     return failed;
 }
 
-/* state_digest(state, update): feeds the stream to update() in parts */
+/* state_digest(state, update): feeds the stream of all tensors to update(), a hash's
+ * method, in parts */
 PyObject *core_state_digest(mlspy_state *state, PyObject *const *args)
 {
     mlspy_items items;

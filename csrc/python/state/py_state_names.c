@@ -22,6 +22,7 @@
  * after construction: threads share it, and a change of the dict creates a new one.
  */
 
+/* The names of a state dict at one moment, as a tree. */
 typedef struct name_index {
     PyObject *keys; /* a tuple of str, in the dict's order */
     mls_str *texts; /* UTF-8 of the keys, borrowed from them */
@@ -30,7 +31,7 @@ typedef struct name_index {
 
 static const char index_name[] = "mlstate.names";
 
-/* Accepts an index that make_index left incomplete. */
+/* Frees an index; accepts one that make_index left incomplete. */
 static void free_index(name_index *index)
 {
     mls_name_tree_free(index->names);
@@ -45,7 +46,8 @@ static void free_capsule(PyObject *capsule)
     free_index(PyCapsule_GetPointer(capsule, index_name));
 }
 
-/* Fills an index from the items of a dict. After a failure the caller frees the index. */
+/* Fills an index from the items of a dict. Returns -1 with an exception set; the caller
+ * then frees the index. */
 static int fill_index(name_index *index, const mlspy_items *items)
 {
     mls_status st;
@@ -76,8 +78,9 @@ static int fill_index(name_index *index, const mlspy_items *items)
     return 0;
 }
 
-/* Returns a new capsule for the current names of `dict`. Releases the arrays: a cached
- * index must not keep deleted arrays alive. */
+/* Returns a new capsule with the index of the current names of `dict`; NULL with an
+ * exception set. The index holds no arrays: a cached one must not keep deleted arrays
+ * alive. */
 static PyObject *make_index(PyObject *dict)
 {
     mlspy_items items;
@@ -106,7 +109,8 @@ static const name_index *index_in(PyObject *capsule)
 
 /* ---- layers ---- */
 
-/* Parses the name of a layer: not empty, and without a trailing dot. */
+/* Parses the name of a layer, a str that is not empty and has no trailing dot; the text
+ * is borrowed from it. Returns -1 with TypeError or ValueError set. */
 static int layer_name(PyObject *object, mls_str *out)
 {
     if (mlspy_take_text(object, "layer name", out) < 0) {
@@ -124,8 +128,9 @@ static int layer_name(PyObject *object, mls_str *out)
     return 0;
 }
 
-/* Adds the array of `key`, without the first `skipped` characters of the name. Returns 1
- * if the dict does not have the name any more, -1 with an exception set. */
+/* Adds the array of `key` in `dict` to the dict `layer`, under the name without its first
+ * `skipped` characters. Returns 0, 1 if `dict` does not have the name any more, or -1
+ * with an exception set. */
 static int add_part(PyObject *layer, PyObject *dict, PyObject *key, Py_ssize_t skipped)
 {
     PyObject *array;
@@ -142,8 +147,9 @@ static int add_part(PyObject *layer, PyObject *dict, PyObject *key, Py_ssize_t s
     return failed;
 }
 
-/* Fills an empty dict with the tensors of a layer. Returns 1 if the index is outdated:
- * the dict is then partly filled, and the caller starts again. */
+/* Fills the empty dict `layer` with the tensors of `dict` below the layer `name`, as
+ * `index` lists them. Returns 0, 1 if the index is outdated (`layer` is then partly
+ * filled, and the caller starts again), or -1 with an exception set. */
 static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
                       const name_index *index)
 {
@@ -173,8 +179,8 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
     return result;
 }
 
-/* Returns a new, empty instance of a class; __init__ does not run, because it may require
- * unknown arguments. */
+/* Returns a new, empty instance of a subclass of dict; NULL with TypeError or another
+ * exception set. __init__ does not run, because it may require unknown arguments. */
 static PyObject *new_empty(PyObject *class)
 {
     if (!PyType_Check(class) || !PyType_IsSubtype((PyTypeObject *)class, &PyDict_Type)) {
@@ -188,10 +194,11 @@ static PyObject *new_empty(PyObject *class)
     return instance;
 }
 
-/* state_layer(state, name, class) -> the tensors below a layer, in a new `class`
+/* state_layer(state, name, cls) -> the tensors below layer `name`, without its name, in a
+ * new instance of the class `cls`
  *
- * Tries at most twice: if a name disappears again, another thread keeps changing the
- * dict, and no consistent result is possible.
+ * An unknown layer is empty. Tries at most twice: if a name disappears again, another
+ * thread keeps changing the dict, and no consistent result is possible (RuntimeError).
  */
 PyObject *core_state_layer(mlspy_state *state, PyObject *const *args)
 {
@@ -226,8 +233,8 @@ static bool is_layer_name(mls_str path)
     return path.length > 0 && path.data[path.length - 1] != '.';
 }
 
-/* Returns a new list of the paths of some nodes, without those that layer_name refuses.
- */
+/* Returns a new list of the paths of `count` nodes, whose positions in `nodes` are in
+ * `layers`, without those that layer_name refuses. */
 static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
                             size_t count)
 {
@@ -241,7 +248,8 @@ static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
     return list;
 }
 
-/* Parses None or a number of segments; None becomes 0. */
+/* Parses None or the number of dotted parts of a layer's name, at least 1; None becomes
+ * 0. Returns -1 with an exception set. */
 static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
 {
     int64_t depth = 0;
@@ -258,7 +266,11 @@ static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
     return 0;
 }
 
-/* state_layer_names(state, depth | None) -> the layers, in the state's order */
+/* state_layer_names(state, depth | None) -> the names of the layers, in the state's order
+ *
+ * With a depth, the layers whose names have that many dotted parts and that have tensors
+ * below them; with None, the layers that directly contain a tensor.
+ */
 PyObject *core_state_layer_names(mlspy_state *state, PyObject *const *args)
 {
     uint32_t depth, *layers = NULL;
@@ -283,10 +295,11 @@ PyObject *core_state_layer_names(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* state_prefixed(layer name, state) -> a dict with the layer's name before each name
+/* state_prefixed(layer name, state) -> a dict with the layer's name and a dot before each
+ * name of `state`
  *
- * Names stay distinct, because all get the same prefix. The state checks the values when
- * they are added.
+ * Names stay distinct, because all get the same prefix. The caller adds the dict to a
+ * state, which checks the values then.
  */
 PyObject *core_state_prefixed(mlspy_state *state, PyObject *const *args)
 {
@@ -309,7 +322,8 @@ PyObject *core_state_prefixed(mlspy_state *state, PyObject *const *args)
 /* ---- renaming ---- */
 
 /* Parses a pair (old, new) of str; a star before `old` means anywhere. The rule borrows
- * both texts, which the caller's tuple keeps. */
+ * both texts, which the caller's tuple keeps. Returns -1 with TypeError or ValueError
+ * set. */
 static int take_rule(PyObject *pair, mls_rename_rule *out)
 {
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
@@ -337,8 +351,10 @@ static bool ends_with_dot(mls_str text)
     return text.length > 0 && text.data[text.length - 1] == '.';
 }
 
-/* Raises for a name that a rule gives an empty part, such as "layers..w", and shows the
- * rule that was probably meant. Names that had an empty part before may keep it. */
+/* Raises ValueError because the rules made `new_name`, with an empty part such as in
+ * "layers..w", of `old_name`. Shows the rule that was probably meant: one without a dot
+ * after `old`, but with one after `new`. Names that had an empty part before may keep it.
+ */
 static void raise_empty_part(PyObject *old_name, PyObject *new_name,
                              const mls_rename_rule *rules, size_t rule_count)
 {
@@ -366,8 +382,10 @@ static void raise_empty_part(PyObject *old_name, PyObject *new_name,
     }
 }
 
-/* Returns a new reference to the new name of `item`. An empty name may stay empty; a name
- * that becomes empty is an error, because no rule can intend that. */
+/* Returns a new reference to the new name of `item`; NULL with an exception set. Sets
+ * used[i] for each rule `i` that matched. `buffer` grows to the longest name, and is kept
+ * for the next call. An empty name may stay empty; a name that becomes empty is an error,
+ * because no rule can intend that. */
 static PyObject *rename_item(const mlspy_item *item, const mls_rename_rule *rules,
                              size_t rule_count, bool *used, name_buffer *buffer)
 {
@@ -397,8 +415,8 @@ static PyObject *rename_item(const mlspy_item *item, const mls_rename_rule *rule
     return result;
 }
 
-/* Raises for two names that would become equal. The error's `name` is the new name, as in
- * errors about one tensor. */
+/* Raises CompatibilityError because the names `first` and `second` would both become
+ * `name`. The error's attribute is the new name, as in errors about one tensor. */
 static void raise_collapse(const mlspy_state *state, PyObject *first, PyObject *second,
                            PyObject *name)
 {
@@ -410,12 +428,14 @@ static void raise_collapse(const mlspy_state *state, PyObject *first, PyObject *
         name);
 }
 
-/* Stores every array under its new name. `origin` maps new names to old ones. */
+/* Stores every array under its new name in the empty dict `result`, and sets used[i] for
+ * each rule `i` that matched a name. Returns -1 with an exception set: CompatibilityError
+ * if two names become equal; the caller then drops `result`. */
 static int rename_all(const mlspy_state *state, const mlspy_items *items,
                       const mls_rename_rule *rules, size_t rule_count, bool *used,
                       PyObject *result)
 {
-    /* duplicates are found before the result is visible; it is then dropped */
+    /* `origin` maps new names to old ones, to find names that become equal */
     name_buffer buffer = {0};
     PyObject *origin = PyDict_New();
     int failed = origin == NULL ? -1 : 0;
@@ -438,7 +458,7 @@ static int rename_all(const mlspy_state *state, const mlspy_items *items,
     return failed;
 }
 
-/* Returns a list of the indices of rules that matched no name. */
+/* Returns a new list of the indices of the rules whose entry of `used` is false. */
 static PyObject *unused_rules(const bool *used, size_t rule_count)
 {
     PyObject *list = PyList_New(0);

@@ -235,7 +235,11 @@ class _Compared(NamedTuple):
 
 
 def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
-    """Return the digests of files in the Hub's cache, by name: the names of their blobs."""
+    """Return the digests of files in Hugging Face's cache, by file name.
+
+    The cache names a blob by its digest. Of several names of one blob only the first is returned,
+    so that it is read once.
+    """
     blobs = {}
     digests: set[str] = set()
     for name in names:

@@ -14,7 +14,10 @@ from ...errors import CompatibilityError
 
 
 def library_of(value: object) -> str | None:
-    """Return ``python``, ``numpy``, ``torch`` or ``torch.cuda`` for a generator, or None."""
+    """Return ``python``, ``numpy``, ``torch`` or ``torch.cuda`` for a generator, or None.
+
+    A module such as ``random`` stands for its default generator. SystemRandom has no state.
+    """
     loaded_module = sys.modules.get
     if (random := loaded_module("random")) is not None and (
         value is random

@@ -315,7 +315,11 @@ def pack_header(tree: Tree, arrays: Mapping[str, NDArray]) -> bytes:
 
 
 def pack(tree: Tree, nbytes: int) -> NDArray:
-    """Return a tree without its shards as `nbytes` bytes, filled up with zeros."""
+    """Return the whole arrays of a tree and its text as `nbytes` bytes, filled up with zeros.
+
+    `nbytes` is at least what they need: ranks pack to the size of the largest, as rows of one
+    array. Shards are stored apart.
+    """
     arrays = whole_arrays(tree)
     header = pack_header(tree, arrays)
     packed = np.zeros(nbytes, np.uint8)

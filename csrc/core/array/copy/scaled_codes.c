@@ -129,8 +129,8 @@ static float f32_from_e2m1(unsigned code)
     case MLS_##id:                                                                       \
         return (float)decode(byte);
 
-/* Return the value of a code without its scale. Every value of an 8-bit format is a
- * float. */
+/* Return the value of a code without its scale: of a byte of an 8-bit format, or of the
+ * low four bits for E2M1. float32 holds all of these values exactly. */
 static float f32_from_code(mls_dtype dtype, uint8_t byte)
 {
     switch ((int)dtype) {

@@ -271,6 +271,7 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
         if (code != MLS_OK) {
             break;
         }
+        /* the next piece is these zeros: its spans are planned too */
         *planned += zeros.end > 0 ? 2 : 1;
     }
     if (code == MLS_E_MEMORY) {

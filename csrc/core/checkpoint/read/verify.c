@@ -328,8 +328,8 @@ static void verify_file(verifier *v, size_t first)
 
 /* ---- bytes ---- */
 
-/* Add a problem for damaged bytes: `length` bytes at offset `at` of the file. For a shard
- * with layers the message includes the layer's position. */
+/* Add a problem for damaged bytes: `length` bytes at `offset` of the file. For a shard
+ * with layers the message has the number of the layer. */
 static void add_altered(verifier *v, const spot *s, size_t file, uint64_t offset,
                         uint64_t length)
 {

@@ -224,7 +224,10 @@ def _read_states(at: _Place, number_of_states: int) -> None:
 
 
 def _last_inputs(at: _Place, conv: Any, number: int) -> Any:
-    """Return the last inputs of a convolution, as many as its kernel has, from `conv`."""
+    """Return the last inputs of the convolution of state `number`, as many as its kernel's size.
+
+    The last axis of `conv` is time; fewer inputs are padded with zeros in front.
+    """
     conv = checked_tensor(conv, at.layer, at.where, "conv_states")
     size = state_of(at.layer, at.where, "conv_kernel_size", number)
     if type(size) is not int or conv.ndim < 2:
