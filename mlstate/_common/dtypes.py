@@ -32,7 +32,7 @@ class DtypeInfo(NamedTuple):
 
 
 DTYPES = tuple(DtypeInfo(*row) for row in _core.dtypes())
-_NAMES = frozenset(info.name for info in DTYPES)
+NAMES = frozenset(info.name for info in DTYPES)
 FILE_DTYPES = {info.file_name: info for info in DTYPES}
 FLOATS, FLOAT8S, INTEGERS, PACKED = (
     frozenset(info.name for info in DTYPES if info.kind in kinds)
@@ -82,7 +82,7 @@ def dtype_name(dtype: Any) -> str:
     """
     name = label_of(dtype) or str(dtype).removeprefix("torch.")
     name = _SHORT_NAMES.get(name.lower(), name)
-    if name in _NAMES:
+    if name in NAMES:
         return name
     if dtype is None:  # NumPy's default is float64
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -11,9 +12,11 @@ import warnings
 from dataclasses import dataclass
 
 from .._common.atomic_file import Target
+from .._common.file_checksums import NAME as CHECKSUMS
 from .._common.local_path import local_path
+from .._common.store_error import store_error
 from .._common.text import printable
-from ..checkpoint._huggingface.export import export, take_export
+from ..checkpoint._huggingface.export import export, is_copied, take_export
 from ..checkpoint._store.open_path import open_files
 from ..errors import CompatibilityError, FormatError, StoreError
 from ..follow import Follower
@@ -21,6 +24,8 @@ from ..follow._version import empty_model
 from ._common import Commands, add_command
 
 __all__ = ["add"]
+
+_REPLACED = (".safetensors", ".safetensors.index.json", CHECKSUMS)  # files of each version
 
 
 def add(commands: Commands) -> None:
@@ -121,8 +126,23 @@ def _write(follower: Follower, arguments: argparse.Namespace) -> None:
     source = arguments.files_from
     if source is None and target.is_folder:
         source = target.path
+        _refuse_loss(source)
     export(take_export(os.fspath(arguments.into), follower.state), source, start=target)
     if arguments.json:
         print(json.dumps({"step": follower.version, "path": target.path}), flush=True)
     else:
         print(f"{printable(arguments.into)}: step {follower.version}", flush=True)
+
+
+def _refuse_loss(folder: str) -> None:
+    """Raise StoreError (EEXIST) if a folder has what its next version would not have."""
+    with os.scandir(folder) as entries:
+        lost = [
+            entry.name
+            for entry in entries
+            if not entry.name.startswith(".")
+            and (entry.is_dir() or not (is_copied(entry.name) or entry.name.endswith(_REPLACED)))
+        ]
+    if lost:
+        text = f"it would lose {min(lost)!r}: give another --into FOLDER, with --files-from"
+        raise store_error(FileExistsError(errno.EEXIST, text), "cannot replace", folder)

@@ -6,8 +6,15 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import _core
 from .._common.arguments import check_flags, check_int
-from .._common.arrays import copy_of, is_same_memory, is_torch, names_sharing_memory
+from .._common.arrays import (
+    copy_of,
+    is_same_memory,
+    is_torch,
+    names_sharing_memory,
+    overlaps_itself,
+)
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import name_of
 from .._common.log import log as write_log
@@ -27,6 +34,7 @@ from ._version import (
     Part,
     Version,
     lineage_of,
+    named_error,
     part_of,
     read_changes,
     read_version,
@@ -146,7 +154,7 @@ class Follower:
         again = self._own_arrays()
         for name, array in self._state.arrays.items():
             if not is_same_memory(array, again[name]):
-                raise CompatibilityError(f"into= gives a copy of {name!r}: pass its tensors")
+                raise named_error(name, "into= gives a copy of the tensor: pass the tensor")
         self._undo: tuple[_State | None, UndoLog] = (None, [])
 
     @property
@@ -239,10 +247,10 @@ class Follower:
         >>> follower.advance(), follower.version, follower.poll()
         (1, 1, None)
         """
-        self._settle()
-        self._refresh()
         if step is not None:
             step = check_int("step", step, 0)
+        self._settle()
+        self._refresh()
         for attempt in range(_TRIES):
             manifest = self._find_newest()
             if manifest is None:
@@ -278,26 +286,58 @@ class Follower:
         >>> follower.verify()
         """
         self._settle()
-        self._refresh()
-        state = self._state
+        state, arrays = self._state, self._present_arrays()
         if state.version is not None:
-            refuse_other_names(state.arrays, state.parts, self.path)
+            refuse_other_names(arrays, state.parts, self.path)
         for name, crc32c in state.checksums.items():
-            _compare_checksum(name, state.arrays[name], crc32c)
+            _compare_checksum(name, arrays[name], crc32c)
 
     # ---- the arrays ----
 
     def _own_arrays(self) -> dict[str, Any]:
         """Return the arrays of `into` as they are now, and note which of them are shards."""
         values = values_of(self._into, sys.maxsize)
-        parts = {name: part_of(value) for name, value in values.items()}
+        parts = {name: part_of(name, value) for name, value in values.items()}
+        for name, part in () if self._double_buffer else parts.items():
+            if not is_torch(part.array) and not part.array.flags.writeable:
+                raise named_error(name, "the array is read-only: pass a writable one")
+            if overlaps_itself(part.array):
+                raise named_error(name, "its elements share memory, as in a broadcast view")
         self._shards = {name: parts[name] for name in parts if isinstance(values[name], Shard)}
         return {name: part.array for name, part in parts.items()}
 
+    def _present_arrays(self) -> dict[str, Any]:
+        """Return the arrays to compare or change: a module may have been moved or converted."""
+        if self._double_buffer and self._state.version is not None:
+            return self._state.arrays
+        return self._own_arrays()
+
     def _refresh(self) -> None:
-        """Take the arrays that `into` has now: a module may have been moved or converted."""
-        if not self._double_buffer or self._state.version is None:
-            self._state = self._state._replace(arrays=self._own_arrays())
+        """Take the present arrays; hold no version if they are not its arrays any more."""
+        arrays, state = self._present_arrays(), self._state
+        name = self._find_replaced(arrays)
+        if name is None:
+            self._state = state._replace(arrays=arrays)
+            return
+        step = self.version
+        self._state = _State(None, "", arrays, {}, {})
+        self._warn(f"{name!r} was replaced, and has not the elements of step {step}")
+
+    def _find_replaced(self, arrays: Mapping[str, Any]) -> str | None:
+        """Return the name of an array that is in other memory and has other elements, or None."""
+        state = self._state
+        if state.version is None:
+            return None
+        for name in sorted(arrays.keys() | state.parts.keys()):
+            array, old, part = arrays.get(name), state.arrays.get(name), state.parts.get(name)
+            if array is None or old is None or part is None:
+                return name
+            is_alike = old.shape == array.shape and name_of(array.dtype) == part.dtype
+            if not is_alike or self._shards.get(name, part)._replace(array=None) != part:
+                return name
+            if not is_same_memory(old, array) and checksum_of(array) != state.checksums.get(name):
+                return name
+        return None
 
     # ---- the way to a version ----
 
@@ -323,15 +363,13 @@ class Follower:
             self._warn(f"the versions that follow step {current.step} are not kept")
         first: Exception | None = None
         for is_anchor, versions in _ways(lineage.versions[: end + 1], current):
+            reason = "" if first is None else str(first)
             try:
-                self._apply_versions(is_anchor, versions, lineage.name, manifest)
+                self._apply_versions(is_anchor, versions, lineage.name, manifest, reason)
+                return
             except (FormatError, FileNotFoundError) as error:
                 write_log("WARNING", "%s: %s", self.path, error)
                 first = first or error
-                continue
-            if first is not None:
-                self._warn(f"step {versions[0].step} was loaded whole, because of: {first}")
-            return
         if first is None:
             text = f"{self.path}: no anchor leads to step {target.step}"
             first = format_error(text, self.path)
@@ -346,13 +384,21 @@ class Follower:
             raise store_error(FileNotFoundError(2, text), "cannot advance", self.path)
         return steps.index(step)
 
-    def _warn(self, text: str) -> None:
-        warnings.warn(f"{self.path}: {text}", CheckpointWarning, stacklevel=4)
+    def _warn(self, text: str, level: int = 4) -> None:
+        warnings.warn(f"{self.path}: {text}", CheckpointWarning, stacklevel=level)
 
     def _apply_versions(
-        self, is_anchor: bool, versions: tuple[Version, ...], lineage: str, newest: Manifest
+        self,
+        is_anchor: bool,
+        versions: tuple[Version, ...],
+        lineage: str,
+        newest: Manifest,
+        reason: str,
     ) -> None:
-        """Apply successive deltas, after the model of the first version if it is an anchor."""
+        """Apply successive deltas, after the model of the first version if it is an anchor.
+
+        `reason`: why another way failed, for a warning.
+        """
         loaders = [read_version(self._files, version, newest) for version in versions]
         published = [read_changes(loader) for loader in loaders]
         parts = self._parts(published[0])
@@ -390,6 +436,8 @@ class Follower:
                     checksums[name] = after
             for name in sharing:
                 _refuse_other_content(name, arrays[name], checksums[name])
+            if reason:  # before the commit: a filter may raise it
+                self._warn(f"step {versions[0].step} was loaded whole, because of: {reason}", 5)
             self._state = _State(versions[-1], lineage, arrays, parts, checksums)
         except BaseException:
             self._settle()
@@ -438,7 +486,7 @@ class Follower:
             array, source = self._state.arrays[name], changes[0].part
             target = self._shards.get(name)
             if target is None:
-                layout, number = self._cut(source.layout)
+                layout, number = self._cut(source)
                 target = Part(None, name_of(array.dtype), source.shape, layout, number)
                 shape = layout.shape(source.shape, number)
             else:
@@ -449,13 +497,14 @@ class Follower:
             parts[name] = target
         return parts
 
-    def _cut(self, stored: Layout) -> tuple[Layout, int]:
-        """Return layout and index of the part of an array that is not a `Shard`."""
+    def _cut(self, published: Part) -> tuple[Layout, int]:
+        """Return layout and index of the part of an array that is not a `Shard`, as `load` does."""
         steps, index, world = self._cutting
         if steps is None:
-            if world == 0 or len(stored.steps) != 1:
+            if world == 0 or len(published.layout.steps) != 1:
                 return Layout(), 0
-            steps = ((stored.steps[0][0], world),)
+            steps = ((published.layout.steps[0][0], world),)
+        steps, index = _core.layout_project(steps, index, len(published.shape), None)
         return Layout(steps), index
 
 

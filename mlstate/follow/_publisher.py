@@ -19,6 +19,7 @@ from .._common.store_error import store_error
 from .._sharding.layout import Shard
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._rank_messages import error_text, gather_bytes, pack_message, unpack_message
+from ..checkpoint._replica_assignment import assign_replicas
 from ..checkpoint._save import SaveFolder, save
 from ..checkpoint._store.checkpoint_files import root_path
 from ..checkpoint._store.manifest import parse
@@ -43,6 +44,7 @@ from ._version import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .._types import NDArray
     from ..checkpoint._store.checkpoint_files import FolderContent
     from ..checkpoint._store.manifest import Manifest
     from ..collectives import ProcessGroup
@@ -167,11 +169,12 @@ class Publisher:
         Raises
         ------
         StoreError
-            The operating system refused. EEXIST: another publisher has published into the folder,
-            or it holds something else. EBUSY: another process is writing in it. The next call
-            starts a new lineage.
+            The operating system refused; the next call starts a new lineage. EEXIST: another
+            publisher has published into the folder, its versions are gone, or it holds something
+            else; a new `Publisher` takes over. EBUSY: another process is writing in it.
         TypeError, ValueError, CompatibilityError
-            The model cannot be stored, see `mlstate.save`.
+            The model cannot be stored, see `mlstate.save`, or is of another library than NumPy
+            and torch. `step`, `anchor_every` or `keep` differ between the ranks.
         CollectiveError
             Another rank failed; the message names the rank and the reason.
 
@@ -188,13 +191,12 @@ class Publisher:
         """
         step = check_int("step", step, 0, (1 << 63) - 1)
         base, self._base = self._base, None  # after an exception, a new lineage starts
+        values, content = self._own_values(model)
         parts: dict[str, Part] = {}
         changes: dict[str, Change] = {}
         error: BaseException | None = None
-        content: FolderContent | None = None  # on rank 0
         try:
-            content = self._refuse_others()
-            parts = self._own_parts(model)
+            parts = {name: part_of(name, value) for name, value in values.items()}
             changes = _changes(base if base and _facts(base) == _facts(parts) else {}, parts)
         except BaseException as caught:
             if self._group is None:
@@ -229,7 +231,8 @@ class Publisher:
     def _refuse_others(self) -> FolderContent | None:
         """Raise StoreError (EEXIST) if the newest root is not a version of this publisher.
 
-        Otherwise return the content that the next version may replace.
+        If it is another one than the last, as after a restored backup, a new lineage starts.
+        Returns the content that the next version may replace.
         """
         if self._rank != 0:
             return None
@@ -243,6 +246,8 @@ class Publisher:
                 text = "it holds a checkpoint that is not a published version"
             elif lineage_of(newest, self.path).name not in self._lineages:
                 text = "another publisher has published into it" if self._has_published else ""
+            elif self._versions and newest.generation != self._versions[-1].generation:
+                self._versions = ()
         if text:
             exists = FileExistsError(errno.EEXIST, f"{text}; nothing is published")
             raise store_error(exists, "cannot publish", self.path)
@@ -266,20 +271,37 @@ class Publisher:
                 return self._files.read_manifest(root.path)
         return None
 
-    def _own_parts(self, model: Any) -> dict[str, Part]:
-        """Return the parts that this rank publishes; of equal parts one rank publishes each."""
-        parts = {}
-        values = values_of(model, self._ranks)
-        for number, name in enumerate(sorted(values)):
-            value = values[name]
-            is_own = (
-                value.replica == 0
-                if isinstance(value, Shard)
-                else number % self._ranks == self._rank
-            )
-            if is_own:
-                parts[name] = part_of(value)
-        return parts
+    def _own_values(self, model: Any) -> tuple[dict[str, Any], FolderContent | None]:
+        """Return the arrays that this rank publishes, and that `save` lets it write to an anchor.
+
+        On rank 0 also return the content that the version may replace. With a group every rank
+        calls it, and every rank raises if one of them cannot publish.
+        """
+        values: dict[str, Any] = {}
+        content: FolderContent | None = None
+        error: BaseException | None = None
+        try:
+            content = self._refuse_others()
+            values = values_of(model, self._ranks)
+        except BaseException as caught:
+            if self._group is None:
+                raise
+            error = caught
+        names = None
+        if self._group is not None:
+            assigned = assign_replicas(self._group, (values, None, None), (), error)
+            error, names = assigned.error, assigned.mine
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback refers to this frame
+        own = {
+            name: value
+            for name, value in values.items()
+            if (value.replica == 0 if isinstance(value, Shard) else not names or name in names[0])
+        }
+        return own, content
 
     def _agree(
         self,
@@ -291,7 +313,9 @@ class Publisher:
         """Return kind and lineage of the version; every rank calls it, even after a failure."""
         deltas = [change.delta for change in changes.values()]
         restarts = base is None or not self._versions or step <= self._versions[-1].step
+        arguments = {"step": step, "anchor_every": self._anchor_every, "keep": self._keep}
         message = {
+            "arguments": arguments,
             "error": None if error is None else error_text(error),
             "restarts": restarts,
             "lacks": None in deltas,
@@ -309,6 +333,10 @@ class Publisher:
                 failed = CollectiveError(f"not published: rank {rank}: {reply['error']}")
                 failed.rank = rank
                 raise failed
+            for name, value in replies[0]["arguments"].items():
+                if reply["arguments"][name] != value:
+                    other = reply["arguments"][name]
+                    raise ValueError(f"{name} is {value} on rank 0, and {other} on rank {rank}")
         if any(reply["restarts"] for reply in replies):
             return "anchor", replies[0]["lineage"]
         nbytes, delta_bytes = (sum(reply[key] for reply in replies) for key in ("bytes", "delta"))
@@ -384,13 +412,11 @@ def _copy_to_disk(arrays: dict[str, Any]) -> dict[str, Any]:
     for name, array in arrays.items():
         places[name] = size
         size += -(-array.nbytes // _ALIGNED) * _ALIGNED
-    with tempfile.TemporaryFile() as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, max(size, 1))
-        else:
-            file.write(bytes(max(size, 1)))
-            file.flush()
-        memory = np.asarray(np.memmap(file, np.uint8, "r+", shape=max(size, 1)))
+    try:
+        memory = _map_temporary(max(size, 1))
+    except OSError as error:
+        text = "the version is published, but not copied"
+        raise store_error(error, text, tempfile.gettempdir()) from None
     copies = {}
     for name, array in arrays.items():
         place = memory[places[name] : places[name] + array.nbytes]
@@ -401,3 +427,14 @@ def _copy_to_disk(arrays: dict[str, Any]) -> dict[str, Any]:
         assign(copy, array)
         copies[name] = copy
     return copies
+
+
+def _map_temporary(size: int) -> NDArray:
+    """Return the mapped bytes of an unnamed temporary file, with space on the disk for them."""
+    with tempfile.TemporaryFile() as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.write(bytes(size))
+            file.flush()
+        return np.asarray(np.memmap(file, np.uint8, "r+", shape=size))

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._common.arrays import is_torch
-from .._common.dtypes import name_of, numpy_dtype
+from .._common.arrays import is_torch, refuse_unstorable
+from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.store_error import format_error
 from .._sharding.layout import Layout, Shard
 from ..checkpoint._folder.names import MANIFEST
@@ -159,13 +159,26 @@ class Change(NamedTuple):
         return self.delta
 
 
-def part_of(value: Any) -> Part:
+def part_of(name: str, value: Any) -> Part:
     """Return the part that a value of a state holds: a `Shard`, or a whole array."""
     shard = value if isinstance(value, Shard) else Shard(value)
     array = shard.array.detach() if is_torch(shard.array) else shard.array
-    if not is_torch(array) and not array.dtype.isnative:
-        raise CompatibilityError(f"an array of {array.dtype} is byte-swapped: convert it")
-    return Part(array, name_of(array.dtype), shard.shape, shard.layout, shard.index)
+    dtype = name_of(array.dtype)
+    reason = ""
+    if dtype not in NAMES:
+        reason = f"dtype {dtype} is not supported"
+    elif not is_torch(array) and not array.dtype.isnative:
+        reason = f"an array of {array.dtype} is byte-swapped: convert it"
+    if reason:
+        raise named_error(name, reason)
+    return Part(array, dtype, shard.shape, shard.layout, shard.index)
+
+
+def named_error(name: str, reason: str) -> CompatibilityError:
+    """Return the error about a tensor that cannot be published or followed."""
+    error = CompatibilityError(f"{name!r}: {reason}")
+    error.name = name
+    return error
 
 
 def values_of(model: Any, ranks: int) -> dict[str, Any]:
@@ -176,12 +189,14 @@ def values_of(model: Any, ranks: int) -> dict[str, Any]:
         raise TypeError(f"{name!r} is not a tensor, and a version has tensors only")
     if state is None:
         raise TypeError("the model is None")
-    for name, value in dict(state).items():
-        if not hasattr(value, "dtype"):
-            raise TypeError(
-                f"{name!r} must be an array, a tensor or a Shard: {type(value).__name__}"
-            )
-    return dict(state)
+    values = dict(state)
+    for name, value in values.items():
+        array = value.array if isinstance(value, Shard) else value
+        if not is_torch(array) and not isinstance(array, np.ndarray | np.generic):
+            text = f"must be a NumPy array, a torch tensor or a Shard, got {type(array).__name__}"
+            raise TypeError(f"{name!r} {text}")
+    refuse_unstorable(values, every=True)
+    return values
 
 
 # ---- the nested value of a rank ----

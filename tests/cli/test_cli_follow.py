@@ -134,6 +134,21 @@ def test_follow_leaves_a_folder_of_other_files_as_it_is(versions, run):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "optimizer.pt"])
+def test_follow_refuses_a_folder_with_files_that_would_be_lost(versions, run, name):
+    Path("hf/.cache").mkdir(parents=True)
+    mlstate.save_file({"w": np.zeros(2)}, "hf/model.safetensors")
+    Path("hf", name).parent.mkdir(exist_ok=True)
+    Path("hf", name).write_text("{}")
+    status, _, err = run("follow", "weights", "--into", "hf", "--once")
+    assert status == 2
+    assert name.partition("/")[0] in err[0]
+    assert "--files-from" in err[0]
+    assert Path("hf", name).exists()
+    words = ["--into", "hf", "--files-from", "hf", "--once"]
+    assert run("follow", "weights", *words)[0] == 0
+
+
 def test_follow_writes_each_version_until_it_is_interrupted(versions):
     publisher, model = versions
     with following() as process:

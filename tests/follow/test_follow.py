@@ -556,7 +556,7 @@ def test_arguments_are_checked(path: pathlib.Path):
         Follower(path, into={}, check="some")
     with pytest.raises(TypeError, match="rank= and world_size="):
         Follower(path, into={}, rank=1)
-    with pytest.raises(TypeError, match="must be an array"):
+    with pytest.raises(TypeError, match="'a' must be a NumPy array"):
         Follower(path, into={"a": 3})
     with pytest.raises(ValueError, match="step must be"):
         Publisher(path).publish(-1, {"w": np.zeros(2)})

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rank_threads import Threads, run_local, run_ranks
 
+import mlstate
 from mlstate.checkpoint import CheckpointManager, Layout
 from mlstate.errors import CollectiveError, StoreError
 from mlstate.follow import Follower, Publisher
@@ -109,3 +110,53 @@ def test_a_second_publisher_stops_all_ranks_of_the_first(tmp_path):
     run_ranks(work, 4)
     into = {name: np.zeros_like(array) for name, array in model_of(0).items()}
     assert Follower(tmp_path / "w", into=into).advance() == 5
+
+
+def test_ranks_with_other_layers_and_statistics_publish_all_of_them(tmp_path):
+    """Replicas may differ, as the statistics of a batch norm: all versions have the same one."""
+
+    def work(group):
+        publisher = Publisher(tmp_path / "w", group=group)
+        for step in range(3):
+            model = {
+                f"layers.{group.rank}.w": np.arange(400.0) + (np.arange(400) == step),
+                "a": Layout.rows(2).shard(np.arange(800.0), group.rank),
+                "mean": np.full(4, group.rank + 1.0),
+                "variance": np.full(4, group.rank + 1.0),
+            }
+            publisher.publish(step, model)
+
+    run_ranks(work, 2)
+    shapes = {"layers.0.w": 400, "layers.1.w": 400, "a": 800, "mean": 4, "variance": 4}
+    into = {name: np.zeros(size) for name, size in shapes.items()}
+    follower = Follower(tmp_path / "w", into=into)
+    assert [follower.advance(step) for step in (0, 2)] == [0, 2]
+    expected = np.arange(400.0) + (np.arange(400) == 2)
+    assert np.array_equal(into["layers.0.w"], expected)
+    assert np.array_equal(into["layers.1.w"], expected)
+
+
+def test_ranks_with_different_steps_publish_nothing(tmp_path):
+    def work(group):
+        publisher = Publisher(tmp_path / "w", group=group)
+        with pytest.raises(ValueError, match="step is 3 on rank 0, and 4 on rank 1"):
+            publisher.publish(3 + group.rank, {"a": np.zeros(4)})
+
+    run_ranks(work, 2)
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize("layout", [Layout.axis(1, 3), Layout.flat(3), Layout.rows(3)], ids=str)
+def test_a_layout_leaves_arrays_without_its_axis_whole_as_load_does(tmp_path, layout):
+    model = {"w": np.arange(630.0).reshape(7, 90), "bias": np.arange(9.0), "scale": np.array(3.0)}
+    publisher = Publisher(tmp_path / "w", anchor_every=1)
+    publisher.publish(0, model)
+    into = mlstate.load(tmp_path / "w", rank=1, world_size=3, layout=layout).model
+    follower = Follower(tmp_path / "w", into=into, rank=1, world_size=3, layout=layout)
+    follower.advance()
+    model["w"][:, 40] = model["bias"][4] = 5
+    assert publisher.publish(1, model) == "both"
+    follower.advance()
+    expected = mlstate.load(tmp_path / "w", rank=1, world_size=3, layout=layout).model
+    for name, array in into.items():
+        assert np.array_equal(array, expected[name])

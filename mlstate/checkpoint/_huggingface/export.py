@@ -177,7 +177,8 @@ def _refuse_existing(folder: str, start: Target | None) -> Target:
     raise store_error(FileExistsError(errno.EEXIST, text), "cannot export", folder)
 
 
-def _is_copied(name: str) -> bool:
+def is_copied(name: str) -> bool:
+    """Return whether a file is copied from `files_from`: it is no hidden file and no weights."""
     return not (name.startswith(".") or name.endswith(_WEIGHTS) or is_index(name))
 
 
@@ -187,13 +188,13 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
         return {}
     if is_url(source):
         store = open_folder(source, reads=True)
-        names = sorted(filter(_is_copied, store.names("")))
+        names = sorted(filter(is_copied, store.names("")))
         return {name: partial(_open_object, store, name) for name in names}
     folder = local_path(source)
     try:
         with os.scandir(folder) as entries:
             paths = sorted(
-                entry.path for entry in entries if _is_copied(entry.name) and not entry.is_dir()
+                entry.path for entry in entries if is_copied(entry.name) and not entry.is_dir()
             )
     except OSError as error:
         raise store_error(error, "cannot list files_from=", folder) from None

@@ -1,0 +1,114 @@
+"""What a follower changes, and which arrays it and a publisher refuse by name."""
+
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+
+from mlstate.errors import CheckpointWarning, CompatibilityError, StoreError
+from mlstate.follow import Follower, Publisher
+
+
+def model_of(step):
+    return {"a": np.arange(900.0) + (np.arange(900) == step), "b": np.ones(3)}
+
+
+def zeros():
+    return {"a": np.zeros(900), "b": np.zeros(3)}
+
+
+@pytest.mark.parametrize("check", ["all", "none"])
+def test_a_replaced_array_gets_the_version_again(tmp_path, check):
+    publisher, into = Publisher(tmp_path / "w"), zeros()
+    follower = Follower(tmp_path / "w", into=into, check=check)
+    publisher.publish(0, model_of(0))
+    follower.advance()
+    into["a"] = into["a"].copy()  # moved: the same elements in other memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert follower.advance() == 0
+    for step in (0, 1):
+        into["a"] = np.zeros(900)
+        publisher.publish(1, model_of(1)) if step else None
+        with pytest.warns(CheckpointWarning, match="'a' was replaced"):
+            assert follower.advance() == step
+        assert np.array_equal(into["a"], model_of(step)["a"])
+    into["c"] = np.zeros(2)
+    with (
+        pytest.warns(CheckpointWarning, match="'c' was replaced"),
+        pytest.raises(CompatibilityError, match="unpublished tensor 'c'"),
+    ):
+        follower.advance()
+    assert follower.version is None
+
+
+def test_a_warning_that_is_an_error_leaves_the_old_version(tmp_path):
+    publisher, into = Publisher(tmp_path / "w"), zeros()
+    follower = Follower(tmp_path / "w", into=into)
+    publisher.publish(0, model_of(0))
+    follower.advance()
+    into["a"][7] = 7.5
+    publisher.publish(1, model_of(1))
+    before = into["a"].copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CheckpointWarning, match="was loaded whole"):
+            follower.advance()
+    assert follower.version == 0
+    assert np.array_equal(into["a"], before)
+
+
+def test_arrays_that_cannot_follow_are_named_before_a_change(tmp_path):
+    torch = pytest.importorskip("torch")
+    publisher = Publisher(tmp_path / "w")
+    publisher.publish(0, {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)})
+    locked = np.zeros(4, np.float32)
+    locked.flags.writeable = False
+    for array, reason in (
+        (locked, "read-only"),
+        (torch.zeros(1).expand(4), "share memory"),
+        (torch.eye(4).to_sparse(), "sparse"),
+        (torch.zeros(4, dtype=torch.complex64).conj(), "conjugated"),
+        (torch.zeros(4, dtype=torch.complex128), "complex128 is not supported"),
+        (np.zeros(4, object), "object is not supported"),
+        (np.zeros(4, ">f4"), "byte-swapped"),
+    ):
+        into = {"a": np.zeros(4, np.float32), "b": array}
+        with pytest.raises(CompatibilityError, match=f"'b'.*{reason}") as caught:
+            Follower(tmp_path / "w", into=into)
+        assert caught.value.name == "b"
+        if "read" not in reason and "share" not in reason:
+            with pytest.raises(CompatibilityError, match=f"'b'.*{reason}"):
+                publisher.publish(1, into)
+    follower = Follower(tmp_path / "w", into={"a": locked, "b": locked}, double_buffer=True)
+    assert follower.advance() == 0
+
+
+def test_a_restored_backup_of_the_folder_starts_a_new_lineage(tmp_path):
+    publisher, into = Publisher(tmp_path / "w"), zeros()
+    follower = Follower(tmp_path / "w", into=into)
+    for step in range(4):
+        publisher.publish(step, model_of(step))
+        if step == 1:
+            shutil.copytree(tmp_path / "w", tmp_path / "backup")
+    follower.advance()
+    shutil.rmtree(tmp_path / "w")
+    shutil.move(tmp_path / "backup", tmp_path / "w")
+    with pytest.warns(CheckpointWarning, match="are not kept"):
+        assert follower.advance() == 1
+    assert publisher.publish(4, model_of(4)) == "anchor"
+    with pytest.warns(CheckpointWarning, match="new lineage"):
+        assert follower.advance() == 4
+    assert publisher.publish(5, model_of(5)) == "delta"
+    assert follower.advance() == 5
+    assert np.array_equal(into["a"], model_of(5)["a"])
+
+
+def test_a_missing_temporary_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    publisher = Publisher(tmp_path / "w", base="disk")
+    with pytest.raises(StoreError, match=r"is published, but not copied.*missing"):
+        publisher.publish(0, model_of(0))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert publisher.publish(1, model_of(1)) == "anchor"
