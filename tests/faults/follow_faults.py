@@ -9,6 +9,7 @@ functions of KINDS. DEFECT is one of DEFECTS: code that is wrong on purpose.
 """
 
 import contextlib
+import ctypes
 import errno
 import io
 import json
@@ -42,6 +43,7 @@ from follow_versions import (
 from json_checksums import text_with_checksum
 
 import mlstate
+from mlstate._common import arrays
 from mlstate.checkpoint._store.open_path import open_files
 from mlstate.cli import command_line
 from mlstate.errors import MLStateError, StoreError
@@ -400,9 +402,17 @@ def interrupt_publisher(seed, root):
     return states, complaints
 
 
+def memory_of(array):
+    """Return what `_common.arrays._memory_of` does; NumPy's own attribute crashes without memory."""
+    address = ctypes.c_void_p.from_address(id(array) + 16).value  # PyArrayObject.data
+    return address, max(array.itemsize, 1), array.shape, array.strides
+
+
 def exhaust_memory(seed, root):
     """One of the allocations of Python fails in a follower."""
     import _testcapi
+
+    arrays._memory_of = memory_of
 
     def choose(folder, copy, chance):
         return [f"allocation {chance.randint(1, 3000)}" for _ in range(FAULTS)]
