@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from .._common.store_error import store_error
 from .._sharding.layout import Shard
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._rank_messages import error_text, gather_bytes, pack_message, unpack_message
+from ..checkpoint._remote.parallel_tasks import run_tasks
 from ..checkpoint._replica_assignment import assign_replicas
-from ..checkpoint._save import SaveFolder, save
+from ..checkpoint._save import SaveFolder, is_on_device, save
 from ..checkpoint._store.checkpoint_files import root_path
 from ..checkpoint._store.manifest import parse
 from ..checkpoint._store.open_path import open_target
@@ -42,7 +44,7 @@ from ._version import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from .._types import NDArray
     from ..checkpoint._store.checkpoint_files import FolderContent
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 BASES = ("memory", "disk")
 _ALIGNED = 64  # start of an array in a file
+_LARGE = 8 << 20  # bytes that several threads compare
 _LOCK_SECONDS = 60.0  # until a command that prunes has ended
 _PAYS = 0.5  # a delta has at most this share of the model's bytes
 
@@ -231,7 +234,8 @@ class Publisher:
     def _refuse_others(self) -> FolderContent | None:
         """Raise StoreError (EEXIST) if the newest root is not a version of this publisher.
 
-        If it is another one than the last, as after a restored backup, a new lineage starts.
+        If it is another one than the last, as after a restored backup, a new lineage starts; also
+        if a killed writer left a root, because the sequences of a lineage follow each other.
         Returns the content that the next version may replace.
         """
         if self._rank != 0:
@@ -246,12 +250,17 @@ class Publisher:
                 text = "it holds a checkpoint that is not a published version"
             elif lineage_of(newest, self.path).name not in self._lineages:
                 text = "another publisher has published into it" if self._has_published else ""
-            elif self._versions and newest.generation != self._versions[-1].generation:
+            elif self._versions and (
+                newest.generation != self._versions[-1].generation or self._has_later_root(newest)
+            ):
                 self._versions = ()
         if text:
             exists = FileExistsError(errno.EEXIST, f"{text}; nothing is published")
             raise store_error(exists, "cannot publish", self.path)
         return content
+
+    def _has_later_root(self, newest: Manifest) -> bool:
+        return any(root.sequence > newest.sequence for root in self._files.list_roots())
 
     def _newest(self, data: bytes | None) -> Manifest | None:
         """Return the root in `data`, or if it is damaged or missing, the newest root of a step."""
@@ -372,13 +381,15 @@ class Publisher:
     ) -> dict[str, Part]:
         """Return the copies of this rank's parts, changed or new."""
         if base and all(change.delta is not None for change in changes.values()):
-            for name, change in changes.items():
-                write_delta(base[name].array, change.required_delta)
+            copies = base
+            _run_for_each(
+                base, lambda name: write_delta(copies[name].array, changes[name].required_delta)
+            )
             return base
         del base
         arrays = {name: part.array for name, part in parts.items()}
-        copies = _copy_to_disk(arrays) if self._on_disk else _copy_to_memory(arrays)
-        return {name: part._replace(array=copies[name]) for name, part in parts.items()}
+        copied = _copy_to_disk(arrays) if self._on_disk else _copy_to_memory(arrays)
+        return {name: part._replace(array=copied[name]) for name, part in parts.items()}
 
 
 def _facts(parts: dict[str, Part]) -> dict[str, Part]:
@@ -387,9 +398,10 @@ def _facts(parts: dict[str, Part]) -> dict[str, Part]:
 
 def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]:
     """Compare the parts with their base; without one they have no delta."""
-    changes = {}
-    for name, part in parts.items():
-        delta = None
+    changes: dict[str, Change] = {}
+
+    def compare(name: str) -> None:
+        part, delta = parts[name], None
         if base:
             old, new = base[name].array, part.array
             if is_torch(new) and new.device != old.device:
@@ -399,7 +411,21 @@ def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]
         if crc32c is None:
             crc32c = checksum_of(part.array)
         changes[name] = Change(part._replace(array=None), crc32c, delta)
-    return changes
+
+    _run_for_each(parts, compare)
+    return {name: changes[name] for name in parts}
+
+
+def _run_for_each(parts: dict[str, Part], act: Callable[[str], None]) -> None:
+    """Call `act` with the name of each part, in several threads if the parts are large."""
+    tasks = [partial(act, name) for name in parts]
+    threads = _core.get_num_threads()
+    is_large = sum(part.nbytes for part in parts.values()) >= _LARGE
+    if threads > 1 and is_large and not any(is_on_device(part.array) for part in parts.values()):
+        run_tasks(tasks, threads)
+        return
+    for task in tasks:
+        task()
 
 
 def _copy_to_memory(arrays: dict[str, Any]) -> dict[str, Any]:

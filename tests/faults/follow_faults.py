@@ -403,7 +403,7 @@ def interrupt_publisher(seed, root):
 
 
 def memory_of(array):
-    """Return what `_common.arrays._memory_of` does; NumPy's own attribute crashes without memory."""
+    """Return what `_common.arrays._memory_of` does; NumPy crashes there without memory."""
     address = ctypes.c_void_p.from_address(id(array) + 16).value  # PyArrayObject.data
     return address, max(array.itemsize, 1), array.shape, array.strides
 

@@ -1,15 +1,18 @@
 """Publishers among other writers of their folder, and in damaged folders."""
 
+import json
+import shutil
 import threading
 import time
 
 import child
 import numpy as np
 import pytest
+from json_checksums import text_with_checksum
 
-from mlstate.checkpoint import CheckpointManager
+from mlstate.checkpoint import CheckpointManager, Layout
 from mlstate.checkpoint._folder.local import LocalFolder
-from mlstate.errors import CheckpointWarning, ChecksumError, StoreError
+from mlstate.errors import CheckpointWarning, ChecksumError, FormatError, StoreError
 from mlstate.follow import Follower, Publisher, _publisher
 
 PUBLISH = """
@@ -106,7 +109,47 @@ def test_a_publisher_waits_for_a_command_that_deletes_versions(tmp_path):
     assert followed(path) == (1, 1.0)
 
 
+def test_a_root_of_a_killed_writer_starts_a_new_lineage(tmp_path):
+    path, other = tmp_path / "weights", tmp_path / "other"
+    publisher = Publisher(path)
+    for step in (0, 1):
+        publisher.publish(step, weights(step))
+    shutil.copytree(path, other)
+    Publisher(other).publish(5, weights(5))
+    for file in sorted(other.rglob("*")):  # all but the manifest: the commit did not happen
+        target = path / file.relative_to(other)
+        if file.is_file() and file.name != "lock" and not target.exists():
+            shutil.copy(file, target)
+    into = weights(0)
+    follower = Follower(path, into=into)
+    assert follower.advance() == 1
+    assert publisher.publish(2, weights(2)) == "anchor"
+    with pytest.warns(CheckpointWarning, match="new lineage"):
+        assert follower.advance() == 2
+    publisher.publish(3, weights(3))
+    assert follower.advance() == 3
+
+
 # ---- damaged folders ----
+
+
+def test_a_delta_that_is_left_out_of_the_chain_is_noticed_by_parts(tmp_path):
+    path = tmp_path / "weights"
+    publisher, model = Publisher(path), {"w": np.zeros((40, 10))}
+    into = {"w": np.zeros((40, 5))}
+    follower = Follower(path, into=into, layout=Layout.axis(1, 2), rank=1, world_size=2)
+    for step in range(4):
+        model["w"][step, 7] = step + 1
+        publisher.publish(step, model)
+        if step == 1:
+            follower.advance()
+    document = json.loads((path / "manifest.json").read_bytes())
+    del document["metadata"]["mlstate.follow"]["chain"][2]  # the version of step 2
+    (path / "manifest.json").write_bytes(text_with_checksum(document))
+    with pytest.raises(FormatError, match="no anchor leads to step 3"):
+        follower.advance()
+    assert follower.version == 1
+    assert into["w"][:, 2].tolist() == [1, 2] + [0] * 38
 
 
 def damage_manifest(path, how):
