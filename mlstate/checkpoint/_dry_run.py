@@ -252,7 +252,7 @@ def plan_load(
     *,
     step: int | str | None = None,
     monitor: str | None = None,
-    mode: str = "min",
+    mode: str | None = None,
     names: str | Iterable[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,

@@ -650,7 +650,7 @@ def _check_request(
     path: str | os.PathLike[str],
     step: int | str | None,
     monitor: str | None,
-    mode: str,
+    mode: str | None,
     options: LoadOptions,
 ) -> tuple[LoadRequest, Manifest | None]:
     """Check the arguments of a load; return the request, and the manifest if `path` has one.
@@ -682,7 +682,7 @@ def _check_request(
             raise ValueError(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
-    if step is not None or monitor is not None:
+    if (step, monitor, mode) != (None, None, None):
         root, manifest = choose_root(files, root, step, monitor, mode), None
     by_target = layout is None and rank is None and world_size is None
     if group is not None:
@@ -705,7 +705,7 @@ def _check_request(
 def open_loader(where: RootPath, options: LoadOptions) -> Loader:
     """Return a loader of all tensors of a root, for reading them one after the other."""
     request, manifest = _check_request(
-        where, None, None, "min", complete_options(load, options, LOAD_DEFAULTS)
+        where, None, None, None, complete_options(load, options, LOAD_DEFAULTS)
     )
     if manifest is None:
         manifest = request.files.read_manifest(request.root)
@@ -718,7 +718,7 @@ def load(
     *,
     step: int | str | None = None,
     monitor: str | None = None,
-    mode: str = "min",
+    mode: str | None = None,
     **options: Unpack[LoadOptions],
 ) -> LoadedState:
     """
@@ -739,8 +739,9 @@ def load(
         The step of a run, the folder of a `CheckpointManager`. Default: the newest.
     monitor : str, optional
         With ``step="best"``: the key of the metric in the metadata of the steps.
-    mode : {"min", "max"}, default "min"
-        Whether the smallest or the largest value of `monitor` is best.
+    mode : {"min", "max"}, optional
+        With ``step="best"``: whether the smallest or the largest value of `monitor` is best.
+        Default: the smallest.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
@@ -834,7 +835,8 @@ def load(
         One of `names` matches no tensor. (A `KeyError`.)
     CompatibilityError
         `into` has other names, shapes or dtypes, or an object refuses its state; or two names
-        would become the same by `rename`. `into` is unchanged. With a dtype as `cast`, a Hugging
+        would become the same by `rename`; or two named states have different values and the same
+        object of `into` as their target. `into` is unchanged. With a dtype as `cast`, a Hugging
         Face folder is quantized by a method whose values mlstate cannot compute.
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of
@@ -860,6 +862,23 @@ def load(
            [6., 7.]])
     """
     options = complete_options(load, options, LOAD_DEFAULTS)
+    try:
+        return _load_step(path, step, monitor, mode, options)
+    except FileNotFoundError:
+        if step != "best" or options["group"] is not None:
+            raise
+    # the retention of a manager may delete the best step between the choice and the reading
+    return _load_step(path, step, monitor, mode, options)
+
+
+def _load_step(
+    path: str | os.PathLike[str],
+    step: int | str | None,
+    monitor: str | None,
+    mode: str,
+    options: LoadOptions,
+) -> LoadedState:
+    """Load a step, as `load` describes it; all `options` are present."""
     request, manifest = _check_request(path, step, monitor, mode, options)
     files, root, into = request.files, request.root, options["into"]
     if manifest is None:

@@ -59,6 +59,7 @@ class Prepared:
         self.optimizer = optimizer
         self.states = dict(states)
         self.actions: list[Action] = []
+        self.sources: dict[int, Any] = {}  # of the objects among the named states, by their ids
         self.ready: list[_Ready] = []
 
     def fill(self, loader: Loader) -> None:
@@ -450,7 +451,8 @@ def _prepare_state(
     """
     section = loader.named.get(name)
     if section is None:
-        prepared.actions += prepare_tree(loader, name, loader.states[name], target)
+        kind = loader.states[name]
+        prepared.actions += prepare_tree(loader, name, kind, target, prepared.sources)
         return
     tensors = is_module(target) or is_optimizer(target) or hasattr(target, "keys")
     if not tensors and not callable(getattr(target, "load_state_dict", None)):

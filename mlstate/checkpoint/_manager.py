@@ -72,8 +72,8 @@ class CheckpointManager:
         are not among the best.
     monitor : str, optional
         Key of the metric in ``metadata=``, such as ``"loss"``.
-    mode : {"min", "max"}, default "min"
-        Whether a lower or a higher metric is better.
+    mode : {"min", "max"}, optional
+        Whether a lower or a higher metric is better. Default: a lower one.
     keep_period : int, optional
         Keep also the steps that are multiples of this number.
     keep_time_interval : float or timedelta, optional
@@ -101,8 +101,8 @@ class CheckpointManager:
     Raises
     ------
     TypeError, ValueError
-        A number is less than 1, a time is not positive, `mode` is unknown, or `keep_best` is
-        given without `monitor`.
+        A number is less than 1, a time is not positive, `mode` is unknown, or `keep_best`
+        or `mode` is given without `monitor`.
 
     Notes
     -----
@@ -130,7 +130,7 @@ class CheckpointManager:
         *,
         keep_best: int | None = None,
         monitor: str | None = None,
-        mode: str = "min",
+        mode: str | None = None,
         keep_period: int | None = None,
         keep_time_interval: float | timedelta | None = None,
         save_interval_steps: int | None = None,

@@ -120,7 +120,7 @@ def reshard(
     world_size: int | None = None,
     step: int | str | None = None,
     monitor: str | None = None,
-    mode: str = "min",
+    mode: str | None = None,
     pack_below_bytes: int = PACK_BELOW,
     overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
@@ -215,7 +215,7 @@ def reshard(
     refuse_existing(new.folder, overwrite)
     refuse_file_name(new)
     read_manifest: Manifest | None = None
-    if step is None and monitor is None:
+    if (step, monitor, mode) == (None, None, None):
         root, read_manifest = old.open_root()
     else:
         root = choose_root(old, MANIFEST, step, monitor, mode)

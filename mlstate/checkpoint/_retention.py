@@ -126,14 +126,16 @@ def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: A
     """Return the rules of a manager's `keep_...` arguments; raise if one of them is wrong."""
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(f"monitor must be a key of metadata, got {type(monitor).__name__}")
-    if mode not in MODES:
+    if mode is not None and mode not in MODES:
         raise ValueError(f"mode must be 'min' or 'max', got {mode!r}")
+    if mode is not None and monitor is None:
+        raise ValueError(f"mode={mode!r} needs monitor=, the key of the metric in metadata=")
     if best is not None and monitor is None:
         raise ValueError("keep_best= needs monitor=, the key of the metric in metadata=")
     return Retention(
         number_of_steps("keep_best", best),
         monitor,
-        mode,
+        "min" if mode is None else mode,
         number_of_steps("keep_period", period),
         seconds_of("keep_time_interval", interval),
     )

@@ -72,7 +72,7 @@ def best_of(roots: Roots, rules: Retention) -> tuple[Root, Manifest] | None:
     return ranking[0] if ranking else None
 
 
-def find_best(files: CheckpointFiles, monitor: str, mode: str) -> tuple[Root, Manifest]:
+def find_best(files: CheckpointFiles, monitor: str, mode: str | None) -> tuple[Root, Manifest]:
     """Return the step with the best metric (`mode`: "min" or "max"); ValueError if none has one.
 
     In a folder without steps, its only checkpoint is the one to choose from.
@@ -95,7 +95,7 @@ def no_metric(path: str, monitor: str | None) -> ValueError:
 
 
 def choose_root(
-    files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str
+    files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str | None
 ) -> str:
     """Return the name of the root (manifest) to load for `step`; `root` itself if it is None.
 
@@ -112,6 +112,11 @@ def choose_root(
         raise ValueError(
             f"monitor={monitor!r} is the metric of the best step: pass step='best' too, or leave "
             "monitor= out"
+        )
+    if mode is not None:
+        raise ValueError(
+            f"mode={mode!r} tells which step is the best: pass step='best' and monitor= too, or "
+            "leave mode= out"
         )
     return root if step is None else find_root(files, step)
 

@@ -531,7 +531,7 @@ def verify(
     progress: Callable[[int], object] | None = None,
     step: int | str | None = None,
     monitor: str | None = None,
-    mode: str = "min",
+    mode: str | None = None,
     names: str | Iterable[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
@@ -601,7 +601,7 @@ def verify(
     if repair and listed is not None:
         raise ValueError("a repair verifies all tensors: leave out names")
     files, root, _ = open_root_path(path, storage_options)
-    is_plain = root == MANIFEST and step is None and monitor is None and not repair
+    is_plain = root == MANIFEST and (step, monitor, mode) == (None, None, None) and not repair
     if is_plain and files.folder.is_local and not is_index(files.folder.file):
         from ._files.checksum import verify_foreign
 

@@ -82,7 +82,8 @@ def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "
 def add_monitor(parser: argparse.ArgumentParser) -> None:
     """Add the options that tell which step is the best."""
     parser.add_argument("--monitor", metavar="KEY", help="the metadata that --step best compares")
-    parser.add_argument("--mode", choices=("min", "max"), default="min", help="which value is best")
+    text = "which value is best (default: min)"
+    parser.add_argument("--mode", choices=("min", "max"), help=text)
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +104,11 @@ def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set
 
 def number_of_step(path: str, step: int | str | None, arguments: argparse.Namespace) -> int | None:
     """Return the number of the step that the user chose; None for the newest."""
+    steps = [value for name, value in vars(arguments).items() if name.endswith("step")]
+    for option in ("monitor", "mode"):
+        if getattr(arguments, option) is not None and "best" not in steps:
+            text = "tells which step is the best: choose the step best, or leave it out"
+            raise ValueError(f"--{option} {getattr(arguments, option)} {text}")
     if step == "latest":
         return None
     if step != "best":

@@ -27,6 +27,7 @@ __all__ = ["add"]
 _HEADERS = ("layer", "class", "tokens", "numbers", "array", "shape", "dtype", "bytes")
 _VERSIONS = dict(zip(GENERATIONS, ("0.31 or earlier", "0.32 or later"), strict=True))
 _TEXT = 200  # characters of the metadata
+_NO_VERIFY = "--no-verify"
 
 
 def add(commands: Commands) -> None:
@@ -43,6 +44,9 @@ def add(commands: Commands) -> None:
     text = f"version of mlx-lm that reads it: {' or '.join(_VERSIONS.values())} (default: 0.32)"
     convert.add_argument("--to", choices=GENERATIONS, default=GENERATIONS[-1], help=text)
     convert.add_argument("--force", action="store_true", help="replace an existing target")
+    for each in (show, convert):
+        text = "read a file whose checksums do not match; mlx-lm copies those of another file"
+        each.add_argument(_NO_VERIFY, action="store_false", dest="verify", help=text)
 
 
 def _flat(layers: list[LayerValues], where: str = "") -> list[tuple[str, LayerValues]]:
@@ -107,8 +111,8 @@ def _layer_rows(name: str, layer: LayerValues) -> list[list[str]]:
 def run_show(arguments: argparse.Namespace) -> int:
     """Print the layers of a file."""
     stat_path(arguments.file)
-    prompt = read_prompt(arguments.file, mmap=True)
-    has_checksums = read_header(str(local_path(arguments.file))).has_checksums
+    prompt = read_prompt(arguments.file, verify=arguments.verify, mmap=True, remedy=_NO_VERIFY)
+    header = read_header(str(local_path(arguments.file)), verify=arguments.verify)
     layers, tokens = _flat(prompt.layers), _tokens_of(prompt)
     if arguments.json:
         data = {
@@ -116,7 +120,7 @@ def run_show(arguments: argparse.Namespace) -> int:
             "mlx_lm": prompt.generation,
             "tokens": tokens,
             "bytes": prompt.nbytes,
-            "checksums": has_checksums,
+            "checksums": header.has_checksums,
             "metadata": prompt.metadata,
             "layers": [_layer_data(*each) for each in layers],
         }
@@ -127,7 +131,8 @@ def run_show(arguments: argparse.Namespace) -> int:
         count_text(len(prompt.layers), "layer"),
         *([] if tokens is None else [count_text(tokens, "token")]),
         bytes_text(prompt.nbytes),
-        "with checksums" if has_checksums else "no checksums",
+        "with checksums" if header.has_checksums else "no checksums",
+        *(["not compared"] if header.has_checksums and not arguments.verify else []),
     ]
     print(f"{printable(arguments.file)}: {', '.join(parts)}")
     if prompt.metadata:
@@ -144,7 +149,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
         raise ValueError("the target must be another path than the source")
     start = begin_write(target, "safetensors", arguments.force)
     assert isinstance(start, Target)
-    prompt = read_prompt(arguments.source)
+    prompt = read_prompt(arguments.source, verify=arguments.verify, remedy=_NO_VERIFY)
     arrays, texts = flatten_prompt(prompt.layers, prompt.metadata, arguments.to)
     with new_file(start) as temporary:
         save_file(arrays, temporary, texts)

@@ -266,11 +266,11 @@ def _verify_any(
 
     The last is whether the format has checksums.
     """
+    number = number_of_step(arguments.path, arguments.step, arguments)
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
     foreign = _verify_foreign(arguments.path) if is_plain else None
     if foreign is not None:
         return [_Verified(None, foreign)], foreign, "files", True
-    number = number_of_step(arguments.path, arguments.step, arguments)
     where = find_any(arguments.path, number)
     checksums = True
     if where is None or isinstance(where, WholePath):

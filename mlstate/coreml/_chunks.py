@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_path
 from .._common.text import count_text, shorten
-from ..errors import StoreNotFoundError
+from ..errors import FormatError, StoreNotFoundError
 from ..kv._arguments import incompatible
 from ..kv._model_states import format_error, quoted, read_file
 from ._compiled import metadata_path
@@ -186,6 +186,14 @@ def _missing(path: str, text: str) -> StoreNotFoundError:
 # ---- meta.yaml ----
 
 
+def _repeated_key(file: str, key: Any) -> FormatError:
+    """Return the exception for a key node of YAML that repeats another one."""
+    name = shorten(key.value, 80)
+    error = format_error(file, f"line {key.start_mark.line + 1}: the key {name!r} appears twice")
+    error.name = name
+    return error
+
+
 def _load_yaml(file: str) -> Any:
     """Return the document in a YAML file; its scalars are text."""
     data = read_file(file, _MOST_BYTES)
@@ -197,8 +205,23 @@ def _load_yaml(file: str) -> Any:
             "of the chunks",
             name="yaml",
         ) from None
+
+    class Loader(yaml.BaseLoader):  # type: ignore[misc]
+        """Makes text, lists and dicts only; YAML forbids keys that appear twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            names: set[str] = set()
+            for key, _ in node.value:
+                if key.value in names:
+                    raise _repeated_key(file, key)
+                names.add(key.value)
+            return mapping
+
     try:
-        return yaml.load(data, Loader=yaml.BaseLoader)  # makes text, lists and dicts only
+        return yaml.load(data, Loader=Loader)
+    except FormatError:
+        raise
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         problem = shorten(" ".join(str(error).split()), 200)
         raise format_error(file, f"not YAML: {problem}") from None

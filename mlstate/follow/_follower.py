@@ -72,8 +72,7 @@ class _Change(NamedTuple):
 
     part: Part
     array: Any
-    model: Any  # new elements from an anchor, or None
-    steps: list[list[Change]]  # then the published changes of successive versions
+    steps: list[list[Change]]  # the published changes of successive versions
     final: list[Change]  # of the last version
 
 
@@ -426,12 +425,11 @@ class Follower:
                 change = _Change(
                     part,
                     arrays[name],
-                    anchor.pop(name, None),
                     [changes[name] for changes in steps],
                     published[-1][name],
                 )
                 is_checked = name in sharing or self._checks(number, versions[-1])
-                after = _apply_change(name, change, log, check=is_checked)
+                after = _apply_change(name, change, anchor.pop(name, None), log, check=is_checked)
                 if after is not None:
                     checksums[name] = after
             for name in sharing:
@@ -568,29 +566,39 @@ def _places(part: Part, published: list[Change]) -> list[int]:
     return [number for number, each in enumerate(published) if part.has_place_of(each.part)]
 
 
-def _apply_change(name: str, change: _Change, log: UndoLog, *, check: bool) -> int | None:
-    """Change one array; return its checksum, or None if it is not known."""
-    part, array, model, steps, final = change
+def _apply_change(
+    name: str, change: _Change, model: Any, log: UndoLog, *, check: bool
+) -> int | None:
+    """Change one array; return its checksum, or None if it is not known.
+
+    `model`: its elements from an anchor, before the changes; None without an anchor.
+    """
+    part, array, steps, final = change
     places = _places(part, final)
-    if model is not None:
-        apply_delta(array, compare_arrays(array, _like(model, array), checksum=False), log)
+    try:
+        if model is not None:
+            delta = compare_arrays(array, _like(model, array), checksum=False)
+            del model  # its memory is needed for the undo log
+            apply_delta(array, delta, log)
+            del delta
+        for number, published in enumerate(steps):
+            is_last = number == len(steps) - 1
+            if places:
+                source = published[places[0]].required_delta
+                apply_delta(array, source, log, check=check and is_last)
+                continue
+            for each in published:
+                apply_delta(array, _filtered(each, part), log)
+    except (FormatError, CompatibilityError) as error:
+        error.args = (f"{name!r}: {error}",)
+        error.name = name
+        raise
     if not places:
-        for published in steps:
-            for source in published:
-                apply_delta(array, _filtered(source, part), log)
         return checksum_of(array) if check else None
-    [place] = places
-    for number, published in enumerate(steps):
-        is_last = number == len(steps) - 1
-        try:
-            apply_delta(array, published[place].required_delta, log, check=check and is_last)
-        except (ChecksumError, CompatibilityError) as error:
-            error.args = (f"{name!r}: {error}",)
-            error.name = name
-            raise
+    crc32c = final[places[0]].crc32c
     if check and not steps:
-        _compare_checksum(name, array, final[place].crc32c)
-    return final[place].crc32c
+        _compare_checksum(name, array, crc32c)
+    return crc32c
 
 
 def _filtered(source: Change, target: Part) -> Delta:

@@ -125,6 +125,7 @@ class EntryPlan:
         entry = self.spec.entry_of(name)
         if entry.kind not in kinds:
             text = f"an entry of kind {entry.kind} does not fit layer {where}, a {owner}"
+            text += ": call state.dequantize() first" if entry.kind == "quantized" else ""
             raise entry_error(name, text, " or ".join(kinds), entry.kind)
         self.used.update(entry.arrays)
         return entry

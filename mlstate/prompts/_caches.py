@@ -13,6 +13,7 @@ from ..kv import KVState, RollingKVState
 from ..kv._arguments import incompatible, tokens_error
 from ..kv._cache_spec import CacheEntry, CacheSpec, entry_error
 from ..kv._cache_state import CacheState
+from ._hybrids import from_mlx
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,9 +44,11 @@ def engine_of(cache: object) -> ModuleType | None:
     return None
 
 
-def state_of(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
+def state_of(cache: Any, length: int, spec: CacheSpec | None, model_type: str | None) -> CacheState:
     """Return a cache that holds `length` tokens as a state over the same memory."""
     state = _whole_state(cache, length, spec)
+    if isinstance(cache, list | tuple):  # of mlx-lm
+        state = from_mlx(state, model_type)
     if state.length != length:
         raise incompatible(
             f"the cache has {state.length:,} tokens, and tokens has {length:,}: pass the tokens "

@@ -154,7 +154,7 @@ def _facts_of_folder(folder: str) -> dict[str, Any]:
         text = f"{folder}: the folder has no {'safetensors' if configs else 'config.json'}"
         raise format_error(f"{text}: {_REMEDY}", folder)
     return {
-        "configs": {name: _config_of(os.path.join(folder, name)) for name in configs},
+        "configs": {name: config_of(os.path.join(folder, name)) for name in configs},
         "weights": {name: _weights_of(os.path.join(folder, name)) for name in weights},
         "code": {name: _digest_of(os.path.join(folder, name)) for name in code},
     }
@@ -187,7 +187,8 @@ def _read(path: str, read: Callable[[Any], Any]) -> Any:
         raise store_error(error, "cannot read the model", path) from error
 
 
-def _config_of(path: str) -> Any:
+def config_of(path: str) -> Any:
+    """Return the config of a model, without names and versions; raise FormatError if malformed."""
     try:
         config = json.loads(_read(path, lambda file: file.read(64 << 20)))
     except (ValueError, RecursionError) as error:

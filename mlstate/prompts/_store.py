@@ -19,6 +19,7 @@ from ..errors import FormatError
 from ..kv._cache_spec import CacheSpec
 from ._caches import as_tokens, state_of
 from ._fingerprint import fingerprint
+from ._hybrids import model_type_of
 from ._layout import StoredSpec
 from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of
 from ._pending import PendingPuts
@@ -65,6 +66,9 @@ class PromptStore:
         used blocks first.
     adapters, hash_weights, salt
         As for `fingerprint`.
+    model_type : str, optional
+        As in config.json, such as "qwen3_next": its states of linear attention and convolutions are
+        shared by transformers and mlx-lm. Default: the one of a folder or torch module.
     snapshots : "end", "powers", int or iterable of int
         The positions of `stops`: the last token only, powers of two, every n tokens, or these.
     max_pending_bytes : int or str
@@ -117,6 +121,7 @@ class PromptStore:
         adapters: Iterable[Model] = (),
         hash_weights: bool = False,
         salt: str = "",
+        model_type: str | None = None,
         snapshots: Snapshots = "end",
         max_pending_bytes: int | str = _PENDING,
         lock_timeout: float = 10.0,
@@ -128,6 +133,9 @@ class PromptStore:
         self._max_bytes = None if max_bytes is None else parse_size("max_bytes", max_bytes, 1)
         self._timeout = check_number("lock_timeout", lock_timeout)
         self._policy = checked_policy(snapshots)
+        if not isinstance(model_type, str | None):
+            raise TypeError(f"model_type must be a str, got {type(model_type).__name__}")
+        self._model_type = model_type_of(model) if model_type is None else model_type
         self._label = model if isinstance(model, str) else _label_of(model)
         text = fingerprint(model, adapters=adapters, hash_weights=hash_weights, salt=salt)
         self._fingerprint, self._key = text, bytes.fromhex(text.partition(":")[2])
@@ -230,7 +238,8 @@ class PromptStore:
             raise ValueError("the match is closed")
         if match._key != self._key:
             raise ValueError("the match is of a store of another model")
-        target = open_target(into, match._stored, match.length, self._spec, device)
+        stored, length = match._stored, match.length
+        target = open_target(into, stored, length, self._spec, device, self._model_type)
         position = self._read(match, target) if match._stored is not None else 0
         target.finish(position)
         return position
@@ -340,7 +349,7 @@ class PromptStore:
         """
         check_flags(snapshot=snapshot, asynchronous=asynchronous)
         ids = as_tokens(tokens)
-        state = state_of(cache, len(ids), self._spec)
+        state = state_of(cache, len(ids), self._spec, self._model_type)
         if asynchronous:
             records = self._records(ids, state, snapshot, self._pending.common(ids))
             return self._pending.submit(ids, records, lambda copies: self._write(ids, copies))

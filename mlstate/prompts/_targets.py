@@ -18,6 +18,7 @@ from ..kv._cache_state import CacheState
 from ..kv._ring_slots import shift_of
 from ..kv._snapshot import check_writable
 from ._caches import engine_of, ring_spec, state_of_array
+from ._hybrids import check_states, to_mlx
 from ._transfer import Arrays, clear_rest
 
 if TYPE_CHECKING:
@@ -83,12 +84,16 @@ class EngineTarget:
         stored: StoredSpec | None,
         length: int,
         device: Any,
+        model_type: str | None,
     ) -> None:
         self.cache, self.engine = cache, engine
-        self.device = device
+        self.device, self.model_type = device, model_type
+        self.is_mlx = isinstance(cache, list | tuple)
         _check_can_be_emptied(cache)
-        self.entries = () if stored is None else stored.entries
-        self.blocks = () if stored is None else stored.blocks
+        if stored is not None and length:
+            check_states(stored.entries, is_mlx=self.is_mlx, model_type=model_type)
+        self.entries = [] if stored is None else [_in_engine(e) for e in stored.entries]
+        self.blocks = [] if stored is None else [_in_engine(e) for e in stored.blocks]
         self.has_snapshots = len(self.entries) > len(self.blocks)
         entries = {e.name: _with_positions(e, length) for e in self.blocks}
         self.into = Arrays(entries, _new_arrays(entries), {})
@@ -127,14 +132,22 @@ class EngineTarget:
                 array = into.arrays[name]
                 arrays[name] = array if axis is None else array[_first(axis, shape[axis])]
         arrays = _on_device(arrays, self.device)
-        self.engine.to_cache(CacheState(CacheSpec(entries), arrays, length), into=self.cache)
+        state = CacheState(CacheSpec(entries), arrays, length)
+        if self.is_mlx:
+            state = to_mlx(state, self.model_type)
+        self.engine.to_cache(state, into=self.cache)
 
 
 Target = StateTarget | EngineTarget
 
 
 def open_target(
-    cache: Any, stored: StoredSpec | None, length: int, spec: CacheSpec | None, device: Any
+    cache: Any,
+    stored: StoredSpec | None,
+    length: int,
+    spec: CacheSpec | None,
+    device: Any,
+    model_type: str | None,
 ) -> Target:
     """Return the target for a cache that `length` tokens are restored into, after all checks."""
     engine = engine_of(cache)
@@ -157,7 +170,7 @@ def open_target(
             "into must be a CacheState, KVState, RollingKVState, array, or a cache of "
             f"transformers or mlx-lm, got {type(cache).__name__}"
         )
-    return EngineTarget(cache, engine, stored, length, device)
+    return EngineTarget(cache, engine, stored, length, device, model_type)
 
 
 def _on_device(arrays: dict[str, Any], device: Any) -> dict[str, Any]:
@@ -197,6 +210,18 @@ def _check_can_be_emptied(cache: Any) -> None:
 
 def _first(axis: int, count: int) -> tuple[slice, ...]:
     return (*(slice(None) for _ in range(axis)), slice(count))
+
+
+def _in_engine(entry: CacheEntry) -> CacheEntry:
+    """Return an entry as engines have it: keys and values with the sequence as axis 2 of 4.
+
+    The cache that was stored may have had another order, such as Core AI has on iOS.
+    """
+    axis = entry.seq_axis
+    if axis is None or len(entry.shape) != 4:
+        return entry
+    inner = [*entry.shape[:axis], *entry.shape[axis + 1 :]]
+    return replace(entry, shape=(*inner[:2], entry.shape[axis], inner[2]), seq_axis=2)
 
 
 def _with_positions(entry: CacheEntry, count: int) -> CacheEntry:

@@ -132,6 +132,57 @@ def test_caches_in_lists_are_filled_in_place(tmp_path):
     assert facts(inner) == expected[0] and run["kv"][1] == 7
 
 
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("places", [("['a']", "['b']"), ("['a'][0]", "['a'][1]['x']")])
+def test_a_cache_that_is_the_target_of_two_names_is_refused(tmp_path, make, places):
+    """Without the error, the last name would win."""
+    is_nested = places[0] != "['a']"
+
+    def states_of(first, second):
+        return {"a": [first, {"x": second}]} if is_nested else {"a": first, "b": second}
+
+    stored, target = make(), make()
+    arrays = target.arrays if isinstance(target, CacheState) else {"": target.array}
+    next(iter(arrays.values()))[...] = 7
+    mlstate.save(tmp_path / "c", states=states_of(stored, target))
+    before = facts(target)
+    with pytest.raises(CompatibilityError) as caught:
+        mlstate.load(tmp_path / "c", into={"states": states_of(target, target)})
+    first, second = (f"states{place}" for place in places)
+    assert str(caught.value).startswith(f"{second}: the target is also that of {first}, and the")
+    assert caught.value.name == second and facts(target) == before
+    mlstate.save(tmp_path / "c", states=states_of(stored, stored))
+    mlstate.load(tmp_path / "c", into={"states": states_of(target, target)})
+    assert facts(target) == facts(stored)
+
+
+@pytest.mark.parametrize("kind", ["generator", "object", "dict", "list"])
+def test_an_object_that_is_the_target_of_two_values_is_refused(tmp_path, kind):
+    class Counter:
+        count = 0
+
+        def state_dict(self):
+            return {"count": self.count, "array": np.full(3, self.count)}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    values = {
+        "generator": np.random.default_rng(),
+        "object": Counter(),
+        "dict": {"x": "y"},
+        "list": [True],
+    }
+    others = {"generator": np.random.default_rng(3), "object": Counter(), "dict": {"x": None}}
+    others["object"].count = 1
+    mlstate.save(tmp_path / "c", states={"a": values[kind], "b": others.get(kind, [1])})
+    target = {"a": values[kind], "b": values[kind]}
+    with pytest.raises(CompatibilityError, match=r"^states\['b'\]: .* that of states\['a'\]"):
+        mlstate.load(tmp_path / "c", into={"states": target})
+    mlstate.save(tmp_path / "c", states=target)
+    mlstate.load(tmp_path / "c", into={"states": target})
+
+
 def test_cache_states_with_other_entries_are_refused(tmp_path):
     cache = hybrid_cache()
     mlstate.save(tmp_path / "c", states={"kv": cache, "n": 1})

@@ -105,6 +105,39 @@ def test_reads_take_the_best_step_by_its_metric(tmp_path):
         assert copy.step == step
 
 
+@pytest.mark.parametrize("deleted", ["data", "manifest"])
+def test_a_best_step_that_is_deleted_before_it_is_read_gives_way_to_the_new_best(
+    tmp_path, monkeypatch, deleted
+):
+    from mlstate.checkpoint import _load
+
+    run, choices = tmp_path / "run", []
+    with CheckpointManager(run, keep=None) as manager:
+        for step, loss in enumerate([0.5, 0.2, 0.4]):
+            manager.save(step, state(step), metadata={"loss": loss})
+
+    data = run / next(iter(mlstate.inspect(run, step=1).files()))
+
+    def choose(files, *arguments):
+        root = choose_root(files, *arguments)
+        choices.append(root)
+        if len(choices) == 1:  # the reader is slower than the retention of the writer
+            if deleted == "data":
+                data.unlink()
+            else:
+                (run / root).unlink()
+        return root
+
+    choose_root = _load.choose_root
+    monkeypatch.setattr(_load, "choose_root", choose)
+    if deleted == "data":  # it is still listed: damage, no retention
+        with pytest.raises(mlstate.StoreError, match=r"params/segment"):
+            mlstate.load(run, step="best", monitor="loss")
+    else:
+        assert mlstate.load(run, step="best", monitor="loss").step == 2
+    assert len(choices) == 2
+
+
 def test_the_only_step_of_a_folder_can_be_the_best(tmp_path):
     mlstate.save(tmp_path / "c", state(4), step=4, metadata={"loss": 0.5})
     best = {"step": "best", "monitor": "loss"}
@@ -139,6 +172,9 @@ def test_a_wrong_choice_of_the_best_step_shows_the_call(manager):
         for step in (None, 1):
             with pytest.raises(ValueError, match="pass step='best' too"):
                 call(manager.directory, step=step, monitor="loss")
+            for mode in ("min", "max"):
+                with pytest.raises(ValueError, match="pass step='best' and monitor= too"):
+                    call(manager.directory, step=step, mode=mode)
         with pytest.raises(ValueError, match="no step has a number 'loss'"):
             call(manager.directory, step="best", monitor="loss")
         with pytest.raises(ValueError, match="mode must be 'min' or 'max'"):
@@ -147,6 +183,10 @@ def test_a_wrong_choice_of_the_best_step_shows_the_call(manager):
             call(manager.directory, step="newest")
     with pytest.raises(ValueError, match=r"pass monitor='loss'.*mode='max'"):
         manager.restore("best")
+    with pytest.raises(ValueError, match="pass step='best' and monitor= too"):
+        mlstate.reshard(manager.directory, "copy", layout="rows", world_size=2, mode="max")
+    with pytest.raises(ValueError, match="mode='max' needs monitor="):
+        CheckpointManager(manager.directory, mode="max")
 
 
 def test_the_load_of_a_step_is_planned(tmp_path):

@@ -65,6 +65,23 @@ def test_the_latest_and_the_best_step(place, run_json, run):
     assert "no step has a number 'x'" in run("inspect", "best", *best[:3], "x")[2][0]
 
 
+@pytest.mark.parametrize("option", [("--monitor", "loss"), ("--mode", "min")])
+def test_options_of_the_best_step_need_it(place, run, option):
+    commands = (
+        ["inspect", "run"], ["verify", "run"], ["verify", "run", "--all-steps"],
+        ["verify", "run", "--names", "w"], ["verify", "w.safetensors"], ["diff", "run", "run"],
+        ["convert", "run", "out.npz"], ["reshard", "run", "out", "--layout", "rows=2"],
+    )  # fmt: skip
+    for command in commands:
+        for step in ([], ["--step", "latest"]):
+            if step and (command[0] == "diff" or "--all-steps" in command):
+                continue
+            status, _, errors = run(*command, *step, *option)
+            assert status == 2 and f"{' '.join(option)} tells which step is the best" in errors[0]
+    status, _, errors = run("diff", "best", "best", "--first-step", "best", "--monitor", "loss")
+    assert "tells which step" not in errors[0]
+
+
 def test_errors_name_options(place, run):
     assert "--lock-timeout must be 0 or more" in run("prune", "run", "--lock-timeout", "-1")[2][0]
     error = run("convert", "ckpt", "w.safetensors")[2][0]

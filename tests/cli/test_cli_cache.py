@@ -87,6 +87,14 @@ def test_files_are_shown_and_converted_without_mlx(run, prompt, tmp_path, monkey
     assert load_metadata(target)["2.1"] == "KVCache"
 
 
+def test_damaged_arrays_are_not_excused_by_metadata(run, prompt, tmp_path):
+    content = bytearray(prompt.read_bytes())
+    content[-3] ^= 1
+    prompt.write_bytes(content)
+    text = refusal_of(run, "cache", "convert", prompt, tmp_path / "target.safetensors")
+    assert "its bytes have changed" in text and "--no-verify" not in text
+
+
 def test_convert_replaces_a_target_only_by_force(run, prompt, tmp_path):
     target = tmp_path / "other.safetensors"
     target.write_bytes(b"other")

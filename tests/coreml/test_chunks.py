@@ -208,6 +208,21 @@ def test_packages_replace_compiled_chunks_that_were_not_distributed(tmp_path):
     assert state_specs(folder)[STATE].shape == SHAPES[256]
 
 
+@pytest.mark.parametrize("place", ["num_chunks", "model_info", "other"])
+def test_keys_that_appear_twice_are_refused(folder, place):
+    """YAML forbids them; PyYAML takes the last value, so the model would lack chunks."""
+    file = folder / "meta.yaml"
+    parameters, other = "    num_chunks: 1\n", "other:\n- {other: 1, x: 2, other: 3}\n"
+    text = {"num_chunks": parameters, "model_info": f"model_info:\n  parameters:\n{parameters}"}
+    file.write_text(f"{file.read_text().rstrip()}\n{text.get(place, other)}")
+    line = len(file.read_text().splitlines()) - 2 * (place == "model_info")
+    with pytest.raises(
+        FormatError, match=f"line {line}: the key '{place}' appears twice"
+    ) as caught:
+        state_specs(folder)
+    assert (caught.value.path, caught.value.name) == (str(file), place)
+
+
 @pytest.mark.parametrize(("named", "stored"), [(".mlmodelc", ".mlpackage"), ("", ".mlmodelc")])
 def test_only_package_may_have_another_extension_than_its_name(tmp_path, named, stored):
     write = write_compiled if stored == ".mlmodelc" else write_uncompiled

@@ -1,4 +1,4 @@
-"""Deltas of slime, Miles and SGLang: golden files, round trips, damage."""
+"""Deltas of slime and Miles: golden files, round trips, damage."""
 
 import numpy as np
 import pytest

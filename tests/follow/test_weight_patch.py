@@ -11,9 +11,9 @@ from mlstate.errors import CompatibilityError, FormatError
 from mlstate.follow._delta import Delta
 from mlstate.follow._formats.weight_patch import (
     SUFFIXES,
-    read_triples,
+    read_patches,
     read_weight_patch,
-    write_triples,
+    write_patches,
     write_weight_patch,
 )
 
@@ -39,14 +39,42 @@ def test_patches_for_trl_have_the_bytes_of_the_golden_files(file, encoding, suff
         assert array.tobytes() == golden_tensors[key].tobytes()
 
 
+def shapes():
+    return {name: (size,) for name, size in sizes().items()}
+
+
 def test_vllm_patches_round_trip():
-    triples = write_triples(encoded_deltas())
-    for name, indices, values in triples:
+    deltas = encoded_deltas()
+    deltas[NAME].values[0] = 3  # instead of the NaN
+    patches = []
+    for name, indices, values, shape in write_patches(deltas, shapes()):
         assert indices.dtype == np.int32
         assert indices.tolist() == list(CHANGES[name])
         assert values.dtype == BFLOAT16
-    fields = [dict(zip(("name", "indices", "values"), triple, strict=True)) for triple in triples]
-    check_deltas(read_triples([SimpleNamespace(**patch) for patch in fields], sizes()))
+        patches.append(SimpleNamespace(name=name, indices=indices, values=values, full_shape=shape))
+    for name, delta in read_patches(patches, sizes()).items():
+        assert delta.gaps.tobytes() == deltas[name].gaps.tobytes()
+        assert delta.values.tobytes() == deltas[name].values.tobytes()
+
+
+def test_golden_triples_without_a_shape_lead_to_the_new_version():
+    patches = [
+        SimpleNamespace(
+            name=name,
+            indices=np.array(list(changes), np.int64),
+            values=np.array(list(changes.values()), np.uint16).view(BFLOAT16),
+        )
+        for name, changes in CHANGES.items()
+    ]
+    check_deltas(read_patches(patches, sizes()))
+
+
+def test_patches_that_vllm_refuses_are_not_written():
+    with pytest.raises(CompatibilityError, match="a NaN"):
+        write_patches(encoded_deltas(), shapes())
+    delta = Delta(4, np.zeros(1, np.uint8), np.ones(1, np.int8))
+    with pytest.raises(CompatibilityError, match="dtype int8"):
+        write_patches({"w": delta}, {"w": (4,)})
 
 
 def test_damaged_patches_are_refused():
@@ -72,12 +100,15 @@ def test_damaged_patches_are_refused():
 def test_damaged_vllm_patches_are_refused():
     patch = SimpleNamespace(name="w", indices=np.zeros(1, np.int32), values=np.zeros(1))
     with pytest.raises(FormatError, match="two patches"):
-        read_triples([patch, patch], {"w": 4})
+        read_patches([patch, patch], {"w": 4})
     with pytest.raises(CompatibilityError, match="lacks"):
-        read_triples([patch], {})
+        read_patches([patch], {})
+    patch.full_shape = (2, 3)
+    with pytest.raises(FormatError, match="shape"):
+        read_patches([patch], {"w": 4})
 
 
 def test_parameters_beyond_int32_are_refused():
     delta = Delta(1 << 31, np.zeros(1, np.uint8), np.zeros(1))
     with pytest.raises(CompatibilityError, match="int32"):
-        write_triples({"w": delta})
+        write_patches({"w": delta}, {"w": (1 << 31,)})

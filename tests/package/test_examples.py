@@ -301,6 +301,20 @@ def test_transformers_caches_notebook_outputs(tmp_path):
     assert len(images) == 1
 
 
+@runs_a_notebook
+def test_follow_notebook_outputs(tmp_path):
+    pytest.importorskip("torch", reason="its policy")
+    pytest.importorskip("matplotlib", reason="its plot")
+    _, printed, images = shown("follow", tmp_path)
+    assert "rollout ended by SIGKILL\ntrainer ended by SIGKILL\n" in printed
+    assert "the trainer ended with status 0\n" in printed
+    assert "weights: the publisher started a new lineage at step " in printed
+    versions, wrong = re.search(r"(\d+) versions were followed, (\d+) of", printed).groups()
+    assert int(versions) >= 90 and wrong == "0"
+    assert float(re.search(r"median delta: (\S+)% of a copy", printed)[1]) < 25
+    assert len(images) == 1
+
+
 @pytest.mark.slow
 def test_a_notebook_that_fails_is_noticed(tmp_path):
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}

@@ -77,6 +77,54 @@ class Mixed(torch.nn.Module):
         return x + window.sum()
 
 
+class LlamaStep(torch.nn.Module):
+    """Decodes one token with the weights of a Llama of transformers.
+
+    The caches have the shape (layers, batch, heads, seq, head_dim), or, with `is_rows`, the one
+    of iOS: (layers, batch, heads * head_dim, 1, seq).
+    """
+
+    def __init__(self, model, *, is_rows):
+        super().__init__()
+        self.llama, self.head = model.model, model.lm_head
+        self.size, self.is_rows = model.config.head_dim, is_rows
+
+    def read(self, cache):
+        if not self.is_rows:
+            return cache
+        return cache.unflatten(1, (-1, self.size)).squeeze(3).transpose(-1, -2)
+
+    def write(self, cache, layers):
+        layers = torch.stack(layers)
+        if self.is_rows:
+            layers = layers.transpose(-1, -2).flatten(2, 3).unsqueeze(3)
+        cache.copy_(layers)
+
+    def forward(self, token, position, k_cache, v_cache):
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        x = self.llama.embed_tokens(token).reshape(1, 1, -1)
+        cos, sin = self.llama.rotary_emb(x, position.reshape(1, 1))
+        at = torch.arange(k_cache.shape[-1 if self.is_rows else -2])
+        is_here, is_past = (at == position).reshape(1, 1, -1, 1), at <= position
+        keys, values = [], []
+        for index, layer in enumerate(self.llama.layers):
+            attention, normed = layer.self_attn, layer.input_layernorm(x)
+            projections = attention.q_proj, attention.k_proj, attention.v_proj
+            q, k, v = (p(normed).reshape(1, 1, -1, self.size).transpose(1, 2) for p in projections)
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            keys.append(torch.where(is_here, k, self.read(k_cache[index])))
+            values.append(torch.where(is_here, v, self.read(v_cache[index])))
+            q = q.reshape(1, k.shape[1], -1, self.size)
+            scores = q @ keys[-1].transpose(-1, -2) * self.size**-0.5
+            scores = torch.where(is_past, scores, torch.full_like(scores, -1e4))
+            x = x + attention.o_proj((scores.softmax(-1) @ values[-1]).reshape(1, 1, -1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        self.write(k_cache, keys)
+        self.write(v_cache, values)
+        return self.head(self.llama.norm(x)).reshape(-1)
+
+
 def _program(module, examples, dynamic_shapes, names):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -90,15 +138,13 @@ def _sequence():
     return torch.export.Dim("sequence", min=2, max=4096)
 
 
-def save_decoder(path, dtype, static_path=None, sizes=()):
-    """Save a dynamic decoder, and one with a function ``main_s<size>`` for each size."""
-    shape = (LAYERS, 1, HEADS, 16, HEAD_DIM)
-    number = torch.zeros(1, dtype=torch.int32)
-    caches = [torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in range(2)]
-    dynamic = {3: _sequence()}
-    program = _program(
-        Decoder().to(getattr(torch, dtype)),
-        (number, number.clone(), *caches),
+def _decoder_program(module, dtype, shape, axis):
+    """Convert a module that decodes a token with two caches; `axis`: the sequence of these."""
+    dtype = getattr(torch, dtype)
+    number, dynamic = torch.zeros(1, dtype=torch.int32), {axis: _sequence()}
+    return _program(
+        module.to(dtype),
+        (number, number.clone(), *(torch.zeros(shape, dtype=dtype) for _ in range(2))),
         (None, None, dynamic, dynamic),
         {
             "input_names": ["token", "position"],
@@ -106,6 +152,23 @@ def save_decoder(path, dtype, static_path=None, sizes=()):
             "state_names": ["k_cache", "v_cache"],
         },
     )
+
+
+def save_llama(path, model, dtype, *, is_rows):
+    """Save a dynamic decoder with the weights of a model of transformers."""
+    config = model.config
+    heads, size = config.num_key_value_heads, config.head_dim
+    shape = (1, heads * size, 1, 16) if is_rows else (1, heads, 16, size)
+    module = LlamaStep(model, is_rows=is_rows)
+    axis = 4 if is_rows else 3
+    program = _decoder_program(module, dtype, (config.num_hidden_layers, *shape), axis)
+    program.save_asset(pathlib.Path(path))
+
+
+def save_decoder(path, dtype, static_path=None, sizes=()):
+    """Save a dynamic decoder, and one with a function ``main_s<size>`` for each size."""
+    shape = (LAYERS, 1, HEADS, 16, HEAD_DIM)
+    program = _decoder_program(Decoder(), dtype, shape, 3)
     program.save_asset(pathlib.Path(path))
     if static_path is not None:
         shapes = {f"s{n}": (*shape[:3], n, HEAD_DIM) for n in sizes}

@@ -12,6 +12,7 @@
 
 /* ---- barrier ---- */
 
+/* Run one empty step: it ends when all ranks have published it. */
 mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st)
 {
     const mls_shm_flow flow = {.kind = MLS_SHM_BARRIER,
@@ -34,6 +35,8 @@ typedef struct gather {
     size_t root; /* of a broadcast */
 } gather;
 
+/* Return the bytes of `rank` that a slot holds if it starts at byte `from` of the rank's
+ * contribution; 0 behind its end. */
 static size_t bytes_in_slot(const gather *s, size_t rank, size_t from)
 {
     return from < s->sizes[rank]
@@ -41,6 +44,7 @@ static size_t bytes_in_slot(const gather *s, size_t rank, size_t from)
                : 0;
 }
 
+/* Fill this rank's slot with its next bytes, if any are left. */
 static void fill_gather(void *context, unsigned char *slot)
 {
     gather *s = context;
@@ -48,8 +52,8 @@ static void fill_gather(void *context, unsigned char *slot)
     s->sent += s->g->shape.slot_bytes;
 }
 
-/* Copies one slot of each rank into `out`. This rank's own bytes are copied from its
- * array, not through a slot. */
+/* Copy one slot of each rank to its place in `out`. This rank's own bytes are copied from
+ * its array, not through a slot. */
 static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -65,20 +69,23 @@ static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Continues until the longest contribution has been sent. */
+/* Return whether the longest contribution of any rank has bytes left, so all ranks take
+ * the same number of steps. */
 static bool more_gather(void *context)
 {
     const gather *s = context;
     return s->sent < s->most;
 }
 
+/* Publish the address of this rank's array, for a direct operation. */
 static void publish_address(void *context, unsigned char *slot)
 {
     const gather *s = context;
     memcpy(slot, &s->data, sizeof s->data);
 }
 
-/* Copies the bytes of all ranks directly from their arrays, in rank order, into `out`. */
+/* Copy the bytes of all ranks directly from their arrays, whose addresses are in the
+ * slots, into `out` in rank order. */
 static mls_code read_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -96,7 +103,8 @@ static mls_code read_gather(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Returns the state of a gather that has not begun; `most` is the largest size. */
+/* Return the state of a gather that has not begun; its `most` is the largest of the
+ * sizes. */
 static gather gather_of(mls_shm *g, const void *data, const size_t *sizes, void *out)
 {
     gather s = {.g = g, .data = data, .out = out, .sizes = sizes};
@@ -106,8 +114,8 @@ static gather gather_of(mls_shm *g, const void *data, const size_t *sizes, void 
     return s;
 }
 
-/* Gathers the bytes of all ranks, directly or through the slots. The fingerprint contains
- * all sizes, so ranks with different sizes fail. */
+/* Gather directly or through the slots. The fingerprint contains all sizes, so ranks with
+ * different sizes fail. */
 mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sizes, void *out, mls_status *st)
 {
@@ -130,8 +138,8 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
     return mls_shm_run(g, &flow, call, st);
 }
 
-/* Copies this rank's share of the root's bytes to all other ranks, directly between their
- * arrays; otherwise only the root would work. */
+/* Copy this rank's share of the root's bytes to all other ranks, directly between their
+ * arrays. The ranks divide the work; otherwise only the root would copy. */
 static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -152,8 +160,8 @@ static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Copies the root's bytes to all ranks. After the first step the other ranks wait only
- * for the root. */
+/* Copy the root's bytes to all ranks. After the first step the other ranks wait only for
+ * the root (`source`). */
 mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
                            size_t root, mls_status *st)
 {
@@ -176,8 +184,8 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
     return mls_shm_run(g, &flow, call, st);
 }
 
-/* Gathers within an operation that has begun. Compares nothing: the ranks compared their
- * calls when the operation began. */
+/* Gather within an operation that has begun, without comparing anything: the ranks
+ * compared their calls when the operation began. */
 mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
                            const size_t *sizes, void *out, mls_shm_clock *clock,
                            mls_status *st)
@@ -205,8 +213,8 @@ typedef struct exchange_state {
     bool began;
 } exchange_state;
 
-/* Fills this rank's slot for one step. The first step sends the two size tables, the
- * following ones a range for each peer. */
+/* Fill this rank's slot for one step. The first step sends the two tables of sizes (sent,
+ * wanted), the following ones a range of bytes for each peer. */
 static void fill_exchange(void *context, unsigned char *slot)
 {
     exchange_state *s = context;
@@ -228,8 +236,8 @@ static void fill_exchange(void *context, unsigned char *slot)
     s->sent += g->piece_bytes;
 }
 
-/* Compares what each rank sends with what its receivers expect. Every rank checks all
- * pairs, so all find the same mismatch. */
+/* Compare what each rank sends with what its receiver expects, and set `s->most`. Every
+ * rank checks all pairs, so all find the same mismatch (MLS_E_PEER). */
 static mls_code compare_sizes(exchange_state *s, uint64_t step, mls_status *st)
 {
     const mls_shm *g = s->g;
@@ -256,8 +264,8 @@ static mls_code compare_sizes(exchange_state *s, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Copies this rank's own bytes, after its sizes were published: other ranks read these
- * meanwhile. */
+/* Copy the bytes that this rank sends to itself. Called after its sizes were published:
+ * other ranks read these meanwhile. */
 static void copy_own(const exchange_state *s)
 {
     size_t from = 0, to = 0;
@@ -268,9 +276,9 @@ static void copy_own(const exchange_state *s)
     mls_shm_copy(s->g, s->out + to, s->data + from, s->sizes[0][s->g->rank]);
 }
 
-/* Reads one step of all peers. The first step has their sizes: they are compared, and
- * this rank's own bytes are copied. Later steps have up to `piece_bytes` bytes of each
- * peer for this rank. */
+/* Read one step of all peers. The first step has their sizes: they are compared, and this
+ * rank's own bytes are copied. Later steps have up to `piece_bytes` bytes of each peer
+ * for this rank. */
 static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
 {
     exchange_state *s = context;
@@ -296,14 +304,15 @@ static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Continues until the largest transfer is done, on all ranks. */
+/* Return whether the largest transfer between two ranks has bytes left, so all ranks take
+ * the same number of steps. */
 static bool more_exchange(void *context)
 {
     const exchange_state *s = context;
     return s->sent < s->most;
 }
 
-/* Exchanges different bytes with each peer. Sizes may differ between ranks, so they are
+/* Exchange different bytes with each peer. Sizes may differ between ranks, so they are
  * not part of the fingerprint: the first step compares them. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sent, void *out, const size_t *receive_sizes,
@@ -334,14 +343,14 @@ typedef struct collect_state {
     bool began;
 } collect_state;
 
-/* Data bytes in the first step's slot, after the size, so that short texts need only one
- * step. */
+/* Return the bytes of data in the first step's slot, after the size, so that short texts
+ * need only one step. */
 static size_t first_step_bytes(const mls_shm *g)
 {
     return g->shape.slot_bytes - sizeof(uint64_t);
 }
 
-/* Fills this rank's slot for one step. The first slot contains the size and the first
+/* Fill this rank's slot for one step. The first slot contains the size and the first
  * bytes; the following slots only bytes. */
 static void fill_collect(void *context, unsigned char *slot)
 {
@@ -358,7 +367,7 @@ static void fill_collect(void *context, unsigned char *slot)
     mls_shm_copy(t->g, slot + sizeof size, t->data, mls_size_least(own_size, t->sent));
 }
 
-/* Reads the sizes from the first slots of all ranks, and asks the caller for buffers if
+/* Read the sizes from the first slots of all ranks, and ask the caller for buffers if
  * this rank receives (`takes`). MLS_E_MEMORY: the caller has none. */
 static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
 {
@@ -376,7 +385,8 @@ static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Copies one step of all ranks into the caller's buffers, this rank's own bytes too. */
+/* Copy one step of all ranks into the caller's buffers, if this rank receives; its own
+ * bytes come from its array. */
 static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
 {
     collect_state *s = context;
@@ -401,14 +411,15 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
+/* more_gather for a collect_state. */
 static bool more_collect(void *context)
 {
     collect_state *s = context;
     return more_gather(&s->gather);
 }
 
-/* Gathers bytes of any length; only receiving ranks get buffers. Ranks that receive no
- * bytes take part in every step. */
+/* Gather bytes of any length; only receiving ranks get buffers. The other ranks take part
+ * in every step too. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,
                               size_t bytes, int root, const mls_shm_places *places,
                               mls_status *st)

@@ -31,7 +31,7 @@ enum { VERSION = 3, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 
  * widest elements. */
 static const size_t piece_least = (size_t)MLS_NORM_BLOCK * 8;
 
-/* Returns a constant string; "?" for a number that is not an operation, since it may come
+/* Return a constant string; "?" for a `kind` that is not an operation, since it may come
  * from another process. */
 const char *mls_shm_kind_name(mls_shm_kind kind)
 {
@@ -50,19 +50,21 @@ const char *mls_shm_kind_name(mls_shm_kind kind)
 
 /* ---- how memory is divided ---- */
 
-/* Number of ranges in each slot. A single rank has one, unused. */
+/* Return the number of ranges in each slot: one for each peer. A single rank has one,
+ * unused. */
 static size_t peers_of(size_t world)
 {
     return world > 1 ? world - 1 : 1;
 }
 
+/* Return the bytes of a rank's area, in whole pages. */
 static size_t area_bytes(void)
 {
     return (sizeof(mls_shm_area) + MLS_SHM_PAGE - 1) / MLS_SHM_PAGE * MLS_SHM_PAGE;
 }
 
-/* Replaces zeros in a shape by defaults. Slots have whole pages, so that ranges are
- * aligned. */
+/* Replace zeros in a shape by defaults, and round the bytes of a slot up: to one range
+ * for each peer, and to whole pages, so that ranges are aligned. */
 static void fill_defaults(mls_shm_shape *shape)
 {
     const size_t least = peers_of(shape->world) * piece_least;
@@ -79,8 +81,8 @@ static void fill_defaults(mls_shm_shape *shape)
     }
 }
 
-/* Fills in defaults, checks the shape, and computes the bytes of its memory. Slots above
- * 1 GiB gain nothing, and the limit keeps the products from overflowing. */
+/* Work on a copy of the shape, so that a failure changes nothing. Slots above 1 GiB gain
+ * nothing, and the limit keeps the products from overflowing. */
 mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st)
 {
     enum { SLOT_MOST = 1 << 30 };
@@ -110,7 +112,7 @@ mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st)
     return MLS_OK;
 }
 
-/* Returns the shape as one word, never 0, which ranks compare. */
+/* Return the shape as one word, never 0, which ranks compare. */
 static uint64_t shape_word(const mls_shm_shape *shape)
 {
     return (uint64_t)VERSION << 56 | (uint64_t)shape->world << 48 |
@@ -128,6 +130,8 @@ mls_shm_area *mls_shm_area_of(const mls_shm *g, size_t rank)
     return (mls_shm_area *)(void *)(start + rank * area_bytes());
 }
 
+/* Return the slot in the ring of `rank` for step number `step`: the rings follow the
+ * areas of all ranks. */
 unsigned char *mls_shm_slot(const mls_shm *g, size_t rank, uint64_t step)
 {
     const size_t number = rank * g->shape.depth + (size_t)(step % g->shape.depth);
@@ -137,13 +141,15 @@ unsigned char *mls_shm_slot(const mls_shm *g, size_t rank, uint64_t step)
 
 /* ---- why the group broke ---- */
 
-/* Never 0: `why` is not MLS_SHM_WORKS in a broken group. */
+/* Return a blame as one word, never 0, since `why` is not MLS_SHM_WORKS in a broken
+ * group. */
 static uint64_t pack_blame(mls_shm_blame blame)
 {
     return (uint64_t)blame.why | (uint64_t)blame.kind << 8 |
            (uint64_t)blame.reporter << 16 | (uint64_t)blame.culprit << 32;
 }
 
+/* Return the blame that pack_blame packed. */
 static mls_shm_blame unpack_blame(uint64_t word)
 {
     return (mls_shm_blame){.why = (mls_shm_why)(word & 0xFF),
@@ -152,6 +158,7 @@ static mls_shm_blame unpack_blame(uint64_t word)
                            .culprit = (size_t)(word >> 32 & 0xFFFF)};
 }
 
+/* Ring a rank's bell: change its value, and wake the rank if it sleeps. */
 static void wake_rank(_Atomic(uint32_t) *bell)
 {
     atomic_fetch_add(bell, 1);
@@ -160,8 +167,8 @@ static void wake_rank(_Atomic(uint32_t) *bell)
 #endif
 }
 
-/* Wakes every rank that sleeps on its bell. The exchange avoids a second wake-up of a
- * rank that already cleared `sleeping`. */
+/* Wake every other rank that sleeps on its bell. The exchange avoids a second wake-up of
+ * a rank whose `sleeping` was already cleared. */
 void mls_shm_wake(const mls_shm *g)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -173,7 +180,8 @@ void mls_shm_wake(const mls_shm *g)
     }
 }
 
-/* The first reason is kept: later ones are mostly its consequences. */
+/* Record the reason, unless there is one: later reasons are mostly consequences of the
+ * first. */
 void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame)
 {
     uint64_t none = 0;
@@ -182,8 +190,8 @@ void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame)
     mls_shm_wake(g);
 }
 
-/* Writes the reason why the group is broken, in words that suit any rank; `text` has
- * `room` bytes. */
+/* Write to `text` (`room` bytes) why the group is broken, from `b`, in words that suit
+ * any rank. */
 static void describe_blame(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
 {
     const char *kind = mls_shm_kind_name(b.kind);
@@ -214,8 +222,8 @@ static void describe_blame(const mls_shm *g, mls_shm_blame b, char *text, size_t
     }
 }
 
-/* Fails an operation because the group is broken. `more` replaces the common reason
- * unless it is "". */
+/* Fail the operation `kind` because the group is broken. `more` replaces the common
+ * reason unless it is "". */
 mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
                              mls_status *st)
 {
@@ -228,7 +236,7 @@ mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
     return mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
 }
 
-/* Returns whether the group is broken; then `text`, unless NULL, receives the reason. */
+/* Return whether the group is broken; then `text`, unless NULL, receives the reason. */
 bool mls_shm_ended(mls_shm *g, char *text, size_t room)
 {
     const uint64_t word = atomic_load(&mls_shm_header_of(g)->broken);
@@ -238,8 +246,8 @@ bool mls_shm_ended(mls_shm *g, char *text, size_t room)
     return word != 0;
 }
 
-/* Breaks the group on behalf of this rank. This rank is both culprit and reporter. A
- * forked child is not a member and cannot abort. */
+/* Break the group on behalf of this rank, which is both culprit and reporter. A forked
+ * child is not a member and cannot abort. */
 void mls_shm_abort(mls_shm *g)
 {
     if (g->process != getpid()) {
@@ -252,8 +260,8 @@ void mls_shm_abort(mls_shm *g)
 
 /* ---- joining and leaving ---- */
 
-/* Maps a file, or memory of this process if `fd` is -1. Returns NULL with `st` filled on
- * failure. */
+/* Map `bytes` bytes of a file, or of new memory of this process if `fd` is -1. Returns an
+ * object with one user, or NULL with `st` filled (MLS_E_MEMORY, MLS_E_IO). */
 static mls_shm_memory *map_memory(int fd, size_t bytes, mls_status *st)
 {
     mls_shm_memory *memory = mls_alloc(1, sizeof *memory);
@@ -275,7 +283,7 @@ static mls_shm_memory *map_memory(int fd, size_t bytes, mls_status *st)
     return memory;
 }
 
-/* The last user unmaps. */
+/* Drop one user of the memory (may be NULL); the last user unmaps it. */
 static void release_memory(mls_shm_memory *memory)
 {
     if (memory != NULL && atomic_fetch_sub(&memory->users, 1) == 1) {
@@ -284,8 +292,8 @@ static void release_memory(mls_shm_memory *memory)
     }
 }
 
-/* Creates a handle that has no memory of the group yet. Returns NULL if memory runs out.
- */
+/* Create a handle of rank `rank`, which has no memory of the group yet. Returns NULL if
+ * memory runs out. */
 static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
                               const mls_kernels *kernels)
 {
@@ -298,14 +306,17 @@ static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
     g->fd = -1;
     g->kernels = kernels;
     g->process = getpid();
+    /* with fewer processors than ranks, spinning would delay the rank that is waited for
+     */
     g->spins = mls_cpu_count() < shape->world ? 0 : SPIN_NANOSECONDS;
     g->piece_bytes =
         shape->slot_bytes / peers_of(shape->world) / MLS_SHM_LINE * MLS_SHM_LINE;
     return g;
 }
 
-/* Registers this process as its rank. The first rank to join records the shape; all
- * others must have the same. MLS_E_VALUE: the shape differs, or the rank is taken. */
+/* Register this process as rank `g->rank` in the shared memory. The first rank to join
+ * records the shape; all others must have the same. MLS_E_VALUE: the shape differs, or
+ * the rank is taken. */
 static mls_code claim_rank(mls_shm *g, mls_status *st)
 {
     uint64_t stored_shape = 0;
@@ -325,8 +336,9 @@ static mls_code claim_rank(mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
-/* Checks that the file has at least `bytes` bytes, and locks the rank's byte without
- * waiting. The lock shows other ranks that this process lives. */
+/* Check that the file has at least `bytes` bytes, and lock byte `rank` of it without
+ * waiting. The lock shows other ranks that this process lives. MLS_E_VALUE: the file is
+ * too short, or the rank is taken; MLS_E_IO. */
 static mls_code lock_rank_byte(int fd, size_t rank, size_t bytes, mls_status *st)
 {
     struct stat about;
@@ -346,8 +358,8 @@ static mls_code lock_rank_byte(int fd, size_t rank, size_t bytes, mls_status *st
     return MLS_OK;
 }
 
-/* Joins a group in the memory of the file `fd`. `fd` is owned from the start, so every
- * failure closes it. */
+/* Lock the rank's byte, map the file and claim the rank. `fd` is owned from the start, so
+ * every failure closes it, which also releases the lock. */
 mls_code mls_shm_join(const mls_shm_shape *shape, size_t rank, int fd,
                       const mls_kernels *kernels, mls_shm **out, mls_status *st)
 {
@@ -380,8 +392,8 @@ done:
     return MLS_OK;
 }
 
-/* Creates a group of threads: `out` receives `shape->world` handles. One mapping is
- * shared by all handles. */
+/* Create one mapping and `shape->world` handles that share it. On failure everything made
+ * so far is freed. */
 mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
                          mls_shm **out, mls_status *st)
 {
@@ -413,8 +425,8 @@ mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
     return MLS_OK;
 }
 
-/* Leaves the group and frees the handle. A forked child owns neither the lock nor the
- * rank: both stay the parent's. */
+/* Leave the group and free the handle. A forked child owns neither the lock nor the rank:
+ * both stay the parent's. */
 void mls_shm_free(mls_shm *g)
 {
     if (g == NULL) {

@@ -61,17 +61,16 @@ mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st);
  * the file, so that other ranks can detect whether this process is alive. The caller must
  * not open and close that file elsewhere in this process: closing any descriptor releases
  * the lock.
- *
- * Ownership: takes `fd`, also on failure, and closes it with the group. Free the group
- * with mls_shm_free. Errors: MLS_E_VALUE: the shape or the rank is out of range, the
- * memory has another shape or version, or the rank is taken. MLS_E_IO, MLS_E_MEMORY.
- */
+ * Ownership: takes `fd`, also on failure, and closes it with the group; borrows
+ * `kernels`. Free the group with mls_shm_free. Errors: MLS_E_VALUE: the shape or the rank
+ * is out of range, the memory has another shape or version, or the rank is taken.
+ * MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_shm_join(const mls_shm_shape *shape, size_t rank, int fd,
                       const mls_kernels *kernels, mls_shm **out, mls_status *st);
 
-/* Creates the handles of all ranks (`shape->world` of them) in memory of this process,
- * for threads. Free each with mls_shm_free. MLS_E_VALUE, MLS_E_MEMORY: nothing was
- * created. */
+/* Creates a group of threads in memory of this process: `out` receives `shape->world`
+ * handles, one for each rank in order. Free each with mls_shm_free. MLS_E_VALUE,
+ * MLS_E_MEMORY, MLS_E_IO: nothing was created. */
 mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
                          mls_shm **out, mls_status *st);
 
@@ -84,8 +83,8 @@ void mls_shm_free(mls_shm *g);
  * an operation. */
 void mls_shm_abort(mls_shm *g);
 
-/* Returns whether the group is broken. Then `text` (may be NULL) receives the reason, a
- * clause such as "rank 3 aborted the group". */
+/* Returns whether the group is broken. Then `text` (of `room` bytes; may be NULL)
+ * receives the reason, a clause such as "rank 3 aborted the group". */
 bool mls_shm_ended(mls_shm *g, char *text, size_t room);
 
 /* ---- operations ---- */
@@ -114,18 +113,20 @@ typedef struct mls_shm_call {
 /* Waits until every rank has called it. */
 mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st);
 
-/* Copies `bytes` bytes at `data` from rank `root` to every other rank. */
+/* Copies `bytes` bytes at `data` from rank `root` to the memory at `data` of every other
+ * rank. */
 mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
                            size_t root, mls_status *st);
 
-/* Concatenates the bytes of all ranks, sizes[rank] of each, in `out`. `data` may be this
- * rank's own range of `out`. */
+/* Concatenates the bytes of all ranks, `sizes[rank]` of each, in `out` on every rank.
+ * `data` has this rank's bytes and may be its own range of `out`. The sizes must be equal
+ * on all ranks. */
 mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sizes, void *out, mls_status *st);
 
-/* Sends sent[r] bytes to each rank r and receives receive_sizes[r] bytes from each. Both
- * buffers are packed in rank order and must not overlap. All sizes are compared before
- * any data is copied; a mismatch is MLS_E_PEER on all ranks. */
+/* Sends sent[r] bytes to each rank r and receives receive_sizes[r] bytes from each.
+ * `data` and `out` are packed in rank order and must not overlap. All sizes are compared
+ * before any data is copied; a mismatch is MLS_E_PEER on all ranks. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sent, void *out, const size_t *receive_sizes,
                             mls_status *st);
@@ -137,9 +138,9 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
                             void *out, size_t n, const mls_reduction *reduction,
                             mls_status *st);
 
-/* Reduces the `count` arrays of a bucket (bucket.h) in one operation, without packing
- * them. Computes the norm partials only if `wants_norms`, which takes time; otherwise
- * they are zero. Errors as for mls_shm_all_reduce. */
+/* Reduces the `count` arrays `segments` of a bucket (bucket.h) in one operation, without
+ * packing them. Computes the norm partials only if `wants_norms`, which takes time;
+ * otherwise they are zero. Errors as for mls_shm_all_reduce. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
                                 mls_segment *segments, size_t count, bool wants_norms,
                                 mls_status *st);
@@ -152,8 +153,9 @@ typedef struct mls_shm_places {
     void *context;
 } mls_shm_places;
 
-/* Gathers the bytes of all ranks, of any lengths. `root` is the receiving rank, or -1 for
- * all ranks. `places` is used on receiving ranks only. */
+/* Gathers the bytes of all ranks, `bytes` bytes at `data` of this one; their number may
+ * differ. `root` is the receiving rank, or -1 for all ranks. `places` provides the
+ * buffers, on receiving ranks only. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,
                               size_t bytes, int root, const mls_shm_places *places,
                               mls_status *st);

@@ -114,11 +114,13 @@ struct mls_shm {
 
 /* ---- shm_group.c: the memory ---- */
 
-/* The shared structures of the group and of one rank; valid until the handle is freed. */
+/* The shared structures of the group and of rank `rank`; valid until the handle is freed.
+ */
 mls_shm_header *mls_shm_header_of(const mls_shm *g);
 mls_shm_area *mls_shm_area_of(const mls_shm *g, size_t rank);
 
-/* Returns the slot of a rank that holds a step. */
+/* Returns the slot of a rank that holds step number `step`, counted from the group's
+ * creation. It is reused after `depth` steps. */
 unsigned char *mls_shm_slot(const mls_shm *g, size_t rank, uint64_t step);
 
 /* Wakes every sleeping rank. */
@@ -128,8 +130,8 @@ void mls_shm_wake(const mls_shm *g);
 void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame);
 
 /* Fills `st` (MLS_E_PEER) with the reason why the group is broken, for the operation
- * `kind`. `more` is a reason that only this rank knows, such as how long it waited; ""
- * for none. Returns the code. */
+ * `kind`. `more` is a reason that only this rank knows, such as how long it waited, and
+ * replaces the common one; "" for none. Returns the code. */
 mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
                              mls_status *st);
 
@@ -161,11 +163,14 @@ typedef struct mls_shm_clock {
     int64_t deadline, polled; /* nanoseconds */
 } mls_shm_clock;
 
-/* Begins an operation with its first step: the ranks compare their calls. */
+/* Begins an operation: starts `clock`, publishes the first step of `flow`, and compares
+ * the ranks' calls. MLS_E_PEER: they differ, and no data was read; or the group is
+ * broken. MLS_E_STOPPED; errors of `flow->drain`. */
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st);
 
-/* Runs the remaining steps. */
+/* Runs the steps after the first one, until `flow->more` returns false and all published
+ * steps were read. MLS_E_PEER, MLS_E_STOPPED, and errors of `flow->drain`. */
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st);
 
@@ -196,9 +201,9 @@ static inline uint64_t mls_shm_mix_text(uint64_t print, const char *text)
     return mls_shm_mix(print, 0x100);
 }
 
-/* Copies to or from a slot through the cache; empty ranges may be NULL. Does not use
- * memcpy: slots begin at pages and NumPy arrays 16 bytes after one, which may be memcpy's
- * slowest case (copy_avx2.c). */
+/* Copies `bytes` bytes to or from a slot through the cache; empty ranges may be NULL.
+ * Does not use memcpy: slots begin at pages and NumPy arrays 16 bytes after one, which
+ * may be memcpy's slowest case (copy_avx2.c). */
 static inline void mls_shm_copy(const mls_shm *g, void *to, const void *from,
                                 size_t bytes)
 {
@@ -207,7 +212,8 @@ static inline void mls_shm_copy(const mls_shm *g, void *to, const void *from,
     }
 }
 
-/* Copies between arrays, in an operation that writes `all` bytes altogether. */
+/* Copies `bytes` bytes between arrays, in an operation that writes `all` bytes
+ * altogether, which decides how they are stored. */
 static inline void mls_shm_copy_direct(const mls_shm *g, void *to, const void *from,
                                        size_t bytes, size_t all)
 {
@@ -216,7 +222,8 @@ static inline void mls_shm_copy_direct(const mls_shm *g, void *to, const void *f
     }
 }
 
-/* Returns address i of a rank's slot, in a direct operation. */
+/* Returns address i in a rank's slot, in a direct operation; it is an address in the
+ * memory of the other thread's rank. */
 static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint64_t step,
                                              size_t i)
 {
@@ -225,7 +232,8 @@ static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint
     return address;
 }
 
-/* Returns a write lock on a rank's byte of the group's file, for fcntl. */
+/* Returns the description for fcntl of a write lock on byte `rank` of the group's file.
+ */
 static inline struct flock mls_shm_lock_on(size_t rank)
 {
     struct flock lock;
@@ -237,7 +245,8 @@ static inline struct flock mls_shm_lock_on(size_t rank)
     return lock;
 }
 
-/* Returns the offset of the bytes for `peer` in a slot of `rank`. */
+/* Returns where the bytes for `peer` start in a slot of `rank`: a slot has one range of
+ * `piece_bytes` bytes for each peer, none for the rank itself. */
 static inline size_t mls_shm_piece_of(const mls_shm *g, size_t rank, size_t peer)
 {
     return (peer < rank ? peer : peer - 1) * g->piece_bytes;
@@ -245,7 +254,8 @@ static inline size_t mls_shm_piece_of(const mls_shm *g, size_t rank, size_t peer
 
 /* ---- shm_collectives.c ---- */
 
-/* Continues an operation of this kind with an all_gather through the slots. */
+/* Continues an operation of the kind `kind`, which has begun, with an all_gather through
+ * the slots. Arguments as for mls_shm_all_gather; nothing is compared. */
 mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
                            const size_t *sizes, void *out, mls_shm_clock *clock,
                            mls_status *st);

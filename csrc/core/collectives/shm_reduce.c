@@ -21,7 +21,8 @@
 
 /* ---- helpers ---- */
 
-/* Mixes everything of a reduction that decides the bits of its result into a hash. */
+/* Mix everything of a reduction that decides the bits of its result into the hash
+ * `print`. */
 static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
 {
     uint64_t divisor;
@@ -37,8 +38,9 @@ PREFETCHES static inline void prefetch_for_write(const void *address)
     __builtin_prefetch(address, 1, 3);
 }
 
-/* Copies `bytes` bytes into a slot. The slot's lines are in the cache of the rank that
- * read them last and are slow to fetch, so both source and target are prefetched. */
+/* Copy `bytes` bytes into a slot. The slot's lines are in the cache of the rank that read
+ * them last and are slow to fetch, so both source and target are prefetched, AHEAD bytes
+ * further on. */
 PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
                                   size_t bytes)
 {
@@ -72,8 +74,9 @@ typedef struct share_range {
     size_t offset; /* bytes from the start of the range */
 } share_range;
 
-/* Advances to the first segment that has elements left for `rank`; returns false at the
- * end. `base` becomes the position of the rank's share in that segment. */
+/* Move the cursor of `rank` to the first segment that has elements left for it; returns
+ * false if there is none. At the start of a segment, `base` becomes the index of the
+ * rank's share in it. */
 static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
 {
     while (c->segment < s->count) {
@@ -90,9 +93,10 @@ static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
     return false;
 }
 
-/* Finds the next elements of `rank` for a range of a slot with `*used` bytes already
- * filled, and adds theirs. Returns false if the range is full or nothing is left. Shares
- * are split at whole norm blocks, so that norms do not depend on the split. */
+/* Find the next elements of `rank` for its range of a slot, after the `*used` bytes that
+ * are filled, and advance `*used` and the cursor behind them. Returns false if the range
+ * is full or nothing is left. Shares are split at whole norm blocks, so that norms do not
+ * depend on the split. */
 static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
                        share_range *out)
 {
@@ -116,10 +120,12 @@ static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t 
                          .offset = *used};
     c->at += length;
     const size_t end = *used + length * item;
+    /* the next elements start at a cache line */
     *used = mls_size_least((end + 63) / 64 * 64, s->g->piece_bytes);
     return true;
 }
 
+/* Return the elements of `part` in this rank's own array. */
 static const unsigned char *own_elements(const scatter *s, const share_range *part)
 {
     const mls_segment *segment = &s->segments[part->segment];
@@ -127,9 +133,9 @@ static const unsigned char *own_elements(const scatter *s, const share_range *pa
     return (const unsigned char *)segment->data + part->at * item;
 }
 
-/* Fills this rank's slot: a range for each peer, with elements of the peer's share. The
- * cursor of this rank advances too, so that more_scatter knows when all shares are
- * done. */
+/* Fill this rank's slot: a range for each peer, with elements of the peer's share. The
+ * cursor for this rank itself advances too, without copying, so that more_scatter knows
+ * when all shares are done. */
 static void fill_scatter(void *context, unsigned char *slot)
 {
     scatter *s = context;
@@ -148,7 +154,7 @@ static void fill_scatter(void *context, unsigned char *slot)
     }
 }
 
-/* Returns the bytes of this rank's share of all results. */
+/* Return the bytes of this rank's share of all results. */
 static size_t share_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -160,8 +166,8 @@ static size_t share_bytes(const scatter *s)
     return bytes;
 }
 
-/* Sums the next elements of this rank's share from the slots of all ranks, in rank order;
- * this rank's elements come from its own array. */
+/* Sum the next elements of this rank's share from the slots of all ranks, in rank order,
+ * into the outputs; this rank's elements come from its own array. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -187,7 +193,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Returns whether any rank's share has elements that are not sent yet. */
+/* Return whether any rank's share has elements that are not sent yet. */
 static bool more_scatter(void *context)
 {
     scatter *s = context;
@@ -201,7 +207,7 @@ static bool more_scatter(void *context)
 
 /* ---- reduce_scatter of threads, by address ---- */
 
-/* Returns the bytes of the whole arrays of this rank. */
+/* Return the bytes of all arrays of this rank. */
 static size_t total_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -213,8 +219,8 @@ static size_t total_bytes(const scatter *s)
     return bytes;
 }
 
-/* Publishes the addresses of this rank's arrays in its slot, for a direct operation
- * between threads. */
+/* Publish the addresses of this rank's arrays in its slot, in segment order, for a direct
+ * operation between threads. */
 static void fill_addresses(void *context, unsigned char *slot)
 {
     const scatter *s = context;
@@ -224,8 +230,8 @@ static void fill_addresses(void *context, unsigned char *slot)
     }
 }
 
-/* Sums this rank's share of each segment directly from the arrays of all ranks, whose
- * addresses are in their slots, in rank order. */
+/* Sum this rank's share of each segment directly from the arrays of all ranks, in rank
+ * order; their addresses are in the slots. */
 static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -250,8 +256,9 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Returns a hash of everything that decides the contents of the slots and the bits of the
- * sums; ranks compare it. */
+/* Return a hash of the call's text, and of everything in the `count` segments that
+ * decides the contents of the slots and the bits of the sums. It must be equal on all
+ * ranks. */
 static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
                               const mls_segment *segments, size_t count)
 {
@@ -265,8 +272,8 @@ static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
     return print;
 }
 
-/* Returns the functions of a scatter through the slots, for the protocol, and resets the
- * cursors. */
+/* Return the functions of a scatter through the slots, for the protocol, and reset the
+ * handle's cursors. `print` is the fingerprint of the call. */
 static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
 {
     memset(s->g->cursors, 0, sizeof s->g->cursors);
@@ -279,8 +286,8 @@ static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
                           .context = s};
 }
 
-/* Sums all segments; each rank gets its share. All reductions are checked before anything
- * is sent. */
+/* Sum all segments; each rank gets its share. All reductions are checked before anything
+ * is sent. Large arrays of threads are summed directly if their addresses fit a slot. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
                                 mls_segment *segments, size_t count, bool wants_norms,
                                 mls_status *st)
@@ -317,14 +324,15 @@ typedef struct total {
     const mls_reduction *reduction;
 } total;
 
+/* Fill this rank's slot with its whole array. */
 static void fill_total(void *context, unsigned char *slot)
 {
     const total *s = context;
     mls_shm_copy(s->g, slot, s->data, s->bytes);
 }
 
-/* Sums the slots of all ranks, in rank order, into `out`, which may be this rank's own
- * array: the kernels allow that. */
+/* Reduce the whole arrays in the slots of all ranks, in rank order, into `out`, which may
+ * be this rank's own array: the kernels allow that. */
 static mls_code drain_total(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -338,7 +346,7 @@ static mls_code drain_total(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Divides n elements into shares, one count for each of `world` ranks: multiples of 64
+/* Divide n elements into `counts`, one for each of `world` ranks: multiples of 64
  * elements, so of whole cache lines; the last shares may be smaller or empty. */
 static void divide_evenly(size_t n, size_t world, size_t *counts)
 {
@@ -351,8 +359,8 @@ static void divide_evenly(size_t n, size_t world, size_t *counts)
     }
 }
 
-/* Returns the byte offset of this rank's share of the elements, and the number of
- * elements of all shares in `counts`. */
+/* Set `counts` to the elements of all ranks' shares, and return the offset of this rank's
+ * share in bytes. */
 static size_t find_share(const total *s, size_t *counts)
 {
     size_t start = 0;
@@ -363,6 +371,7 @@ static size_t find_share(const total *s, size_t *counts)
     return start * mls_dtype_of(s->reduction->dtype)->item_bytes;
 }
 
+/* Publish the addresses of this rank's array and result, for sum_into_all. */
 static void fill_pair(void *context, unsigned char *slot)
 {
     const total *s = context;
@@ -370,9 +379,9 @@ static void fill_pair(void *context, unsigned char *slot)
     memcpy(slot + sizeof s->data, &s->out, sizeof s->out);
 }
 
-/* Sums this rank's share block by block, and copies each block into the results of all
- * ranks. Only this rank reads or writes this share, in any array, so a result may be the
- * array itself. */
+/* Reduce this rank's share of the arrays block by block, and copy each block into the
+ * results of all ranks. Only this rank reads or writes this share, in any array, so a
+ * result may be the array itself. */
 static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -400,9 +409,10 @@ static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* A large array: each rank reduces its share into `out`, and then all ranks gather the
- * shares. `out` may be the array itself: a rank overwrites its own share after it read
- * it, and the shares of others after it sent them. */
+/* Reduce a large array: each rank reduces its share into `out`, and then all ranks gather
+ * the shares. `out` may be the array itself: a rank overwrites its own share after it
+ * read it, and the shares of others after it sent them. `print` is the fingerprint of the
+ * call. */
 static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t print,
                              mls_status *st)
 {
@@ -428,8 +438,8 @@ static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t 
     return code;
 }
 
-/* Sums an array over all ranks; every rank gets all of it. An array is small if it fits a
- * slot and if all ranks sum it faster than they would exchange the shares of the
+/* Reduce an array over all ranks; every rank gets all of it. An array is small if it fits
+ * a slot and if all ranks sum it faster than they would exchange the shares of the
  * result. */
 mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *data,
                             void *out, size_t n, const mls_reduction *reduction,

@@ -30,6 +30,7 @@ typedef struct wait_condition {
 static const int64_t second = 1000000000;
 static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
 
+/* Return a time in nanoseconds that never decreases. */
 static int64_t read_clock(void)
 {
     struct timespec t;
@@ -49,8 +50,8 @@ static inline void pause_cpu(void)
 
 /* ---- ranks that are not ready ---- */
 
-/* Returns the first rank that has not published the next step to read, or -1; checks only
- * rank `source` unless that is negative. */
+/* Return a rank that has not published the next step to read, or -1 if there is none;
+ * looks only at rank `source` unless that is -1. */
 static int find_unpublished(const mls_shm *g, int source)
 {
     const size_t first = source < 0 ? 0 : (size_t)source;
@@ -63,9 +64,9 @@ static int find_unpublished(const mls_shm *g, int source)
     return MLS_SHM_NO_RANK;
 }
 
-/* Returns the first rank that has not consumed all but the last `most - 1` slots that
- * this rank wrote, or -1. With `most` equal to the depth, -1 means that the next slot is
- * free. */
+/* Return a rank that still has `most` or more of this rank's published steps to consume,
+ * or -1. With `most` equal to the depth, -1 means that the next slot is free; with 1,
+ * that all ranks have read everything. */
 static int find_unconsumed(const mls_shm *g, size_t most)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -77,7 +78,7 @@ static int find_unconsumed(const mls_shm *g, size_t most)
     return MLS_SHM_NO_RANK;
 }
 
-/* Returns the rank that blocks every condition of `w`, or -1 if one of them holds. */
+/* Return the rank that blocks every condition of `w`, or -1 if one of them holds. */
 static int find_blocking_rank(const mls_shm *g, wait_condition w)
 {
     int peer = MLS_SHM_NO_RANK;
@@ -99,7 +100,7 @@ static int find_blocking_rank(const mls_shm *g, wait_condition w)
 
 /* ---- sleeping ---- */
 
-/* Sleeps until the bell differs from `value`, at most `length` nanoseconds; may also
+/* Sleep while the bell has the value `value`, at most `length` nanoseconds; may also
  * return early. */
 static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 {
@@ -116,8 +117,8 @@ static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t lengt
 #endif
 }
 
-/* Returns whether the process of another rank has ended, by the lock on its byte. Threads
- * (`fd` below 0) cannot die alone. */
+/* Return whether the process of rank `rank` has ended: its byte of the file is not
+ * locked. Threads (`fd` below 0) cannot die alone. */
 static bool is_dead(const mls_shm *g, size_t rank)
 {
     struct flock lock = mls_shm_lock_on(rank);
@@ -129,8 +130,8 @@ static bool is_dead(const mls_shm *g, size_t rank)
 
 /* ---- failing ---- */
 
-/* Writes how far a rank is to `text` (`room` bytes), for the message of a rank that
- * waited for it in vain. */
+/* Write to `text` (`room` bytes) how far rank `rank` is, for the message of this rank,
+ * which waited in vain for it in the operation `kind`. */
 static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
                               char *text, size_t room)
 {
@@ -152,8 +153,8 @@ static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
     }
 }
 
-/* Marks the group as broken: `why`, by `peer`, reported by this rank. Fails with the
- * reason that was recorded first, or with `more` unless it is "". */
+/* Mark the group as broken: `why`, by `peer`, reported by this rank. Returns MLS_E_PEER
+ * with the reason that was recorded first, or with `more` unless it is "". */
 static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t peer,
                             const char *more, mls_status *st)
 {
@@ -174,9 +175,10 @@ static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_
     return break_group(g, kind, MLS_SHM_TIMEOUT, peer, more, st);
 }
 
-/* Checks now and then, while waiting (for `peer`) or working: is the group broken, has
- * the deadline passed, does the caller want to stop? MLS_E_PEER, MLS_E_STOPPED; breaks
- * the group in the last two cases. */
+/* Check, while waiting for rank `peer` or working (-1) in the operation `kind`: is the
+ * group broken, has the deadline passed while waiting, does the caller's `poll` want to
+ * stop? `poll` is called at most every `nap` nanoseconds. MLS_E_PEER, MLS_E_STOPPED; the
+ * last two break the group. */
 static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                                int peer, mls_status *st)
 {
@@ -195,14 +197,15 @@ static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind ki
         return MLS_OK;
     }
     (void)break_group(g, kind, MLS_SHM_INTERRUPTED, g->rank, "", st);
+    /* this rank reports a stop; the others MLS_E_PEER */
     st->code = MLS_E_STOPPED;
     return MLS_E_STOPPED;
 }
 
-/* Checks whether the rank that this one waits for has left or died; then breaks the
- * group. Tests the lock before the state, because a leaving rank changes them in the
- * other order. Steps that it published before still count, so the condition is checked
- * once more. */
+/* Check whether rank `peer`, for which this rank waits, has left or died; that breaks the
+ * group (MLS_E_PEER). Tests the lock before the state, because a leaving rank changes
+ * them in the other order. Steps that it published before still count, so the condition
+ * `w` is checked once more. */
 static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int peer,
                             mls_status *st)
 {
@@ -219,7 +222,7 @@ static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int
 
 /* ---- waiting ---- */
 
-/* Polls for a while before sleeping, since most waits are short. Returns true if no rank
+/* Poll for a while before sleeping, since most waits are short. Returns true if no rank
  * blocks `w` any more, false if it took too long or the group is broken. */
 static bool spin_until_ready(const mls_shm *g, wait_condition w)
 {
@@ -238,10 +241,10 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
     return false;
 }
 
-/* Waits until no rank blocks the condition `w`: first spins, then sleeps on this rank's
- * bell, in short naps between which it checks deadline, caller and peer. `sleeping` is
- * set before the condition is tested once more, so that no wake-up is lost. MLS_E_PEER,
- * MLS_E_STOPPED. */
+/* Wait until no rank blocks the condition `w`: first spin, then sleep on this rank's
+ * bell, in short naps between which deadline, caller and blocking rank are checked.
+ * `sleeping` is set before the condition is tested once more, so that no wake-up is lost.
+ * MLS_E_PEER, MLS_E_STOPPED. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                          wait_condition w, mls_status *st)
 {
@@ -273,8 +276,7 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
 
 /* ---- steps ---- */
 
-/* Fills this rank's next slot, publishes it, and wakes the others. The caller has waited
- * until the slot is free. */
+/* Fill this rank's next slot, publish it, and wake the others. The slot must be free. */
 static void publish_step(mls_shm *g, const mls_shm_flow *flow)
 {
     if (flow->fill != NULL) {
@@ -285,6 +287,7 @@ static void publish_step(mls_shm *g, const mls_shm_flow *flow)
     mls_shm_wake(g);
 }
 
+/* Tell the others that this rank has read the next step of all ranks, and wake them. */
 static void consume_step(mls_shm *g)
 {
     g->read++;
@@ -292,10 +295,10 @@ static void consume_step(mls_shm *g)
     mls_shm_wake(g);
 }
 
-/* Reads a step of all ranks, if the group is intact. A rank that breaks the group reads
- * `direct` afterwards, and a rank that sets `direct` reads `broken` afterwards, so at
- * least one of them sees the other. If the group is broken, the arrays of other ranks may
- * be freed already. */
+/* Read the next step of all ranks with `drain`, in a direct operation only if the group
+ * is intact: otherwise the arrays of other ranks may be freed already. A rank that breaks
+ * the group reads `direct` afterwards, and a rank that sets `direct` reads `broken`
+ * afterwards, so at least one of them sees the other. */
 static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     if (flow->drain == NULL || !flow->direct) {
@@ -310,8 +313,8 @@ static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st
     return code;
 }
 
-/* Reads a step, and tells the writers that it was read. If that fails, the other ranks go
- * on without this one, so the group is marked as broken. */
+/* Read a step, and tell the writers that it was read. After any error but MLS_E_PEER the
+ * other ranks would go on without this one, so the group is marked as broken. */
 static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     const mls_code code = drain_slots(g, flow, st);
@@ -326,8 +329,8 @@ static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
     return code;
 }
 
-/* Writes a record of this rank's next call, which the other ranks compare with theirs. It
- * is visible only after publish_step. */
+/* Write a record of this rank's next call, which the other ranks compare with theirs. It
+ * is visible only after publish_step. `text` may be NULL. */
 static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
 {
     mls_shm_area *area = mls_shm_area_of(g, g->rank);
@@ -340,8 +343,8 @@ static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
-/* Fails for a call that differs from the call of rank `rank`; the message quotes the
- * difference. */
+/* Fail because this rank's call, `own_record`, differs from the call of rank `rank`,
+ * whose record is `other`; the message quotes the difference. Returns MLS_E_PEER. */
 static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *own_record,
                               size_t rank, const mls_shm_record *other, mls_status *st)
 {
@@ -363,8 +366,8 @@ static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *own_record
     return mls_status_name(st, name, strlen(name));
 }
 
-/* Compares the records, which all ranks have published. If they are not all equal, each
- * rank finds one that differs from its own. */
+/* Compare the records of all ranks' calls, which all have published. If they are not all
+ * equal, each rank finds one that differs from its own. MLS_E_PEER. */
 static mls_code compare_records(const mls_shm *g, mls_status *st)
 {
     const size_t at = (size_t)(g->read % g->shape.depth);
@@ -379,7 +382,7 @@ static mls_code compare_records(const mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
-/* Refuses an operation in a forked child or in a broken group. MLS_E_PEER. */
+/* Refuse an operation in a forked child, and in a broken group. MLS_E_PEER. */
 static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
 {
     const char *name = mls_shm_kind_name(kind);
@@ -395,8 +398,9 @@ static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
     return MLS_OK;
 }
 
-/* Publishes and compares the records of a call, with the first step. Publishes nothing
- * else before all records were compared. */
+/* Publish a record of this call with the first step, and compare all records. Nothing
+ * else is published before, so after a mismatch all ranks are at the same step, and the
+ * group stays usable. */
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st)
 {
@@ -427,7 +431,8 @@ mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call 
     return drain_step(g, flow, st);
 }
 
-/* Runs the steps after the first one. Writing comes first: other ranks wait for it. */
+/* Publish if there is more and a slot is free, else read a step that all have published,
+ * else wait. Publishing comes first: other ranks wait for it. */
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st)
 {
@@ -458,6 +463,7 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
 
 /* ---- arrays of other threads, by their addresses ---- */
 
+/* Slots are used between processes (`fd` is not -1), and for small arrays. */
 bool mls_shm_is_direct(const mls_shm *g, size_t bytes)
 {
     enum {
@@ -466,9 +472,9 @@ bool mls_shm_is_direct(const mls_shm *g, size_t bytes)
     return g->fd < 0 && g->shape.world > 1 && bytes >= LEAST;
 }
 
-/* Waits until no thread accesses an array of this rank, whose operation failed. The group
- * is broken, so no thread begins an access. A thread that accesses one waits for no rank
- * and ends soon. */
+/* Wait until no thread accesses an array of this rank, whose operation failed. The group
+ * is broken, so no thread begins an access. A thread that accesses an array waits for no
+ * rank and ends soon. */
 static void await_direct(const mls_shm *g)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -478,8 +484,8 @@ static void await_direct(const mls_shm *g)
     }
 }
 
-/* Runs a whole operation. The last wait of a direct operation lets the other ranks finish
- * with this rank's arrays. */
+/* Run all steps of an operation. The last wait of a direct operation lets the other ranks
+ * finish with this rank's arrays. */
 mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                      mls_status *st)
 {

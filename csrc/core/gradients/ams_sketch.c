@@ -6,10 +6,10 @@
 #include <math.h>
 #include <string.h>
 
-/* Returns the signs of 64 elements, one bit each: output number `block` (from 0) of
- * splitmix64 (Steele, Lea and Flood, 2014) with this seed. Any block can be computed
- * directly, so a part of an array does not need the elements before it. Products wrap
- * intentionally. */
+/* Return the signs of the 64 elements of block `block` (from 0), one bit each: output
+ * number `block` of splitmix64 (Steele, Lea and Flood, 2014) with this seed. Any block
+ * can be computed directly, so a part of an array does not need the elements before it.
+ * Products wrap intentionally. */
 static uint64_t signs_of(uint64_t seed, uint64_t block)
 {
     uint64_t z = seed + (block + 1) * 0x9e3779b97f4a7c15u;
@@ -18,8 +18,9 @@ static uint64_t signs_of(uint64_t seed, uint64_t block)
     return z ^ (z >> 31);
 }
 
-/* Reads one element as float64; returns false for bool, complex and 8-bit float dtypes.
- * Integers beyond 53 bits are rounded; the sketch's magnitude bounds the error. */
+/* Read the element at address `at` as float64 into `*out`. Returns false for bool,
+ * complex and 8-bit float dtypes. Integers beyond 53 bits are rounded; the sketch's
+ * magnitude bounds the error. */
 static bool read_element(const unsigned char *at, mls_dtype dtype, double *out)
 {
 #define ELEMENT_CASE(id, suffix, name, file_name, item, code, decode)                    \
@@ -39,8 +40,8 @@ static bool read_element(const unsigned char *at, mls_dtype dtype, double *out)
 #undef ELEMENT_CASE
 }
 
-/* Add `count` elements to a sketch. Works on a copy, so an error leaves the caller's
- * sketch unchanged. */
+/* Add `count` elements to a sketch. The sum is built in a copy, so an error leaves the
+ * caller's sketch unchanged. */
 mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype dtype,
                             size_t start, size_t count, uint64_t seed, mls_status *st)
 {

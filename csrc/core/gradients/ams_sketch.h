@@ -17,8 +17,10 @@ typedef struct mls_ams_sketch {
     double magnitude;  /* sum of absolute values, the scale for rounding errors */
 } mls_ams_sketch;
 
-/* Adds `count` packed, aligned elements to a sketch; the first one has index `start`.
- * MLS_E_DTYPE: neither an integer nor a float of 16 bits or more; nothing was added. */
+/* Adds `count` packed, aligned elements to a sketch, which is zeroed at first; the first
+ * one has index `start` in the whole array. `seed` chooses the signs: sketches with
+ * different seeds cannot be added or compared. MLS_E_DTYPE: neither an integer nor a
+ * float of 16 bits or more; nothing was added. */
 mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype dtype,
                             size_t start, size_t count, uint64_t seed, mls_status *st);
 

@@ -19,8 +19,8 @@ bool mls_bucket_takes(const mls_tensor *t)
            (uintptr_t)t->data % (item < 8 ? item : 8) == 0;
 }
 
-/* Checks that the counts of all ranks add up to `data`, that `out` has this rank's count,
- * and that the two arrays are separate or exactly equal there. */
+/* Check that the counts of all ranks add up to the elements of `data`, that `out` has
+ * this rank's count, and that the two arrays are separate or exactly this rank's part. */
 mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
                            const size_t *counts, size_t world, size_t rank,
                            mls_status *st)
@@ -47,6 +47,8 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
     return MLS_OK;
 }
 
+/* Add up the counts of the first `ranks` ranks. For `ranks` = r this is the position of
+ * rank r's part, in elements. */
 size_t mls_segment_elements(const mls_segment *segment, size_t ranks)
 {
     size_t total = 0;
@@ -54,8 +56,8 @@ size_t mls_segment_elements(const mls_segment *segment, size_t ranks)
     return total;
 }
 
-/* Computes the bytes of rank `of`'s part of a segment in a message, with padding; returns
- * false on overflow. */
+/* Compute the bytes that rank `of`'s part of a segment takes in a message, with padding
+ * to MLS_BUCKET_ALIGN; returns false on overflow. */
 static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
 {
     size_t bytes;
@@ -68,8 +70,8 @@ static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
     return true;
 }
 
-/* Computes the bytes of the message to rank `of`. Checks every product and sum:
- * part_bytes and the copies below rely on it. */
+/* Add up the padded parts. Every product and sum is checked here: part_bytes and the
+ * copies below rely on it. */
 mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st)
 {
     size_t total = 0;
@@ -87,8 +89,8 @@ mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_statu
     return MLS_OK;
 }
 
-/* Returns in `*out` the total bytes of the messages from this rank to all others
- * (`sent`), or to it from all others. MLS_E_SIZE: they exceed memory. */
+/* Compute the total bytes of the messages from this rank to all others (`sent`), or to it
+ * from all others. MLS_E_SIZE: they exceed memory. */
 static mls_code message_bytes(const mls_bucket *b, bool sent, size_t *out, mls_status *st)
 {
     size_t total = 0;
@@ -118,7 +120,8 @@ mls_code mls_bucket_received_bytes(const mls_bucket *b, size_t *out, mls_status 
     return message_bytes(b, false, out, st);
 }
 
-/* Must follow mls_bucket_bytes, which checked for overflow. */
+/* Return the bytes that rank `of`'s part of a segment takes in a message. Call it after
+ * mls_bucket_bytes, which checked for overflow. */
 static size_t part_bytes(const mls_segment *s, size_t of)
 {
     size_t bytes = 0;
@@ -126,14 +129,16 @@ static size_t part_bytes(const mls_segment *s, size_t of)
     return bytes;
 }
 
+/* Return the address of rank `of`'s part of a segment in this rank's array. */
 static const unsigned char *part_of(const mls_segment *s, size_t of)
 {
     return s->data +
            mls_segment_elements(s, of) * mls_dtype_of(s->reduction.dtype)->item_bytes;
 }
 
-/* Packs the messages to all other ranks, in rank order. Zeroes the padding: the message
- * does not depend on old memory contents, and no stray bytes leave the process. */
+/* Pack the messages to all other ranks, in rank order, each with its parts in segment
+ * order. Padding becomes zeros: the message does not depend on old memory contents, and
+ * no stray bytes leave the process. */
 void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
 {
     for (size_t to = 0; to < b->world; to++) {
@@ -150,8 +155,9 @@ void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
     }
 }
 
-/* Returns rank `of`'s contribution to this rank's part of segment i: `at` bytes into its
- * message, which has `message` bytes, or in this rank's own array. */
+/* Return rank `of`'s contribution to this rank's part of segment i: `at` bytes into its
+ * message in `received`, or in this rank's own array. `message` is the bytes of each
+ * message. */
 static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
                                       const unsigned char *received, size_t message,
                                       size_t at)
@@ -164,7 +170,7 @@ static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
     return received + before * message + at;
 }
 
-/* Reduces this rank's part of every segment. All messages to this rank have the same
+/* Reduce this rank's part of every segment. All messages to this rank have the same
  * length, since all senders have the same counts. `out` may be the rank's own part of
  * `data`: the kernels read an element of all sources before they write it. */
 void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,

@@ -15,19 +15,20 @@
 static const float F16_MAX = 65504.0f;
 static const float BF16_MAX = 3.3895313892515355e38f;
 
+/* Return the number of blocks of n elements; the last one may be shorter. */
 static size_t blocks_of(size_t n)
 {
     return n / MLS_GRADIENT_COMPRESSION_BLOCK + (n % MLS_GRADIENT_COMPRESSION_BLOCK != 0);
 }
 
-/* Bytes without padding. */
+/* Return the bytes of n encoded elements without padding. */
 static size_t encoded_bytes(mls_gradient_compression compression, size_t n)
 {
     return compression == MLS_GRADIENT_COMPRESSION_INT8 ? n + blocks_of(n) * sizeof(float)
                                                         : 2 * n;
 }
 
-/* Looks up a name; returns false if it is unknown, and `*out` is then unchanged. */
+/* Look up a name; returns false if it is unknown, and `*out` is unchanged then. */
 bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out)
 {
     static const char *const names[MLS_GRADIENT_COMPRESSION_COUNT] = {
@@ -53,6 +54,8 @@ size_t mls_gradient_compression_bytes(mls_gradient_compression compression, size
 
 /* ---- one block ---- */
 
+/* Set `block` to `count` values to encode: the gradient plus the residual of the previous
+ * step (NULL: none). */
 static void add_residual(float *block, const float *src, const float *residual,
                          size_t count)
 {
@@ -61,9 +64,10 @@ static void add_residual(float *block, const float *src, const float *residual,
     }
 }
 
-/* Clamps finite values to the limit: an infinite difference could never be compensated.
- * The excess stays in the residual. Infinities become NaN, so that all three formats
- * report them alike; a NaN fails every comparison and is kept. */
+/* Limit the finite ones of `count` values in `block` to +-`limit`: an infinite rounding
+ * error could never be compensated, whereas the excess of a clamped value stays in the
+ * residual. Infinities become NaN, so that all three formats report them alike; a NaN
+ * fails every comparison and is kept. */
 static void clamp_values(float *block, size_t count, float limit)
 {
     for (size_t i = 0; i < count; i++) {
@@ -75,8 +79,9 @@ static void clamp_values(float *block, size_t count, float limit)
     }
 }
 
-/* Writes the int8 codes of a block and returns its scale. The scale is NaN if any element
- * is not finite; the whole block then decodes as NaN, including its finite elements. */
+/* Write the int8 codes of `count` elements, and return their scale: the largest magnitude
+ * divided by 127. The scale is NaN if any element is not finite; the whole block then
+ * decodes as NaN, including its finite elements. */
 static float quantize_block(const float *block, signed char *codes, size_t count)
 {
     /* 1.5 * 2^23: floats of this size are 1 apart, so adding it rounds to the nearest
@@ -99,10 +104,12 @@ static float quantize_block(const float *block, signed char *codes, size_t count
     for (size_t i = 0; i < count; i++) {
         codes[i] = (signed char)((block[i] * inverse + shift) - shift);
     }
+    /* all codes are 0 then */
     return inverse == 0 ? 0.0f : scale;
 }
 
-/* Codes and scales come from another rank: every byte is a valid code. */
+/* Set `block` to code times scale for `count` elements. Codes and scale come from another
+ * rank; every byte is a valid code. */
 static void dequantize_block(const signed char *codes, float scale, float *block,
                              size_t count)
 {
@@ -111,9 +118,9 @@ static void dequantize_block(const signed char *codes, float scale, float *block
     }
 }
 
-/* Stores the difference between intended (`meant`) and decoded (`arrives`) values. Stores
- * 0 if either is not finite: a NaN residual would spoil every later step, and this step
- * is lost anyway. */
+/* Store the rounding error: the intended values (`meant`) minus the decoded ones
+ * (`arrives`). Stores 0 if either is not finite: a NaN residual would spoil every later
+ * step, and this step is lost anyway. */
 static void store_residual(float *residual, const float *meant, const float *arrives,
                            size_t count)
 {
@@ -125,14 +132,15 @@ static void store_residual(float *residual, const float *meant, const float *arr
 
 /* ---- arrays ---- */
 
+/* Return the dtype of the elements of a 16-bit format. */
 static mls_dtype dtype_of_format(mls_gradient_compression compression)
 {
     return compression == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
 
-/* Decodes elements `start` .. `start + count` of a part of n elements. `n` determines
- * where the codes begin, after the scales of all blocks, even if the caller decodes only
- * some of them. */
+/* Decode elements `start` .. `start + count` of a part of n elements into `dst`, from its
+ * start on. The position of the INT8 codes, behind the scales of all blocks, follows from
+ * `n`, even if only some blocks are decoded. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const unsigned char *src, size_t n, size_t start,
@@ -153,9 +161,9 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
     }
 }
 
-/* Encodes n elements block by block, and updates the residual. The three blocks take 3
- * KiB of stack. The residual is computed from the decoded output, so it is exact with all
- * kernels. */
+/* Encode n elements block by block, and update the residual. It is computed from the
+ * decoded output, so it is exact with all kernels. The three blocks take 3 KiB of stack.
+ */
 void mls_gradient_compression_encode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const float *src, float *residual,
@@ -193,7 +201,7 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
 
 /* ---- buckets ---- */
 
-/* Checks that all reductions of the bucket are float32 sums. */
+/* Check that all reductions of the bucket are float32 sums. */
 mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
 {
     for (size_t i = 0; i < b->count; i++) {
@@ -205,8 +213,8 @@ mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
     return MLS_OK;
 }
 
-/* Returns the bytes of the message to rank `of`. All ranks have equal counts, so sender
- * and receiver compute the same size. */
+/* Add up rank `of`'s encoded parts. All ranks have equal counts, so sender and receiver
+ * compute the same size. */
 size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
                                              mls_gradient_compression compression,
                                              size_t of)
@@ -218,8 +226,8 @@ size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
     return total;
 }
 
-/* Returns the bytes of the messages to all other ranks. The messages are smaller than the
- * arrays in memory, so the sum cannot overflow. */
+/* Add up the messages to all other ranks. They are smaller than the arrays in memory, so
+ * the sum cannot overflow. */
 size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
                                            mls_gradient_compression compression)
 {
@@ -232,7 +240,7 @@ size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
     return total;
 }
 
-/* Encodes all parts: of other ranks into `send`, of this rank into `local`. Messages are
+/* Encode all parts: of other ranks into `send`, of this rank into `local`. Messages are
  * in rank order, and segments in order within a message, as sum_segment reads them. */
 void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,
                                    mls_gradient_compression compression,
@@ -240,6 +248,7 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
                                    unsigned char *local)
 {
     for (size_t to = 0; to < b->world; to++) {
+        /* both pointers advance behind each part */
         unsigned char **at = to == b->rank ? &local : &send;
         for (size_t i = 0; i < b->count; i++) {
             const mls_segment *s = &b->segments[i];
@@ -253,10 +262,11 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
     }
 }
 
-/* Sums one segment over all ranks. The segment begins `at` bytes into each message of
- * `message` bytes. All ranks of a block come before the next block, so that the block
- * stays in the L1 cache. `out` may be this rank's part of the array, which is not read
- * any more: `local` holds it as the other ranks would decode it. */
+/* Sum segment `s` over all ranks, in rank order, into `s->out`. The segment begins `at`
+ * bytes into each message of `message` bytes. All ranks of a block come before the next
+ * block, so that the block stays in the L1 cache. `s->out` may be this rank's part of the
+ * array, which is not read any more: `local` holds it as the other ranks would decode it.
+ */
 static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
                         mls_gradient_compression compression, const unsigned char *local,
                         const unsigned char *received, size_t message, size_t at,
@@ -282,8 +292,8 @@ static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
     }
 }
 
-/* Sums this rank's part of every segment from the messages. The output already holds the
- * decoded sum, so the reduction has one source. */
+/* Sum each segment into its output, then run its reduction on the output as the only
+ * source. */
 void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const unsigned char *local,

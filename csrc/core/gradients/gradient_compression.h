@@ -24,22 +24,25 @@ typedef enum mls_gradient_compression {
 
 enum { MLS_GRADIENT_COMPRESSION_BLOCK = 256 };
 
-/* Looks up "float16", "bfloat16" or "int8"; returns false for an unknown name. */
+/* Looks up "float16", "bfloat16" or "int8"; returns false for an unknown name, and leaves
+ * `*out` as it is. */
 bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out);
 
 /* Returns the bytes of n encoded elements, a multiple of MLS_BUCKET_ALIGN. Cannot
  * overflow if n float32 elements fit in memory. */
 size_t mls_gradient_compression_bytes(mls_gradient_compression compression, size_t n);
 
-/* Encodes n elements plus their residual, and stores the new error in the residual.
- * `residual` may be NULL. `dst` is aligned to MLS_BUCKET_ALIGN. */
+/* Encodes n elements of `src` plus their residual, and stores the new rounding error in
+ * the residual (n elements; NULL: no error feedback). `dst` has
+ * mls_gradient_compression_bytes bytes, aligned to MLS_BUCKET_ALIGN. */
 void mls_gradient_compression_encode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const float *src, float *residual,
                                      unsigned char *dst, size_t n);
 
 /* Decodes `count` of n encoded elements, beginning with element `start`, a multiple of
- * MLS_GRADIENT_COMPRESSION_BLOCK. */
+ * MLS_GRADIENT_COMPRESSION_BLOCK. `src` is the start of all n encoded elements; `dst`
+ * receives `count` elements. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const unsigned char *src, size_t n, size_t start,
@@ -51,8 +54,8 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
  * rely on it. MLS_E_VALUE. */
 mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st);
 
-/* Return the bytes of the message to rank `of`, and of the messages to all other ranks.
- */
+/* Return the bytes of the message to rank `of`, and of the messages to all other ranks
+ * together. */
 size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
                                              mls_gradient_compression compression,
                                              size_t of);
@@ -68,8 +71,10 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
                                    float *const *residuals, unsigned char *send,
                                    unsigned char *local);
 
-/* Decodes and sums the messages for this rank, in rank order and in float32. Sets the
- * norm partials. */
+/* Decodes and sums the messages for this rank, in rank order and in float32, into the
+ * outputs of the segments. `local` is this rank's part from
+ * mls_gradient_compression_pack; `received` has the messages of the other ranks in rank
+ * order. Sets the norm partials. */
 void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const unsigned char *local,

@@ -288,11 +288,11 @@ static bool append_points(const solver *v, points *front, const points *added)
     }
     for (size_t i = 0; i < added->count; i++) {
         const mls_plan_point p = added->items[i];
-        mls_plan_point *last = front->items + front->count - 1;
-        if (front->count > 0 && p.seconds >= last->seconds - v->noise) {
+        mls_plan_point *last = front->count > 0 ? &front->items[front->count - 1] : NULL;
+        if (last != NULL && p.seconds >= last->seconds - v->noise) {
             continue;
         }
-        if (front->count > 0 && p.memory == last->memory) {
+        if (last != NULL && p.memory == last->memory) {
             *last = p;
         } else {
             front->items[front->count++] = p;

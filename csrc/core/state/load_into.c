@@ -47,8 +47,9 @@ struct mls_load_into {
 
 /* ---- dividing a pair ---- */
 
-/* Writes both views with as few axes as possible, outermost first. Negative strides stay
- * negative. Returns false if the views have no elements. */
+/* Describe both views of a pair with as few axes as possible, outermost first, in `dst`
+ * and `src`. Negative strides stay negative. Returns false if the views have no elements.
+ */
 static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
                           mls_tensor *src)
 {
@@ -68,9 +69,10 @@ static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
     return true;
 }
 
-/* Returns the outermost axis with at most PART bytes for one index, and in `*rows` the
- * number of its indices in a chunk. `bytes` is the size of the whole view. The innermost
- * axis always qualifies: its indices are single elements. */
+/* Return the outermost axis of `reduced` (from simplify_axes) that has at most PART bytes
+ * for one index, and in `*rows` the number of its indices in a chunk. `bytes` is the size
+ * of the whole view. The innermost axis always qualifies: its indices are single
+ * elements. */
 static int choose_split_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
 {
     int axis = 0;
@@ -83,8 +85,8 @@ static int choose_split_axis(const mls_tensor *reduced, size_t bytes, size_t *ro
     return axis;
 }
 
-/* Returns the byte offset of an element from the view's first one. `number` is the
- * row-major index over the first `axes` axes; the other indices are 0. */
+/* Return the byte offset of an element from the view's first one. `number` counts its
+ * position over the first `axes` axes in C order; its other indices are 0. */
 static ptrdiff_t offset_of(const mls_tensor *t, int axes, size_t number)
 {
     ptrdiff_t offset = 0;
@@ -130,8 +132,8 @@ typedef struct quoted {
     char text[SHOWN_NAME + 8];
 } quoted;
 
-/* Returns the name in quotes for a message, cut off after SHOWN_NAME bytes. Continuation
- * bytes of UTF-8 begin with the bits 10, so a character is never split. */
+/* Return the name in quotes for a message, cut off after SHOWN_NAME bytes with "...".
+ * Continuation bytes of UTF-8 begin with the bits 10, so a character is never split. */
 static quoted quote_name(mls_str name)
 {
     size_t length = name.length;
@@ -147,7 +149,8 @@ static quoted quote_name(mls_str name)
     return q;
 }
 
-/* Adds the pair's name to the error in `st`. The data of an empty name may be NULL. */
+/* Add the pair's name to the error in `st`, and return the error's code. The data of an
+ * empty name may be NULL. */
 static mls_code add_pair_name(mls_status *st, const mls_load_into_pair *pair)
 {
     if (pair->name.length > 0) {
@@ -156,8 +159,8 @@ static mls_code add_pair_name(mls_status *st, const mls_load_into_pair *pair)
     return st->code;
 }
 
-/* Returns MLS_E_SHAPE or MLS_E_DTYPE if the pair cannot be copied. Without `cast`,
- * different dtypes fail. The name is quoted only on failure. */
+/* Check shapes and dtypes of a pair: MLS_E_SHAPE; MLS_E_DTYPE, also for any two different
+ * dtypes unless `cast`. The name is quoted only on failure, because that is slow. */
 static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status *st)
 {
     const mls_dtype to = pair->dst->dtype, from = pair->src->dtype;
@@ -167,6 +170,7 @@ static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status
     }
     const quoted name = quote_name(pair->name);
     if (!copies) {
+        /* once more, for a message with the name */
         (void)mls_copy_check(pair->dst, pair->src, name.text, st);
         return add_pair_name(st, pair);
     }
@@ -178,8 +182,8 @@ static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status
     return add_pair_name(st, pair);
 }
 
-/* Returns whether two views of equal shapes are the same. The byte order of single bytes
- * does not matter. */
+/* Return whether two views of equal shapes are the same elements. The byte order of
+ * single bytes does not matter. */
 static bool is_same(const mls_tensor *a, const mls_tensor *b)
 {
     return a->dtype == b->dtype &&
@@ -187,8 +191,8 @@ static bool is_same(const mls_tensor *a, const mls_tensor *b)
            mls_tensor_same_view(a, b);
 }
 
-/* Returns whether a pair is one memcpy: both sides packed, with equal dtype and byte
- * order. */
+/* Return whether a pair is one copy of consecutive bytes: both sides packed in the same
+ * order, with equal dtype and byte order. */
 static bool is_single_copy(const mls_load_into_pair *pair)
 {
     const mls_tensor *dst = pair->dst, *src = pair->src;
@@ -204,8 +208,9 @@ static bool is_single_copy(const mls_load_into_pair *pair)
            w.a_step == (ptrdiff_t)bytes && w.b_step == (ptrdiff_t)bytes;
 }
 
-/* Appends the address range of a view, if it has elements; `pair` owns it, and `written`
- * tells a target from a source. */
+/* Append the address range of a view to `spans`, and count it in `*count`, if the view
+ * has elements. `pair` is the number of its pair; `written` tells a target from a source.
+ */
 static void add_range(mls_address_range *spans, size_t *count, const mls_tensor *t,
                       size_t pair, bool written)
 {
@@ -215,9 +220,9 @@ static void add_range(mls_address_range *spans, size_t *count, const mls_tensor 
     }
 }
 
-/* Prefetches the views of a later pair: two cache lines of each, too far apart for the
- * hardware prefetcher. Without it, waiting for them took a third of the time (measured
- * with ten thousand pairs outside the cache). */
+/* Prefetch the views of pair `index`, if it exists: two cache lines of each, too far
+ * apart for the hardware prefetcher. Without it, waiting for them took a third of the
+ * time (measured with ten thousand pairs outside the cache). */
 static void prefetch_pair(const planner *p, size_t index)
 {
     if (index < p->count) {
@@ -229,9 +234,9 @@ static void prefetch_pair(const planner *p, size_t index)
     }
 }
 
-/* Checks pair `index` by itself, fills its item, and lists the address ranges that it
- * reads and writes. A pair of two identical views is only read: its item stays zeroed,
- * with 0 bytes to copy. */
+/* Check pair `index` alone, fill its item, and list the address ranges that it reads
+ * and writes. A pair of two identical views is only read: its item stays zeroed, with 0
+ * bytes to copy. MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_OVERLAP. */
 static mls_code check_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -265,8 +270,8 @@ static mls_code check_pair(planner *p, size_t index)
 
 /* ---- destinations that share memory ---- */
 
-/* Fails because the target of pair `written` shares memory with the source of pair
- * `read`, which may be the same pair. Returns MLS_E_OVERLAP. */
+/* Fail because the target of pair number `written` shares memory with the source of pair
+ * number `read`, which may be the same pair. Returns MLS_E_OVERLAP. */
 static mls_code fail_overlap(planner *p, size_t written, size_t read)
 {
     const mls_load_into_pair *pair = &p->pairs[written];
@@ -284,6 +289,8 @@ static mls_code fail_overlap(planner *p, size_t written, size_t read)
     return add_pair_name(p->st, pair);
 }
 
+/* Put the target of pair number `pair` into the cluster of pair number `other`, which
+ * gets a new one if it has none. */
 static void join_cluster(planner *p, size_t pair, size_t other)
 {
     if (p->items[other].cluster == 0) {
@@ -292,8 +299,9 @@ static void join_cluster(planner *p, size_t pair, size_t other)
     p->items[pair].cluster = p->items[other].cluster;
 }
 
-/* Compares each read with each write whose ranges overlap: views may interleave without
- * sharing an element. */
+/* Compare each read with each write whose ranges overlap, exactly: views may interleave
+ * without sharing an element. `sorted` has `count` ranges by ascending start.
+ * MLS_E_OVERLAP. */
 static mls_code compare_views(planner *p, const mls_address_range *sorted, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -312,9 +320,9 @@ static mls_code compare_views(planner *p, const mls_address_range *sorted, size_
     return MLS_OK;
 }
 
-/* Finds targets that share memory: with each other, they become a cluster; with a source,
- * that is an error. Sweeps the sorted ranges of all reads and writes. Only the range with
- * the highest end has to be kept, among the reads and among the writes. The views
+/* Find targets that share memory: with each other, they become a cluster; with a source,
+ * that is MLS_E_OVERLAP. Sweeps the sorted ranges of all reads and writes, and keeps only
+ * the range with the highest end among the reads and among the writes. The views
  * themselves are compared only if a read and a write overlap. */
 static mls_code find_overlaps(planner *p)
 {
@@ -338,8 +346,8 @@ static mls_code find_overlaps(planner *p)
     return is_mixed ? compare_views(p, sorted, count) : MLS_OK;
 }
 
-/* Links the pairs of each cluster in order. Iterates backwards, so each pair is
- * prepended. */
+/* Link the pairs of each cluster in ascending order, from `heads`. Iterates backwards, so
+ * that each pair is prepended. */
 static void link_clusters(planner *p)
 {
     for (size_t cluster = 0; cluster < p->clusters; cluster++) {
@@ -356,14 +364,15 @@ static void link_clusters(planner *p)
 
 /* ---- chunks and tasks ---- */
 
+/* Report MLS_E_MEMORY for a plan of `count` pairs. */
 static mls_code no_memory(mls_status *st, size_t count)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory to plan the loading of %zu tensors",
                     count);
 }
 
-/* Ensures capacity for one more chunk, and for the task that it may start with the end of
- * that task. Returns false if memory runs out. */
+/* Ensure room for one more chunk, and for the start and the end of the task that it may
+ * begin. Returns false if memory runs out. */
 static bool reserve_chunk(planner *p)
 {
     if (p->chunks < p->room) {
@@ -378,6 +387,7 @@ static bool reserve_chunk(planner *p)
         return false;
     }
     p->load->chunks = chunks;
+    /* at most one task for each chunk, and the end of the last one */
     size_t *starts = mls_realloc(p->load->starts, room + 1, sizeof *starts);
     if (starts == NULL) {
         return false;
@@ -388,7 +398,8 @@ static bool reserve_chunk(planner *p)
     return true;
 }
 
-/* Ends the current task, unless it is empty: the chunks added so far belong to it. */
+/* End the current task, unless it is empty: the chunks since the previous end belong to
+ * it. */
 static void end_task(planner *p)
 {
     mls_load_into *load = p->load;
@@ -398,8 +409,9 @@ static void end_task(planner *p)
     }
 }
 
-/* Appends a chunk of `bytes` bytes. Starts a new task if the current one is full enough,
- * unless `together`. Returns false if memory runs out. */
+/* Append the chunk `part`, of `bytes` bytes, to the current task, or to a new one if the
+ * current one would exceed PART bytes. With `together` it always joins the current one.
+ * Returns false if memory runs out. */
 static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
 {
     if (!reserve_chunk(p)) {
@@ -413,8 +425,9 @@ static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
     return true;
 }
 
-/* Appends a pair as one chunk. A chunk without a pair is a plain copy of `size` bytes;
- * with a pair and size 0 it is the whole pair. Returns false if memory runs out. */
+/* Append pair `index` as one chunk. A chunk without a pair is a plain copy of `size`
+ * bytes; with a pair and size 0 it is the whole pair. `together`: as in add_chunk.
+ * Returns false if memory runs out. */
 static bool add_unsplit(planner *p, size_t index, bool together)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -426,8 +439,8 @@ static bool add_unsplit(planner *p, size_t index, bool together)
     return add_chunk(p, unsplit, it->bytes, together);
 }
 
-/* Divides a plain pair into chunks of PART bytes and a remainder, which may share a task.
- * Returns false if memory runs out. */
+/* Divide a plain pair into chunks of PART bytes; the last one may be shorter and may
+ * share a task. Returns false if memory runs out. */
 static bool split_copy(planner *p, const item *it)
 {
     bool fits = true;
@@ -439,9 +452,9 @@ static bool split_copy(planner *p, const item *it)
     return fits;
 }
 
-/* Divides any other pair into chunks of some rows of one axis, separately for every index
- * of the outer axes. One such index exceeds PART bytes, so there are few of them. Returns
- * false if memory runs out. */
+/* Divide a strided pair of `bytes` bytes into chunks of some rows of one axis, separately
+ * for every index of the outer axes. One such index exceeds PART bytes, so there are few
+ * of them. Returns false if memory runs out. */
 static bool split_strided(planner *p, const mls_load_into_pair *pair, size_t bytes)
 {
     mls_tensor dst, src;
@@ -471,9 +484,9 @@ static bool split_strided(planner *p, const mls_load_into_pair *pair, size_t byt
     return fits;
 }
 
-/* Appends the clusters: pairs whose targets overlap, so that one task writes them in
- * order. They come first, because other threads must find work meanwhile. Returns false
- * if memory runs out. */
+/* Append the clusters: pairs whose targets overlap, so that one task writes them in
+ * order. They come first, because they may be long and other threads must find work
+ * meanwhile. Returns false if memory runs out. */
 static bool add_clusters(planner *p)
 {
     bool fits = true;
@@ -487,8 +500,8 @@ static bool add_clusters(planner *p)
     return fits;
 }
 
-/* Appends the pairs outside clusters, large ones in several chunks. Returns false if
- * memory runs out. */
+/* Append the pairs outside clusters that have bytes to copy, large ones in several
+ * chunks. Returns false if memory runs out. */
 static bool add_others(planner *p)
 {
     bool fits = true;
@@ -511,7 +524,8 @@ static bool add_others(planner *p)
 
 /* ---- the plan ---- */
 
-/* Checks all pairs, then divides them into chunks and tasks. */
+/* Check all pairs, then divide them into chunks and tasks. After an error the caller
+ * frees the plan. */
 static mls_code make_plan(planner *p)
 {
     mls_code code = MLS_OK;
@@ -536,7 +550,7 @@ static mls_code make_plan(planner *p)
     return MLS_OK;
 }
 
-/* Checks and plans a load. The arrays of the planner are freed at the end; the plan keeps
+/* Check and plan a load. The arrays of the planner are freed at the end; the plan keeps
  * only chunks and tasks. */
 mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
                            mls_load_into **out, mls_status *st)
@@ -578,7 +592,7 @@ typedef struct job {
     mls_destination destination;
 } job;
 
-/* Copies a chunk of part->size rows of one axis as smaller views: the outer axes have
+/* Copy the chunk `part` of some rows of one axis, as smaller views: the outer axes have
  * length 1. The axis is chosen again as in split_strided. */
 static void copy_rows(const job *j, const chunk *part)
 {
@@ -599,7 +613,8 @@ static void copy_rows(const job *j, const chunk *part)
     mls_copy(j->kernels, &dst, &src, j->destination);
 }
 
-/* Task: copies its chunks in order; see add_unsplit for the kinds of chunks. */
+/* Thread function: copy the chunks of task `task` in order; see add_unsplit for the kinds
+ * of chunks. */
 static void run_task(void *context, size_t task)
 {
     const job *j = context;
@@ -616,8 +631,8 @@ static void run_task(void *context, size_t task)
     }
 }
 
-/* All tensors count as one destination: together they may exceed the cache although each
- * of them fits. */
+/* Run all tasks. All tensors count as one destination: together they may exceed the cache
+ * although each of them fits. */
 void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
                        mls_pool *pool)
 {
@@ -626,7 +641,7 @@ void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
     mls_pool_run(shared, run_task, &j, load->tasks);
 }
 
-/* Frees a plan; accepts NULL. */
+/* Free a plan, but no tensor; accepts NULL. */
 void mls_load_into_free(mls_load_into *load)
 {
     if (load != NULL) {

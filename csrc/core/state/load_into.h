@@ -49,7 +49,8 @@ mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool c
 /* Returns the bytes to write, without pairs that are left out. */
 size_t mls_load_into_bytes(const mls_load_into *load);
 
-/* Copies everything; several threads share large tensors. Cannot fail. */
+/* Copies everything; the threads of the pool (NULL: none) share large tensors. Cannot
+ * fail. */
 void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
                        mls_pool *pool);
 

@@ -20,8 +20,8 @@ bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta 
     return a->dtype == b->dtype || strcmp(a->dtype, b->dtype) == 0;
 }
 
-/* Writes lengths, rank and dimensions for a digest: 24 bytes and 8 for each axis,
- * little-endian. Returns their number. */
+/* Write lengths, rank and dimensions: 24 bytes and 8 for each axis. Returns their number.
+ */
 size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *facts,
                             unsigned char *out)
 {
@@ -35,8 +35,8 @@ size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *facts,
     return 24 + 8 * rank;
 }
 
-/* Returns the differences of a pair as bits. Shape and dtype are compared only if both
- * sides have the tensor. */
+/* Return the result bits of a pair. Shape and dtype are compared only if both sides have
+ * the tensor. */
 static unsigned char bits_of(const mls_fact_pair *pair)
 {
     if (!pair->has_target) {
@@ -52,8 +52,8 @@ static unsigned char bits_of(const mls_fact_pair *pair)
     return (unsigned char)(shape | dtype);
 }
 
-/* Compares all pairs: `out` receives the bits of each. Sets bits and counts in one pass:
- * usually the counts are zero and the caller needs no more. */
+/* Set the result bits of each pair and count them in one pass: usually nothing differs,
+ * and the caller needs only the counts. */
 mls_metadata_counts mls_metadata_compare(const mls_fact_pair *pairs, size_t count,
                                          unsigned char *out)
 {

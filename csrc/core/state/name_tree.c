@@ -38,13 +38,15 @@ struct mls_name_tree {
 
 /* ---- the table ---- */
 
+/* Return the hash of the child of node `parent` with this segment. */
 static uint32_t hash_segment(uint32_t parent, mls_str segment)
 {
     return (uint32_t)mls_str_hash(parent, segment);
 }
 
-/* Returns the slot of the child, or the empty slot for it. The table is at most
- * half full, so an empty slot exists. */
+/* Return the slot of the child of `parent` with this segment, or the empty slot for it.
+ * `hash` is from hash_segment. The table is at most half full, so an empty slot exists.
+ */
 static name_slot *find_slot(const mls_name_tree *names, uint32_t hash, uint32_t parent,
                             mls_str segment)
 {
@@ -64,7 +66,8 @@ static name_slot *find_slot(const mls_name_tree *names, uint32_t hash, uint32_t 
     }
 }
 
-/* Returns the child with this segment, or 0: the root is never a child. */
+/* Return the child of `parent` with this segment, or 0 if there is none: the root is
+ * never a child. */
 static uint32_t find_child(const mls_name_tree *names, uint32_t parent, mls_str segment)
 {
     /* the first child and an only child need no table lookup */
@@ -81,12 +84,15 @@ static uint32_t find_child(const mls_name_tree *names, uint32_t parent, mls_str 
     return find_slot(names, hash_segment(parent, segment), parent, segment)->node;
 }
 
-/* Returns whether `name` ends at this node; false for the root. */
+/* Return whether `name` ends at `node`, which is on its path. The root is never an end:
+ * the empty name has one empty segment below it. */
 static bool ends_at(const mls_name_tree *names, uint32_t node, mls_str name)
 {
     return node != 0 && names->nodes[node].path.length == name.length;
 }
 
+/* Return the segment of `name` that follows `node`, which is on its path and not its end.
+ */
 static mls_str segment_after(const mls_name_tree *names, uint32_t node, mls_str name)
 {
     const size_t start = node == 0 ? 0 : names->nodes[node].path.length + 1;
@@ -97,12 +103,14 @@ static mls_str segment_after(const mls_name_tree *names, uint32_t node, mls_str 
 
 /* ---- construction ---- */
 
+/* Report MLS_E_MEMORY. */
 static mls_code no_memory(mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory for the tree of names");
 }
 
-/* Ensures room for one more node, by doubling. On failure the nodes are unchanged. */
+/* Ensure room for one more node, by doubling. MLS_E_CAPACITY, MLS_E_MEMORY: the nodes are
+ * unchanged. */
 static mls_code reserve_node(mls_name_tree *names, mls_status *st)
 {
     if (names->size == MAX_NODES) {
@@ -118,9 +126,10 @@ static mls_code reserve_node(mls_name_tree *names, mls_status *st)
     return MLS_OK;
 }
 
-/* Appends a child to `parent` and returns it; room is reserved. The first child has no
- * slot in the table: find_child compares it directly. During construction `count` holds
- * the last child, so appending takes constant time. */
+/* Append a child with this path and last segment to `parent` and return its number; room
+ * is reserved. The first child has no slot in the table: find_child compares it directly.
+ * During construction a node's `count` holds its last child, so appending takes constant
+ * time. */
 static uint32_t append_node(mls_name_tree *names, uint32_t parent, mls_str path,
                             mls_str segment)
 {
@@ -145,7 +154,7 @@ static uint32_t append_node(mls_name_tree *names, uint32_t parent, mls_str path,
     return added;
 }
 
-/* Returns how many bytes two texts have in common at their start. */
+/* Return how many bytes two texts have in common at their start. */
 static size_t common_length(mls_str a, mls_str b)
 {
     const size_t shorter = a.length < b.length ? a.length : b.length;
@@ -160,8 +169,9 @@ static size_t common_length(mls_str a, mls_str b)
     return length;
 }
 
-/* Returns the deepest node that `name` shares with the name that ends at `leaf`. The way
- * up is never longer than the way down that inserted that name. */
+/* Return the deepest node on the paths of both `name` and the name that ends at `leaf`,
+ * possibly the root (0). The way up is never longer than the way down that inserted the
+ * previous name. */
 static uint32_t shared_node(const mls_name_tree *names, uint32_t leaf, mls_str name)
 {
     const size_t common = common_length(names->nodes[leaf].path, name);
@@ -176,9 +186,9 @@ static uint32_t shared_node(const mls_name_tree *names, uint32_t leaf, mls_str n
     return node;
 }
 
-/* Inserts `name` with all nodes on its path. `*leaf` is the node of the previous name,
- * and becomes this one's node. A failure leaves unfinished nodes: the caller frees the
- * whole tree. */
+/* Insert `name` with all nodes on its path. `*leaf` is the node of the previous name (0:
+ * none), and becomes this one's node. MLS_E_CAPACITY, MLS_E_MEMORY: unfinished nodes
+ * remain, and the caller frees the whole tree. */
 static mls_code add_path(mls_name_tree *names, mls_str name, uint32_t *leaf,
                          mls_status *st)
 {
@@ -200,8 +210,9 @@ static mls_code add_path(mls_name_tree *names, mls_str name, uint32_t *leaf,
     return MLS_OK;
 }
 
-/* Inserts all names; a repeated one is MLS_E_VALUE. The node where a name ends records
- * the name, so a duplicate is detected without a set. */
+/* Insert all `count` names of `list`. The node where a name ends records the name, so a
+ * duplicate (MLS_E_VALUE) is detected without a set. After an error the caller frees the
+ * tree. */
 static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t count,
                           mls_status *st)
 {
@@ -224,8 +235,8 @@ static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t coun
     return MLS_OK;
 }
 
-/* Replaces each node's `count` by the number of names at and below it. Children come
- * after their parents, so one backward pass sums them. */
+/* Replace each node's `count` by the number of names at and below it. Children come after
+ * their parents, so one backward pass sums them. */
 static void count_names(mls_name_tree *names)
 {
     for (size_t i = 0; i < names->size; i++) {
@@ -236,7 +247,7 @@ static void count_names(mls_name_tree *names)
     }
 }
 
-/* Allocates an empty tree for `count` names; NULL if memory runs out. Models have up to
+/* Allocate an empty tree for `count` names; NULL if memory runs out. Models have up to
  * 2.5 nodes for each name, and unused memory is never touched. The table is at most half
  * full. */
 static mls_name_tree *alloc_tree(size_t count)
@@ -267,7 +278,7 @@ static mls_name_tree *alloc_tree(size_t count)
     return names;
 }
 
-/* Builds the tree of a list of names. A failure frees the whole tree. */
+/* Build the tree of a list of names. After a failure the whole tree is freed. */
 mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **out,
                            mls_status *st)
 {
@@ -312,8 +323,8 @@ size_t mls_name_tree_size(const mls_name_tree *names)
     return names->size;
 }
 
-/* Returns the node with this path, or MLS_NAME_NONE. Descends from the root with one
- * lookup for each segment; an empty path has one empty segment. */
+/* Descend from the root with one lookup for each segment; an empty path has one empty
+ * segment. */
 uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path)
 {
     const mls_str name = path.length == 0 ? (mls_str){.data = ""} : path;
@@ -327,9 +338,9 @@ uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path)
     return node;
 }
 
-/* Returns the node after `node` in pre-order within the subtree of `top`, or
- * MLS_NAME_NONE. Follows the links, without a stack, so depth is unlimited. Stops at
- * `top` on the way up, before the siblings of `top`. */
+/* Return the node after `node` in pre-order within the subtree of `top`, or MLS_NAME_NONE
+ * at its end. Follows the links, without a stack, so depth is unlimited. Stops at `top`
+ * on the way up, before the siblings of `top`. */
 static uint32_t next_node(const mls_name_tree *names, uint32_t top, uint32_t node)
 {
     const mls_name_node *nodes = names->nodes;
@@ -342,8 +353,8 @@ static uint32_t next_node(const mls_name_tree *names, uint32_t top, uint32_t nod
     return node == top ? MLS_NAME_NONE : nodes[node].next_sibling;
 }
 
-/* Moves the value at `at` of a heap of `count` values down to its position; the largest
- * value is first. */
+/* Move the value at index `at` of a heap of `count` values down to its position; the
+ * largest value of a heap is at index 0. */
 static void sift_down(uint32_t *heap, size_t at, size_t count)
 {
     const uint32_t value = heap[at];
@@ -360,7 +371,7 @@ static void sift_down(uint32_t *heap, size_t at, size_t count)
     heap[at] = value;
 }
 
-/* Sorts `count` positions in ascending order. Heap sort: in place, and O(n log n) for any
+/* Sort `count` positions in ascending order. Heap sort: in place, and O(n log n) for any
  * input. qsort guarantees neither, and names may come from untrusted files. */
 static void sort_positions(uint32_t *positions, size_t count)
 {
@@ -375,9 +386,8 @@ static void sort_positions(uint32_t *positions, size_t count)
     }
 }
 
-/* Lists the names below a node by their positions, ascending. If the names of a layer are
- * not adjacent in the list, the tree has a different order, and the positions are
- * sorted. */
+/* Walk the subtree in pre-order. The positions ascend, unless names of a layer are not
+ * adjacent in the list; they are sorted then. */
 size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *out)
 {
     size_t count = 0;
@@ -398,15 +408,16 @@ size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *
 
 /* ---- layers ---- */
 
-/* MLS_NAME_NONE compares as the largest. */
+/* Return the smaller of two positions. MLS_NAME_NONE compares as the largest. */
 static uint32_t earlier_position(uint32_t a, uint32_t b)
 {
     return a < b ? a : b;
 }
 
-/* Computes for every node the first name that makes it a layer, in `first`: of the names
- * directly below it (`direct`), or of all names below it. Children come after their
- * parents, so in a backward pass each node is complete before it is passed on. */
+/* Set `first[i]` of each node i to the position of the first name that makes it a layer:
+ * of the names that end at its children (`direct`), or of all names below it;
+ * MLS_NAME_NONE if there is none. Children come after their parents, so in a backward
+ * pass each node is complete before it is passed on. */
 static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
 {
     const mls_name_node *nodes = names->nodes;
@@ -421,11 +432,10 @@ static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
     }
 }
 
-/* Lists the nodes that are layers, in the order of their first names. Two layers of the
- * same kind never have the same first name, because a name has one parent and one
- * ancestor at each depth. So the first names define the order. `layers` first holds the
- * layer of each name that begins one, and is then packed in place: the write position
- * never passes the read position. */
+/* List the layers in the order of their first names. Two layers of the same kind never
+ * have the same first name, because a name has one parent and one ancestor at each depth.
+ * `layers` first holds the layer of each name that begins one, and is then packed in
+ * place: the write position never passes the read position. */
 mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32_t **out,
                               size_t *count, mls_status *st)
 {

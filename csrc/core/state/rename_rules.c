@@ -13,14 +13,14 @@
 /* Instead of a position; no name is that long. */
 #define NO_HIT SIZE_MAX
 
-/* Returns whether a rule applies at every segment. An empty `old` applies only at the
- * start. */
+/* Return whether a rule applies at every segment. An empty `old` applies only at the
+ * start of a name. */
 static bool is_anywhere(const mls_rename_rule *rule)
 {
     return rule->anywhere && rule->old.length > 0;
 }
 
-/* Returns the start of the segment after the one at `from`, or NO_HIT. */
+/* Return where the first segment after byte `from` of the name starts, or NO_HIT. */
 static size_t next_start(mls_str name, size_t from)
 {
     const char *dot =
@@ -28,7 +28,7 @@ static size_t next_start(mls_str name, size_t from)
     return dot == NULL ? NO_HIT : (size_t)(dot - name.data) + 1;
 }
 
-/* Returns whether `old` is at byte `at` of the name and ends with a segment: with its own
+/* Return whether `old` is at byte `at` of the name and ends with a segment: with its own
  * dot, before a dot, or at the end of the name. An empty `old` always matches. */
 static bool matches_at(mls_str name, mls_str old, size_t at)
 {
@@ -43,8 +43,8 @@ static bool matches_at(mls_str name, mls_str old, size_t at)
     return end == name.length || name.data[end - 1] == '.' || name.data[end] == '.';
 }
 
-/* Returns the first segment start from `from` on at which the rule matches, or NO_HIT. A
- * rule for the start of a name checks only `from`, which is then 0. */
+/* Return the first segment start from byte `from` on at which the rule matches, or
+ * NO_HIT. A rule for the start of a name looks only at `from`, which is then 0. */
 static size_t next_hit(mls_str name, const mls_rename_rule *rule, size_t from)
 {
     for (size_t at = from; at != NO_HIT; at = next_start(name, at)) {
@@ -58,8 +58,9 @@ static size_t next_hit(mls_str name, const mls_rename_rule *rule, size_t from)
     return NO_HIT;
 }
 
-/* Returns the first segment start after a match. Reads only bytes after the match: the
- * bytes before it may be overwritten already. */
+/* Return the first segment start behind the match at byte `hit`, or NO_HIT if the rule
+ * applies no further. Reads only bytes behind the match: replace_hits may have
+ * overwritten those before it. */
 static size_t start_after(mls_str name, const mls_rename_rule *rule, size_t hit)
 {
     if (!is_anywhere(rule)) {
@@ -69,8 +70,8 @@ static size_t start_after(mls_str name, const mls_rename_rule *rule, size_t hit)
     return rule->old.data[rule->old.length - 1] == '.' ? end : next_start(name, end);
 }
 
-/* Returns how many bytes a match removes: a removed prefix takes the dot after it along.
- */
+/* Return how many bytes of the name the match at byte `hit` removes: `old`, and with an
+ * empty `new` also the dot behind it. */
 static size_t match_length(mls_str name, const mls_rename_rule *rule, size_t hit)
 {
     const size_t length = rule->old.length, end = hit + length;
@@ -79,9 +80,9 @@ static size_t match_length(mls_str name, const mls_rename_rule *rule, size_t hit
     return takes_dot ? length + 1 : length;
 }
 
-/* Returns how often the rule matches, and the bytes that the matches remove. Counted
- * before anything is written, because the new length decides whether the buffer is large
- * enough and how far the name moves first. */
+/* Return how often the rule matches, and in `*removed` the bytes that the matches remove.
+ * Counted before anything is written, because the new length decides whether the buffer
+ * is large enough and how far the name moves first. */
 static size_t count_hits(mls_str name, const mls_rename_rule *rule, size_t *removed)
 {
     size_t hits = 0;
@@ -96,8 +97,8 @@ static size_t count_hits(mls_str name, const mls_rename_rule *rule, size_t *remo
     return hits;
 }
 
-/* Computes the length of a name after `hits` replacements of a rule that remove `removed`
- * bytes. Returns false on overflow. */
+/* Set `*out` to the length of a name of `length` bytes after `hits` replacements that
+ * remove `removed` bytes. Returns false on overflow. */
 static bool length_after(size_t length, size_t hits, size_t removed,
                          const mls_rename_rule *rule, size_t *out)
 {
@@ -107,8 +108,9 @@ static bool length_after(size_t length, size_t hits, size_t removed,
            mls_size_add(length - removed, added, out);
 }
 
-/* Returns a sufficient buffer size for a name under all rules; SIZE_MAX on overflow.
- * Assumes that no rule shrinks the name, and that every possible segment matches. */
+/* Return a buffer size that is enough for a name under `count` rules; SIZE_MAX on
+ * overflow. Assumes that no rule shrinks the name, and that every possible segment
+ * matches. */
 static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t count)
 {
     size_t length = name.length;
@@ -128,9 +130,9 @@ static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t co
     return length;
 }
 
-/* Applies a rule, which matches `hits` times, to the name of `length` bytes in `out`, in
+/* Apply a rule that matches `hits` times to the name of `length` bytes in `out`, in
  * place; `out` has room for `new_length`. A name that grows is first moved to the end of
- * its new range, so the write position never passes the read position. */
+ * its new range, so that the write position never passes the read position. */
 static void replace_hits(char *out, size_t length, size_t new_length, size_t hits,
                          const mls_rename_rule *rule)
 {
@@ -152,7 +154,7 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
     memmove(out + written, name.data + read, length - read);
 }
 
-/* Creates a rule; false: nothing follows the star. Without a star `old` may be empty: it
+/* Create a rule; false: nothing follows the star. Without a star `old` may be empty: it
  * matches the start of every name. */
 bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
 {
@@ -164,7 +166,7 @@ bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
     return !out->anywhere || out->old.length > 0;
 }
 
-/* Returns whether a name starts or ends with a dot, has two in a row, or is empty. */
+/* Return whether a segment of the name is empty; the empty name has one empty segment. */
 bool mls_name_has_empty_part(mls_str name)
 {
     bool starts_part = true;
@@ -178,9 +180,9 @@ bool mls_name_has_empty_part(mls_str name)
     return starts_part;
 }
 
-/* Applies all rules to a name, and returns the length of the result. A name that no rule
- * matches costs one copy and one check for each rule. If the buffer is too small at rule
- * i, the result covers the remaining rules. */
+/* Apply the rules one after the other, in `out`. A name that no rule matches costs one
+ * copy and one check for each rule. If the buffer is too small at rule i, the bound
+ * covers the name so far and the remaining rules. */
 size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, char *out,
                       size_t room, bool *used)
 {

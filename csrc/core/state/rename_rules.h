@@ -20,8 +20,8 @@ typedef struct mls_rename_rule {
     bool anywhere;
 } mls_rename_rule;
 
-/* Creates a rule from two borrowed texts; a star before `old` means anywhere. Returns
- * false if nothing follows the star. */
+/* Creates a rule from two borrowed texts, which replaces `old` by `new`; a star before
+ * `old` means anywhere. Returns false if nothing follows the star. */
 bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out);
 
 /* Applies each rule once, in order, to `name`, and writes the result to `out`, without a

@@ -158,7 +158,7 @@ static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
         if (item != Py_None && mlspy_take_int64(state, item, "axis", &axis) < 0) {
             return false;
         }
-        axes[i] = (signed char)(axis < MLS_LAYOUT_RANK ? axis : MLS_NO_AXIS);
+        axes[i] = (signed char)(axis >= 0 && axis < MLS_LAYOUT_RANK ? axis : MLS_NO_AXIS);
     }
     return true;
 }

@@ -269,10 +269,10 @@ static PyObject *link_all_gather(link_object *self, PyObject *const *args,
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* all_to_all(array, sent, out, wanted, timeout, text): sends a part of `array` to each
+/* all_to_all(array, sent, out, received, timeout, text): sends a part of `array` to each
  * rank, and receives a part from each into `out`
  *
- * Both are arrays of bytes, with the parts in rank order; `sent` and `wanted` are lists
+ * Both are arrays of bytes, with the parts in rank order; `sent` and `received` are lists
  * of the bytes of each part.
  */
 static PyObject *link_all_to_all(link_object *self, PyObject *const *args,
@@ -492,7 +492,7 @@ static PyMethodDef link_methods[] = {
     MLSPY_METHOD(link, broadcast, METH_FASTCALL, "array, root, timeout, text, /"),
     MLSPY_METHOD(link, all_gather, METH_FASTCALL, "array, out, sizes, timeout, text, /"),
     MLSPY_METHOD(link, all_to_all, METH_FASTCALL,
-                 "array, sent, out, wanted, timeout, text, /"),
+                 "array, sent, out, received, timeout, text, /"),
     MLSPY_METHOD(link, all_reduce, METH_FASTCALL,
                  "array, out, op, divisor, timeout, text, /"),
     MLSPY_METHOD(link, reduce_scatter, METH_FASTCALL,

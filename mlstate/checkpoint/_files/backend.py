@@ -34,6 +34,9 @@ class FileBackend(Protocol):
     def read_tree(self, path: Path) -> Any:
         """Read any value from a ``torch.save`` file without running code from it."""
 
+    def read_ranks(self, paths: list[Path]) -> Any:
+        """Read the value that each rank of a job saved to a file, and join the parts of tensors."""
+
     def parts_of(self, tree: Any, path: Path) -> Parts:
         """Split a tree into model, optimizer, plain values, and named states."""
 

@@ -2,8 +2,7 @@
 
 The suffix of a path determines the format. For a directory, its content does.
 
-The format ``torch_checkpointing`` is a directory that one rank wrote with that package; it is only
-read.
+The format ``torch_checkpointing`` is a directory of that package; it is only read.
 
 ==============  ==========================  ====================================================
 format          path                        holds
@@ -236,6 +235,8 @@ def read_any(
         if name == "dcp":
             assert isinstance(place, Path)
             parts = torch_backend("files of torch", FileBackend).read_dcp(place, chosen)
+        elif name == "torch_checkpointing":
+            parts = read_entries(_folder_of(place), chosen)
         else:
             # the reader for torch returns all entries of Lightning
             is_part = selection is not None and name == "lightning"
@@ -590,7 +591,7 @@ def _write_dcp(target: Target, parts: Parts) -> None:
 
 
 def _read_entries(path: Path) -> Parts:
-    return read_entries(_folder_of(path))
+    return read_entries(_folder_of(path), Selection())
 
 
 def _write_entries(target: Target, _parts: Parts) -> None:

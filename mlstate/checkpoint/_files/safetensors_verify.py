@@ -56,11 +56,11 @@ def _as_array(dtype: str, shape: list[int]) -> tuple[str, tuple[int, ...]]:
     return dtype if info is None else info.name, tuple(shape)
 
 
-def read_header(path: str) -> FileHeader:
+def read_header(path: str, *, verify: bool = True) -> FileHeader:
     """Read the header of a file after the core has validated it; raises as `mlstate.load_file`."""
     import json
 
-    _core.file_metadata(path, True)
+    _core.file_metadata(path, verify)
     try:
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")

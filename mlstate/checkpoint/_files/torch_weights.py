@@ -29,9 +29,9 @@ from .backend import FileBackend
 
 if TYPE_CHECKING:
     from .._folder.protocol import Folder
-    from .parts import Parts
+    from .parts import Parts, Selection
 
-_ENTRY = re.compile(r"(.+)_(\d+)\.pt\Z", re.ASCII)
+_ENTRY = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt\Z", re.ASCII)
 
 
 def torch_weights_root(folder: Folder) -> str | None:
@@ -88,27 +88,44 @@ def _check_equal(path: str, name: str, array: Any, first: Any, first_file: str) 
 # ---- torch_checkpointing ----
 
 
-def entry_files(folder: Folder) -> dict[str, str]:
-    """Return the file of each entry in a local folder of torch_checkpointing; {} if it is another.
+def entry_files(folder: Folder) -> dict[str, dict[int, str]]:
+    """Return the file of each entry and rank in a local folder of torch_checkpointing.
 
-    Raises CompatibilityError if several ranks wrote it: their files hold parts of tensors.
+    The result is empty if the folder is of another kind.
     """
     names = [name for name in folder.names("") if name.endswith(".pt")]
-    matches = [match for name in sorted(names) if (match := _ENTRY.match(name))]
-    if len(matches) < len(names) or not any(match[2] == "0" for match in matches):
-        return {}
-    other = next((match[0] for match in matches if match[2] != "0"), None)
-    if other is not None:
-        raise CompatibilityError(
-            f"{folder.path} holds {other!r}: several ranks wrote it with torch_checkpointing, and "
-            "their parts are not joined here; load it there, and save it with mlstate.save"
-        )
-    return {match[1]: match[0] for match in matches}
+    entries: dict[str, dict[int, str]] = {}
+    for match in map(_ENTRY.match, sorted(names)):
+        if match is None:
+            return {}
+        entries.setdefault(match[1], {})[int(match[2])] = match[0]
+    return entries if any(0 in files for files in entries.values()) else {}
 
 
-def read_entries(folder: Folder) -> Parts:
-    """Read a folder that one rank wrote with torch_checkpointing, without running code from it."""
+def read_entries(folder: Folder, selection: Selection) -> Parts:
+    """Read a folder of torch_checkpointing, without running code from it.
+
+    Raises CompatibilityError if a rank's file is missing, or if ranks hold different values that
+    are no parts of DTensors.
+    """
     backend = torch_backend("files of torch", FileBackend)
     path = Path(folder.path)
-    tree = {name: backend.read_tree(path / file) for name, file in entry_files(folder).items()}
+    entries = entry_files(folder)
+    ranks = range(max(len(files) for files in entries.values()))
+    others = sorted(name for name in folder.names("") if not name.endswith((".pt", ".pkl")))
+    if others:
+        find_caller().warn(f"{path}: files beside the entries are left out: {listed(others)}")
+    only = selection.only if selection.only <= entries.keys() else set()
+    left_out = selection.skip | (entries.keys() - only if only else set())
+    tree: dict[str, Any] = {}
+    for name, files in entries.items():
+        if name in left_out and not selection.takes(name):
+            continue
+        missing = [rank for rank in (*ranks, *files) if rank not in files or rank not in ranks]
+        if missing:
+            raise CompatibilityError(
+                f"{path}: rank {missing[0]} has not saved each entry ({name}_{missing[0]}.pt); a "
+                "folder of torch_checkpointing is read with the files of all ranks"
+            )
+        tree[name] = backend.read_ranks([path / files[rank] for rank in ranks])
     return backend.parts_of(tree, path)

@@ -9,7 +9,11 @@ An action changes one object, and can undo its change.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from ..._common.arrays import is_cache, is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
@@ -44,6 +48,32 @@ class _StoredTree(NamedTuple):
 
     node: Any
     arrays: dict[str, Any]
+
+
+class _Source(NamedTuple):
+    """The place of a value in the named states, and its stored form."""
+
+    where: str
+    stored: _StoredTree
+
+    def text(self) -> str:
+        """Return a text that is the same for equal values; sharded arrays are left out."""
+        return json.dumps(_with_digests(*self.stored))
+
+
+def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return a stored form with the digests of its arrays, in the place of their keys."""
+    if isinstance(node, list):
+        return [_with_digests(each, arrays) for each in node]
+    if not isinstance(node, dict):
+        return node
+    if "$" not in node or "key" not in node:
+        return {key: _with_digests(each, arrays) for key, each in node.items()}
+    array = arrays.get(str(node["key"]))
+    if array is None:
+        return None
+    digest = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
+    return {**node, "key": [array.dtype.str, array.shape, digest]}
 
 
 # ---- reading ----
@@ -183,10 +213,13 @@ def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
 class _Restorer:
     """Prepares the actions that restore the targets of one named state."""
 
-    def __init__(self, loader: Loader, name: str, stored: _StoredTree) -> None:
+    def __init__(
+        self, loader: Loader, name: str, stored: _StoredTree, sources: dict[int, _Source]
+    ) -> None:
         self.loader = loader
         self.name = name
         self.stored = stored
+        self.sources = sources
         self.actions: list[Action] = []
 
     def decode(self, node: object, template: object = None, *, tensors: bool = False) -> Any:
@@ -197,6 +230,7 @@ class _Restorer:
 
         `node`: its stored description. `where`: its path in the state, for errors.
         """
+        self.refuse_second_value(target, node, where)
         library = library_of(target)
         if library is not None:
             self.add_generator(target, library, node, where)
@@ -221,6 +255,17 @@ class _Restorer:
                 "load_state_dict(), a dict or a list; or leave it out, and take the value from "
                 "LoadedState.states of load(path) without into="
             )
+
+    def refuse_second_value(self, target: object, node: object, where: str) -> None:
+        """Raise if a target has another name too, with another value: one would be lost."""
+        source = _Source(where, _StoredTree(node, self.stored.arrays))
+        first = self.sources.setdefault(id(target), source)
+        if first is not source and first.text() != source.text():
+            text = (
+                f"the target is also that of {first.where}, and the checkpoint has different "
+                "values for the two: pass an object for each"
+            )
+            raise _error(where, text, "another object", f"that of {first.where}")
 
     def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
         """Add the action that sets a random generator of `library` to its stored state.
@@ -396,15 +441,20 @@ def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
 
 
 def prepare_tree(
-    loader: Loader, name: str, kind: Mapping[str, object], target: Any
+    loader: Loader,
+    name: str,
+    kind: Mapping[str, object],
+    target: Any,
+    sources: dict[int, _Source],
 ) -> list[Action]:
     """Read a named state, and return the actions that restore its target.
 
+    `sources`: of all targets so far, by their ids; those of this one are added.
     Raises CompatibilityError if the target is of another kind than the saved value, and TypeError
     if it cannot be restored in place.
     """
     [stored] = _read(loader, name, kind)
-    restorer = _Restorer(loader, name, stored)
+    restorer = _Restorer(loader, name, stored, sources)
     restorer.add(target, stored.node, f"states[{name!r}]")
     return restorer.actions
 

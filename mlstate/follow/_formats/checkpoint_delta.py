@@ -1,4 +1,4 @@
-"""Deltas between Hugging Face folders, as slime, Miles and SGLang publish them."""
+"""Deltas between Hugging Face folders, as slime and Miles publish them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""TRL's sparse weight patches, and vLLM's ``SparseWeightPatch`` triples."""
+"""TRL's sparse weight patches, and vLLM's ``SparseWeightPatch``."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..._common.dtypes import as_numbers
 from ...errors import CompatibilityError, FormatError
 from .numbers import delta_from_numbers, numbers_of
 
@@ -108,36 +110,62 @@ def write_weight_patch(
     return tensors, metadata
 
 
-def read_triples(triples: Iterable[Any], elements: Mapping[str, int]) -> dict[str, Delta]:
+def read_patches(patches: Iterable[Any], elements: Mapping[str, int]) -> dict[str, Delta]:
     """Return the deltas of vLLM's patches: objects with ``name``, ``indices`` and ``values``.
 
     Raises
     ------
     FormatError
-        A patch is damaged, or a parameter has two patches.
+        A patch is damaged, its ``full_shape`` has another size than the parameter, or a parameter
+        has two patches.
     CompatibilityError
         A parameter is not in `elements`.
     """
     deltas: dict[str, Delta] = {}
-    for triple in triples:
-        name = triple.name
+    for patch in patches:
+        name = patch.name
         if name not in elements:
             raise CompatibilityError(f"the patch changes {name!r}, which this model lacks")
         if name in deltas:
             raise FormatError(f"{name!r} has two patches")
-        deltas[name] = delta_from_numbers(name, triple.indices, triple.values, elements[name])
+        shape = getattr(patch, "full_shape", None)  # vLLM before 0.28 has none
+        if shape is not None and prod(shape) != elements[name]:
+            raise FormatError(f"the patch of {name!r} is for shape {tuple(shape)}")
+        deltas[name] = delta_from_numbers(name, patch.indices, patch.values, elements[name])
     return deltas
 
 
-def write_triples(deltas: Mapping[str, Delta]) -> list[tuple[str, NDArray, NDArray]]:
-    """Return (name, int32 indices, values) of each parameter: the fields of vLLM's patch.
+def write_patches(
+    deltas: Mapping[str, Delta], shapes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[str, NDArray, NDArray, tuple[int, ...]]]:
+    """Return the fields of vLLM's patch of each parameter: name, int32 indices, values, shape.
+
+    Parameters
+    ----------
+    deltas : dict of Delta
+        By parameter.
+    shapes : dict of tuple of int
+        Shape of each parameter in the checkpoint.
 
     Raises
     ------
     CompatibilityError
-        A parameter has more elements than int32 can number.
+        A parameter has more elements than int32 can number, or vLLM would refuse its values: a NaN
+        marks an unchanged element there, so a dtype without NaN cannot be patched.
     """
-    return [(name, _int32_numbers(name, delta), delta.values) for name, delta in deltas.items()]
+    patches = []
+    for name, delta in deltas.items():
+        values = as_numbers(delta.values)
+        is_integer = values.dtype.kind in "iub"
+        if is_integer or np.isnan(values).any():
+            problem = f"dtype {values.dtype}" if is_integer else "a NaN"
+            error = CompatibilityError(
+                f"vLLM cannot patch {name!r} with {problem}: NaN marks unchanged elements"
+            )
+            error.name = name
+            raise error
+        patches.append((name, _int32_numbers(name, delta), delta.values, tuple(shapes[name])))
+    return patches
 
 
 def _parameters_of(tensors: Mapping[str, NDArray]) -> dict[str, tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..._common.arguments import check_flags
 from ..._common.set_module import set_module
 from ..._safetensors import load_file, load_metadata, save_file
+from ...errors import ChecksumError
 from ._live_layers import check_cache, installed_generation, new_layer, read_layer
 from ._prompt_file import PromptFile, flatten_prompt, parse_prompt
 
@@ -88,7 +89,8 @@ def load_prompt_cache(path: _Path, return_metadata: bool = False, *, verify: boo
     return_metadata : bool, default False
         Return the user's metadata too.
     verify : bool, default True
-        Verify the checksums, if the file has them.
+        Verify the checksums, if the file has them. They are stale if mlx-lm saved the file with
+        metadata that it read from a file of `save_prompt_cache`.
 
     Returns
     -------
@@ -116,7 +118,19 @@ def load_prompt_cache(path: _Path, return_metadata: bool = False, *, verify: boo
     return (cache, prompt.metadata) if return_metadata else cache
 
 
-def read_prompt(path: _Path, *, verify: bool = True, mmap: bool = False) -> PromptFile:
-    """Return the content of a file as arrays of NumPy."""
-    arrays = load_file(path, mmap=mmap, verify=verify)
-    return parse_prompt(arrays, load_metadata(path, verify=verify), os.fsdecode(path))
+def read_prompt(
+    path: _Path, *, verify: bool = True, mmap: bool = False, remedy: str = "verify=False"
+) -> PromptFile:
+    """Return the content of a file as arrays of NumPy.
+
+    `remedy`: the option of the caller that reads a file without checking it, for the error.
+    """
+    try:
+        arrays = load_file(path, mmap=mmap, verify=verify)
+        texts = load_metadata(path, verify=verify)
+    except ChecksumError as error:
+        if error.name is None:  # of the header; damaged arrays are no work of mlx-lm
+            text = f"{error}. If mlx-lm saved it with the metadata of such a file, pass {remedy}"
+            error.args = (text, *error.args[1:])
+        raise
+    return parse_prompt(arrays, texts, os.fsdecode(path))

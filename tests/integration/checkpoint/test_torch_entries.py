@@ -364,48 +364,6 @@ def test_a_hostile_place_in_the_state_is_refused(tmp_path, path):
         read_any(tmp_path / "c")
 
 
-# ---- torch_checkpointing ----
-
-
-def write_entries(folder, **entries):
-    """Write a folder as torch_checkpointing 0.1.1 does by default on one rank."""
-    folder.mkdir()
-    for name, value in entries.items():
-        torch.save(value, folder / f"{name}_0.pt")
-    return folder
-
-
-def test_a_folder_of_torch_checkpointing_is_read(tmp_path):
-    run = trained()
-    entries = {"step": 3, "config": {"a": [1]}, "raw": b"x", "ema_2": {"w": torch.ones(1)}}
-    model, optimizer = run[0].state_dict(), run[1].state_dict()
-    folder = write_entries(tmp_path / "c", model=model, optimizer=optimizer, **entries)
-    loaded = mlstate.load(convert(folder, tmp_path / "own", "--skip", "raw"))
-    assert loaded.optimizer == mlstate.OptimizerStateDict.from_torch(run[1])
-    assert loaded.metadata == {"step": 3}
-    assert loaded.states["config"] == {"a": [1]}
-    assert loaded.states["ema_2"]["w"].tolist() == [1]
-    with pytest.raises(mlstate.errors.CompatibilityError, match="only read"):
-        write_any(tmp_path / "n", {"w": np.ones(1)}, format="torch_checkpointing")
-
-
-def test_a_folder_of_torch_checkpointing_by_several_ranks_is_refused(tmp_path):
-    folder = write_entries(tmp_path / "c", model={"w": torch.ones(1)})
-    torch.save({"w": torch.ones(1)}, folder / "model_1.pt")
-    with pytest.raises(mlstate.errors.CompatibilityError, match=r"'model_1\.pt': several ranks"):
-        read_any(folder)
-
-
-def test_hostile_entries_are_refused(tmp_path):
-    folder = write_entries(tmp_path / "c", model={"w": torch.ones(1)}, custom=Custom())
-    with pytest.raises(FormatError, match=r"custom_0\.pt: holds a .*Custom"):
-        read_any(folder)
-    (folder / "custom_0.pt").unlink()
-    (folder / "custom_0.pt").symlink_to("/dev/zero")
-    with pytest.raises(FormatError, match="not a regular file"):
-        read_any(folder)
-
-
 def test_names_of_a_flattened_optimizer_are_those_of_its_keys(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"z": torch.nn.Linear(2, 2), "a": torch.nn.Linear(2, 2)})

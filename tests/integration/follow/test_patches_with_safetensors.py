@@ -1,10 +1,10 @@
-"""Patches that safetensors and torch read without mlstate, as the receivers of TRL and vLLM do."""
+"""Patches that safetensors and torch read without mlstate, as the receiver of TRL does."""
 
 import pytest
 from foreign_deltas import bases, encoded_deltas, news
 
 from mlstate.checkpoint import save_file
-from mlstate.follow._formats.weight_patch import SUFFIXES, write_triples, write_weight_patch
+from mlstate.follow._formats.weight_patch import SUFFIXES, write_weight_patch
 
 torch = pytest.importorskip("torch", reason="applies patches to torch tensors")
 safetensors = pytest.importorskip("safetensors", reason="reads the files")
@@ -36,12 +36,4 @@ def test_written_patches_are_applied_by_safetensors_and_torch(tmp_path, encoding
             if encoding == "gap_delta":
                 indices = torch.cumsum(indices + 1, 0) - 1
             parameter.index_copy_(0, indices, file.get_tensor(name + suffixes[1]))
-    assert_new_version(parameters)
-
-
-def test_triples_are_applied_by_index_copy():
-    parameters = {name: as_tensor(base) for name, base in bases().items()}
-    for name, indices, values in write_triples(encoded_deltas()):
-        numbers = torch.from_numpy(indices).to(torch.int64)
-        parameters[name].index_copy_(0, numbers, as_tensor(values))
     assert_new_version(parameters)

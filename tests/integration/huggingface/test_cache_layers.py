@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from inspect import isabstract, isclass
 
 import numpy as np
 import pytest
@@ -385,6 +386,63 @@ def test_codes_of_other_libraries_are_refused_by_name(name):
         from_cache(Cache(layers=[DynamicLayer(), layer]))
 
 
+def test_every_class_of_transformers_is_moved_or_refused_by_name():
+    """A class that a later version adds fails here."""
+    members = vars(cache_utils).values()
+    classes = [each for each in members if getattr(each, "__module__", "") == cache_utils.__name__]
+    layers = {each for each in classes if "Layer" in each.__name__ and not isabstract(each)}
+    moved = {type(create()) for create in LAYERS.values()} | {cache_utils.DummyLayer}
+    refused = {cache_utils.QuantoQuantizedLayer, cache_utils.HQQQuantizedLayer}
+    assert moved.isdisjoint(refused) and layers == moved | refused
+    caches = {each for each in classes if isclass(each) and issubclass(each, Cache)}
+    moved = {Cache, DynamicCache, cache_utils.StaticCache, cache_utils.QuantizedCache}
+    moved.add(EncoderDecoderCache)
+    refused = {cache_utils.MtpCache, cache_utils.DFlashCache}
+    assert caches == moved | refused
+    for each in refused:
+        with pytest.raises(CompatibilityError, match=f"cache is a {each.__name__}"):
+            from_cache(object.__new__(each))
+
+
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="since transformers 5.24")
+@pytest.mark.parametrize("name", ["static", "static indexed", "static sliding"])
+def test_a_cropped_static_layer_continues(name):
+    cache = filled(LAYERS[name], [7])
+    if name == "static sliding":
+        cache = Cache(layers=[StaticSlidingWindowLayer(WINDOW, WINDOW)])
+        write(cache.layers[0], 7, torch.Generator().manual_seed(0))
+    twin = copy.deepcopy(cache)
+    cache.layers[0].crop(-3)
+    twin.layers[0].crop(-3)
+    if name == "static indexed":
+        for each in (cache, twin):
+            each.layers[0].indexer_position_ids = each.layers[0].indexer_position_ids[..., :4]
+    state = from_cache(cache)
+    assert state.length == 4
+    moved = to_cache(state.copy())
+    assert moved.get_seq_length() == 4
+    assert_same_future(moved.layers[0], twin.layers[0], (1, 1))
+
+
+@pytest.mark.parametrize(
+    "name", ["dynamic", "dynamic sliding", "static", "static sliding", "linear and static"]
+)
+def test_keys_and_values_keep_different_dtypes(name):
+    """transformers 5.23 creates static layers with one dtype; 5.24 stores both."""
+    kind = "sliding" if "sliding" in name else "full"
+    entries = [
+        CacheEntry(f"0.{part}", kind, (1, 1, 8, 4), dtype, layer=0)
+        for part, dtype in (("keys", "float16"), ("values", "float32"))
+    ]
+    arrays = {e.name: (np.arange(32).reshape(e.shape) / 3).astype(e.dtype) for e in entries}
+    state = CacheState(CacheSpec(entries), arrays, 5)
+    layer = to_cache(state, into=Cache(layers=[LAYERS[name]()])).layers[0]
+    for part in ("keys", "values"):
+        got, expected = getattr(layer, part)[:, :, :5].numpy(), arrays[f"0.{part}"][:, :, :5]
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+
+
 class OwnLayer(DynamicLayer):
     pass
 
@@ -610,8 +668,9 @@ def test_quantized_codes_of_mlstate_are_refused():
     cache.update(torch.zeros(1, 2, 5, 64), torch.zeros(1, 2, 5, 64), 0)
     state = from_cache(cache)
     state.quantize()
-    with pytest.raises(CompatibilityError, match="kind quantized does not fit layer 0"):
-        to_cache(state)
+    for into in (None, DynamicCache(), Cache(layers=[StaticLayer(8)])):
+        with pytest.raises(CompatibilityError, match=r"fit layer 0, .*: call state.dequantize\(\)"):
+            to_cache(state, into)
     state.dequantize()
     assert torch.equal(to_cache(state).layers[0].keys, cache.layers[0].keys)
 

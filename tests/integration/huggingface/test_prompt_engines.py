@@ -23,11 +23,12 @@ from mlx_lm.models.cache import (  # noqa: E402
     make_prompt_cache,
 )
 from mlx_lm.utils import load_model  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
+from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from mlstate.errors import CompatibilityError  # noqa: E402
 from mlstate.integrations import mlx  # noqa: E402
 from mlstate.integrations import transformers as hf  # noqa: E402
+from mlstate.kv import CacheEntry, CacheSpec, CacheState  # noqa: E402
 from mlstate.prompts import PromptStore  # noqa: E402
 
 TOKENS = prompt(90)
@@ -50,6 +51,10 @@ def same_bits(first, second):
         np.array_equal(first.ordered(n).view(np.uint8), second.ordered(n).view(np.uint8))
         for n in names
     )
+
+
+def readable(state):
+    return {name: np.ascontiguousarray(state.ordered(name)) for name in state.arrays}
 
 
 def mlx_logits(model, tokens, cache):
@@ -86,6 +91,23 @@ def test_a_restored_cache_of_mlx_gives_the_bits_of_the_live_one(pair):
     for start, stop in ((70, 89), (89, 90)):
         tokens = TOKENS[:, start:stop]
         assert np.array_equal(mlx_logits(model, tokens, moved), mlx_logits(model, tokens, live))
+
+
+def test_a_prompt_stored_with_the_sequence_last_is_restored_in_order(pair):
+    model, other, store = pair
+    cache = DynamicCache(config=model.config)
+    run(model, TOKENS[:, :70], cache)
+    arrays = {name: np.moveaxis(a, 2, 3) for name, a in readable(hf.from_cache(cache)).items()}
+    spec = CacheSpec([CacheEntry(n, "full", a.shape, a.dtype, -1) for n, a in arrays.items()])
+    store.put(TOKENS[:, :70], CacheState(spec, arrays, 70))
+    for into, read in (
+        (DynamicCache(config=model.config), hf.from_cache),
+        (StaticCache(model.config, 128), hf.from_cache),
+        (make_prompt_cache(other), mlx.from_cache),
+    ):
+        with store.match(TOKENS) as match:
+            assert store.restore(match, into=into) == 70
+        assert same_bits(read(into), hf.from_cache(cache))
 
 
 def test_a_cache_of_mlx_with_tokens_is_refused(pair):

@@ -88,6 +88,31 @@ def test_mlx_lm_sees_the_checksums_as_metadata(tmp_path):
     assert len(checksums["header"]["crc32c"]) == 8 and set(checksums) == {"header", "blocks"}
 
 
+def test_a_file_with_the_checksums_of_another_is_read_without_them(tmp_path, capsys):
+    """mlx-lm writes our checksums into its next file, as metadata of the user."""
+    path, stale, target = (tmp_path / f"{name}.safetensors" for name in ("first", "stale", "new"))
+    save_prompt_cache(path, histories(models)["full"], METADATA)
+    cache, metadata = models.load_prompt_cache(str(path), return_metadata=True)
+    decode(cache, 1)
+    models.save_prompt_cache(str(stale), cache, metadata)
+    with pytest.raises(ChecksumError, match="pass verify=False"):
+        load_prompt_cache(stale)
+    loaded, metadata = load_prompt_cache(stale, True, verify=False)
+    assert_same_state(loaded, cache)
+    assert metadata == METADATA
+    commands = ["cache", "show", str(stale)], ["cache", "convert", str(stale), str(target)]
+    for command in commands:
+        assert main(command) == 2
+        assert capsys.readouterr().err.endswith("pass --no-verify\n")
+    assert not target.exists()
+    texts = []
+    for command in commands:
+        assert main([*command, "--no-verify"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert "with checksums, not compared" in texts[0]
+    assert_same_state(load_prompt_cache(target), cache)
+
+
 def test_layers_without_tokens_and_states_come_back(tmp_path):
     cache = [
         models.KVCache(),

@@ -13,14 +13,16 @@
 
 enum { LENGTH_BYTES = 8 }; /* length field before a header */
 
+/* Return the offset at which part `part` of the file ends: where the next one starts, or
+ * the end of the file. */
 static uint64_t part_end(const mls_file_checksums *r, size_t part)
 {
     return part + 1 < r->count ? r->starts[part + 1] : r->bytes;
 }
 
-/* Number the blocks of a file: `first[i]` receives the number of part i's first block, so
- * `first` needs room for all parts. Returns false unless the parts cover the file and
- * each block has one checksum. */
+/* Count the blocks of all parts: `first[i]` receives the number of blocks before part i,
+ * so `first` needs room for `r->count` elements. Returns false unless the parts cover the
+ * file in order, and each block has one checksum. */
 static bool count_blocks(const mls_file_checksums *r, size_t *first)
 {
     uint64_t blocks = 0; /* cannot wrap: a block has at least one byte */
@@ -49,8 +51,9 @@ static mls_code fail_header(uint64_t offset, mls_status *st)
     return MLS_E_CHECKSUM;
 }
 
-/* Compare a header, the first part of the record, with its checksums. `block` is room for
- * one block. */
+/* Read the header, part 0 of record `r`, from `fd` and compare its blocks with the
+ * record. `block` is scratch memory for one block. MLS_E_CHECKSUM: a block differs.
+ * MLS_E_FORMAT: part 0 is not the length field with the header. */
 static mls_code compare_header(int fd, const mls_file_checksums *r,
                                const mls_crc_kernels *crc, unsigned char *block,
                                mls_status *st)
@@ -89,8 +92,8 @@ static mls_code fail_size(uint64_t bytes, const mls_file_checksums *r, mls_statu
     return mls_status_got(st, "%llu", (unsigned long long)bytes);
 }
 
-/* Compare the size and the header of one file with its record. The bytes of tensors are
- * not read. `block` is room for one block. */
+/* Compare the size and the header of the file `name` in `folder` with its record `r`. The
+ * bytes of tensors are not read. `block` is scratch memory for one block. */
 static mls_code compare_file(const char *folder, const char *name,
                              const mls_file_checksums *r, const mls_crc_kernels *crc,
                              unsigned char *block, mls_status *st)
@@ -141,7 +144,8 @@ mls_code mls_file_checksums_compare(const mls_file_checksums *records, const cha
     return code;
 }
 
-/* Return the number of the part that is exactly this tensor, or SIZE_MAX. */
+/* Return the index of the part of `r` that has exactly the bytes of `shard`, or SIZE_MAX.
+ */
 static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shard)
 {
     size_t low = 0, high = r->count;
@@ -159,8 +163,9 @@ static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shar
                : SIZE_MAX;
 }
 
-/* Check that each tensor of a file with a record is exactly one part of it, before any
- * tensor is changed. On failure `*failed` is the number of the file. */
+/* Check that each tensor that has bytes and a record is exactly one part of its record.
+ * Nothing is changed, so that a failure leaves the index as it was. On failure `*failed`
+ * is the number of the file. */
 static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *records,
                                 size_t *failed, mls_status *st)
 {
@@ -177,9 +182,10 @@ static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *re
     return MLS_OK;
 }
 
-/* Copy the checksums of all tensors, from their records or from the headers, to `crcs`,
- * which replaces the index's array. `firsts[file][part]` is the number of a part's first
- * block. A tensor without either keeps none. */
+/* Copy the checksums of all tensors to `crcs`, which the caller makes the index's array;
+ * the old one is freed. They come from a file's record, otherwise from its header. A
+ * tensor with neither keeps none. `firsts[file][part]` is the number of blocks before a
+ * part. */
 static void use_records(mls_index *x, const mls_file_checksums *records,
                         const size_t *const *firsts, uint32_t *crcs)
 {
@@ -202,9 +208,10 @@ static void use_records(mls_index *x, const mls_file_checksums *records,
     mls_free(x->crcs);
 }
 
-/* Set `firsts[file]` to an owned array with the number of each part's first block, for
- * files with a record. After a failure, at file `*failed`, the caller frees the arrays
- * made so far. */
+/* For each file with a record, set `firsts[file]` to a new array: the number of blocks
+ * before each part. Otherwise it stays NULL. On failure `*failed` is the number of the
+ * file, and the caller frees the arrays. MLS_E_FORMAT: the file's size is not the
+ * recorded one. */
 static mls_code number_blocks(const mls_index *x, const mls_file_checksums *records,
                               size_t **firsts, size_t *failed, mls_status *st)
 {
@@ -225,8 +232,8 @@ static mls_code number_blocks(const mls_index *x, const mls_file_checksums *reco
     return MLS_OK;
 }
 
-/* Give the tensors the checksums of the records. `firsts[file][part]` is the number of a
- * part's first block. Everything that may fail comes before the index is changed. */
+/* Attach the records' checksums to the tensors. All that can fail comes before the first
+ * change, so that a failure leaves the index as it was. */
 mls_code mls_index_use_checksums(mls_index *index, const mls_file_checksums *records,
                                  size_t *failed, mls_status *st)
 {

@@ -24,9 +24,9 @@ typedef struct mls_file_checksums {
     size_t crc_count;
 } mls_file_checksums;
 
-/* Compare the sizes and headers of `count` files in `folder` with their records. A file
- * that passes has the header of its record, so a wrong header is reported as a change,
- * not as what it seems to say.
+/* Compare the sizes and headers of the `count` files `names` in `folder` with their
+ * records. A file that passes has the header of its record, so a wrong header is reported
+ * as a change, not as what it seems to say. Files without a record are skipped.
  * `*failed` is the number of the file that an error is about. MLS_E_FORMAT: the size
  * changed, or the record does not fit the file. MLS_E_CHECKSUM: the header changed.
  * MLS_E_IO; MLS_E_MEMORY. */
@@ -35,10 +35,12 @@ mls_code mls_file_checksums_compare(const mls_file_checksums *records, const cha
                                     const mls_crc_kernels *crc, size_t *failed,
                                     mls_status *st);
 
-/* Give each tensor of an index that mls_index_of_files made the checksums of its blocks,
- * so that reading verifies it. There is one record for each file.
- * `*failed` as above. MLS_E_FORMAT: a part of a record is not the tensor, or the size of
- * a file has changed. MLS_E_MEMORY. The index is unchanged on failure. */
+/* Give each tensor of an index that mls_index_of_files made the checksums of its blocks
+ * from `records`, one record for each file, so that reading verifies it. The index copies
+ * them: the records may be freed.
+ * `*failed` is the number of the file that an error is about. MLS_E_FORMAT: a part of a
+ * record is not the tensor, or the size of a file has changed. MLS_E_MEMORY. The index is
+ * unchanged on failure. */
 mls_code mls_index_use_checksums(mls_index *index, const mls_file_checksums *records,
                                  size_t *failed, mls_status *st);
 

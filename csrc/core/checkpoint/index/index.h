@@ -62,12 +62,15 @@ typedef struct mls_tensor_id {
     bool has_state; /* always false in `params` */
 } mls_tensor_id;
 
-/* Parse a key of a section. In MLS_OPTIM_STATE, "layer.0.weight.m" is the state "m" of
- * the parameter "layer.0.weight". The result shares the key's text. */
+/* Split a key of a section into parameter and state. In MLS_OPTIM_STATE,
+ * "layer.0.weight.m" is the state "m" of the parameter "layer.0.weight", and a key
+ * without a dot has no state; in other sections the whole key is the name. The result
+ * points into the key's text. */
 mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key);
 
-/* The key of a tensor in a file: return its length; write it to `to`. The last dot of a
- * state's key separates parameter and state, so keys are unique within a section. */
+/* The key of a tensor in a file: return its length in bytes, and write it to `to`, which
+ * has room for that and gets no NUL. The last dot of a state's key separates parameter
+ * and state, so keys are unique within a section. */
 size_t mls_tensor_id_key_length(const mls_tensor_id *id);
 void mls_tensor_id_write_key(const mls_tensor_id *id, char *to);
 
@@ -150,9 +153,9 @@ mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
  * closing brace. Headers of shard files contain the same text. */
 void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *shard);
 
-/* Append the members of a layer except its place, each with a leading comma: "row" and
- * "rows" unless the layer is full, "codec" and "frames" if it is compressed. Headers of
- * shard files contain the same text. */
+/* Append the members of a layer except its place in a file, each with a leading comma:
+ * "row" and "rows" unless the layer is full, "codec" and "frames" if it is compressed.
+ * Headers of shard files contain the same text. */
 void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer);
 
 /* Return whether a path is a valid path of a shard file, such as "params/x.safetensors":
@@ -160,8 +163,8 @@ void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer);
  */
 bool mls_index_is_path(mls_str path);
 
-/* Return whether a tensor of this shape fits the address space. Dimensions of 0 count as
- * 1, because other libraries multiply the remaining dimensions. */
+/* Return whether a tensor of this dtype and shape fits the address space. Dimensions of 0
+ * count as 1, because other libraries multiply the remaining dimensions. */
 bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape);
 
 /* Return the part of the tensor that a shard of a valid index stores. */
@@ -177,15 +180,15 @@ int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b);
  * the number of its layers. */
 size_t mls_index_place_count(const mls_index_shard *shard);
 
-/* Return one place. The place of a plain shard is returned as a full layer without
- * visible ranges. */
+/* Return place `number`, counted from 0 (oldest layer first). The place of a plain shard
+ * is returned as a full layer without visible ranges. */
 mls_layer mls_index_place(const mls_index_shard *shard, size_t number);
 
 /* Return whether a shard stores rows or several layers, or consists of zeros only. A
  * shard that is only compressed is not sparse. */
 bool mls_index_is_sparse(const mls_index_shard *shard);
 
-/* Total bytes of all places. */
+/* Total bytes of all places of a shard in their files, compressed if they are. */
 uint64_t mls_index_stored_bytes(const mls_index_shard *shard);
 
 /* Sort the shards of an index that is otherwise valid, and check that shards and paths

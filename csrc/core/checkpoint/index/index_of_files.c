@@ -11,8 +11,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Read the header of one file into `x->headers`, and add the file to `x->files`. Both
- * have room for it. The file is closed again. */
+/* Read the header of the file `name` in `folder` into the next element of `x->headers`,
+ * and append the file to `x->files`; both have room for it. The file is closed again. The
+ * header is counted even if the file's size cannot be read, so that mls_index_fini frees
+ * it. */
 static mls_code read_file(mls_index *x, const char *folder, const char *name,
                           const mls_crc_kernels *crc, mls_status *st)
 {
@@ -42,8 +44,8 @@ static mls_code read_file(mls_index *x, const char *folder, const char *name,
 }
 
 /* Convert the checksums of a tensor's blocks from digits, which the header reader has
- * checked, to numbers. They are appended to the index's array; `*used` counts its used
- * elements. */
+ * checked, to numbers. They are stored in `x->crcs` from element `*used` on; `*used` then
+ * is the end of them. Returns the tensor's first checksum. */
 static const uint32_t *convert_crcs(mls_index *x, const mls_stored *tensor, size_t *used)
 {
     uint32_t *crcs = x->crcs + *used;
@@ -55,8 +57,9 @@ static const uint32_t *convert_crcs(mls_index *x, const mls_stored *tensor, size
     return crcs;
 }
 
-/* Add the tensors of file number `file` as shards: each is a whole tensor of version 1.
- * `*crcs_used` counts the checksums that are stored so far. */
+/* Append the tensors of file number `file` to `x->shards`: each is a whole tensor of
+ * version 1. `*crcs_used` counts the used elements of `x->crcs`. MLS_E_FORMAT: a tensor
+ * has too many dimensions. */
 static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_status *st)
 {
     const mls_safetensors *header = &x->headers[file];
@@ -89,7 +92,8 @@ static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_s
     return MLS_OK;
 }
 
-/* Allocate the shards and checksums of all files, whose headers have been read. */
+/* Allocate `x->shards` and `x->crcs` for all files, whose headers have been read.
+ * MLS_E_MEMORY: mls_index_fini frees both. */
 static mls_code allocate_shards(mls_index *x, mls_status *st)
 {
     size_t tensors = 0, blocks = 0; /* cannot overflow: the headers are in memory */
@@ -107,6 +111,8 @@ static mls_code allocate_shards(mls_index *x, mls_status *st)
                           tensors);
 }
 
+/* Order for qsort: by tensor, then by the number of the file, so that the first file's
+ * copy of a tensor comes first. */
 static int compare_shards(const void *a, const void *b)
 {
     const mls_index_shard *x = a, *y = b;
@@ -114,9 +120,10 @@ static int compare_shards(const void *a, const void *b)
     return order != 0 ? order : x->file < y->file ? -1 : x->file > y->file;
 }
 
-/* Sort the shards, and move the copies of tensors behind them: `shard_count` then counts
- * only the first shard of each name. On failure `*failed` is the file of the tensor that
- * differs from its namesake. */
+/* Sort the shards by name, and move further copies of a tensor behind the first shard of
+ * each name: `shard_count` then counts only the first ones, `copy_count` the others.
+ * MLS_E_FORMAT: a copy has another dtype or shape; `*failed` is the number of its file.
+ */
 static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
 {
     size_t kept = 0;
@@ -125,6 +132,7 @@ static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
         const mls_index_shard next = x->shards[i];
         const mls_index_shard *last = kept > 0 ? &x->shards[kept - 1] : NULL;
         if (last == NULL || mls_tensor_id_compare(&last->id, &next.id) != 0) {
+            /* swap: a copy that was at `kept` moves behind the shards */
             x->shards[i] = x->shards[kept];
             x->shards[kept++] = next;
         } else if (!mls_index_same_tensor(last, &next)) {
@@ -140,9 +148,8 @@ static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
     return MLS_OK;
 }
 
-/* Build an index from the headers of files that another program wrote. A copy is a
- * further tensor of a name that an earlier file has; copies are listed behind
- * `shard_count`. */
+/* Read all headers first, so that the shards and checksums of all files can be allocated
+ * at once. `*failed` stays the last file that was worked on. */
 mls_code mls_index_of_files(const char *folder, const char *const *names, size_t count,
                             const mls_crc_kernels *crc, mls_index *out, size_t *failed,
                             mls_status *st)

@@ -50,8 +50,8 @@ mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key)
                            .has_state = true};
 }
 
-/* The same key as in a state dict, so that any safetensors reader shows the familiar
- * name. */
+/* Return the length of the key, without a NUL. The key is the tensor's name in the state
+ * dict, so that any safetensors reader shows the familiar name. */
 size_t mls_tensor_id_key_length(const mls_tensor_id *id)
 {
     return id->name.length + (id->has_state ? 1 + id->state.length : 0);
@@ -87,15 +87,17 @@ int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
     return a->has_state ? mls_str_compare(a->state, b->state) : 0;
 }
 
-/* Parts of one tensor become neighbours. */
+/* Order by tensor, then by part number, so that the parts of one tensor are neighbours.
+ */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
 {
     const int ids = mls_tensor_id_compare(&a->id, &b->id);
     return ids != 0 ? ids : a->part < b->part ? -1 : a->part > b->part;
 }
 
-/* Return whether the tensor's bytes fit PTRDIFF_MAX. Dimensions of 0 count as 1: other
- * libraries multiply the remaining dimensions. */
+/* Multiply all dimensions and the bytes of an element; the product must not exceed
+ * PTRDIFF_MAX. Dimensions of 0 count as 1: other libraries multiply the remaining
+ * dimensions. */
 bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
 {
     size_t bytes = mls_dtype_of(dtype)->item_bytes;
@@ -107,8 +109,8 @@ bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
     return bytes <= PTRDIFF_MAX;
 }
 
-/* Opaque tensors have dtype and shape in their header entries; `a` and `b` are NULL for
- * other tensors. */
+/* Return whether two header entries describe tensors of the same dtype and shape that no
+ * array can hold. Both are NULL for ordinary tensors, which are equal here. */
 static bool same_opaque(const mls_stored *a, const mls_stored *b)
 {
     return a == b || (a != NULL && b != NULL && mls_str_equal(a->opaque, b->opaque) &&
@@ -158,6 +160,7 @@ void mls_index_fini(mls_index *index)
     *index = (mls_index){0};
 }
 
+/* A shard with layers has one place for each, so a shard of zeros only has none. */
 size_t mls_index_place_count(const mls_index_shard *shard)
 {
     return shard->layers == NULL ? 1 : shard->layers->count;
@@ -211,7 +214,8 @@ mls_layer mls_index_place(const mls_index_shard *shard, size_t number)
                        .crcs = shard->crcs};
 }
 
-/* A single full layer stores the same elements as a plain shard. */
+/* One full layer, compressed or not, stores the same elements as a plain shard, so such a
+ * shard is not sparse. */
 bool mls_index_is_sparse(const mls_index_shard *shard)
 {
     const mls_layers *layers = shard->layers;
@@ -232,9 +236,9 @@ uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
 
 /* ---- checks across all shards ---- */
 
-/* Sort `count` elements of `size` bytes in ascending order, like qsort. Input that is
- * sorted already, the usual case, is only compared. Returns false if no two elements are
- * equal, true if some may be. */
+/* Sort the `count` elements of `size` bytes at `base` in ascending order, like qsort;
+ * sorted elements, the usual case, are only compared. Returns false if no two elements
+ * are equal, true if some may be: after qsort they are not compared. */
 static bool sort_unless_sorted(void *base, size_t count, size_t size,
                                int (*compare)(const void *, const void *))
 {
@@ -251,6 +255,7 @@ static bool sort_unless_sorted(void *base, size_t count, size_t size,
     return twins;
 }
 
+/* mls_index_compare for qsort. */
 static int compare_shards(const void *a, const void *b)
 {
     return mls_index_compare(a, b);
@@ -270,7 +275,7 @@ static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
     return mls_status_name(st, name.data, name.length);
 }
 
-/* Sort the shards by id and part, and refuse a part that is listed twice. Indexes that we
+/* Sort the shards by id and part. MLS_E_FORMAT: a part is listed twice. Indexes that we
  * write are sorted already; others may not be. */
 static mls_code sort_shards(const mls_index *x, mls_status *st)
 {
@@ -284,6 +289,7 @@ static mls_code sort_shards(const mls_index *x, mls_status *st)
     return MLS_OK;
 }
 
+/* Order for qsort of pointers to files: by path. */
 static int compare_paths(const void *a, const void *b)
 {
     const mls_index_file *x = *(const mls_index_file *const *)a;
@@ -297,16 +303,19 @@ typedef struct shard_place {
     const mls_layer *layer;
 } shard_place;
 
+/* Return the number of the file that stores the place. */
 static size_t file_of(const shard_place *s)
 {
     return s->layer == NULL ? s->shard->file : s->layer->file;
 }
 
+/* Return the offset of the place in its file. */
 static uint64_t offset_of(const shard_place *s)
 {
     return s->layer == NULL ? s->shard->offset : s->layer->offset;
 }
 
+/* Order for qsort: by file, then by offset in the file. */
 static int compare_places(const void *a, const void *b)
 {
     const shard_place *x = a, *y = b;
@@ -315,8 +324,8 @@ static int compare_places(const void *a, const void *b)
                                           : 0;
 }
 
-/* Check that no path is listed twice. Pointers are sorted, since shards refer to files by
- * number. */
+/* Check that no path is listed twice. Pointers are sorted instead of the files, because
+ * shards refer to files by their index. */
 static mls_code check_files(const mls_index *x, mls_status *st)
 {
     const void **sorted = mls_alloc(x->file_count, sizeof *sorted);
@@ -341,8 +350,8 @@ static mls_code check_files(const mls_index *x, mls_status *st)
     return code;
 }
 
-/* List all places that have bytes; returns their number. If `out` is NULL, they are only
- * counted. */
+/* Store in `out` all places that have bytes, and return their number; `out` NULL only
+ * counts. */
 static size_t list_places(const mls_index *x, shard_place *out)
 {
     size_t count = 0;
@@ -365,8 +374,8 @@ static size_t list_places(const mls_index *x, shard_place *out)
     return count;
 }
 
-/* Check that no byte belongs to two places. Reading every place of an index then reads at
- * most the size of its files. */
+/* Check that no byte of a file belongs to two places. So reading all places reads at most
+ * the size of the files. MLS_E_FORMAT names the later of two shards that overlap. */
 static mls_code check_overlaps(const mls_index *x, mls_status *st)
 {
     const size_t count = list_places(x, NULL);
@@ -383,6 +392,7 @@ static mls_code check_overlaps(const mls_index *x, mls_status *st)
         const size_t bytes =
             before->layer == NULL ? before->shard->bytes : before->layer->bytes;
         if (file_of(before) == file_of(next) &&
+            /* sorted, so the difference is not negative */
             offset_of(next) - offset_of(before) < bytes) {
             code = fail_shard(next->shard,
                               next->shard == before->shard
@@ -395,9 +405,9 @@ static mls_code check_overlaps(const mls_index *x, mls_status *st)
     return code;
 }
 
-/* Check that the total bytes of all shards, which a manifest records, fit an int64.
- * Stored bytes are limited by the files, but sparse shards may have any number of
- * zeros. */
+/* Check that the total uncompressed bytes of all shards, which a manifest records, fit an
+ * int64. Files limit the stored bytes, but sparse shards may have any number of zeros.
+ * MLS_E_FORMAT. */
 static mls_code check_sum(const mls_index *x, mls_status *st)
 {
     uint64_t sum = 0;
@@ -410,8 +420,8 @@ static mls_code check_sum(const mls_index *x, mls_status *st)
     return MLS_OK;
 }
 
-/* The order is fixed, so that an index with several faults always reports the same one.
- */
+/* Sort, then check paths, overlaps and the total size. The order is fixed, so that an
+ * index with several faults always reports the same one. */
 mls_code mls_index_arrange(mls_index *index, mls_status *st)
 {
     const bool is_valid = sort_shards(index, st) == MLS_OK &&

@@ -144,8 +144,8 @@ static mls_code read_files(reader *r, mls_json_node object)
 
 /* ---- kinds ---- */
 
-/* Read one layout step, [axis or name, parts], the only array with mixed types in the
- * format. Returns false if it has another form. */
+/* Read the layout step `node`, [axis or name, parts], the only array with mixed types in
+ * the format. Returns false if it has another form. */
 static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
 {
     uint64_t axis, parts;
@@ -166,8 +166,8 @@ static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
     return true;
 }
 
-/* Read the steps of a layout; `layout` is zeroed before. Each shard checks whether they
- * fit its shape. */
+/* Read the steps of the layout that is member `m` into `layout`, which is zeroed. Each
+ * shard checks whether they fit its shape. */
 static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
 {
     if (mls_json_size(r->in.json, m->node) > MLS_LAYOUT_STEPS) {
@@ -184,8 +184,8 @@ static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
     return MLS_OK;
 }
 
-/* Read the parameter axis, or null, of each state axis. The parameter need not be in this
- * index, so the axes are not checked against it: they only serve resharding. */
+/* Read member `m`, the parameter axis (or null) of each state axis, into `kind`. The
+ * parameter may be in another index, so the axes are not checked against it. */
 static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
 {
     signed char *axes = r->index.axes + r->axes_used;
@@ -208,8 +208,8 @@ static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Read the optimizer state of a kind, which may be absent. A dot separates parameter and
- * state in a state dict key, so a state contains none. */
+/* Read member `m`, the optimizer state of a kind, which may be absent. A dot separates
+ * parameter and state in a state dict key, so a state contains none. */
 static mls_code read_state(reader *r, const member *m, shard_kind *kind)
 {
     kind->has_state = m->node != MLS_JSON_NONE;
@@ -262,7 +262,7 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Read and allocate all kinds. Their axes share one array, so these are counted first. */
+/* Read the kinds in `array`, and allocate them; their axes are counted first. */
 static mls_code read_kinds(reader *r, mls_json_node array)
 {
     member m[KIND_MEMBERS] = {[SECTION] =
@@ -299,7 +299,7 @@ static mls_code read_kinds(reader *r, mls_json_node array)
 
 /* ---- layers: byte ranges in files ---- */
 
-/* Like mls_index_next_number, for a number that must fit size_t. */
+/* Read the next number of column `c`, from 0 to `most`, into `*out`. */
 static mls_code next_size(reader *r, column *c, size_t most, size_t *out)
 {
     uint64_t value;
@@ -310,8 +310,8 @@ static mls_code next_size(reader *r, column *c, size_t most, size_t *out)
     return code;
 }
 
-/* The next value of an array, or MLS_JSON_NONE if the column is absent or the value is
- * null. */
+/* Return the value at `*cursor` in an array column, and advance the cursor.
+ * MLS_JSON_NONE: the column is absent, or the value is null. */
 static mls_json_node next_value(const reader *r, mls_json_node *cursor)
 {
     const mls_json_node node = *cursor;
@@ -322,8 +322,8 @@ static mls_json_node next_value(const reader *r, mls_json_node *cursor)
     return mls_json_type_of(r->in.json, node) == MLS_JSON_NULL ? MLS_JSON_NONE : node;
 }
 
-/* Check that the byte range is inside its file, by the file's recorded length. The actual
- * length is checked when the file is opened. */
+/* Read the next layer's file, offset and length, and check that the file is that long, as
+ * recorded. The actual length is checked when the file is opened. */
 static mls_code read_range(reader *r, mls_layer *layer)
 {
     const column file = r->layers[FILE_NUMBER], offset = r->layers[OFFSET];
@@ -351,8 +351,8 @@ static mls_code read_range(reader *r, mls_layer *layer)
     return MLS_OK;
 }
 
-/* Read the checksums of the layer and of its blocks. A layer of one block stores
- * only the first. The two are not compared: verification reads the blocks. */
+/* Read the checksums of the layer and of its blocks. A layer of one block stores only the
+ * layer's. The two are not compared: verification reads the blocks. */
 static mls_code read_crcs(reader *r, mls_layer *layer)
 {
     const column crc = r->layers[CRC];
@@ -378,7 +378,7 @@ static mls_code read_crcs(reader *r, mls_layer *layer)
     return code;
 }
 
-/* Read the row ranges that a layer holds, in units of `layer->row` elements. */
+/* Read a layer's row ranges, in rows of `layer->row` elements, from the string `node`. */
 static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
                           mls_layer *layer)
 {
@@ -399,8 +399,9 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
     return MLS_OK;
 }
 
-/* Read the compressed lengths of a layer from the string `node`. `item` is the size of an
- * element in bytes, `elements` the size of the whole shard in elements. */
+/* Read the lengths of a layer's frames from the string `node`, the codec from
+ * `codec_node`. `item` is the bytes of an element, `elements` the elements of the whole
+ * shard. */
 static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node node,
                             size_t item, size_t elements, mls_layer *layer)
 {
@@ -478,8 +479,8 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
                : code;
 }
 
-/* Read layer number `number` of a shard with `elements` elements, the next of all
- * columns. Its range must have exactly the bytes of its elements or frames. */
+/* Read the next row of the layer table: layer `number` of a shard with `elements`
+ * elements. Its range must have exactly the bytes of its elements or frames. */
 static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t elements,
                            size_t number, mls_layer *layer)
 {
@@ -505,9 +506,9 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
     return read_crcs(r, layer);
 }
 
-/* Read all `count` layers of a shard with `elements` elements, and compute their visible
- * ranges. A single full, uncompressed layer makes a plain shard, which is the usual
- * case. */
+/* Read all `count` layers of a shard with `elements` elements, and compute the visible
+ * ranges of each. One full, uncompressed layer makes a plain shard, the usual case, whose
+ * place is stored in `shard` itself. */
 static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
                             size_t count)
 {
@@ -547,8 +548,8 @@ static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
 
 /* ---- shards ---- */
 
-/* Read one shape and the shard's rank: "4,6" of "3;4,6;". The dimensions are appended to
- * the index's shared array. */
+/* Read one shape of a column such as "3;4,6;", each ended by a semicolon, into `shard`.
+ * Its dimensions are appended to the index's shared array. */
 static mls_code read_shape(reader *r, mls_index_shard *shard)
 {
     column *all = &r->shards[SHAPE], shape = *all;
@@ -574,8 +575,8 @@ static mls_code read_shape(reader *r, mls_index_shard *shard)
     return code;
 }
 
-/* Read name and kind of the next shard, and set what the kind determines; `*out` is the
- * kind. From here on errors name the shard. */
+/* Read name and kind of the next shard; `*out` is its kind, which sets dtype, layout,
+ * axes and tier. From here on errors name the shard. */
 static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kind **out)
 {
     const mls_json_node node = r->name;
@@ -641,8 +642,7 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
-/* Read the number of layers of the next shard; 1 if the column is absent. A count that is
- * too large is reported here or at the checksums. */
+/* Read the next shard's number of layers; 1 if absent, at most the rows left. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];
@@ -683,8 +683,8 @@ typedef struct needs {
     size_t dims, sparse, layers, row_ranges, frames, ends;
 } needs;
 
-/* Count the elements that all layers need. Each row range takes one element, and
- * resolving takes two more, as in mls_layers_room. */
+/* Count in `n` the array elements that all layers need. Each row range takes one, and
+ * resolving it takes two more, as in mls_layers_room. */
 static void count_layers(const reader *r, needs *n)
 {
     mls_json_node rows = r->arrays[0], frames = r->arrays[FRAMES - ROWS];
@@ -705,8 +705,8 @@ static void count_layers(const reader *r, needs *n)
     }
 }
 
-/* Allocate all arrays at once: shards point into them, so they must not move. Only sparse
- * and compressed shards need the last five. */
+/* Allocate all arrays at once, with their final sizes: shards point into them. The last
+ * five are empty unless shards are sparse or compressed. */
 static mls_code allocate_arrays(reader *r)
 {
     mls_index *x = &r->index;
@@ -831,7 +831,7 @@ static mls_code read_format(reader *r)
     return mls_status_got(r->in.st, "%.*s", width, text.data);
 }
 
-/* Read generation, rank and number of ranks; the rank must be below that number. */
+/* Read generation, rank and world size; the rank must be below the world size. */
 static mls_code read_head(reader *r, const member *generation, const member *rank,
                           const member *world)
 {

@@ -13,8 +13,8 @@ static const char out_of_range[] = "is not a whole number in its range";
 
 /* ---- errors ---- */
 
-/* Report a problem of the member `key` at byte `offset` of the text, with the name of the
- * current shard if one is known. Returns MLS_E_FORMAT. */
+/* Report the `problem` of the member `key` at byte `offset` of the text, with the name of
+ * the current shard (`in->name`) if one is known. Returns MLS_E_FORMAT. */
 static mls_code fail_at(const mls_index_source *in, size_t offset, const char *key,
                         const char *problem)
 {
@@ -27,7 +27,7 @@ static mls_code fail_at(const mls_index_source *in, size_t offset, const char *k
     return mls_status_name(in->st, in->name.data, in->name.length);
 }
 
-/* Report a problem of a value, and show the value itself, or its type if it is not a
+/* Report the problem of a value, and show the value itself, or its type if it is not a
  * string or number. */
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                               const char *key, const char *problem)
@@ -50,13 +50,16 @@ mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
     return MLS_E_FORMAT;
 }
 
+/* Add the range `least` to `most`, both included, to an error that is already in the
+ * status. Returns the error's code. */
 static mls_code expect_range(const mls_index_source *in, uint64_t least, uint64_t most)
 {
     return mls_status_expected(in->st, "%llu to %llu", (unsigned long long)least,
                                (unsigned long long)most);
 }
 
-/* Report that a value does not have the required type. */
+/* Report that the value `node` of the member `key` does not have the required type.
+ * Returns MLS_E_FORMAT. */
 static mls_code fail_type(const mls_index_source *in, mls_json_node node, const char *key,
                           mls_json_type type)
 {
@@ -69,8 +72,9 @@ static mls_code fail_type(const mls_index_source *in, mls_json_node node, const 
 
 /* ---- values ---- */
 
-/* Fill in the nodes of `count` members, and report the first that is missing or has
- * another type. An optional member that is absent gets MLS_JSON_NONE. */
+/* Fill in `node` of the `count` members in `table`. MLS_E_FORMAT: a needed member is
+ * missing, or a member has another type than its entry; the first such entry is reported.
+ * An absent optional member gets MLS_JSON_NONE. */
 mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object,
                                 mls_json_member *table, size_t count)
 {
@@ -84,7 +88,7 @@ mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object
                : fail_type(in, m->node, m->key, m->type);
 }
 
-/* Read a whole number from `least` to `most`, both included. */
+/* Read the member `m` as a whole number from `least` to `most`, both included. */
 mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member *m,
                                uint64_t least, uint64_t most, uint64_t *out)
 {
@@ -97,8 +101,8 @@ mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member
     return MLS_OK;
 }
 
-/* Read a string, which may contain any bytes of valid UTF-8. The text is borrowed from
- * the document. */
+/* Read the string `node`, the value of `key`, into `*out`. It may contain any valid
+ * UTF-8; its bytes stay in the document. */
 mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
                              const char *key, mls_str *out)
 {
@@ -109,9 +113,8 @@ mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
     return MLS_OK;
 }
 
-/* Read a string that is one of `name_of(0)` .. `name_of(count - 1)`, and return its
- * number in `*out`; `*out` is undefined after a failure. `problem` is the message for any
- * other string. */
+/* Search the names in order; a failure leaves `*out` at `count`, or at 0 if the value is
+ * not a string. */
 mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
                              const char *key, const char *(*name_of)(int), int count,
                              const char *problem, int *out)
@@ -141,8 +144,8 @@ mls_index_column mls_index_open_column(const mls_index_source *in,
                                     .rest = mls_json_text(in->json, m->node)};
 }
 
-/* Check the length of an array column; `*out` receives its first value, or MLS_JSON_NONE
- * if the column is absent or has no rows. */
+/* Check that the array `m` has `rows` values. `*out` receives its first value, or
+ * MLS_JSON_NONE if the array is absent or empty. */
 mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member *m,
                               size_t rows, mls_json_node *out)
 {
@@ -161,8 +164,8 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
     return MLS_OK;
 }
 
-/* Report the value at the cursor, and show it. A number ends at a comma; a checksum is
- * cut at SHOWN_VALUE bytes. */
+/* Report the problem of the value at the cursor, and show the value: up to the comma
+ * behind it, or at most SHOWN_VALUE bytes, since checksums have no separator. */
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
                                const char *problem)
 {
@@ -175,6 +178,7 @@ mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_colum
     return mls_status_got(in->st, "%.*s", (int)length, length > 0 ? rest.data : "");
 }
 
+/* Move the cursor `length` bytes forward in its text. */
 static void advance_column(mls_index_column *column, size_t length)
 {
     column->offset += length;
@@ -182,8 +186,8 @@ static void advance_column(mls_index_column *column, size_t length)
     column->rest.length -= length;
 }
 
-/* Read the next number of a column, and move the cursor behind its comma. On failure the
- * cursor stays at the invalid value, for the message. */
+/* Read the number at the cursor, and move the cursor behind it and its comma. On failure
+ * the cursor stays at the invalid value, so that the message shows it. */
 mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *column,
                                uint64_t least, uint64_t most, uint64_t *out)
 {
@@ -195,6 +199,7 @@ mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *col
            digits[used] <= '9') {
         value = 10 * value + (uint64_t)(digits[used++] - '0');
     }
+    /* the text has ended: the column is absent or too short */
     if (used == 0 && length == 0) {
         return mls_index_fail_column(in, column,
                                      "must have one value for each row of its table");
@@ -210,7 +215,8 @@ mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *col
     return MLS_OK;
 }
 
-/* Read the next checksum of a column: 8 hexadecimal digits, without a separator. */
+/* Read the next checksum: 8 hexadecimal digits, without a separator. On failure the
+ * cursor stays at the invalid value. */
 mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column,
                             uint32_t *out)
 {

@@ -24,12 +24,14 @@ static void put_string(mls_json_writer *b, const char *key, mls_str text)
     mls_json_writer_json(b, text);
 }
 
+/* Append a key, see put_string, and a number. */
 static void put_number(mls_json_writer *b, const char *key, uint64_t number)
 {
     mls_json_writer_text(b, key);
     mls_json_writer_number(b, number);
 }
 
+/* Append a key, see put_string, and a string that ends at its NUL. */
 static void put_text(mls_json_writer *b, const char *key, const char *text)
 {
     put_string(b, key, (mls_str){text, strlen(text)});
@@ -45,7 +47,7 @@ static void put_crcs(mls_json_writer *b, const uint32_t *crcs, size_t count)
     }
 }
 
-/* 4,6 */
+/* Append the dimensions, separated by commas: 4,6 */
 static void put_shape(mls_json_writer *b, const mls_index_shard *s)
 {
     for (int i = 0; i < s->rank; i++) {
@@ -53,8 +55,8 @@ static void put_shape(mls_json_writer *b, const mls_index_shard *s)
     }
 }
 
-/* Append the member of a layout, with a leading comma: ,"layout":[[0,4],["flat",2]]. A
- * step is an axis, or the name of a special step, and the number of parts. */
+/* Append the member for a layout, with a leading comma: ,"layout":[[0,4],["flat",2]].
+ * Each step is [axis or name of a special step, number of parts]. */
 static void put_layout(mls_json_writer *b, const mls_layout *layout)
 {
     mls_json_writer_text(b, ",\"layout\":[");
@@ -72,9 +74,9 @@ static void put_layout(mls_json_writer *b, const mls_layout *layout)
     mls_json_writer_text(b, "]");
 }
 
-/* Append an object without its closing brace: all members of a shard if `is_complete`,
- * otherwise only those of its kind. Defaults (no state, the parameter's axes, no tier)
- * are omitted, so that each shard has only one form. */
+/* Append a shard's object without its closing brace: all members if `is_complete`,
+ * otherwise only those that belong to its kind. Defaults (no state, the parameter's axes,
+ * no tier) are omitted, so that equal shards have equal text. */
 static void put_members(mls_json_writer *b, const mls_index_shard *s, bool is_complete)
 {
     put_text(b, "{\"section\":", mls_section_name(s->id.section));
@@ -108,7 +110,8 @@ static void put_members(mls_json_writer *b, const mls_index_shard *s, bool is_co
     }
 }
 
-/* Without its layers: they may change while the shard's data stays the same. */
+/* Append the members of a shard, but no layers: a later save may add layers while it
+ * keeps the shard's header in a file. */
 void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *s)
 {
     put_members(b, s, true);
@@ -126,9 +129,10 @@ static void put_frames(mls_json_writer *b, const mls_compressed_frames *frames)
     mls_json_writer_text(b, "\"");
 }
 
-/* Append the row ranges of a layer: "0,2,17,1" are the number of rows to skip, the number
- * of rows held, and so on. Rows behind the last range are omitted. All numbers are in one
- * string, because there may be thousands of them, and JSON values are slow to parse. */
+/* Append the row ranges of a layer as one string: "0,2,17,1" means skip 0 rows, hold 2,
+ * skip 17, hold 1. Rows behind the last range are omitted. One string instead of many
+ * JSON numbers, because there may be thousands of them and JSON values are slow to parse.
+ */
 static void put_rows(mls_json_writer *b, const mls_layer *layer)
 {
     size_t end = 0; /* end of the previous range */
@@ -171,7 +175,8 @@ typedef struct kind_table {
     size_t *of_shards;
 } kind_table;
 
-/* Return whether put_members writes the same kind for both. */
+/* Return whether two shards have the same kind: put_members writes the same text for
+ * both. */
 static bool is_same_kind(const mls_index_shard *a, const mls_index_shard *b)
 {
     const bool axes = a->axes != NULL && a->rank > 0;
@@ -184,8 +189,9 @@ static bool is_same_kind(const mls_index_shard *a, const mls_index_shard *b)
            mls_layout_equal(&a->layout, &b->layout);
 }
 
-/* Number the kinds in the order of their first shards. Both lists share one allocation,
- * at `firsts`; it is NULL if memory runs out. */
+/* Give each shard the number of its kind: `of_shards[i]` is the kind of shard i, and
+ * `firsts[k]` the first shard of kind k. Both lists share one allocation, which the
+ * caller frees at `firsts`; `firsts` is NULL if memory runs out. */
 static kind_table number_kinds(const mls_index *index)
 {
     kind_table t = {.firsts = mls_alloc(index->shard_count, 2 * sizeof *t.firsts)};
@@ -196,10 +202,12 @@ static kind_table number_kinds(const mls_index *index)
     for (size_t i = 0; i < index->shard_count; i++) {
         const size_t least = t.count < KINDS_COMPARED ? 0 : t.count - KINDS_COMPARED;
         size_t kind = t.count;
+        /* search backwards: neighbours usually have the same kind */
         while (kind > least &&
                !is_same_kind(&index->shards[t.firsts[kind - 1]], &index->shards[i])) {
             kind--;
         }
+        /* none of the compared kinds is equal */
         if (kind == least) {
             t.firsts[t.count++] = i;
             kind = t.count;
@@ -209,7 +217,8 @@ static kind_table number_kinds(const mls_index *index)
     return t;
 }
 
-/* Append the array of kinds. Each kind is described by the first shard that has it. */
+/* Append the array of kinds. Each kind is described by its first shard, number
+ * `kinds->firsts[k]`. */
 static void put_kinds(mls_json_writer *b, const mls_index *index, const kind_table *kinds)
 {
     mls_json_writer_text(b, ",\n\"kinds\":[");
@@ -260,8 +269,9 @@ static const char *const column_marks[TABLE_COLUMNS][3] = {
     [CODEC] = {",\n\"codec\":[", ",", "]"},
     [FRAMES] = {",\n\"frames\":[", ",", "]"}};
 
-/* Return whether a row of the table needs a value in this column; other rows have the
- * default. A column without any value is omitted. */
+/* Return whether the row of a shard `s`, or of its `layer`, needs a value in this column.
+ * Other rows have the column's default, and a column that no row needs is omitted.
+ * `layer` is not read for columns of the shard table. */
 static bool row_has_value(table_column column, const mls_index_shard *s,
                           const mls_layer *layer)
 {
@@ -281,8 +291,9 @@ static bool row_has_value(table_column column, const mls_index_shard *s,
     }
 }
 
-/* Append the value of one shard, or of one of its layers, in a column. `kind` is the
- * number of the shard's kind. Only columns of the shard table ignore `layer`. */
+/* Append the value of shard `s`, or of one of its layers, in a column that has a value
+ * there. `kind` is the number of the shard's kind. Columns of the shard table do not read
+ * `layer`. */
 static void put_value(mls_json_writer *b, table_column column, const mls_index_shard *s,
                       size_t kind, const mls_layer *layer)
 {
@@ -323,20 +334,22 @@ static void put_value(mls_json_writer *b, table_column column, const mls_index_s
     }
 }
 
-/* Number of rows of a shard in the table that contains the column. */
+/* Return the number of rows that a shard takes in the column's table: one in the table of
+ * shards, one for each place in the table of layers. */
 static size_t count_rows(table_column column, const mls_index_shard *s)
 {
     return column < FILE_NUMBER ? 1 : mls_index_place_count(s);
 }
 
-/* The layer of a row; zeroed for columns of the shard table. */
+/* Return the layer in row `number` of shard `s`; zeroed for columns of the shard table.
+ */
 static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t number)
 {
     return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
 }
 
-/* Return whether the index has this column: columns before BLOCKS other than LAYER_COUNT
- * always, and other columns if a row has a value. */
+/* Return whether the index contains this column: LAYER_COUNT and those from BLOCKS on
+ * only if some row has a value, the others always. */
 static bool is_column_needed(table_column column, const mls_index *index)
 {
     bool needed = column != LAYER_COUNT && column < BLOCKS;
@@ -350,8 +363,9 @@ static bool is_column_needed(table_column column, const mls_index *index)
     return needed;
 }
 
-/* Append one column, for all shards or all layers; `kinds` has the kind of each shard.
- * Arrays contain null for a layer without a value. */
+/* Append one column: its values for all shards, or for all layers of all shards.
+ * `kinds[i]` is the kind of shard i. In columns that are arrays, a layer without a value
+ * gets null. */
 static void put_column(mls_json_writer *b, table_column column, const mls_index *index,
                        const size_t *kinds)
 {
@@ -373,7 +387,8 @@ static void put_column(mls_json_writer *b, table_column column, const mls_index 
     mls_json_writer_text(b, marks[2]);
 }
 
-/* Append the table of files: an array of paths, and two string columns. */
+/* Append the table of files: an array of paths, and two string columns with their lengths
+ * and header checksums. */
 static void put_files(mls_json_writer *b, const mls_index *index)
 {
     const mls_index_file *files = index->files;
@@ -392,10 +407,9 @@ static void put_files(mls_json_writer *b, const mls_index *index)
     mls_json_writer_text(b, "\"}");
 }
 
-/* Append all of an index to an empty buffer; `*crc_out` is the CRC32C of the whole text.
- * A writer that failed ignores further appends, so its code is checked once, at the end.
- * The JSON checksum is set last and covers all other bytes. A manifest records the CRC32C
- * of the whole text, including the digits of that checksum. */
+/* Append the whole index. A writer that failed ignores further appends, so its code is
+ * checked once, at the end. The JSON checksum is set last and covers all other bytes;
+ * `*crc_out`, which a manifest records, also covers that checksum's digits. */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
                          mls_json_writer *out, uint32_t *crc_out, mls_status *st)
 {

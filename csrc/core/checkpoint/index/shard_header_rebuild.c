@@ -34,9 +34,9 @@ static bool is_tensor(const mls_layer *place)
     return place->row == 0 && place->frames == NULL;
 }
 
-/* Allocate room for all places that file number `file` stores, and for their keys.
- * `count` stays 0 until collect_places. The caller frees the arrays, also after a
- * failure. */
+/* Allocate room for every place that is in file number `file` (a place is one stored byte
+ * range of a shard), and for their keys. `r->count` stays 0 until collect_places. The
+ * caller frees the arrays, also after a failure. */
 static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file,
                                  mls_status *st)
 {
@@ -57,9 +57,9 @@ static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file
                                                                        : MLS_OK;
 }
 
-/* Fill in the tensor of a member; `number` is its position among the members. A flat part
- * has one dimension, its length; a place that is not an array of the part's shape has its
- * bytes. */
+/* Describe the place of member `m` as a tensor in `out`, whose shape is stored in `m`.
+ * `number` is the member's index. A flat part is an array of one dimension; a place with
+ * row ranges or compression is an array of its bytes. */
 static void describe_tensor(member *m, size_t number, mls_header_tensor *out)
 {
     const mls_index_shard *shard = m->shard;
@@ -80,7 +80,8 @@ static void describe_tensor(member *m, size_t number, mls_header_tensor *out)
     }
 }
 
-/* Collect the places in a file, in the order in which a save lists them. */
+/* Fill in the members: each place in file number `file`, in the order of the index, which
+ * is the order in which a save lists them. */
 static void collect_places(rebuild *r, const mls_index *index, size_t file)
 {
     char *key = r->keys;
@@ -101,7 +102,8 @@ static void collect_places(rebuild *r, const mls_index *index, size_t file)
     }
 }
 
-/* Write the text that maps each tensor to its shard, as a save writes it. */
+/* Append the JSON object that maps each tensor's key to its shard, exactly as a save
+ * writes it; the header's checksum depends on each byte. */
 static void describe_shards(const rebuild *r, mls_json_writer *text)
 {
     mls_json_writer_text(text, "{");
@@ -118,8 +120,9 @@ static void describe_shards(const rebuild *r, mls_json_writer *text)
     mls_json_writer_text(text, "}");
 }
 
-/* Lay out the header, with the checksums of the index. Release it with mls_header_fini
- * after success. */
+/* Lay out the header with the checksums that the index records. After MLS_OK the caller
+ * releases it with mls_header_fini. MLS_E_MEMORY, or MLS_E_SIZE: the header is too long.
+ */
 static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
@@ -134,6 +137,7 @@ static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status 
                               st);
     mls_json_writer_fini(&text);
     for (size_t i = 0; code == MLS_OK && i < r->count; i++) {
+        /* mls_header_init has sorted the tensors: `number` is the member's index */
         const mls_header_tensor *tensor = &r->tensors[i];
         const size_t blocks = mls_safetensors_blocks(tensor->bytes);
         if (blocks > 0) {
@@ -144,8 +148,9 @@ static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status 
     return code;
 }
 
-/* Append the header if its checksum and the file's length equal the recorded ones, which
- * proves that it is the original header. MLS_E_VALUE: they differ. */
+/* Finish the header and append its text to `out`, if its checksum and the file's length
+ * equal those in `record`: this proves that it is the original header. MLS_E_VALUE: they
+ * differ, and nothing is appended. */
 static mls_code append_header(mls_header *header, const mls_index_file *record,
                               const mls_crc_kernels *crc, mls_json_writer *out,
                               mls_status *st)

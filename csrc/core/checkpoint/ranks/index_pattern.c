@@ -14,8 +14,8 @@ static bool is_same_group(const mls_index_shard *shard, const mls_index_shard *o
     return shard->part == other->part && mls_layout_equal(&shard->layout, &other->layout);
 }
 
-/* Return the group of a shard, or `count` if it needs a new one. `firsts` has the first
- * shard of each of the `count` groups; group `hint` is tried first. */
+/* Return the group of a shard, from 0, or `count` if it needs a new one. `firsts` has the
+ * first shard of each of the `count` groups; group `hint` is tried first. */
 static size_t find_group(const mls_index_shard *shard,
                          const mls_index_shard *const *firsts, size_t count, size_t hint)
 {
@@ -29,8 +29,8 @@ static size_t find_group(const mls_index_shard *shard,
     return group;
 }
 
-/* Number the groups of an index. An index with too many groups gets a zeroed pattern,
- * which is not `known`; that is not an error. */
+/* Give each shard the number of its group. An index with more than MLS_PATTERN_GROUPS
+ * groups gets a zeroed pattern, which is not `known`; that is not an error. */
 mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
                                 mls_status *st)
 {
@@ -65,7 +65,8 @@ void mls_index_pattern_fini(mls_index_pattern *pattern)
     *pattern = (mls_index_pattern){0};
 }
 
-/* Number the groups of `count` indexes. On failure everything made so far is freed. */
+/* Number the groups of each of `count` indexes. Returns NULL if memory runs out;
+ * everything made so far is freed then. */
 mls_index_pattern *mls_index_patterns_new(const mls_index *indexes, size_t count,
                                           mls_status *st)
 {
@@ -83,6 +84,7 @@ mls_index_pattern *mls_index_patterns_new(const mls_index *indexes, size_t count
     return patterns;
 }
 
+/* Free the patterns of `count` indexes; `patterns` may be NULL. */
 void mls_index_patterns_free(mls_index_pattern *patterns, size_t count)
 {
     for (size_t i = 0; patterns != NULL && i < count; i++) {
@@ -91,13 +93,15 @@ void mls_index_patterns_free(mls_index_pattern *patterns, size_t count)
     mls_free(patterns);
 }
 
+/* Append the bytes of `count` numbers, in the machine's byte order. */
 static void put_numbers(mls_json_writer *b, const size_t *numbers, size_t count)
 {
     mls_json_writer_put(b, (const char *)numbers, count * sizeof *numbers);
 }
 
-/* Append the identity of a pattern: tensors, layouts and groups, but no parts. Lengths
- * come first, so that different lists of shards have different bytes. */
+/* Append the identity of a pattern: tensors, layouts and the group of each shard, but no
+ * part numbers, which differ between ranks. Lengths come before the bytes that they
+ * count, so that different lists of shards have different bytes. */
 void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pattern,
                              mls_json_writer *out)
 {
@@ -122,7 +126,8 @@ void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pa
     }
 }
 
-/* Position of the first shard of a tensor, or of the first tensor after it. */
+/* Return the index of the first shard of tensor `id`; if there is none, of the first
+ * shard of a later tensor, or `shard_count`. */
 static size_t find_shard(const mls_index *index, const mls_tensor_id *id)
 {
     size_t low = 0, high = index->shard_count;

@@ -34,8 +34,8 @@ mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
 void mls_index_pattern_fini(
     mls_index_pattern *pattern); /* accepts a zeroed one; zeroes it */
 
-/* The patterns of `count` indexes, or NULL on MLS_E_MEMORY. Gives: free with
- * mls_index_patterns_free, which accepts NULL. */
+/* Return the patterns of `count` indexes, or NULL on MLS_E_MEMORY. Gives: free with
+ * mls_index_patterns_free, which accepts NULL; `count` is the same there. */
 mls_index_pattern *mls_index_patterns_new(const mls_index *indexes, size_t count,
                                           mls_status *st);
 void mls_index_patterns_free(mls_index_pattern *patterns, size_t count);
@@ -50,8 +50,9 @@ typedef struct mls_index_pattern_place {
     uint32_t index, group;
 } mls_index_pattern_place;
 
-/* Append every place of a tensor in `count` indexes, ordered by index. Indexes without a
- * pattern are skipped. The caller checks the writer for errors. */
+/* Append a mls_index_pattern_place to `out` for every shard of tensor `id` in `count`
+ * indexes, ordered by index. `patterns` are the patterns of the indexes; an index without
+ * one is skipped. The caller checks the writer for errors. */
 void mls_index_pattern_places(const mls_index *indexes, const mls_index_pattern *patterns,
                               size_t count, const mls_tensor_id *id,
                               mls_json_writer *out);

@@ -33,9 +33,9 @@ void mls_load_plan_fini(mls_load_plan *plan)
     *plan = (mls_load_plan){0};
 }
 
-/* Add a tensor, and room for its pieces; NULL if it is not in the merged index. Callers
- * that load all tensors add them in the order of the merged index. Then each tensor
- * follows the previous one, and no search is needed. */
+/* Add a tensor to the items, which have room for it, and count its pieces; NULL if it is
+ * not in the merged index. Callers that load all tensors add them in the order of the
+ * merged index: each then follows the previous one, and no search is needed. */
 mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
 {
     const mls_merged_index *merged = plan->merged;
@@ -57,14 +57,16 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
     return w;
 }
 
+/* Add the name of the item's tensor to the error in the status. Returns the error's code.
+ */
 static mls_code name_tensor(const mls_load_item *w, mls_status *st)
 {
     const mls_str name = w->tensor->facts->id.name;
     return mls_status_name(st, name.data, name.length);
 }
 
-/* Choose the part of the item's tensor that `how` selects. A number of ranks defines how
- * to cut one axis, but not several. */
+/* Set `w->part` to the part that `how` selects. Without a layout, `how->world` ranks
+ * define how to cut one axis, but not several. */
 mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
@@ -85,6 +87,8 @@ mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_stat
     return mls_layout_part(&layout, facts->rank, facts->shape, index, &w->part, st);
 }
 
+/* Add the stored shape `have`, the expected shape `want` and the tensor's name to the
+ * error in the status. Returns its code. */
 static mls_code set_shapes(const mls_load_item *w, const char *have, const char *want,
                            mls_status *st)
 {
@@ -114,8 +118,8 @@ mls_code mls_load_item_part(mls_load_item *w, const mls_layout *layout, size_t i
     return mls_layout_part(layout, facts->rank, facts->shape, index, &w->part, st);
 }
 
-/* Choose elements `begin` .. `end` of the whole tensor. A flat range of the whole tensor.
- * No layout describes it: several concatenated tensors may be cut anywhere. */
+/* Set `w->part` to elements `begin` .. `end` of the tensor, a flat range. No layout
+ * describes it: a range of several concatenated tensors may be cut anywhere. */
 mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
@@ -158,9 +162,9 @@ mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *ta
 
 /* ---- find stored ranges ---- */
 
-/* Return whether ranges that were never stored are long on average. Pages of zeroed
- * memory inside long ranges are never touched. Between short ranges every page is
- * touched, so zeroing first would be wasted. */
+/* Return whether the zeros in the `count` places `stored` form ranges of 64 KiB or more
+ * on average. Pages of zeroed memory inside long ranges are never touched. Between short
+ * ranges every page is touched, so zeroing first would be wasted. */
 static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
 {
     enum { LONG = 64 << 10 };
@@ -174,9 +178,10 @@ static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
     return ranges > 0 && bytes / ranges >= LONG;
 }
 
-/* Compare the files of `count` pieces with their recorded sizes. Neighbours usually share
- * a file, which is checked once: `*file` is the name of the last checked file, and after
- * a failure the one that differs. */
+/* Compare the sizes of the files of the `count` places `stored`, in `folder`, with the
+ * recorded sizes. Neighbours usually share a file, which is checked once: `*file` is the
+ * path of the last checked file, and after a failure the one that differs. `links`: files
+ * may be symbolic links. */
 static mls_code check_files(const mls_stored_shard *stored, size_t count, int folder,
                             bool links, const char **file, mls_status *st)
 {
@@ -192,9 +197,9 @@ static mls_code check_files(const mls_stored_shard *stored, size_t count, int fo
     return MLS_OK;
 }
 
-/* List the pieces of all items. An item gets its range in `pieces`; `piece_count`, an
- * upper bound until now, becomes their number. After a failure `*file` names the file
- * that was checked last, if any. */
+/* List the pieces of all items: each item gets its range `first`, `count` in `pieces`.
+ * `piece_count` was an upper bound until now, and becomes their number. After a failure
+ * `*file` is the path of the file that was checked last, or NULL. */
 mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                             mls_status *st)
 {
@@ -229,7 +234,7 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
     return MLS_OK;
 }
 
-/* Cannot overflow: mls_index_fits. */
+/* Return the size of the item's part in bytes. Cannot overflow: see mls_index_fits. */
 size_t mls_load_item_bytes(const mls_load_item *w)
 {
     return mls_part_count(&w->part) * mls_dtype_of(w->tensor->facts->dtype)->item_bytes;
@@ -237,8 +242,9 @@ size_t mls_load_item_bytes(const mls_load_item *w)
 
 /* ---- set destinations ---- */
 
-/* Set the destination of item `i`'s pieces. Pieces of zeros get NULL if the memory is
- * zero already, so that nothing is written. */
+/* Set the destination of item `i`'s pieces to `data`. Pieces of zeros get NULL if the
+ * memory is zero already (`zeroed`) and skipping them saves work: nothing is written
+ * then. */
 void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, bool zeroed)
 {
     const mls_load_item *w = &plan->items[i];
@@ -248,7 +254,8 @@ void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, boo
     }
 }
 
-/* The read plan only compares addresses (mls_maker). */
+/* Use the address of each item as its placeholder: the read plan only compares addresses
+ * (mls_maker). */
 void mls_load_plan_foresee(mls_load_plan *plan)
 {
     for (size_t i = 0; i < plan->count; i++) {
@@ -293,8 +300,8 @@ void mls_load_target_fini(mls_load_target *target)
     *target = (mls_load_target){0};
 }
 
-/* Set the destination of each item to its target's memory, or to a new staging block,
- * which the target owns (also after a failure). */
+/* Set each item's destination to its target's memory, or for a strided target to a new
+ * staging block, which the target owns, also after a failure. */
 mls_code mls_load_plan_place_all(mls_load_plan *plan, mls_load_target *targets,
                                  mls_status *st)
 {
@@ -313,8 +320,8 @@ mls_code mls_load_plan_place_all(mls_load_plan *plan, mls_load_target *targets,
     return MLS_OK;
 }
 
-/* Copy the staging blocks to their strided targets; other targets have their bytes
- * already. */
+/* Copy each staging block to its strided target; other targets have their bytes already.
+ * A block has the target's dtype and shape, so its description cannot be refused. */
 void mls_load_plan_scatter(const mls_load_plan *plan, const mls_load_target *targets,
                            const mls_kernels *kernels)
 {

@@ -61,7 +61,7 @@ void mls_load_plan_fini(mls_load_plan *plan); /* accepts a zeroed one; zeroes it
  * merged index has no such tensor. */
 mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
 
-/* Choose the part that `how` selects. A given layout applies to the parameters; an
+/* Choose the part that `how` selects. A given layout divides the parameter; an
  * optimizer state is cut along the axes that it shares with its parameter. Without a
  * layout, a tensor that was cut in one step is cut in the same way for the new world, and
  * a tensor that was stored whole stays whole.
@@ -69,9 +69,9 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
  * names the tensor. Other errors as mls_layout_part. */
 mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_status *st);
 
-/* Check that the target's whole tensor has the shape of the stored one. Equal part shapes
- * do not prove that: 3 of 5 rows and 3 of 6 rows have the same shape. MLS_E_SHAPE: the
- * status contains both shapes and the tensor's name. */
+/* Check that the target's whole tensor, of `rank` dimensions `shape`, has the shape of
+ * the stored one. Equal part shapes do not prove that: 3 of 5 rows and 3 of 6 rows have
+ * the same shape. MLS_E_SHAPE: the status contains both shapes and the tensor's name. */
 mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t *shape,
                                   mls_status *st);
 
@@ -91,10 +91,11 @@ mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *ta
 
 /* ---- find stored ranges ---- */
 
-/* Find the pieces of all parts, and compare the files in `folder` with the sizes in the
- * indexes; -1: no files are compared. Call this before allocating destinations, since a
- * damaged index may claim terabytes. `*file` is the file that does not match, else NULL.
- * Errors as mls_merged_index_pieces and mls_file_expect; MLS_E_MEMORY. */
+/* Find the pieces of all parts, and compare the files in `folder`, a file descriptor,
+ * with the sizes in the indexes; -1: no files are compared. Call this before allocating
+ * destinations, since a damaged index may claim terabytes. After a failure `*file` is the
+ * path of the file that does not match, or of the last one that was compared; NULL: none
+ * was. Errors as mls_merged_index_pieces and mls_file_expect; MLS_E_MEMORY. */
 mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                             mls_status *st);
 
@@ -111,9 +112,10 @@ void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, boo
  * or written. */
 void mls_load_plan_foresee(mls_load_plan *plan);
 
-/* Keep the pieces of part `i`: move them down to piece `*used`, and add their number to
- * it. After the last part, set `piece_count` to `*used`; pieces of other parts are
- * dropped. */
+/* Keep the pieces of part `i`, and overwrite dropped ones: move them down to piece
+ * `*used`, and add their number to it. Call it for the parts to keep in ascending order,
+ * with `*used` 0 at first, then set `piece_count` to `*used`. The items' ranges are out
+ * of date then. */
 void mls_load_plan_keep(mls_load_plan *plan, size_t i, size_t *used);
 
 /* Existing destination memory: packed, or a strided tensor. */

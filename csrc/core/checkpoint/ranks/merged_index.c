@@ -22,9 +22,10 @@ static int compare_shards(const void *a, const void *b)
                                              : x->index->rank > y->index->rank;
 }
 
-/* Append the next shard, in the order of compare_shards, to its tensor, or start a new
- * tensor; the arrays have room. Several ranks may have stored the same part with the same
- * data; only the first is kept. */
+/* Append the next shard, in the order of compare_shards, to the last tensor, or start a
+ * new tensor; the arrays have room. Several ranks may have stored the same part with the
+ * same data: only the first, of the lowest rank, is kept. MLS_E_FORMAT: the shard
+ * disagrees with its tensor. */
 static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *next,
                           mls_status *st)
 {
@@ -65,9 +66,9 @@ static int compare_listed(const void *a, const void *b)
 }
 
 /* Check that indexes that share a file agree on its size and checksum, and that their
- * shards together fit the file. `files` are sorted by path. Shards of one index do not
- * overlap, but several indexes could claim the same bytes, and so claim more data than
- * the files contain. */
+ * shards together fit the file. `files`, `count` of them, are sorted by path. Shards of
+ * one index do not overlap, but several indexes could claim the same bytes, and so claim
+ * more data than the files contain. */
 static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
 {
     uint64_t used = 0;
@@ -86,8 +87,8 @@ static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
     return MLS_OK;
 }
 
-/* Check what the indexes record about their files. A single index is checked when it is
- * parsed. */
+/* Check that the `count` indexes agree on the files that they share. Each index was
+ * checked for itself when it was parsed. */
 static mls_code check_files(const mls_index *const *indexes, size_t count, mls_status *st)
 {
     size_t total = 0, first = 0;
@@ -120,8 +121,8 @@ static mls_code check_files(const mls_index *const *indexes, size_t count, mls_s
     return code;
 }
 
-/* Merge the shards of all indexes in the order of tensors, parts and ranks. The indexes
- * are sorted, so a single index only needs grouping. */
+/* Collect pointers to all shards, sort them by tensor, part and rank, and group them. A
+ * single index is sorted already. */
 mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *indexes,
                                size_t count, mls_status *st)
 {
@@ -168,7 +169,7 @@ done:
     return MLS_OK;
 }
 
-/* The caller frees the indexes. */
+/* Free the arrays; the shards and the indexes belong to the caller. */
 void mls_merged_index_fini(mls_merged_index *merged)
 {
     mls_free(merged->tensors);
@@ -196,12 +197,13 @@ size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id
     return SIZE_MAX;
 }
 
-/* Return whether a shard, which is part `a`, has any element of `b`. The first common run
- * is enough. A shard that is the whole tensor has all elements. */
+/* Return whether a shard, which stores part `a` of its tensor, has any element of part
+ * `b`. */
 static bool intersects_part(const mls_index_shard *shard, const mls_part *a,
                             const mls_part *b)
 {
     mls_overlap overlap;
+    /* the shard is the whole tensor */
     if (shard->layout.count == 0) {
         return mls_part_count(b) > 0;
     }
@@ -210,8 +212,8 @@ static bool intersects_part(const mls_index_shard *shard, const mls_part *a,
     return mls_overlap_next(&overlap, &run);
 }
 
-/* Number of elements that two parts share. This iterates over runs, not elements, so it
- * costs no more than planning the read. */
+/* Return the number of elements that two parts of a tensor share. This iterates over
+ * runs, not elements, so it costs no more than planning the read. */
 static size_t count_common(const mls_part *a, const mls_part *b)
 {
     size_t count = 0;
@@ -224,9 +226,10 @@ static size_t count_common(const mls_part *a, const mls_part *b)
     return count;
 }
 
-/* Check that all elements of the part `to` were stored by some rank; missing parts
- * elsewhere are allowed. Counting stored elements is bounded by the index, whereas a file
- * may claim any number of missing parts. */
+/* Check that the shards of `tensor` contain all elements of its part `to`; elements
+ * outside `to` may be missing. MLS_E_FORMAT: some are not stored. Stored elements are
+ * counted because an index bounds their number, whereas a layout may claim any number of
+ * missing parts. */
 static mls_code check_missing(const mls_merged_index *merged,
                               const mls_merged_index_tensor *tensor, const mls_part *to,
                               mls_status *st)
@@ -262,8 +265,9 @@ typedef struct listing {
     size_t count;
 } listing;
 
-/* Append a place of the current shard and the piece that reads it, or zeros if `place` is
- * NULL. `visible` is NULL if all elements are visible. */
+/* Append a stored place of the current shard and the piece that reads it; `place` NULL:
+ * elements that are zero and not stored. `visible` has the `visible_count` ranges that no
+ * later layer hides, or is NULL if all elements are visible. */
 static void list_place(listing *l, const mls_layer *place, const mls_row_range *visible,
                        size_t visible_count)
 {
@@ -298,12 +302,14 @@ static void list_place(listing *l, const mls_layer *place, const mls_row_range *
     l->count++;
 }
 
-/* List each layer of a sparse shard that has visible elements of `to`, and its zeros. */
+/* List each layer of the current shard that has visible elements of `to`, and the shard's
+ * zeros, if `to` needs some. */
 static void list_layers(listing *l)
 {
     const mls_layers *layers = l->from->shard->layers;
     mls_stored_range range;
     for (size_t i = 0; i <= layers->count; i++) {
+        /* the last round lists the zeros */
         const mls_layer *layer = i < layers->count ? &layers->list[i] : NULL;
         const mls_row_range *visible = layer == NULL ? layers->zeros : layer->visible;
         const size_t count = layer == NULL ? layers->zero_count : layer->visible_count;
@@ -318,10 +324,9 @@ static void list_layers(listing *l)
     }
 }
 
-/* List the stored places that have elements of `to`, and pieces that read them; `room`
- * has space for `tensor->places` of each. `*count` is their number, also after a failure.
- * Places without a common element are skipped, so their files need not exist: a rank of a
- * large world reads few of them. */
+/* List the places that have elements of `to`, and the pieces that read them. Places
+ * without such an element are skipped, so their files need not exist: a rank of a large
+ * world reads few of them. `*count` is the number of pieces, 0 after a failure. */
 mls_code mls_merged_index_pieces(const mls_merged_index *merged,
                                  const mls_merged_index_tensor *tensor,
                                  const mls_part *to, unsigned char *data,
@@ -349,9 +354,9 @@ mls_code mls_merged_index_pieces(const mls_merged_index *merged,
     return code;
 }
 
-/* Find the shard that stores `to` as one contiguous range. `*offset` is its first byte in
- * the file; it may be set even if NULL is returned. Parts of one layout do not overlap,
- * so either the first intersecting shard contains the whole part, or no shard does. */
+/* Find the first shard that has an element of `to`. Parts of one layout do not overlap,
+ * so either this shard contains all of `to`, or no shard does. `*offset` may be set even
+ * if NULL is returned. */
 const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *merged,
                                                    const mls_merged_index_tensor *tensor,
                                                    const mls_part *to, uint64_t *offset)

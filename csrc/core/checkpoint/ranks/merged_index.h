@@ -35,9 +35,10 @@ typedef struct mls_merged_index {
     bool links; /* files may be symbolic links, see mls_index */
 } mls_merged_index;
 
-/* Merge indexes. Gives: release with mls_merged_index_fini, before the indexes.
- * MLS_E_FORMAT: shards disagree on their tensor, or indexes disagree on a file's size or
- * checksum, or their shards need more bytes than the file has. MLS_E_MEMORY. */
+/* Merge `count` indexes. Gives: release with mls_merged_index_fini, before the indexes.
+ * MLS_E_FORMAT: shards disagree on their tensor's dtype, shape or layout, or indexes
+ * disagree on a file's size or checksum, or their shards need more bytes than the file
+ * has. MLS_E_MEMORY. `*out` is untouched on failure. */
 mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *indexes,
                                size_t count, mls_status *st);
 
@@ -54,9 +55,10 @@ typedef struct mls_read_scratch {
     mls_read_range *pieces;
 } mls_read_scratch;
 
-/* List what to read for `to`, a part of a tensor; `to` must outlive the result. Outputs
- * are the places that intersect `to`, and pieces whose destination is `data` (the packed
- * part). Places without a file are zeros that were not stored.
+/* List what to read for `to`, a part of a tensor; `to` must outlive the result. The
+ * arrays of `room` receive the places that intersect `to`, and pieces whose destination
+ * is `data` (the packed part); `*count` is the number of each. Places without a file are
+ * zeros that were not stored.
  * MLS_E_FORMAT: no rank stored some of the part; the status names the tensor. */
 mls_code mls_merged_index_pieces(const mls_merged_index *merged,
                                  const mls_merged_index_tensor *tensor,
@@ -64,8 +66,9 @@ mls_code mls_merged_index_pieces(const mls_merged_index *merged,
                                  const mls_read_scratch *room, size_t *count,
                                  mls_status *st);
 
-/* Find a part that is stored as one contiguous range of one plain shard. Returns the
- * shard, and the range's offset in its file. NULL: the part is not stored in this way. */
+/* Find a part `to` that is stored as one contiguous range of one plain shard. Returns the
+ * shard; `*offset` receives the offset of the range in its file, in bytes. NULL: the part
+ * is not stored in this way. */
 const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *merged,
                                                    const mls_merged_index_tensor *tensor,
                                                    const mls_part *to, uint64_t *offset);

@@ -35,13 +35,15 @@ mls_index_summary mls_index_summarize(const mls_index *index)
     return sum;
 }
 
+/* A compressed layer's `bytes` are compressed ones, so its frames know the uncompressed
+ * size. */
 uint64_t mls_layer_element_bytes(const mls_layer *layer)
 {
     return layer->frames == NULL ? layer->bytes : layer->frames->bytes;
 }
 
-/* Return the uncompressed bytes of the layer's elements that no later layer hides.
- * `item_bytes` is the size of one element. */
+/* Return the uncompressed bytes of the layer's visible elements: those that no later
+ * layer stores. `item_bytes` is the size of one element. */
 uint64_t mls_layer_visible_bytes(const mls_layer *layer, size_t item_bytes)
 {
     uint64_t elements = 0;

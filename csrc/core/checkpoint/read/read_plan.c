@@ -17,8 +17,8 @@ enum {
     CODED_COST = 8 /* cost of a compressed byte, relative to an uncompressed one */
 };
 
-/* Cost of a span in bytes: a fixed part, and the larger of the bytes read and the bytes
- * written. */
+/* Return the cost of a span in bytes: a fixed part, and the larger of the bytes read and
+ * the bytes written. Compressed bytes count CODED_COST times. */
 static uint64_t span_cost(const mls_read_span *s)
 {
     const uint64_t bytes = s->piece->data == NULL ? 0 : s->end - s->from;
@@ -28,7 +28,8 @@ static uint64_t span_cost(const mls_read_span *s)
                                                         : bytes);
 }
 
-/* Append a copy of a span, with its cost. MLS_E_MEMORY: the plan is unchanged. */
+/* Append a copy of span `s` with its cost, and add the cost to the plan's. MLS_E_MEMORY:
+ * the plan is unchanged. */
 static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
 {
     mls_read_span *spans = mls_grow(plan->spans, plan->count, &plan->room, sizeof *spans);
@@ -43,8 +44,8 @@ static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
     return MLS_OK;
 }
 
-/* Offset in the stored bytes of byte `from` of a place's elements; for compressed data,
- * the offset of its frame. Cannot exceed the file. */
+/* Return where byte `from` (uncompressed) of a place is among its stored bytes; for
+ * compressed data, where its frame starts. Cannot exceed the file. */
 static size_t stored_offset(const mls_stored_shard *shard, size_t from)
 {
     return shard->frames == NULL
@@ -58,8 +59,8 @@ typedef struct zero_fill {
     size_t first;     /* element of the shard at byte `from` */
 } zero_fill;
 
-/* Return the number of elements in the visible ranges; 0 if the place has none, which
- * means that all elements are visible. */
+/* Return the number of elements in the visible ranges of a place; 0 if it has no such
+ * ranges, since all its elements are visible then. */
 static size_t count_visible(const mls_stored_shard *shard)
 {
     size_t count = 0;
@@ -69,9 +70,9 @@ static size_t count_visible(const mls_stored_shard *shard)
     return count;
 }
 
-/* Return the range to fill if the next piece consists of the zeros between the runs of
- * `piece`, and both have the same contiguous destination; otherwise an empty one. Then
- * data and zeros are written in one pass, while the memory is in the cache. */
+/* Return the destination range of `piece` if `next` is the zeros between its runs, and
+ * both have the same contiguous destination; otherwise an empty range. Then data and
+ * zeros are written in one pass, while the memory is in the cache. */
 static zero_fill find_zero_fill(const mls_read_range *piece, const mls_read_range *next)
 {
     const zero_fill none = {0};
@@ -89,6 +90,7 @@ static zero_fill find_zero_fill(const mls_read_range *piece, const mls_read_rang
         return none;
     }
     mls_overlap_init(&overlap, shard->part, piece->to);
+    /* exactly one run: the destination is contiguous */
     if (!mls_overlap_next(&overlap, &first) || mls_overlap_next(&overlap, &more) ||
         !mls_stored_range_of(shard, piece->to, &range)) {
         return none;
@@ -96,7 +98,7 @@ static zero_fill find_zero_fill(const mls_read_range *piece, const mls_read_rang
     return (zero_fill){first.b * item, (first.b + first.count) * item, first.a};
 }
 
-/* Destination offset of byte `at` of a piece's place, or the end of the destination if
+/* Return the destination offset of byte `at` of the place, or the end of the range `f` if
  * `at` is behind all requested bytes. */
 static size_t destination_of(const mls_stored_shard *shard, const zero_fill *f, size_t at)
 {
@@ -108,7 +110,8 @@ static size_t destination_of(const mls_stored_shard *shard, const zero_fill *f, 
 /* Divide a piece into spans, at multiples of the span size from the start of the place,
  * so that no block belongs to two spans. Zeros that are already in memory are not
  * divided. `zeros`, if not empty, is the range of the destination to fill: each span
- * fills the zeros up to the next one. */
+ * fills the zeros up to the next span. MLS_E_FORMAT: the place exceeds its file;
+ * MLS_E_MEMORY. */
 static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
                            const zero_fill *zeros, mls_status *st)
 {
@@ -154,14 +157,14 @@ static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
     return MLS_OK;
 }
 
-/* Compares files only; equal names usually have the same address. */
+/* Order by file only; equal names usually have the same address. */
 static int compare_names(const mls_read_span *x, const mls_read_span *y)
 {
     return x->file == y->file ? 0 : strcmp(x->file, y->file);
 }
 
-/* For qsort: by file, then offset. The address breaks ties, so that the order does not
- * depend on qsort. */
+/* Order for qsort of pointers to spans: by file, then offset. The address breaks ties, so
+ * that the order does not depend on qsort. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_read_span *x = *(const mls_read_span *const *)a;
@@ -176,16 +179,16 @@ static int compare_places(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* Compares files only, for qsort. */
+/* Order for qsort of pointers to spans: by file only. */
 static int compare_files(const void *a, const void *b)
 {
     return compare_names(*(const mls_read_span *const *)a,
                          *(const mls_read_span *const *)b);
 }
 
-/* Return whether the spans of each file are consecutive and in ascending order. Then the
- * order of the pieces is kept, which is the best order: destinations are allocated in it.
- * Uses `order` as scratch space for the first span of each file. */
+/* Return whether the spans of each file are consecutive and ascending. Then the order of
+ * the pieces is kept, which is the best order: destinations are allocated in it.
+ * Overwrites `plan->order`, with the first span of each file. */
 static bool are_spans_sorted(mls_read_plan *plan)
 {
     size_t files = 0;
@@ -206,7 +209,8 @@ static bool are_spans_sorted(mls_read_plan *plan)
     return true;
 }
 
-/* List all spans in `order`, by file and offset. They are usually in order already. */
+/* Set `plan->order` to all spans, by file and offset. They are usually in order already.
+ */
 static void sort_spans(mls_read_plan *plan)
 {
     const bool sorted = are_spans_sorted(plan);
@@ -218,8 +222,9 @@ static void sort_spans(mls_read_plan *plan)
     }
 }
 
-/* Group neighbours in `order` into tasks, until their cost exceeds one full span.
- * `tasks[i]` is the first span of task i; a last entry marks the end. */
+/* Group neighbours in `order` into tasks that cost at most one full span, or have a
+ * single span. `tasks[i]` is the first span of task i; one further entry marks the end.
+ */
 static void group_tasks(mls_read_plan *plan)
 {
     uint64_t cost = 0;
@@ -234,9 +239,9 @@ static void group_tasks(mls_read_plan *plan)
     plan->tasks[plan->task_count] = plan->count;
 }
 
-/* Group consecutive tasks of one file into work queues. Their cost is limited, so that
- * threads do not wait for destinations or for each other. `queues[i]` is the first task
- * of queue i; a last entry marks the end. */
+/* Group consecutive tasks of one file into work queues, each ended when it costs
+ * QUEUE_COST or more: short enough that threads do not wait for destinations or for each
+ * other. `queues[i]` is the first task of queue i; one further entry marks the end. */
 static void divide_into_queues(mls_read_plan *plan)
 {
     uint64_t cost = 0;
@@ -255,7 +260,8 @@ static void divide_into_queues(mls_read_plan *plan)
 }
 
 /* Divide the pieces into spans, sort the spans, and group them into tasks and work
- * queues. After MLS_E_MEMORY no tasks are built. */
+ * queues. After MLS_E_FORMAT the pieces before the invalid one are still planned; after
+ * MLS_E_MEMORY there are no tasks. */
 mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
                             size_t count, size_t *planned, mls_status *st)
 {
@@ -290,7 +296,7 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
     return code;
 }
 
-/* Free the arrays of a plan. The caller owns the pieces. */
+/* Free the arrays of a plan, but not the pieces. */
 void mls_read_plan_fini(mls_read_plan *plan)
 {
     mls_free(plan->spans);

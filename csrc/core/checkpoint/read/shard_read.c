@@ -73,6 +73,8 @@ typedef struct run_reader {
     size_t filled, zeros; /* where the next zeros start; number of zeros filled */
 } run_reader;
 
+/* Fill the destination with zeros from where the last run or filling ended to byte `end`,
+ * and count them. */
 static void fill_zeros_to(run_reader *r, size_t end)
 {
     if (r->filled < end) {
@@ -81,8 +83,8 @@ static void fill_zeros_to(run_reader *r, size_t end)
     }
 }
 
-/* Make `next` the current run, and fill the zeros before it. Memory that is zero already
- * has no destination (NULL). */
+/* Make `next` the current run, and fill the zeros before it if the span fills any. Memory
+ * that is zero already has no destination (NULL). */
 static void set_run(run_reader *r, const mls_stored_run *next)
 {
     unsigned char *data = r->span->piece->data;
@@ -95,8 +97,8 @@ static void set_run(run_reader *r, const mls_stored_run *next)
     }
 }
 
-/* Make the next run of the span current, or the zeros behind its last run. Nothing is
- * left afterwards if there are none. (A span with an end has a single run.) */
+/* Make the next run of the span current. After the last one, fill the zeros behind it;
+ * nothing is left then. A span with `to` has a single run. */
 static void next_run(run_reader *r)
 {
     mls_stored_run next;
@@ -124,7 +126,7 @@ static void start_runs(run_reader *r, const mls_read_span *s)
 }
 
 /* Move forward by `bytes` bytes, at most those left of the current run. At its end the
- * next run becomes current. */
+ * next run becomes the current one. */
 static void advance_run(run_reader *r, size_t bytes)
 {
     r->now.at += bytes;
@@ -137,6 +139,7 @@ static void advance_run(run_reader *r, size_t bytes)
 
 /* ---- files ---- */
 
+/* Report that a file is of the kind `file_kind`. Returns MLS_E_FORMAT. */
 static mls_code fail_not_regular(const char *file_kind, mls_status *st)
 {
     mls_fail(st, MLS_E_FORMAT, "not a regular file but %s", file_kind);
@@ -144,8 +147,8 @@ static mls_code fail_not_regular(const char *file_kind, mls_status *st)
     return mls_status_got(st, "%s", file_kind);
 }
 
-/* Report a failed openat, by its errno `reason`. Symbolic links are followed only if
- * `links`: in a folder of ours they are refused, since shards are stored there. */
+/* Report a failed openat, by its errno `reason`. If `links` is false, symbolic links were
+ * refused: our own folders contain none. */
 static mls_code fail_open(int reason, bool links, mls_status *st)
 {
     if (!links && (reason == ELOOP || reason == EMLINK)) {
@@ -155,6 +158,7 @@ static mls_code fail_open(int reason, bool links, mls_status *st)
                            : mls_fail_os(st, reason, "cannot open the file");
 }
 
+/* Close the thread's open file, if any. Files in memory have no descriptor. */
 static void close_file(read_worker *w)
 {
     if (w->file != NULL && !w->shared->request.in_memory) {
@@ -163,9 +167,9 @@ static void close_file(read_worker *w)
     }
 }
 
-/* For reads from memory: select the loaded range of the span's file that contains it.
- * Returns false if there is none. Zeros without a file are filled by the request without
- * ranges. */
+/* For reads from memory: select the loaded range that contains the start of span `s`.
+ * Returns false if there is none: another call reads the span. Zeros, which have no file,
+ * belong to the call without ranges. */
 static bool find_range(read_worker *w, const mls_read_span *s)
 {
     const char *file = s->piece->shard->file;
@@ -182,8 +186,8 @@ static bool find_range(read_worker *w, const mls_read_span *s)
     return true;
 }
 
-/* Open `name` for this thread and close the previous file, unless it is open already.
- * Only a regular file is accepted. */
+/* Make `name` the thread's open file, and close the previous one. Only a regular file is
+ * accepted. Errors: MLS_E_IO, MLS_E_FORMAT. */
 static mls_code open_file(read_worker *w, const char *name, mls_status *st)
 {
     struct stat info;
@@ -212,8 +216,8 @@ static mls_code open_file(read_worker *w, const char *name, mls_status *st)
     return st->code;
 }
 
-/* Open the file of a shard, unless it is open. A file with a different length is not the
- * file that was written, so it is refused before it is read. */
+/* Open the file of a shard. MLS_E_FORMAT: it has another length than recorded, so it is
+ * not the file that was written, and it is not read. */
 static mls_code open_shard(read_worker *w, const mls_stored_shard *shard, mls_status *st)
 {
     const mls_code code = open_file(w, shard->file, st);
@@ -239,9 +243,9 @@ static bool copies_slowly(const unsigned char *to, uint64_t offset)
     return ahead > 0 && ahead < LINE;
 }
 
-/* Return STEP bytes of the thread's buffer for bytes at `offset` of a file. The address
- * is half of ALIAS away from the offset, so that copies into and out of the buffer are
- * fast. */
+/* Return in `*out` STEP bytes of the thread's buffer for bytes at `offset` of a file. The
+ * address is half of ALIAS away from the offset, modulo ALIAS, so that copies into and
+ * out of the buffer are fast. MLS_E_MEMORY. */
 static mls_code borrow_buffer(read_worker *w, uint64_t offset, unsigned char **out,
                               mls_status *st)
 {
@@ -258,8 +262,8 @@ static mls_code borrow_buffer(read_worker *w, uint64_t offset, unsigned char **o
 
 /* ---- from a buffer to destinations ---- */
 
-/* Copy the requested bytes of a buffer to their destinations, run by run. `data` contains
- * bytes `at` .. `at + bytes` of the shard. */
+/* Copy the requested bytes of a buffer to their destinations, run by run, and advance the
+ * runs. `data` contains bytes `at` .. `at + bytes` of the place. */
 static void scatter_bytes(read_worker *w, run_reader *r, const unsigned char *data,
                           size_t at, size_t bytes)
 {
@@ -274,14 +278,14 @@ static void scatter_bytes(read_worker *w, run_reader *r, const unsigned char *da
 
 /* ---- unverified: only the requested bytes ---- */
 
-/* Return the end, in bytes of the shard, of the runs to read together with the current
- * one: short runs with small gaps. The lookahead uses a copy of the iterator and fills no
- * zeros. */
+/* Return the end, in bytes of the place, of the runs to read together with the current
+ * one: short runs with small gaps, in at most STEP bytes. */
 static size_t find_group_end(const run_reader *r)
 {
     run_reader ahead = *r;
     const size_t start = r->now.at;
     size_t end;
+    /* the copy looks ahead only: it must fill no zeros */
     ahead.filled = SIZE_MAX;
     do {
         end = ahead.now.at + ahead.now.left;
@@ -293,8 +297,8 @@ static size_t find_group_end(const run_reader *r)
 
 /* Read all runs of a span without verification: long runs directly, short runs together
  * through a buffer that stays in the cache. Long runs are read in steps, because systems
- * read ahead further, and into larger pages, for many short calls than for a single long
- * one. */
+ * read ahead further, and into larger pages, for many short calls than for one long call.
+ */
 static mls_code read_unverified(read_worker *w, run_reader *r, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -321,14 +325,15 @@ static mls_code read_unverified(read_worker *w, run_reader *r, mls_status *st)
 
 /* ---- verified: whole blocks ---- */
 
-/* Return whether a read verifies a shard. Files of other programs have no checksums. */
+/* Return whether the checksums of a shard are compared. Files of other programs may have
+ * none. */
 static bool is_verified(const read_state *shared, const mls_stored_shard *shard)
 {
     return shared->request.crc != NULL && shard->crcs != NULL;
 }
 
-/* Read `bytes` bytes of a block from byte `at` of the shard, update the block's checksum
- * `*crc`, and deliver the requested bytes: directly if the step is within one run. */
+/* Read `bytes` bytes of a block, from byte `at` of the place, and deliver the requested
+ * ones: directly if one run needs them all. `*crc` is the block's checksum so far. */
 static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes,
                           uint32_t *crc, mls_status *st)
 {
@@ -353,8 +358,8 @@ static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes
     return MLS_OK;
 }
 
-/* Read all blocks of a span that contain requested bytes, and compare their checksums;
- * other blocks are skipped. */
+/* Read all blocks of a span that contain requested bytes, and compare their checksums.
+ * MLS_E_CHECKSUM: a block is damaged; its bytes were delivered already. */
 static mls_code read_verified(read_worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
@@ -383,7 +388,8 @@ static mls_code read_verified(read_worker *w, run_reader *r, mls_status *st)
 
 /* ---- compressed: whole frames ---- */
 
-/* Read all runs of a span, frame by frame; frames without requested bytes are skipped. */
+/* Read all runs of a span from a compressed place, frame by frame; frames without
+ * requested bytes are skipped. */
 static mls_code read_compressed(read_worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
@@ -429,8 +435,8 @@ static void fill_zeros(read_worker *w, run_reader *r)
  * If several spans fail, the first one in the order of the pieces is reported,
  * independent of the number of threads. So spans before a failed one are still read. */
 
-/* Record the failure of a span, unless an earlier span failed or the read was stopped:
- * the first one in the caller's order is reported. */
+/* Record the failure `st` of span `s`, unless an earlier span failed or the read was
+ * stopped. The earliest span in the caller's order is reported. */
 static void record_failure(read_state *shared, const mls_read_span *s,
                            const mls_status *st)
 {
@@ -443,8 +449,8 @@ static void record_failure(read_state *shared, const mls_read_span *s,
     pthread_mutex_unlock(&shared->lock);
 }
 
-/* Record that the caller stopped the read, at span `s`. It replaces any failure; the
- * first stop is kept. */
+/* Record that the caller stopped the read, at span `s`: MLS_E_STOPPED. It replaces any
+ * failure; later stops are ignored. */
 static void record_stop(read_state *shared, const mls_read_span *s)
 {
     pthread_mutex_lock(&shared->lock);
@@ -457,8 +463,8 @@ static void record_stop(read_state *shared, const mls_read_span *s)
     pthread_mutex_unlock(&shared->lock);
 }
 
-/* Read one span, and record a failure in the shared state. In memory, only a span that
- * the loaded range of the file contains is read. */
+/* Read span `s`, and record a failure in the shared state. In memory, only a span in the
+ * loaded range is read. */
 static void read_span(read_worker *w, const mls_read_span *s)
 {
     mls_status st;
@@ -491,10 +497,10 @@ static void read_span(read_worker *w, const mls_read_span *s)
     }
 }
 
-/* Return whether a span can be read directly into its destination: it has a destination,
- * is a single run (`to` is set) without zeros to fill, and is short or at an address to
- * which the system copies fast. To be `verified` it must also be a whole shard of at most
- * one block. */
+/* Return whether neighbours may be read together with this span, directly into its
+ * destination: it has a file and a destination, is a single run (`to` is set) without
+ * compression or zeros to fill, and is short or at an address to which the system copies
+ * fast. If `verified`, it must also be a whole place of at most one block. */
 static bool is_direct(const mls_read_span *s, bool verified)
 {
     const mls_stored_shard *shard = s->piece->shard;
@@ -508,9 +514,9 @@ static bool is_direct(const mls_read_span *s, bool verified)
                          mls_stored_bytes(shard, &bytes) && bytes == s->end);
 }
 
-/* Return the number of spans from `order[first]` on, before `order[end]`, that are
- * adjacent in their file and short enough for one call and the cache. 0 or 1: read the
- * first one alone. */
+/* Return how many spans of the plan, from `order[first]` on and before `order[end]`, are
+ * adjacent in their file and short enough for one call. 0 or 1: read the first span
+ * alone. */
 static size_t count_neighbours(const read_state *shared, size_t first, size_t end)
 {
     const char *file = shared->plan.order[first]->file;
@@ -530,8 +536,9 @@ static size_t count_neighbours(const read_state *shared, size_t first, size_t en
     return count;
 }
 
-/* Read adjacent spans with one call, and verify them. Returns false after any failure:
- * the caller then reads each span separately, which reports the failing one. */
+/* Read `count` adjacent spans with one call, and verify them. Returns false after any
+ * failure, which is not recorded: the caller then reads each span alone, which reports
+ * the failing one. */
 static bool read_neighbours(read_worker *w, const mls_read_span *const *spans,
                             size_t count)
 {
@@ -572,8 +579,8 @@ static bool is_pending(const read_state *shared, const mls_read_span *s)
            !atomic_load_explicit(&shared->stopped, memory_order_relaxed);
 }
 
-/* Run the maker while other threads read into the buffers that already exist. At the end
- * no thread waits any more. If the maker failed, no further span is started. */
+/* Run the maker, on the calling thread, while other threads read into the buffers that
+ * already exist. If the maker fails, the read stops. */
 static void make_destinations(void *context)
 {
     read_state *shared = context;
@@ -585,12 +592,13 @@ static void make_destinations(void *context)
     if (shared->unmade && shared->plan.count > 0) {
         record_stop(shared, shared->plan.spans);
     }
+    /* also after a failure: no thread may wait any longer */
     mls_ready_counter_advance(&shared->ready, SIZE_MAX);
 }
 
 /* Wait until the maker has allocated the destinations of the spans `order[first]` ..
- * `order[end - 1]`: all up to the last of their pieces, since pieces get destinations in
- * order. */
+ * `order[end - 1]`. Pieces get destinations in order, so the last of their pieces
+ * decides. */
 static void wait_for_destinations(read_state *shared, size_t first, size_t end)
 {
     size_t last = 0;
@@ -603,8 +611,8 @@ static void wait_for_destinations(read_state *shared, size_t first, size_t end)
 }
 
 /* Read all spans of task `index`, adjacent ones with one call if possible. If that call
- * fails, each span is read alone, so that a failure names its piece. Progress is reported
- * once for each task. */
+ * fails, each of them is read alone, so that the failure names its piece. Progress is
+ * reported once for each task. */
 static void read_task(read_worker *w, size_t index)
 {
     read_state *shared = w->shared;
@@ -634,8 +642,9 @@ static void read_task(read_worker *w, size_t index)
     w->done = 0;
 }
 
-/* Thread function: run tasks until none are left. The file stays open between tasks,
- * since the system keeps its read-ahead state for each open file. */
+/* Thread function: take tasks from the queues until none are left; `index` is not needed.
+ * The file stays open between tasks, since the system keeps its read-ahead state for each
+ * open file. */
 static void read_tasks(void *context, size_t index)
 {
     read_state *shared = context;
@@ -652,6 +661,7 @@ static void read_tasks(void *context, size_t index)
     mls_compressed_frame_room_fini(&w.frames);
 }
 
+/* Free everything of a read except the caller's memory. */
 static void reading_fini(read_state *shared)
 {
     mls_work_queues_fini(&shared->queues);
@@ -660,9 +670,9 @@ static void reading_fini(read_state *shared)
     pthread_mutex_destroy(&shared->lock);
 }
 
-/* Plan and read all pieces with the threads of the pool. The pieces before an invalid one
- * are still read: the first failing piece is reported, and it may be one that only fails
- * when it is read. */
+/* Plan the pieces, then read them with the threads of the pool. The pieces before an
+ * invalid one are still read: the first failing piece is reported, and it may be one that
+ * only fails when it is read. */
 mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_status *st)
 {
     size_t planned;

@@ -68,6 +68,7 @@ typedef struct verifier {
     mls_code code; /* first failure of the verification itself */
 } verifier;
 
+/* Return the place that is element `number` of `order`. */
 static mls_layer place_of(const verifier *v, size_t number)
 {
     const spot *s = &v->order[number];
@@ -76,7 +77,8 @@ static mls_layer place_of(const verifier *v, size_t number)
 
 /* ---- the list of problems ---- */
 
-/* Record that verification cannot continue: no memory, or stopped by the caller. */
+/* Record why verification cannot continue: MLS_E_MEMORY or MLS_E_STOPPED. The first
+ * reason is kept. */
 static void set_failure(verifier *v, mls_code code)
 {
     pthread_mutex_lock(&v->lock);
@@ -84,7 +86,8 @@ static void set_failure(verifier *v, mls_code code)
     pthread_mutex_unlock(&v->lock);
 }
 
-/* Checked between blocks, so that a stop takes effect within one block. */
+/* Return whether verification cannot continue. Checked between blocks, so that a stop
+ * takes effect within one block. */
 static bool has_failed(verifier *v)
 {
     pthread_mutex_lock(&v->lock);
@@ -93,8 +96,8 @@ static bool has_failed(verifier *v)
     return result;
 }
 
-/* Add a copy of `problem`; requires the lock. The list is limited: an empty pool would
- * otherwise produce a problem for each of a million files. */
+/* Append a copy of `problem`; the caller holds the lock. The list is limited: an empty
+ * pool would otherwise produce a problem for each of a million files. */
 static void append_problem(verifier *v, const mls_problem *problem)
 {
     mls_problems *problems = &v->report;
@@ -110,8 +113,9 @@ static void append_problem(verifier *v, const mls_problem *problem)
     problems->list[problems->count++] = *problem;
 }
 
-/* Add a problem; takes the lock. `file` and `shard` are positions in the index, SIZE_MAX
- * for no shard; `offset` and `bytes` are a range of the file. `text` is copied. */
+/* Add a problem of the kind `kind` to the list; takes the lock. `file` and `shard` are
+ * positions in the index, SIZE_MAX for no shard; `offset` and `bytes` are a range of the
+ * file. `text` is copied. */
 static void add_problem(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
                         uint64_t offset, uint64_t bytes, const char *text)
 {
@@ -123,7 +127,7 @@ static void add_problem(verifier *v, mls_problem_kind kind, size_t file, size_t 
     pthread_mutex_unlock(&v->lock);
 }
 
-/* For qsort, by file and offset: tasks finish in any order. */
+/* Order for qsort: by file and offset, since tasks finish in any order. */
 static int compare_problems(const void *a, const void *b)
 {
     const mls_problem *x = a, *y = b;
@@ -146,9 +150,9 @@ static void report_progress(verifier *v, uint64_t bytes)
 
 /* ---- a file ---- */
 
-/* Open file number `file` as `*fd`. Returns false if it is missing or its length differs
- * from its record; then a problem is added if `reports` is set, which only the header
- * task of a file does. */
+/* Open file number `file` of the index as `*fd`. Returns false if it is missing or its
+ * length differs from its record. If `reports`, this adds a problem; only the file's own
+ * task reports, so that there is one problem for each file. */
 static bool open_file(verifier *v, size_t file, bool reports, int *fd)
 {
     const mls_index_file *record = &v->index->files[file];
@@ -177,15 +181,17 @@ static bool open_file(verifier *v, size_t file, bool reports, int *fd)
     return false;
 }
 
-/* See mls_header_dtype. */
+/* Return whether a header lists a tensor of the packed `dtype` as bytes, which is
+ * correct: see mls_header_dtype. */
 static bool is_listed_as_bytes(mls_dtype dtype, mls_dtype listed)
 {
     return mls_dtype_of(dtype)->kind == MLS_KIND_PACKED && listed == MLS_U8;
 }
 
-/* Return whether the header lists all places of its file as recorded; place `first` in
- * `order` is the first of them. In a file, a layer of rows or a compressed layer is an
- * array of bytes. A full, uncompressed layer was a plain shard when it was written. */
+/* Return whether the header lists every place of its file that the index lists; place
+ * `first` in `order` is the first of them. In a file, a layer of rows or a compressed
+ * layer is an array of bytes; a full, uncompressed layer was a plain shard when it was
+ * written. */
 static bool is_header_recorded(const verifier *v, const mls_safetensors *header,
                                size_t first)
 {
@@ -221,8 +227,9 @@ static bool is_header_recorded(const verifier *v, const mls_safetensors *header,
     return true;
 }
 
-/* Read the length field and the text of a header; both must end before byte `end` of the
- * file. `*out` receives owned memory of `*length` bytes; free it with mls_free. */
+/* Read the length field and the text of the header of the open file `fd`; both must end
+ * at or before byte `end`. `*out` receives `*length` bytes; free them with mls_free.
+ * MLS_E_IO, MLS_E_MEMORY; MLS_E_FORMAT: the length is impossible. */
 static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *length,
                           mls_status *st)
 {
@@ -252,10 +259,11 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
     return MLS_OK;
 }
 
-/* Read a header into `*head` and `header`, and check it. Its own checksum detects damage;
- * the recorded checksum detects a different file. A valid header with another checksum
- * belongs to a file of another save: a copy went wrong, but the disk is fine. The caller
- * releases both outputs, also after a failure. */
+/* Read the header of the open file `fd`, which ends at or before byte `end`, into
+ * `*head`, parse it into `header`, and check it. Its own checksum detects damage.
+ * MLS_E_VALUE: it is valid but not the one in `record`, so it belongs to a file of
+ * another save: a copy went wrong, but the disk is fine. The caller releases both
+ * outputs, also after a failure. */
 static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
                             const mls_crc_kernels *crc, unsigned char **head,
                             mls_safetensors *header, mls_status *st)
@@ -272,7 +280,7 @@ static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
     return code;
 }
 
-/* Check the header of an open file, and forget it again. */
+/* Read and check the header, and free it again. */
 mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *record,
                                 const mls_crc_kernels *crc, mls_status *st)
 {
@@ -284,8 +292,9 @@ mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *reco
     return code;
 }
 
-/* Check that the header of a file is undamaged, has the recorded checksum, and lists the
- * places of the index. Place `first` in `order` is the file's first place. */
+/* Check that the header of the open file `fd` is undamaged, has the recorded checksum,
+ * and lists the file's places; `v->order[first]` is the first of these. MLS_E_VALUE: it
+ * belongs to another file. Other errors as read_header. */
 static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 {
     const mls_layer place = place_of(v, first);
@@ -301,9 +310,9 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
     return code;
 }
 
-/* The task of a file: check its existence, length and header, but not the bytes of
- * tensors. `first` is the file's first place in `order`. Obsolete shards may precede the
- * first listed place; they are skipped. */
+/* Check that a file exists and has the recorded length and header; the bytes of tensors
+ * are not read. `v->order[first]` is the file's first place. Obsolete shards may precede
+ * that place; they are skipped. */
 static void verify_file(verifier *v, size_t first)
 {
     const mls_layer place = place_of(v, first);
@@ -328,8 +337,8 @@ static void verify_file(verifier *v, size_t first)
 
 /* ---- bytes ---- */
 
-/* Add a problem for damaged bytes: `length` bytes at `offset` of the file. For a shard
- * with layers the message has the number of the layer. */
+/* Add a problem for damaged bytes of place `s`: `length` bytes at `offset` of file number
+ * `file`. For a shard with layers the message has the number of the layer, from 1. */
 static void add_altered(verifier *v, const spot *s, size_t file, uint64_t offset,
                         uint64_t length)
 {
@@ -345,9 +354,9 @@ static void add_altered(verifier *v, const spot *s, size_t file, uint64_t offset
     add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, offset, length, text);
 }
 
-/* Verify the block that starts at byte `start` of place `number`, and report it; `buffer`
- * has STEP bytes. A block is the smallest range that a checksum can identify as
- * damaged. */
+/* Read the block that starts at byte `start` of place `number` in the open file `fd`,
+ * compare its checksum, and add a problem if it differs. A block is the smallest range
+ * that a checksum can identify as damaged. `buffer` has STEP bytes. */
 static void verify_block(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
@@ -375,8 +384,9 @@ static void verify_block(verifier *v, int fd, size_t number, size_t start,
     report_progress(v, length);
 }
 
-/* Number of places, at most `most` from `first` on, that are adjacent and fit the buffer;
- * `*bytes` is their total size. */
+/* Return how many places from `first` on, at most `most`, are adjacent in the file and
+ * fit the buffer together; `*bytes` is their total size. 0: the first one does not fit.
+ */
 static size_t count_adjacent(const verifier *v, size_t first, size_t most, size_t *bytes)
 {
     const uint64_t start = place_of(v, first).offset;
@@ -391,9 +401,9 @@ static size_t count_adjacent(const verifier *v, size_t first, size_t most, size_
     return count;
 }
 
-/* Verify `count` adjacent places of `bytes` bytes in total, none longer than a block,
- * with one read into `buffer`. Returns false if the read failed; the caller then reads
- * each place separately. */
+/* Verify `count` adjacent places from `first` on, of `bytes` bytes in total, with one
+ * read into `buffer`; none is longer than a block. Returns false if the read failed; the
+ * caller then reads each place alone. */
 static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, size_t bytes,
                             unsigned char *buffer)
 {
@@ -416,8 +426,8 @@ static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, siz
     return true;
 }
 
-/* Verify place `number` from byte `start` on: all of it, or PART bytes. `buffer` has STEP
- * bytes. */
+/* Verify place `number` from byte `start` on: all of it, or PART bytes. Stops if
+ * verification has failed. `buffer` has STEP bytes. */
 static void verify_place(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
@@ -429,7 +439,7 @@ static void verify_place(verifier *v, int fd, size_t number, size_t start,
 }
 
 /* Verify the places of a task: adjacent small ones with one read, or one by one if that
- * read finds damage or fails. */
+ * read fails. Nothing is done if the file cannot be opened: its own task reports it. */
 static void verify_places(verifier *v, const task *t)
 {
     int fd;
@@ -455,8 +465,8 @@ static void verify_places(verifier *v, const task *t)
     mls_free(buffer);
 }
 
-/* Thread function: run task `index`. A task without places (`count` 0) verifies its file
- * except the bytes of tensors. */
+/* Thread function: run task `index`. A task without places (`count` 0) checks a file's
+ * length and header. */
 static void verify_task(void *context, size_t index)
 {
     verifier *v = context;
@@ -473,7 +483,7 @@ static void verify_task(void *context, size_t index)
 
 /* ---- the whole index ---- */
 
-/* For qsort: by file, offset and shard, ascending. */
+/* Order for qsort: by file, offset and shard, ascending. */
 static int compare_places(const void *a, const void *b)
 {
     const spot *x = a, *y = b;
@@ -483,8 +493,8 @@ static int compare_places(const void *a, const void *b)
                                     : x->shard > y->shard;
 }
 
-/* List all places by file and offset, for sequential reads; the places of a file become
- * neighbours. `*out` is owned by the caller. */
+/* List all places of the index by file and offset, for sequential reads; the places of a
+ * file become neighbours. The caller frees `*out` with mls_free. MLS_E_MEMORY. */
 static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
                             mls_status *st)
 {
@@ -511,8 +521,9 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
     return MLS_OK;
 }
 
-/* Divide the work into `tasks`, which has room for the number that count_tasks returns.
- * Return their number. */
+/* Divide the work into `tasks`, which has room for the number that count_tasks returns,
+ * and return the number of tasks: one for each file, one for each PART of a large place,
+ * and one for each group of small places. */
 static size_t make_tasks(const verifier *v, task *tasks)
 {
     size_t count = 0, bytes = 0, file = SIZE_MAX;
@@ -543,8 +554,8 @@ static size_t make_tasks(const verifier *v, task *tasks)
     return count;
 }
 
-/* Compute an upper bound of the number of tasks. The sizes come from an untrusted index:
- * returns false if the sum exceeds the address space. */
+/* Compute an upper bound of the number of tasks. Returns false if it exceeds the address
+ * space: the sizes come from an untrusted index. */
 static bool count_tasks(const verifier *v, size_t *out)
 {
     /* for each place: its file's task, a task that it starts, and one for each started
@@ -557,8 +568,8 @@ static bool count_tasks(const verifier *v, size_t *out)
     return most < SIZE_MAX / sizeof(task);
 }
 
-/* Verify all files of an index with the threads of the pool. Problems are sorted at the
- * end, so that the same damage produces the same list. */
+/* Verify all files with the threads of the pool. Problems are sorted at the end, so that
+ * the same damage always produces the same list. */
 mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
                           mls_pool *pool, const mls_progress *progress, mls_problems *out,
                           mls_status *st)

@@ -44,14 +44,15 @@ typedef struct mls_problems {
 /* Limit of the list of problems; verification continues without listing. */
 enum { MLS_PROBLEMS_MOST = 4096 };
 
-/* Verify all files. Gives: release with mls_problems_fini. Problems with files are not
- * failures. MLS_E_MEMORY, MLS_E_STOPPED. */
+/* Verify all files that `index` lists, in the pool `folder` (a descriptor). `progress`
+ * may be NULL. Gives: release `*out` with mls_problems_fini. Problems with files are not
+ * failures. MLS_E_MEMORY, MLS_E_STOPPED; `*out` is untouched then. */
 mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
                           mls_pool *pool, const mls_progress *progress, mls_problems *out,
                           mls_status *st);
 
-/* Check the header of an open file against its record in an index. The first tensor that
- * the index lists starts at or before `end`.
+/* Check the header of the open file `fd` against its record in an index. `end` is the
+ * offset of a tensor of the file: the header must end there or before.
  * MLS_E_IO, MLS_E_MEMORY; MLS_E_FORMAT, MLS_E_CHECKSUM: the header is damaged;
  * MLS_E_VALUE: it belongs to a different file. */
 mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *record,

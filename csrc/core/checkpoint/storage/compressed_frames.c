@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-/* The names in an index, and of the packages that provide the codecs. */
+/* The name in an index, which is also the name of the package that provides the codec. */
 const char *mls_codec_name(mls_codec codec)
 {
     static const char *const names[MLS_CODEC_COUNT] = {
@@ -19,7 +19,8 @@ const char *mls_codec_name(mls_codec codec)
     return names[codec];
 }
 
-/* The last frame may be shorter. */
+/* Return the uncompressed bytes of frame `number`; the last frame may be shorter than the
+ * others. */
 size_t mls_compressed_frame_bytes(const mls_compressed_frames *frames, size_t number)
 {
     const size_t left = frames->bytes - number * MLS_FRAME_BYTES;
@@ -34,8 +35,8 @@ size_t mls_compressed_frames_text_count(mls_str text)
 }
 
 /* Parse the comma-separated lengths of compressed frames, and store their running sums in
- * `ends`. A compressed frame is never longer than its uncompressed bytes, so the sums
- * cannot overflow. */
+ * `ends`. Returns false unless there is one valid length for each frame. A compressed
+ * frame is never longer than its uncompressed bytes, so the sums cannot overflow. */
 bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 {
     const char *at = text.data, *end = at + text.length;
@@ -61,8 +62,8 @@ bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 #    pragma GCC optimize("O3")
 #endif
 
-/* Move byte b of each of `count` elements to plane b, or back. `item`, the bytes of an
- * element, and `back` are constants at each call. */
+/* Move byte b of each of `count` elements at `from` to plane b of `to`, or back. `item`,
+ * the bytes of an element, and `back` are constants at each call. */
 static inline void move_items(const unsigned char *restrict from, size_t count,
                               size_t item, bool back, unsigned char *restrict to)
 {
@@ -78,8 +79,10 @@ static inline void move_items(const unsigned char *restrict from, size_t count,
     }
 }
 
-/* Sort the bytes of all elements into planes, or restore them if `back`. `item` is 2, 4
- * or 8 bytes: a constant in each branch gives a fast loop. */
+/* Sort the bytes of all elements at `from` into planes at `to` (all first bytes, all
+ * second bytes, ...), or restore the elements if `back`. `bytes` is the size of each
+ * side; `item`, the bytes of an element, is 2, 4 or 8: a constant in each branch gives a
+ * fast loop. */
 static inline void move_bytes(const unsigned char *from, size_t bytes, size_t item,
                               bool back, unsigned char *to)
 {
@@ -96,9 +99,9 @@ static inline void move_bytes(const unsigned char *from, size_t bytes, size_t it
 #    pragma GCC pop_options
 #endif
 
-/* Shuffle and compress one frame. Elements of one byte need no shuffle, but are copied
- * anyway: a codec may read its input twice, and must see the same bytes even if another
- * thread changes the array. */
+/* Shuffle a frame's elements into `apart` and compress that. Elements of one byte need no
+ * shuffle, but are copied anyway: a codec may read its input twice, and must see the same
+ * bytes even if another thread changes the array. */
 mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
                                      size_t item, const unsigned char *from, size_t bytes,
                                      unsigned char *apart, unsigned char *to, size_t *out,
@@ -114,6 +117,7 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
     const mls_code code =
         codecs->encode(codecs->context, codec, apart, bytes, to, bytes - 1, &coded, st);
     if (code == MLS_OK && coded == 0) {
+        /* not shorter: store the frame uncompressed */
         memcpy(to, from, bytes);
         coded = bytes;
     }
@@ -135,8 +139,8 @@ enum {
 
 _Static_assert((int)MLS_FRAME_BYTES == (int)BLOCK, "a frame is in at most two blocks");
 
-/* Report a block whose checksum differs from the expected one. The checksums have the
- * same digits as in the index, so that users can search for them. */
+/* Report that a block's `checksum` differs from the `expected` one. They have the same
+ * digits as in the index, so that users can search for them. */
 mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
                            uint32_t checksum, uint32_t expected, mls_status *st)
 {
@@ -151,8 +155,8 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
     return mls_status_got(st, "%08lx", (unsigned long)checksum);
 }
 
-/* Read one block of the compressed bytes into position `slot` of the buffer, and verify
- * it. */
+/* Read block `block` of the compressed bytes into position `slot` (0 or 1) of the buffer,
+ * and verify it. The last block may be shorter. */
 static mls_code read_block(const mls_compressed_frame_room *room, const mls_coded *coded,
                            size_t block, size_t slot, mls_status *st)
 {
@@ -171,8 +175,9 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
                                    coded->crcs[block], st);
 }
 
-/* Ensure that blocks `first` to `last`, one or two, are in the buffer, verified. A block
- * that is in the buffer already is moved, not read again. */
+/* Make the buffer contain the verified blocks `first` to `last`, one or two, from its
+ * start. Blocks that are in the buffer already are moved, not read again. After an error
+ * the buffer counts as empty. */
 static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
                             size_t first, size_t last, mls_status *st)
 {
@@ -199,9 +204,9 @@ static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *co
     return MLS_OK;
 }
 
-/* Read the compressed bytes `begin` .. `end` of a place; `*out` points into the buffer,
- * until the next call. With verification whole blocks are read, and kept for the next
- * frame. */
+/* Read bytes `begin` .. `end` of the place's compressed bytes; `*out` points to them in
+ * the buffer, until the next call. With verification whole blocks are read, and kept for
+ * the next frame. */
 static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
                                  size_t begin, size_t end, const unsigned char **out,
                                  mls_status *st)
@@ -218,8 +223,9 @@ static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_code
     return code;
 }
 
-/* Read and decompress frame `number` of a place. A frame whose stored length equals its
- * uncompressed length is stored uncompressed. */
+/* Read and decompress frame `number`, counted from 0. A frame whose stored length equals
+ * its uncompressed length is stored uncompressed and not shuffled. MLS_E_VALUE: there is
+ * no decoder. */
 mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st)

@@ -58,10 +58,10 @@ static inline size_t mls_compressed_frames_count(size_t bytes)
     return bytes / MLS_FRAME_BYTES + (bytes % MLS_FRAME_BYTES != 0 ? 1 : 0);
 }
 
-/* Uncompressed bytes of one frame. */
+/* Uncompressed bytes of frame `number`, counted from 0. */
 size_t mls_compressed_frame_bytes(const mls_compressed_frames *frames, size_t number);
 
-/* Offset of a frame in the compressed bytes. */
+/* Offset of frame `number` in the compressed bytes. */
 static inline size_t mls_compressed_frame_begin(const mls_compressed_frames *frames,
                                                 size_t number)
 {
@@ -71,14 +71,16 @@ static inline size_t mls_compressed_frame_begin(const mls_compressed_frames *fra
 /* Number of values in a text such as "812,900". */
 size_t mls_compressed_frames_text_count(mls_str text);
 
-/* Parse the lengths of all compressed frames into `ends`; `bytes` determines their
- * number. Returns false if the number differs, or a length is 0 or exceeds the
- * uncompressed length. */
+/* Parse a text such as "812,900", the lengths of all compressed frames, into
+ * `frames->ends`, which has room for them; `frames->bytes` determines their number.
+ * Returns false if the number differs, or a length is 0 or exceeds the uncompressed
+ * length. */
 bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text);
 
-/* Compress one frame into `to`, which has space for `bytes` bytes, as has the scratch
- * buffer `apart`. `*out` receives the length. If it equals `bytes`, compression did not
- * shorten the frame, and `to` contains the original bytes. Errors of the codec. */
+/* Compress one frame of `bytes` bytes at `from`, whose elements have `item` bytes, into
+ * `to`. `to` and the scratch buffer `apart` have space for `bytes` bytes each. `*out`
+ * receives the length. If it equals `bytes`, compression did not shorten the frame, and
+ * `to` contains the original bytes. Errors of the codec. */
 mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
                                      size_t item, const unsigned char *from, size_t bytes,
                                      unsigned char *apart, unsigned char *to, size_t *out,
@@ -102,17 +104,18 @@ typedef struct mls_compressed_frame_room {
     size_t first, count;  /* its blocks in the buffer: the first, and their number */
 } mls_compressed_frame_room;
 
-/* Read and decompress one frame. `*data` points into the buffer and is valid until the
- * next call. With verification, whole blocks are read; frames in ascending order read
- * each block once.
+/* Read and decompress frame `number` of a place. `*data` points into the buffer and is
+ * valid until the next call. With verification, whole blocks are read; frames in
+ * ascending order read each block once.
  * Errors: MLS_E_IO, MLS_E_FORMAT (with offset), MLS_E_CHECKSUM (with offset),
- * MLS_E_MEMORY, and errors of the codec. */
+ * MLS_E_MEMORY, MLS_E_VALUE (no decoder), and errors of the codec. */
 mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st);
 
-/* Report a damaged block: `length` bytes at `start` of a place at `offset`. Returns
- * MLS_E_CHECKSUM. */
+/* Report a damaged block: `length` bytes, `start` bytes behind the start of a place that
+ * begins at `offset` of its file. `checksum` is that of the bytes, `expected` the
+ * recorded one. Returns MLS_E_CHECKSUM. */
 mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
                            uint32_t checksum, uint32_t expected, mls_status *st);
 

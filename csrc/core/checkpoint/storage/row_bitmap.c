@@ -14,9 +14,9 @@ enum {
     STRIDE = 64          /* bytes compared at a time */
 };
 
-/* Divide a part into rows of at most 64 KiB; returns their size in elements. The division
- * depends only on shape and dtype, so every save of a shard uses the same rows, and a
- * newer layer hides rows of older layers completely. */
+/* Divide a part into rows of at most 64 KiB; elements have `item_bytes` bytes. The
+ * division depends only on shape and dtype, so every save of a shard uses the same rows,
+ * and a newer layer hides rows of older layers completely. */
 mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
 {
     mls_row_cut rows = {
@@ -25,11 +25,13 @@ mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
         int axis = part->rank - 1;
         rows.row = part->length[axis];
         /* cannot overflow: the products divide the size of the part */
+        /* axis 0 stays outside: a row is at most one index of it */
         while (axis > 1 && rows.row * part->length[axis - 1] * item_bytes <= ROW_MOST) {
             rows.row *= part->length[--axis];
         }
     }
     if (rows.row * item_bytes < ROW_LEAST) {
+        /* combine short rows: round up to ROW_LEAST */
         rows.row *= (ROW_LEAST - 1) / (rows.row * item_bytes) + 1;
     } else if (rows.row * item_bytes > ROW_MOST) {
         rows.row = ROW_MOST / item_bytes;
@@ -37,9 +39,9 @@ mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
     return rows;
 }
 
-/* Return whether all bytes are zero. Eight words without a branch, so that the compiler
- * can use the widest registers. The scan stops at the first STRIDE with a non-zero
- * byte. */
+/* Return whether all bytes are zero. Combines STRIDE bytes without a branch, so that the
+ * compiler can use the widest registers, and stops behind the first STRIDE bytes that are
+ * not all zero. */
 bool mls_rows_zero(const unsigned char *data, size_t bytes)
 {
     for (; bytes >= STRIDE; data += STRIDE, bytes -= STRIDE) {
@@ -59,15 +61,17 @@ bool mls_rows_zero(const unsigned char *data, size_t bytes)
     return any == 0;
 }
 
-/* Atomic: at task boundaries, threads set different bits of the same byte. */
+/* Set the bit of a row; returns 1 if it was not set before, else 0. Atomic, because at
+ * task boundaries threads set different bits of the same byte. */
 static size_t mark_row(unsigned char *bits, size_t row)
 {
     const unsigned char bit = (unsigned char)(1U << row % 8);
     return (__atomic_fetch_or(&bits[row / 8], bit, __ATOMIC_RELAXED) & bit) == 0;
 }
 
-/* Set the bits of rows that are not zero, and return the number of newly set ones. Other
- * threads may process the rest of the first and last row. */
+/* Set the bit of each row that has a non-zero byte in `data`, and return the number of
+ * newly set bits. The first and last row may be incomplete here: other threads may
+ * process the rest of them. */
 size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t first,
                             size_t count, const unsigned char *data)
 {
@@ -85,8 +89,9 @@ size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t
     return marked;
 }
 
-/* Set the bits of rows that differ, and return the number of newly set ones. One
- * comparison of the whole range first, then row by row if it differs. */
+/* Set the bit of each row that differs between `now` and `before`, and return the number
+ * of newly set bits. The whole range is compared first, then row by row only if it
+ * differs. */
 size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_t first,
                              size_t count, const unsigned char *now,
                              const unsigned char *before)
@@ -109,8 +114,8 @@ size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_
     return marked;
 }
 
-/* Return the first row from `row` on whose bit equals `set`, or `end`. Skips eight rows
- * at a time. */
+/* Return the first row in `row` .. `end` whose bit equals `set`, or `end`. Skips eight
+ * rows at a time. */
 static size_t find_row(const unsigned char *bits, size_t row, size_t end, bool set)
 {
     const unsigned char none = set ? 0 : UINT8_MAX;
@@ -126,9 +131,9 @@ static size_t find_row(const unsigned char *bits, size_t row, size_t end, bool s
     return end;
 }
 
-/* List ranges of rows whose bits are set, ascending, and return their number; `out` NULL
- * only counts. Adjacent rows form one range. A gap has at least one row, which is larger
- * than the description of a range. */
+/* List the ranges of rows whose bits are set, ascending, and return their number; `out`
+ * NULL only counts. Adjacent rows form one range. `at` of a range counts the elements of
+ * the ranges before it. */
 size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
                      mls_row_range *out)
 {

@@ -20,10 +20,10 @@ typedef struct mls_row_cut {
     size_t item;     /* bytes of an element */
 } mls_row_cut;
 
-/* Divide a part into rows. A row spans as many of the last axes as fit into 64 KiB, never
- * the first axis. Shorter rows are combined until they have 256 bytes; longer ones are
- * split at 64 KiB. A flat part, or a part with one axis, has rows of 64 or more elements.
- */
+/* Divide a part into rows. `item_bytes` is the size of an element. A row spans as many of
+ * the last axes as fit into 64 KiB, never the first axis. Shorter rows are combined until
+ * they have 256 bytes; longer ones are split at 64 KiB. A flat part, or a part with one
+ * axis, has rows of 64 or more elements. */
 mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes);
 
 /* Number of rows. */
@@ -38,7 +38,7 @@ static inline size_t mls_rows_bits(const mls_row_cut *rows)
     return (mls_rows_count(rows) - 1) / 8 + 1;
 }
 
-/* Return whether all bytes are 0. A -0.0 has a non-zero byte. */
+/* Return whether all `bytes` bytes of `data` are 0. A -0.0 has a non-zero byte. */
 bool mls_rows_zero(const unsigned char *data, size_t bytes);
 
 /* Set the bit of each row that has a non-zero byte in `data`, which contains elements
@@ -47,13 +47,14 @@ bool mls_rows_zero(const unsigned char *data, size_t bytes);
 size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t first,
                             size_t count, const unsigned char *data);
 
-/* The same for rows that differ between `now` and `before`. */
+/* The same for rows that differ between `now` and `before`, which both contain elements
+ * `first` .. `first + count`. */
 size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_t first,
                              size_t count, const unsigned char *now,
                              const unsigned char *before);
 
-/* List the ranges of rows whose bits are set, ascending. If `out` is NULL they are only
- * counted. */
+/* List the ranges of rows whose bits are set, ascending, as elements of the shard;
+ * returns their number. If `out` is NULL they are only counted. */
 size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
                      mls_row_range *out);
 

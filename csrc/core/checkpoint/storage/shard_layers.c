@@ -21,7 +21,7 @@ size_t mls_layer_element_count(const mls_layer *layer, size_t elements)
     return last->at + last->count;
 }
 
-/* The last row may be shorter. */
+/* Start at row 0; the shard's last row may be shorter. */
 mls_rows mls_layer_rows(size_t row, size_t elements)
 {
     return (mls_rows){.row = row,
@@ -29,9 +29,9 @@ mls_rows mls_layer_rows(size_t row, size_t elements)
                       .all = elements / row + (elements % row != 0 ? 1 : 0)};
 }
 
-/* Convert a pair of numbers (rows to skip, rows held) to the next range of elements;
- * false: the pair is invalid. Rows are checked before the multiplication, so the product
- * is at most the number of elements. */
+/* Convert a pair of numbers (rows to skip, rows stored) to the next range of elements;
+ * false: the pair is invalid, and nothing changes. Rows are checked before the
+ * multiplication, so the product is at most the number of elements. */
 bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range *out)
 {
     const size_t row = rows->row, left = rows->all - rows->at;
@@ -46,13 +46,15 @@ bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range 
     return true;
 }
 
+/* Each range has two numbers: round up for a text with an odd number of them, which is
+ * invalid. */
 size_t mls_layer_rows_count(mls_str text)
 {
     return (mls_str_count(text, ',') + 1) / 2;
 }
 
-/* Parse a text such as "0,2,17,1" into ranges; false: it is invalid. Each pair of numbers
- * is a range. */
+/* Parse a text such as "0,2,17,1" (skip 0 rows, stored 2, skip 17, stored 1) into `runs`;
+ * `*count` receives their number. Returns false if the text is invalid or empty. */
 bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size_t *count)
 {
     const char *at = text.data, *end = at + text.length;
@@ -80,9 +82,9 @@ size_t mls_layers_room(const mls_layers *layers)
     return 2 * runs + 1;
 }
 
-/* Binary search: return the range that contains `element`, or the next one; `count` if
- * there is none. `element` counts elements of the layer if `by_layer`, otherwise of the
- * shard; lists ascend in both. */
+/* Return the index of the first of `count` ranges in `list` that ends after `element`, by
+ * binary search; `count` if there is none. `element` counts elements of the layer if
+ * `by_layer`, otherwise of the shard; lists ascend in both. */
 static inline size_t find_range(const mls_row_range *list, size_t count, size_t element,
                                 bool by_layer)
 {
@@ -116,8 +118,9 @@ typedef struct layer_sweep {
     size_t next[MLS_LAYERS_MOST]; /* first range of each layer that ends after `at` */
 } layer_sweep;
 
-/* Return the next visible range and the number of its layer, or the number of layers for
- * zeros. Later layers hide earlier ones. Returns false at the end. */
+/* Return in `*out` the next visible range, from `w->at` on, and in `*layer_number` the
+ * layer that stores it, or the number of layers for zeros. The newest layer that stores
+ * the element is visible. Returns false at the end of the shard. */
 static bool next_visible(layer_sweep *w, size_t *layer_number, mls_row_range *out)
 {
     const size_t count = w->layers->count;
@@ -155,9 +158,10 @@ static bool next_visible(layer_sweep *w, size_t *layer_number, mls_row_range *ou
     return true;
 }
 
-/* Resolve a shard with one layer, which is completely visible; the gaps between its
- * ranges are zeros. Returns the number of zero ranges, which are written to `room`. This
- * avoids the sweep for shards that were saved once and have thousands of ranges. */
+/* Resolve a shard of `elements` elements with one layer that has row ranges: it is
+ * completely visible, and the gaps between its ranges are zeros, which are written to
+ * `room`. Returns the number of these. This avoids the sweep for shards that were saved
+ * once and have thousands of ranges. */
 static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     mls_layer *only = &layers->list[0];
@@ -179,10 +183,9 @@ static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range 
     return count;
 }
 
-/* Compute which elements of each layer are visible, and which elements no layer holds
- * (zeros), as ranges in `room`, which has space for mls_layers_room ranges; returns their
- * number. Two sweeps: the first only counts, so that each layer's ranges can be stored
- * together. */
+/* Write the visible ranges of each layer, and the zeros (elements that no layer stores),
+ * to `room`, which has space for mls_layers_room ranges; returns their number. Two
+ * sweeps: the first only counts, so that each layer's ranges can be stored together. */
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     if (layers->count == 1 && layers->list[0].row != 0) {

@@ -65,19 +65,22 @@ typedef struct mls_rows {
     size_t at, stored_before; /* rows so far; stored elements so far */
 } mls_rows;
 
-/* Start a builder. `row` must be at least 1. */
+/* Start a builder for a shard of `elements` elements. `row`, the elements of a row, is at
+ * least 1. */
 mls_rows mls_layer_rows(size_t row, size_t elements);
 
-/* Return the next range in `*out`. Returns false if the pair is invalid: no rows are
- * skipped between two ranges, no rows are stored, or the shard has too few rows. */
+/* Return the next range in `*out`, after `skip` rows and with `count` rows. Returns
+ * false, and leaves the builder as it is, if the pair is invalid: no rows are skipped
+ * between two ranges, no rows are stored, or the shard has too few rows. */
 bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range *out);
 
 /* Maximum number of ranges in a text such as "0,2,17,1", which has two numbers for each.
  */
 size_t mls_layer_rows_count(mls_str text);
 
-/* Parse all ranges of such a text into `runs`, which must be large enough. Returns false
- * if the text is invalid or empty. */
+/* Parse all ranges of such a text into `runs`, which has space for mls_layer_rows_count
+ * of them; `*count` receives their number. `rows` is a new builder. Returns false if the
+ * text is invalid or empty. */
 bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs,
                          size_t *count);
 
@@ -92,8 +95,8 @@ size_t mls_layers_room(const mls_layers *layers);
  * elements. */
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room);
 
-/* Position of the first range that ends after an element of the shard, or after an
- * element of the layer, or `count`. */
+/* Return the index of the first range that ends after element `element` of the shard, or
+ * after position `at` of the layer; `count` if there is none. */
 size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t element);
 size_t mls_row_ranges_find_at(const mls_row_range *list, size_t count, size_t at);
 

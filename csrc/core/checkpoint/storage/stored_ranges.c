@@ -14,13 +14,14 @@ enum {
     SHOWN_FILE = 90  /* bytes of a file path in a message */
 };
 
+/* Return the total length of all compressed frames: the end of the last one. */
 static size_t compressed_bytes(const mls_compressed_frames *frames)
 {
     return frames->ends[mls_compressed_frames_count(frames->bytes) - 1];
 }
 
-/* Compute the uncompressed bytes of a place; false: they overflow, or the stored bytes
- * exceed the file. Zeros without a file cannot exceed it. */
+/* Set `*out` to the uncompressed bytes of a place. Returns false if they overflow, or if
+ * the stored bytes exceed the file. Zeros, which have no file, cannot exceed one. */
 bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
 {
     uint64_t end;
@@ -37,8 +38,8 @@ bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
             end <= INT64_MAX); /* the largest offset that the system accepts */
 }
 
-/* Restart the iterator: intersect the requested part with elements `first` .. `end` of
- * the shard's (flat) part. */
+/* Restart the iterator at element `first` of the shard: intersect the requested part with
+ * elements `first` .. `end` of the shard's part. Runs are then counted from `first`. */
 static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
 {
     mls_part part;
@@ -50,9 +51,9 @@ static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
     mls_overlap_init(&r->overlap, &part, r->to);
 }
 
-/* Prepare to iterate over the runs of a place that `to` needs, from byte `from` to byte
- * `end` of the place. Includes elements that are only partly in `from` .. `end`;
- * mls_stored_runs_next clips their bytes. */
+/* Find the elements that bytes `from` .. `end` of the place touch, and start at the first
+ * of them. Elements that are only partly in that range are included; mls_stored_runs_next
+ * clips their bytes. */
 void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
                           const mls_part *to, size_t from, size_t end)
 {
@@ -88,8 +89,8 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     start_overlap(runs, first, behind);
 }
 
-/* Advance to the next common run; its position `a` becomes relative to the start of the
- * shard. Returns false after the last. */
+/* Advance to the next run that the shard and the requested part share, and count its
+ * position `a` from the start of the shard. Returns false after the last. */
 static bool next_run(mls_stored_runs *r)
 {
     if (!mls_overlap_next(&r->overlap, &r->run)) {
@@ -99,8 +100,8 @@ static bool next_run(mls_stored_runs *r)
     return true;
 }
 
-/* Advance to the first visible range that ends after the current run's start. Returns
- * false after the last. */
+/* Advance to the first visible range that ends after the start of the current run.
+ * Returns false if no such range is left. */
 static bool next_extent(mls_stored_runs *r)
 {
     const mls_row_range *list = r->shard->visible;
@@ -113,9 +114,8 @@ static bool next_extent(mls_stored_runs *r)
     return at < r->last;
 }
 
-/* Skip the current run, which ends before the visible range. If the next run also ends
- * before it, the iterator restarts at the visible range instead of visiting the runs
- * between. */
+/* Drop the current run, which ends before the visible range `extent`. If the run before
+ * it was dropped too, restart at `extent`, instead of visiting all runs before it. */
 static void skip_run(mls_stored_runs *r, const mls_row_range *extent)
 {
     r->run.count = 0;
@@ -130,8 +130,9 @@ static void skip_run(mls_stored_runs *r, const mls_row_range *extent)
     r->missed = !r->missed;
 }
 
-/* Return the next intersection of a run and a visible range: position in the layer,
- * position in the requested part, and length. */
+/* Return the next intersection of a run and a visible range: position in the layer (`a`),
+ * position in the requested part (`b`), and length, all in elements. Returns false after
+ * the last. */
 static bool next_common(mls_stored_runs *r, mls_run *out)
 {
     while (r->run.count > 0 || next_run(r)) {
@@ -159,8 +160,8 @@ static bool next_common(mls_stored_runs *r, mls_run *out)
     return false;
 }
 
-/* Return the next run in bytes; false after the last. Runs have whole elements; bytes
- * outside the requested range are clipped. */
+/* Return the next run, converted to bytes and clipped to `from` .. `end`; false after the
+ * last. */
 bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
 {
     const size_t item = runs->shard->item_bytes;
@@ -185,8 +186,8 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
     }
 }
 
-/* Convert position `at` among the visible elements to a position in the shard. Without
- * visible ranges both positions are equal. */
+/* Find the visible range that contains position `at` of the layer. Without visible ranges
+ * the place stores the whole shard, so both positions are equal. */
 size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
 {
     if (shard->visible == NULL) {
@@ -197,9 +198,8 @@ size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
     return extent->begin + (at - extent->at);
 }
 
-/* Compute the smallest range of a place that contains everything that `to` needs; false:
- * it needs nothing. The end follows from the last requested element; the runs between are
- * not visited. */
+/* Find the first run, and the end of the last requested element, without visiting the
+ * runs between. */
 bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
                          mls_stored_range *out)
 {
@@ -228,7 +228,8 @@ bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
     return true;
 }
 
-/* Compressed bytes are read in whole frames. */
+/* Replace uncompressed offsets `*begin` .. `*end` of a place by compressed offsets of the
+ * frames that contain them: compressed bytes are read in whole frames. */
 static void round_to_frames(const mls_compressed_frames *frames, size_t *begin,
                             size_t *end)
 {
@@ -236,9 +237,9 @@ static void round_to_frames(const mls_compressed_frames *frames, size_t *begin,
     *end = frames->ends[(*end - 1) / MLS_FRAME_BYTES];
 }
 
-/* Count the bytes and blocks that reading `to` from a place loads from the file. Runs are
- * ascending, so one pass finds both ends, and a block or frame that two runs share is
- * counted once. */
+/* Add up the bytes that reading `to` loads from the place's file: whole blocks if it is
+ * verified, whole frames if it is compressed. Runs are ascending, so one pass finds both
+ * ends, and a block or frame that two runs share is counted once. */
 mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
                                      bool verify)
 {

@@ -32,8 +32,8 @@ typedef struct mls_stored_shard {
     const mls_part *part;                /* the shard's part of the tensor */
 } mls_stored_shard;
 
-/* Compute the uncompressed size of the place. Returns false if it overflows, or the
- * stored bytes exceed the file. */
+/* Compute the uncompressed size of the place, `*out`. Returns false if it overflows, or
+ * the stored bytes exceed the file. */
 bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out);
 
 /* Bytes `at` .. `at + count` of the place's elements are bytes `to` .. of the packed
@@ -55,15 +55,17 @@ typedef struct mls_stored_runs {
     bool missed;         /* the previous run ended before the current visible range */
 } mls_stored_runs;
 
-/* Start at byte `from`. Runs before it or after `end` are not visited. */
+/* Start an iterator over the runs of a place that the part `to` needs, in bytes `from` ..
+ * `end` of the place (uncompressed). Runs outside them are not visited. */
 void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
                           const mls_part *to, size_t from, size_t end);
 
-/* Return the next run, never empty and behind the previous one. Returns false after the
- * last. */
+/* Return the next run in `*out`, never empty and behind the previous one. Returns false
+ * after the last. */
 bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out);
 
-/* Convert visible element `at` of a place to its position in the shard. */
+/* Convert position `at` among the place's visible elements to its element number in the
+ * shard. */
 size_t mls_stored_element(const mls_stored_shard *shard, size_t at);
 
 /* The smallest range `from` .. `end` of a place that contains all requested bytes. Byte
@@ -74,8 +76,8 @@ typedef struct mls_stored_range {
     bool together;
 } mls_stored_range;
 
-/* Compute that range. Returns false if nothing of the place is requested. The caller has
- * checked the place with mls_stored_bytes. */
+/* Compute that range for the requested part `to`. Returns false if nothing of the place
+ * is requested. The caller has checked the place with mls_stored_bytes. */
 bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
                          mls_stored_range *out);
 
@@ -85,8 +87,8 @@ typedef struct mls_stored_reads {
     uint64_t begin, end, bytes;
 } mls_stored_reads;
 
-/* Compute what reading a part loads from a place that has a file; `bytes` is 0 if nothing
- * is requested. */
+/* Compute what reading the part `to` loads from a place that has a file; `bytes` is 0 if
+ * nothing is requested. `verify`: checksums are checked, if the file has any. */
 mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
                                      bool verify);
 

@@ -37,8 +37,8 @@ typedef struct writing {
     uint32_t zeros;
 } writing;
 
-/* Convert `count` 8-bit floats to another dtype; `out` has room for them in that
- * dtype. */
+/* Convert `count` 8-bit floats of dtype `from` at `codes` to dtype `to`; `out` has room
+ * for them in that dtype. mls_scaled_codes_decode without scales does that. */
 static void convert_bytes(const mls_kernels *kernels, mls_dtype from, mls_dtype to,
                           const unsigned char *codes, size_t count, unsigned char *out)
 {
@@ -52,8 +52,9 @@ static void convert_bytes(const mls_kernels *kernels, mls_dtype from, mls_dtype 
     mls_scaled_codes_decode(kernels, NULL, &values, &source);
 }
 
-/* Convert elements `first` .. `first + count` of the item into the first half of the
- * buffer, and return them. The second half is scratch space. */
+/* Convert elements `first` .. `first + count` of the item to the file's dtype, into the
+ * first half of the buffer, and return them. The second half is scratch space for packed
+ * 8-bit floats. */
 static const unsigned char *converted_at(const writing *w, size_t first, size_t count)
 {
     const mls_kernels *kernels = w->job->kernels;
@@ -78,8 +79,9 @@ static const unsigned char *converted_at(const writing *w, size_t first, size_t 
     return out;
 }
 
-/* Return bytes `at` .. `at + count` of the item as they are in the file: a pointer into
- * its memory, or into the buffer if the memory is strided or has another dtype. */
+/* Return bytes `at` .. `at + count` of the item's part in the file's dtype: a pointer
+ * into its memory, or into the buffer if the memory is strided or has another dtype. Both
+ * are multiples of the element size. */
 static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t count)
 {
     const mls_shard_item *item = w->placed->item;
@@ -95,8 +97,8 @@ static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t co
     return w->file->buffer;
 }
 
-/* Append `count` zero bytes to the current block's share of the checksum. The CRC of
- * zeros is cached, since runs often have equal distances; a share of 0 stays 0. */
+/* Extend the current block's share of the checksum by `count` zero bytes. The CRC of that
+ * many zeros is cached, since runs often have equal distances; a share of 0 stays 0. */
 static void append_zeros(writing *w, size_t count)
 {
     if (w->share != 0 && w->zero_count != count) {
@@ -106,8 +108,9 @@ static void append_zeros(writing *w, size_t count)
     w->share = w->share == 0 ? 0 : mls_crc_append(w->share, w->zeros);
 }
 
-/* XOR the share of the current block, the CRC of this item's bytes with zeros elsewhere,
- * to the block's checksum. The next block starts with a share of 0. */
+/* XOR the current block's share to the block's checksum, after extending it by zeros to
+ * the end of the block. A share is the CRC of the block with this item's bytes and zeros
+ * elsewhere. The next block starts with a share of 0. */
 static void finish_block(writing *w)
 {
     if (w->share != 0) {
@@ -119,9 +122,9 @@ static void finish_block(writing *w)
     }
 }
 
-/* Add bytes `to` .. `to + count` of the tensor to the shares of their blocks, the
- * checksums of this item's bytes only. Bytes between them and the previous ones count as
- * zeros. Calls ascend. */
+/* Add `count` bytes `data`, which are at byte `to` of the tensor, to the shares of their
+ * blocks. Bytes between them and the previous ones count as zeros: other items add those.
+ * Calls ascend. */
 static void add_share(writing *w, const unsigned char *data, size_t to, size_t count)
 {
     while (count > 0) {
@@ -140,8 +143,8 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
     }
 }
 
-/* Report the bytes that are not reported yet, if there are at least `least`: runs may be
- * short. Returns MLS_E_STOPPED if the caller wants to stop. */
+/* Report the bytes that are written but not reported yet, if there are at least `least`
+ * of them: runs may be short. MLS_E_STOPPED: the caller wants to stop. */
 static mls_code report(writing *w, size_t least, mls_status *st)
 {
     if (w->unreported < least) {
@@ -154,9 +157,9 @@ static mls_code report(writing *w, size_t least, mls_status *st)
                : mls_fail(st, MLS_E_STOPPED, "cancelled by the caller");
 }
 
-/* Write bytes `at` .. `at + count` of the item to byte `to` of the tensor. Steps end at
- * file offsets that are multiples of a step, as in safetensors_write.c, and therefore of
- * the item size: the header aligns tensors to it. */
+/* Write bytes `at` .. `at + count` of the item to byte `to` of the tensor in the file.
+ * Steps end at file offsets that are multiples of MLS_PART_STEP, and therefore of the
+ * item size: the header aligns tensors to it. */
 static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_status *st)
 {
     while (count > 0) {
@@ -180,8 +183,9 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
     return MLS_OK;
 }
 
-/* Write one item to its file, run by run; the runs of its part ascend in the whole
- * tensor. The layout without steps has one part, the whole tensor. */
+/* Write one item to its open file, run by run; the runs of its part ascend in the whole
+ * tensor. Its share of the checksums is XORed to the job's. MLS_E_IO, MLS_E_STOPPED,
+ * errors of mls_layout_part. */
 static mls_code write_item(const mls_parts_job *job, const mls_placed_item *placed,
                            part_file *file, mls_status *st)
 {
@@ -212,8 +216,8 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
     return code == MLS_OK ? report(&w, 1, st) : code;
 }
 
-/* Open, write and close one file: `count` items, after which this rank's part of it is
- * complete. The file must exist. */
+/* Open, write and close the file of `count` items. The file must exist. MLS_E_IO, and
+ * errors of write_item. */
 static mls_code write_file(const mls_parts_job *job, const mls_placed_item *items,
                            size_t count, part_file *file, mls_status *st)
 {
@@ -233,8 +237,9 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
     return reason == 0 ? code : mls_fail_os(st, reason, "cannot sync the file to disk");
 }
 
-/* Return whether file, offset, block and result numbers of an item are within the job's
- * arrays. The caller's numbers are signed and unchecked. */
+/* Return whether the file, block and result numbers of an item are within the job's
+ * arrays, and its offset is not negative. The caller's numbers are signed and unchecked.
+ */
 static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
 {
     const mls_shard_item *item = placed->item;
@@ -251,6 +256,7 @@ static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
            placed->number >= 0 && (size_t)placed->number < job->written_count;
 }
 
+/* Return whether the item's elements can be written in the file's dtype. */
 static bool converts(const mls_placed_item *placed)
 {
     const mls_dtype from = placed->item->dtype, to = placed->dtype;
@@ -258,7 +264,7 @@ static bool converts(const mls_placed_item *placed)
            (mls_dtype_of(from)->kind == MLS_KIND_FLOAT8 && (int)to < MLS_CONVERTIBLE);
 }
 
-/* For qsort: by file and offset. */
+/* Order for qsort: by file, then by offset in the file. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_placed_item *x = a, *y = b;
@@ -267,7 +273,8 @@ static int compare_places(const void *a, const void *b)
                                     : 0;
 }
 
-/* Check all items, sort them by file and offset, and write each file with one pass. */
+/* Check all items before anything is written, sort them by file and offset, and open each
+ * file once. `*failed` is also set if all files succeed: to the last one. */
 mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_status *st)
 {
     mls_code code = MLS_OK;

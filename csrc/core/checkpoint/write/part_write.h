@@ -49,7 +49,8 @@ enum { MLS_PART_STEP = 256 << 10 }; /* bytes of one write, at most */
 
 /* Write the parts that the items store to their places in the whole tensors, file by
  * file. The bytes of the items must not change meanwhile. On failure, `*failed` is the
- * name of the file that the error is about, or NULL.
+ * name of the file that the error is about, or NULL if it is about the job; files before
+ * it are complete.
  * MLS_E_VALUE: a place is outside the files or the results, and nothing was written.
  * MLS_E_DTYPE: an item does not convert to its place's dtype; nothing was written.
  * MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED: `progress` returned false. */

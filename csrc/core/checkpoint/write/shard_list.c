@@ -7,9 +7,9 @@
 
 #include <string.h>
 
-/* Ensure capacity for `more` elements of `size` bytes behind the `used` ones. `block` is
- * the address of the array's pointer, which is updated. Returns false if memory runs out;
- * the array is then unchanged. */
+/* Ensure room for `more` elements of `size` bytes behind the `used` ones; `*room` is the
+ * number of allocated elements. `block` is the address of the array's pointer, which is
+ * updated. Returns false if memory runs out; the array is then unchanged. */
 static bool ensure_capacity(void *block, size_t size, size_t used, size_t more,
                             size_t *room)
 {
@@ -27,7 +27,7 @@ static bool ensure_capacity(void *block, size_t size, size_t used, size_t more,
     return true;
 }
 
-/* Free a list, but not the memory of its tensors. */
+/* Free a list and its views, but not the memory that its items describe. */
 void mls_shard_list_fini(mls_shard_list *list)
 {
     for (size_t i = 0; i < list->count; i++) {
@@ -39,8 +39,9 @@ void mls_shard_list_fini(mls_shard_list *list)
     *list = (mls_shard_list){0};
 }
 
-/* Append an item without memory or a shape; its dimensions are appended to a shared
- * array, which may still move. The result is valid until the next call. */
+/* Append an item with this id, dtype and shape, but without memory; its `rank` dimensions
+ * go to a shared array, which may still move, so `shape` is set later. The result is
+ * valid until the next call. */
 mls_shard_item *mls_shard_list_add(mls_shard_list *list, const mls_tensor_id *id,
                                    mls_dtype dtype, int rank, const size_t *dims,
                                    mls_status *st)
@@ -83,8 +84,8 @@ mls_code mls_shard_list_set_memory(mls_shard_list *list, const mls_tensor *memor
     return MLS_OK;
 }
 
-/* Add part `index` of a replicated array: its box as a view, and for a flat part the
- * position of its first element in the box. */
+/* Add the item for part `index` of `layout` of a replicated array of tensor `id`: a view
+ * of the part's box, and for a flat part the position of its first element in the box. */
 static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
                          const mls_tensor *array, const mls_layout *layout, size_t index,
                          mls_status *st)
@@ -107,9 +108,10 @@ static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
     return mls_shard_list_set_memory(list, &box, part.begin, st);
 }
 
-/* Add this rank's share of the parts of a replicated array: parts `rank`, `rank +
- * world_size`, and so on. `layout` divides the parameter, whose axes the array's are
- * (`axes`; NULL: the same). */
+/* Add this rank's share of a replicated array: parts `rank`, `rank + world_size`, and so
+ * on; all of the array if `layout` has one part. `layout` divides the parameter; `axes`
+ * maps the array's axes to the parameter's (NULL: the same). An array that cannot be cut
+ * is one part, which rank 0 stores. */
 mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
                                   const mls_tensor *array, const mls_layout *layout,
                                   const signed char *axes, uint64_t rank,
@@ -133,7 +135,8 @@ mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
     return MLS_OK;
 }
 
-/* Check the number of elements of a shard. `label` names the tensor in errors. */
+/* Check that `memory` has as many elements as the item's part of a tensor of shape
+ * `shape`. `label` names the tensor in the message. */
 mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
                               const mls_tensor *memory, const char *label, mls_status *st)
 {
@@ -152,7 +155,7 @@ mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
                     label, count, mls_part_count(&part));
 }
 
-/* Point the items to their dimensions, which no longer move. */
+/* Point each item of the list to its dimensions, which no longer move. */
 void mls_shard_list_finish(mls_shard_list *list)
 {
     const size_t *dims = list->dims;

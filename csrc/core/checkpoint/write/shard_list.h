@@ -25,8 +25,9 @@ typedef struct mls_shard_list {
 
 void mls_shard_list_fini(mls_shard_list *list); /* accepts a zeroed one; zeroes it */
 
-/* Add an item for a tensor of shape `dims`. Its `shape` is NULL until the list is
- * finished. Returns NULL on MLS_E_MEMORY, and adds nothing. */
+/* Add an item for a tensor with this id and dtype, and the `rank` dimensions `dims`,
+ * which are copied. Its `shape` is NULL until the list is finished. The item may move
+ * when another is added. Returns NULL on MLS_E_MEMORY, and adds nothing. */
 mls_shard_item *mls_shard_list_add(mls_shard_list *list, const mls_tensor_id *id,
                                    mls_dtype dtype, int rank, const size_t *dims,
                                    mls_status *st);

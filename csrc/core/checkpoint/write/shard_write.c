@@ -81,9 +81,9 @@ typedef struct writer {
 
 /* ---- buffers ---- */
 
-/* Return an unused buffer, or a new one; there are at most as many as threads. Direct
- * writes need aligned memory, and freed pages return to the system, which malloc does not
- * guarantee. `data` is NULL if memory runs out. */
+/* Return an unused buffer, or a new one; there are at most as many as threads. `data` is
+ * NULL if memory runs out. Pages instead of malloc: direct writes need aligned memory,
+ * and freed pages return to the system. */
 static mls_pages take_buffer(writer *w)
 {
     mls_pages buffer = {0};
@@ -99,7 +99,8 @@ static mls_pages take_buffer(writer *w)
     return buffer;
 }
 
-/* Keep a thread's buffer for the next task: fresh memory costs as much as the copying. */
+/* Keep a buffer for the next task, or free it if enough are kept: fresh memory costs as
+ * much as the copying. */
 static void return_buffer(writer *w, mls_pages buffer)
 {
     pthread_mutex_lock(&w->lock);
@@ -113,7 +114,7 @@ static void return_buffer(writer *w, mls_pages buffer)
     }
 }
 
-/* Call it after all writing. */
+/* Free the unused buffers. Call it after all writing. */
 static void free_buffers(writer *w)
 {
     while (w->buffer_count > 0) {
@@ -133,7 +134,8 @@ typedef struct sink {
     bool silent; /* progress was already reported */
 } sink;
 
-/* Report progress. A stop is handled like any other failure. */
+/* Report `bytes` finished bytes, unless the sink is silent. MLS_E_STOPPED: the callback
+ * wants to stop. */
 static mls_code report_progress(const sink *s, size_t bytes)
 {
     return s->silent || mls_progress_report(s->w->job->progress, bytes)
@@ -141,8 +143,9 @@ static mls_code report_progress(const sink *s, size_t bytes)
                : mls_fail(s->st, MLS_E_STOPPED, "stopped");
 }
 
-/* Write `bytes` from the aligned buffer. Some file systems accept direct I/O in open but
- * fail the write; then the write is repeated without it. */
+/* Write the first `bytes` bytes of the aligned buffer at the sink's offset. For direct
+ * I/O the last block is padded with zeros. Some file systems accept O_DIRECT but fail the
+ * write (EINVAL); it is then repeated without direct I/O. */
 static mls_code write_aligned(sink *s, size_t bytes)
 {
     size_t length = bytes;
@@ -162,8 +165,8 @@ static mls_code write_aligned(sink *s, size_t bytes)
     return code;
 }
 
-/* Write the buffer at the sink's offset, and empty it. Bytes count as done after the
- * system call. */
+/* Write the used bytes of the buffer at the sink's offset, advance the offset, and empty
+ * the buffer. Bytes are reported as done after the system call. */
 static mls_code flush_buffer(sink *s)
 {
     mls_code code = s->used == 0 ? MLS_OK : write_aligned(s, s->used);
@@ -175,23 +178,24 @@ static mls_code flush_buffer(sink *s)
     return code;
 }
 
-/* Free bytes of the buffer before the next flush. It is small for cached writes, where
- * the copied bytes are read again at once. */
+/* Return the bytes that fit into the buffer before the next flush. Cached writes use only
+ * CACHED_STEP of it, because the system reads the copied bytes again at once. */
 static size_t buffer_room(const sink *s)
 {
     return (s->out->direct ? (size_t)MLS_WRITE_BUFFER : (size_t)CACHED_STEP) - s->used;
 }
 
-/* The disk reads a direct-I/O buffer, not the processor. So cache size does not matter,
- * and the fastest stores, by measurement, are used. */
+/* Choose the stores for copies into the buffer: the disk, not the processor, reads a
+ * direct-I/O buffer. SIZE_MAX selects the fastest stores regardless of cache size. */
 static mls_destination buffer_destination(const sink *s)
 {
     return s->out->direct ? (mls_destination){.bytes = SIZE_MAX} : mls_cached();
 }
 
-/* Append a piece of one block, which fits the buffer: `bytes` bytes from element `first`
- * on; `*crc` is the block's checksum so far. Packed memory is copied and checksummed in
- * one pass; other memory is packed first, and checksummed while it is in the cache. */
+/* Copy `bytes` bytes of the item, from element `first` on, into the buffer; they are in
+ * one block and fit. `*crc` is the block's checksum so far. Packed memory is copied and
+ * checksummed in one pass; other memory is packed first, and checksummed while it is in
+ * the cache. */
 static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size_t bytes,
                          uint32_t *crc)
 {
@@ -206,10 +210,10 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
     s->used += bytes;
 }
 
-/* Convert byte `start` of the stored data to an element of the shard, which is returned,
- * and limit `*bytes` to the contiguous rest; `size` is the size of an element. `*run` is
- * the number of a row range at or before that element; it advances to the range of the
- * element. */
+/* Return the element of the shard that is stored at byte `start` of the tensor in the
+ * file, and limit `*bytes` to the bytes that are contiguous in the shard from there.
+ * `size` is the bytes of an element. `*run`, the number of a row range at or before
+ * `start`, advances to the one that contains it. */
 static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
                           size_t *run, size_t *bytes)
 {
@@ -227,8 +231,9 @@ static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
     return row_range->begin + (at - row_range->at);
 }
 
-/* Write bytes `start` .. `end` of one tensor. `start` is a block boundary, so each block
- * and its checksum belong to one task. */
+/* Append bytes `start` .. `end` of one tensor of the file to the sink, and compute the
+ * checksums of its blocks. `start` is a block boundary, so each block and its checksum
+ * belong to one task. */
 static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t start,
                            size_t end)
 {
@@ -262,8 +267,8 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     return code;
 }
 
-/* Append the compressed bytes `coded` of a tensor, and compute the checksum of each
- * block, in steps that end with a block or with the buffer. */
+/* Append all compressed bytes `coded` of a tensor to the sink, and compute the checksum
+ * of each block, in steps that end with a block or with the buffer. */
 static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
                                const unsigned char *coded)
 {
@@ -286,14 +291,15 @@ static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
 
 /* ---- folders ---- */
 
+/* Return the name in the pool of folder `number`, a section or INDEX_FOLDER. */
 static const char *folder_name(int number)
 {
     return number == INDEX_FOLDER ? "index" : mls_section_name((mls_section)number);
 }
 
-/* Open the folders of all sections and of indexes; the one of states may be missing. A
- * symbolic link is refused: it may lead to another checkpoint. An open descriptor keeps
- * referring to the same folder, even after a rename. */
+/* Open the folders of all sections and of indexes into `w->folders`; the one of states
+ * may be missing (-1). A symbolic link is refused: it may lead to another checkpoint. An
+ * open descriptor keeps referring to the same folder, even after a rename. */
 static mls_code open_folders(writer *w, mls_status *st)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
@@ -323,7 +329,8 @@ static int folder_of(const writer *w, const char *path, const char **name)
     return -1;
 }
 
-/* Create a file that must not exist. Returns a descriptor, or -1 and errno. */
+/* Create a file that must not exist, by its path in the pool. Returns a descriptor, or -1
+ * and errno. */
 static int create_file(const writer *w, const char *path)
 {
     const char *name;
@@ -336,7 +343,8 @@ static int create_file(const writer *w, const char *path)
     return fd;
 }
 
-/* Rename a file, by paths of the writer. Returns 0, or -1 and errno. */
+/* Rename a file from the path `from` to `to`, both in the pool. Returns 0, or -1 and
+ * errno. */
 static int rename_file(const writer *w, const char *from, const char *to)
 {
     const char *old, *name;
@@ -344,6 +352,7 @@ static int rename_file(const writer *w, const char *from, const char *to)
     return renameat(source, old, target, name);
 }
 
+/* Delete a file, by its path in the pool. Failures are ignored. */
 static void remove_file(const writer *w, const char *path)
 {
     const char *name;
@@ -353,9 +362,9 @@ static void remove_file(const writer *w, const char *path)
 
 /* ---- files ---- */
 
-/* Allocate disk space for a large file, so that a full disk is detected before writing,
- * and so that several threads can write behind the current end. File systems without that
- * operation just let the file grow. */
+/* Allocate disk space for the open file of `out`, if it has DIRECT_LEAST bytes or more,
+ * so that a full disk is detected before writing, and several threads can write behind
+ * the current end. File systems without that operation just let the file grow. */
 static mls_code reserve_space(const output *out, mls_status *st)
 {
 #if defined(__linux__)
@@ -374,8 +383,8 @@ static mls_code reserve_space(const output *out, mls_status *st)
     return MLS_OK;
 }
 
-/* Fail with EEXIST if a file has this name. The generation makes names unique, so that
- * file is already committed, and a rename would destroy it. */
+/* Fail with MLS_E_IO and EEXIST if a file has this path. The generation makes names
+ * unique, so that file is already committed, and a rename would destroy it. */
 static mls_code check_new_name(const writer *w, const char *path, mls_status *st)
 {
     struct stat info;
@@ -412,8 +421,8 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* Open the file of a task unless another task has opened it; the others wait. Files are
- * opened late and closed early, so that even a hundred thousand files need few
+/* Open the file of `out` unless another task has opened it; other tasks wait meanwhile.
+ * Files are opened late and closed early, so that even a hundred thousand files need few
  * descriptors. */
 static mls_code ensure_output(writer *w, output *out, mls_status *st)
 {
@@ -426,8 +435,8 @@ static mls_code ensure_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* Write the header, which makes the file valid, in steps of the buffer. It ends at the
- * first tensor, at a multiple of the alignment, so it needs no padding. */
+/* Write the header, which makes the file valid, and record its checksum in the index. It
+ * ends at the first tensor, at a multiple of the alignment, so it needs no padding. */
 static mls_code write_header(sink *s)
 {
     mls_header *header = &s->out->planned->header;
@@ -447,8 +456,8 @@ static mls_code write_header(sink *s)
     return MLS_OK;
 }
 
-/* Finish a file: header, length, sync, rename. The header is written last, so an
- * incomplete file is never mistaken for a valid one. */
+/* Complete a file whose tensors are written: header, length, sync, close, rename. The
+ * header is written last, so an incomplete file is never mistaken for a valid one. */
 static mls_code finish_output(sink *s)
 {
     output *out = s->out;
@@ -479,8 +488,8 @@ static mls_code finish_output(sink *s)
 
 /* ---- tasks ---- */
 
-/* Write the bytes of one task by way of `buffer`, which no other task uses. The task that
- * finishes last completes the file; the lock around the counter makes the other tasks'
+/* Write the bytes of task `t` by way of `buffer`, which no other task uses. The last task
+ * of a file completes the file; the lock around the counter makes the other tasks'
  * checksums visible to it. */
 static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
@@ -491,6 +500,7 @@ static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_st
     mls_code code = MLS_OK;
     if (w->plan.planned[first].frames != NULL) {
         code = mls_planned_encode(&w->plan, first, &coded, st);
+        /* mls_planned_encode has reported the bytes */
         s.silent = true;
     }
     if (code == MLS_OK) {
@@ -530,8 +540,9 @@ static void record_failure(writer *w, size_t index, const mls_status *st)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Thread function: run task `index` with a buffer, and record its failure. After a
- * failure no further task is started. */
+/* Thread function: run task `w->begun + index` with a buffer, and record its failure
+ * under the name of the file's first tensor. After a failure no further task is started.
+ */
 static void write_task(void *context, size_t index)
 {
     writer *w = context;
@@ -558,15 +569,17 @@ static void write_task(void *context, size_t index)
     }
 }
 
+/* Return the bytes that the first shard of planned file `number` takes in it. */
 static size_t first_bytes(const mls_write_plan *plan, size_t number)
 {
     const size_t shard = plan->files[number].shards[0];
     return mls_planned_bytes(&plan->planned[shard], &plan->index.shards[shard]);
 }
 
-/* Divide file `number` into tasks, and return their number: a single large shard at block
- * boundaries; everything else is one task. A compressed shard is one task too, since the
- * position of each byte depends on the previous ones. `out` has room for them. */
+/* Divide planned file `number` into tasks in `out`, which has room, and return their
+ * number. A single large shard is cut at block boundaries; every other file is one task.
+ * So is a compressed shard, since the position of each byte depends on the previous ones.
+ */
 static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
 {
     const size_t bytes = first_bytes(plan, number);
@@ -585,8 +598,8 @@ static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
     return count;
 }
 
-/* Return whether file `number` contains a shard whose memory is not staged. One such
- * shard makes its whole segment urgent; this is rare, since small shards are staged
+/* Return whether planned file `number` contains a shard whose memory is not staged. One
+ * such shard makes its whole file urgent; this is rare, since small shards are staged
  * first. */
 static bool has_unstaged(const writer *w, size_t number)
 {
@@ -599,9 +612,9 @@ static bool has_unstaged(const writer *w, size_t number)
     return false;
 }
 
-/* Add the tasks of all files that read unstaged memory, or (if not `unstaged`) of all
- * others. Without a `freed` callback no caller waits for memory, and all files are in one
- * list, in order. */
+/* Add the tasks of all files that read unstaged memory (`unstaged`), or of all other
+ * files. Without a `freed` callback no caller waits for memory, and one call adds all
+ * files, in order. */
 static void add_tasks(writer *w, bool unstaged)
 {
     for (size_t i = 0; i < w->plan.file_count; i++) {
@@ -615,8 +628,8 @@ static void add_tasks(writer *w, bool unstaged)
     }
 }
 
-/* Create all tasks, in the order of files. If the caller waits for its memory, files that
- * read it come first. */
+/* Create the outputs and tasks of all files. If the caller waits for its memory
+ * (`freed`), the `first_count` tasks that read it come first. MLS_E_MEMORY. */
 static mls_code make_tasks(writer *w, mls_status *st)
 {
     /* at least one task for each file, and one more for each further TASK_BYTES */
@@ -642,8 +655,8 @@ static mls_code make_tasks(writer *w, mls_status *st)
 
 /* ---- durability ---- */
 
-/* Return whether syncfs makes a whole file system durable and reports errors: the usual
- * local file systems, since Linux 5.8. */
+/* Return whether syncfs makes the file system of `folder` durable and reports errors:
+ * the usual local file systems do, since Linux 5.8. */
 static bool can_sync_once(int folder)
 {
 #if defined(__linux__)
@@ -669,7 +682,7 @@ static bool can_sync_once(int folder)
     return false;
 }
 
-/* Sync everything at once with syncfs, or else the folders: files that are synced
+/* Sync the whole file system with syncfs, or else the folders: files that are synced
  * separately were synced when they were written. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
@@ -696,8 +709,8 @@ static mls_code make_durable(const writer *w, mls_status *st)
 
 /* ---- the index ---- */
 
-/* Write the text of the index to a temporary file, and rename it to `path`. It is synced
- * here only if files are synced separately. */
+/* Write `text`, the index, to a temporary file, and rename it to `path`. It is synced
+ * here only if files are synced separately. On failure the temporary file is deleted. */
 static mls_code write_small(const writer *w, const char *path,
                             const mls_json_writer *text, mls_status *st)
 {
@@ -727,8 +740,9 @@ static mls_code write_small(const writer *w, const char *path,
     return code;
 }
 
-/* Write the index, when all checksums are known, and fill in the result. It is the last
- * file, so everything that an index lists exists. */
+/* Complete all checksums, write the index that lists all shards, and fill in `out`. The
+ * index is written last, so everything that it lists exists. MLS_E_IO, MLS_E_SIZE,
+ * MLS_E_MEMORY. */
 static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 {
     mls_index *index = &w->plan.index;
@@ -764,8 +778,8 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 
 /* ---- the whole save ---- */
 
-/* Delete all files that this call created, under their current names; `index` is the path
- * of the index file. Failures are ignored. */
+/* After a failure, delete all files that this call created, under their current names;
+ * `index` is the path of the index file. Failures to delete are ignored. */
 static void discard_files(const writer *w, const char *index)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
@@ -779,8 +793,8 @@ static void discard_files(const writer *w, const char *index)
     }
 }
 
-/* Free everything, close folders and files. File descriptors of outputs are open only
- * after a failure. */
+/* Free everything, and close folders and files. Outputs are still open only after a
+ * failure. */
 static void release_writer(writer *w)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
@@ -800,8 +814,9 @@ static void release_writer(writer *w)
     pthread_mutex_destroy(&w->lock);
 }
 
-/* Write and rename all planned files. They are durable only if files are synced
- * separately. */
+/* Write and rename all planned files, and call `freed` between the two pool runs. The
+ * files are durable only if they are synced separately; otherwise make_durable syncs
+ * them. Returns the failure of the first task. */
 static mls_code write_files(writer *w, mls_status *st)
 {
     mls_code code = make_tasks(w, st);

@@ -36,8 +36,8 @@ typedef struct copy_state {
 
 /* ---- sizes ---- */
 
-/* Compute the packed bytes of an item's part, and check its layout and shape. Errors name
- * the tensor. */
+/* Set `*out` to the packed bytes of an item's part, and check its layout and shape.
+ * Errors of mls_layout_part, with the tensor's name; MLS_E_SIZE. */
 static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *st)
 {
     mls_part part;
@@ -53,8 +53,8 @@ static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *
     return code;
 }
 
-/* Compute the memory that staging all items takes. The items are in memory, so the sum
- * can only overflow if they share memory. */
+/* Add up the bytes of all items. The items are in memory, so the sum can only overflow if
+ * they share memory. */
 mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out,
                           mls_status *st)
 {
@@ -74,9 +74,9 @@ mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out
     return MLS_OK;
 }
 
-/* Estimate the memory that the writer itself takes, from above. Measured with 150 and
- * 20,000 items. Each thread holds one compressed shard, at most three quarters of its
- * size. */
+/* Estimate the memory that the writer itself takes, from above; the constants were
+ * measured with 150 and 20,000 items. With `compress` each thread holds one compressed
+ * shard, at most three quarters of its size, and three frames. */
 mls_code mls_staging_overhead(const mls_shard_item *items, size_t count, size_t threads,
                               bool compress, size_t *out, mls_status *st)
 {
@@ -112,8 +112,8 @@ static int compare_chosen(const void *a, const void *b)
                                 : (x->number < y->number ? -1 : x->number > y->number);
 }
 
-/* Position of the first of `count` items, sorted by ascending size, with at least `bytes`
- * bytes; `count` if none has. */
+/* Return the position in `order` (`count` items, sorted by ascending size) of the first
+ * item with at least `bytes` bytes; `count` if there is none. */
 static size_t find_item_of_size(const staged_item *order, size_t count, size_t bytes)
 {
     size_t low = 0, high = count;
@@ -128,13 +128,13 @@ static size_t find_item_of_size(const staged_item *order, size_t count, size_t b
     return low;
 }
 
-/* Choose items with at least `excess` bytes in total, and set their place to SIZE_MAX.
- * All items together have at least that many bytes.
- *
- * Each step considers the smallest item that covers the remaining excess as the last one.
- * It then omits the largest item that does not cover it, and continues. The step with the
- * fewest omitted bytes wins. A last item always exists: until one is found, no item is
- * skipped, so the remaining items still cover the excess. */
+/* Choose items with at least `excess` bytes in total, and set their `place` to SIZE_MAX,
+ * and `place` of all others to 0. `order` is sorted by ascending size, and all items
+ * together have at least `excess` bytes. Each step considers the smallest item that
+ * covers the remaining excess as the last one. It then omits the largest item that does
+ * not cover it, and continues. The step with the fewest omitted bytes wins. A last item
+ * always exists: until one is found, no item is skipped, so the remaining items still
+ * cover the excess. */
 static void omit_items(staged_item *order, size_t count, size_t excess)
 {
     size_t omitted = 0, least = SIZE_MAX, last = count, best = 0;
@@ -151,6 +151,7 @@ static void omit_items(staged_item *order, size_t count, size_t excess)
         }
         high = enough - 1;
         omitted += order[high].bytes;
+        /* the step that omitted the item, for the loop below */
         order[high].place = step;
     }
     for (size_t i = 0; i < count; i++) {
@@ -159,9 +160,9 @@ static void omit_items(staged_item *order, size_t count, size_t excess)
     }
 }
 
-/* List the items to copy in `order`, smallest first, and assign their offsets in the
- * staging memory; `out` receives number and total bytes. Items that are staged already
- * are skipped. */
+/* List the items to copy in `order`, smallest first, with their offsets in the staging
+ * memory; `out` receives their number and total bytes. Items that are staged already are
+ * skipped. `order` has room for all items. Errors of item_bytes; MLS_E_SIZE. */
 static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
                              size_t count, staged_item *order, copy_state *out,
                              mls_status *st)
@@ -171,6 +172,7 @@ static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
         if (items[i].staged) {
             continue;
         }
+        /* above all steps of omit_items, and not SIZE_MAX: not omitted */
         order[listed] = (staged_item){.number = i, .place = SIZE_MAX - 1};
         const mls_code code = item_bytes(&items[i], &order[listed].bytes, st);
         if (code != MLS_OK) {
@@ -201,8 +203,8 @@ static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
 
 /* ---- copying ---- */
 
-/* Copy bytes `start` .. `start + bytes` of an item to its place in the staging memory;
- * both are multiples of its element size. */
+/* Copy bytes `start` .. `start + bytes` of the item that `staged` describes to its place
+ * in the staging memory; both are multiples of its element size. */
 static void copy_bytes(const copy_state *c, const staged_item *staged, size_t start,
                        size_t bytes)
 {
@@ -219,8 +221,8 @@ static void copy_bytes(const copy_state *c, const staged_item *staged, size_t st
     }
 }
 
-/* Position of the last item that starts at or before byte `place` of the staging memory.
- * It always exists. */
+/* Return the position of the last item that starts at or before byte `place` of the
+ * staging memory. It always exists, since the items start at 0. */
 static size_t find_item(const copy_state *c, size_t place)
 {
     size_t low = 0, high = c->count;
@@ -235,9 +237,9 @@ static size_t find_item(const copy_state *c, size_t place)
     return low;
 }
 
-/* Offset in the item of the first element boundary at or after byte `place` of the
- * staging memory; at most its length. Tasks may divide an item, which is unaligned, but
- * not an element. */
+/* Return the offset, in the item that `staged` describes, of the first element boundary
+ * at or after byte `place` of the staging memory; 0 if the item starts later, at most its
+ * length. Tasks may divide an item, whose copy is unaligned, but not an element. */
 static size_t element_offset(const copy_state *c, const staged_item *staged, size_t place)
 {
     if (place <= staged->place) {
@@ -249,8 +251,8 @@ static size_t element_offset(const copy_state *c, const staged_item *staged, siz
     return rounded < staged->bytes ? rounded : staged->bytes;
 }
 
-/* Thread function: copy everything that belongs into piece `index` (PIECE_BYTES) of the
- * staging memory. A piece may start and end within an item. */
+/* Thread function: copy the elements that belong into piece `index` (PIECE_BYTES bytes)
+ * of the staging memory. A piece may start and end within an item. */
 static void copy_task(void *context, size_t index)
 {
     const copy_state *c = context;
@@ -267,8 +269,8 @@ static void copy_task(void *context, size_t index)
     }
 }
 
-/* Set the items to their copies after all copying is done: the copy threads read the
- * items. */
+/* Make the items use their copies. Call it after all copying is done: the copy threads
+ * read the items. */
 static void point_to_copies(const copy_state *c)
 {
     for (size_t i = 0; i < c->count; i++) {
@@ -294,9 +296,9 @@ void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
     }
 }
 
-/* Copy as many items as fit into the staging memory, and point them to their copies.
- * Sorting takes less than a thousandth of the time of copying. Tasks divide the memory,
- * not the items: several threads share a large item, and small items are grouped. */
+/* Choose, copy, then point the items to their copies. Sorting takes less than a
+ * thousandth of the time of copying. Tasks divide the memory, not the items: several
+ * threads share a large item, and small items are grouped. */
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
                    mls_staged *out, mls_status *st)
 {
@@ -322,7 +324,8 @@ mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
 
 /* ---- page allocation ---- */
 
-/* Writing allocates a page. */
+/* Thread function: write zeros to piece `index` of the memory, so that the system
+ * allocates its pages. */
 static void touch_task(void *context, size_t index)
 {
     const mls_staging *s = context;
@@ -331,8 +334,8 @@ static void touch_task(void *context, size_t index)
     memset(s->memory + from, 0, left < PIECE_BYTES ? left : PIECE_BYTES);
 }
 
-/* The system clears a page in the thread that touches it, so several threads are faster.
- */
+/* Several threads share the work, because the system clears a page in the thread that
+ * touches it. */
 void mls_staging_touch(const mls_staging *staging)
 {
     mls_staging copy = *staging;

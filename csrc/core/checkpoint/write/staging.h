@@ -36,9 +36,9 @@ typedef struct mls_staged {
 mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out,
                           mls_status *st);
 
-/* Compute the writer's own memory for these items, at most: write buffers of `threads`
- * threads, records of the items, and with `compress` the compressed data of the largest
- * items. Errors as above. */
+/* Compute the most memory that the writer itself takes for these items: write buffers of
+ * `threads` threads, records of the items, and with `compress` the compressed data of the
+ * largest items. `*out` receives bytes. Errors as above. */
 mls_code mls_staging_overhead(const mls_shard_item *items, size_t count, size_t threads,
                               bool compress, size_t *out, mls_status *st);
 
@@ -49,7 +49,8 @@ void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
 
 /* Copy as many items as fit, adjacent and packed. The omitted items are the largest ones
  * until one more is enough, and then the smallest one that is enough. A copied item
- * points to its copy and is `staged`; items that are already staged do not change. Errors
+ * points to its copy and is `staged`; items that are already staged do not change. `*out`
+ * receives the used bytes and the number of items that still use their own memory. Errors
  * as above, and MLS_E_MEMORY (24 temporary bytes for each item); on failure no item
  * changed. */
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,

@@ -21,8 +21,9 @@ enum {
 
 /* ---- access to elements ---- */
 
-/* Return elements `first` .. `first + count` of the data to write, without omitted rows:
- * a pointer into the array, or a packed copy in `room`. */
+/* Return elements `first` .. `first + count` of the shard's new layer, which omits rows
+ * that are not written: a pointer into the caller's memory, or a packed copy in `room`.
+ */
 static const unsigned char *packed_elements(const mls_write_plan *plan,
                                             const mls_planned *planned, size_t first,
                                             size_t count, unsigned char *room)
@@ -69,8 +70,8 @@ typedef struct sample_state {
     mls_status why;
 } sample_state;
 
-/* Prepare a shard for compression: give it frames without lengths, and a full new layer
- * unless it has a new layer of rows. */
+/* Prepare a shard for compression: give it frames whose `ends` are still empty, and a
+ * full new layer unless it has a new layer of rows. MLS_E_MEMORY: nothing changes. */
 static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
                            const mls_index_shard *shard, mls_status *st)
 {
@@ -101,7 +102,8 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
     return MLS_OK;
 }
 
-/* Undo set_frames: the shard is written uncompressed. */
+/* Undo set_frames, and restore the layer's uncompressed length: the shard is written
+ * uncompressed. */
 static void unset_frames(mls_planned *planned)
 {
     /* a full layer exists only for the frames; a layer of rows stays */
@@ -115,8 +117,9 @@ static void unset_frames(mls_planned *planned)
     planned->frames = NULL;
 }
 
-/* Compress samples of a shard; `*out` tells whether they shrink enough. `room` has space
- * for three samples: packed elements, the codec's scratch space and its output. */
+/* Compress samples of a shard that has frames; `*out` tells whether they shrink by a
+ * quarter. `room` has space for three samples: packed elements, the codec's scratch space
+ * and its output. Errors of the codec. */
 static mls_code test_samples(const mls_write_plan *plan, const mls_planned *planned,
                              unsigned char *room, bool *out, mls_status *st)
 {
@@ -144,6 +147,7 @@ static mls_code test_samples(const mls_write_plan *plan, const mls_planned *plan
     return MLS_OK;
 }
 
+/* Return whether a task has failed, so that no further shard is sampled. */
 static bool has_failed(sample_state *s)
 {
     pthread_mutex_lock(&s->lock);
@@ -152,8 +156,9 @@ static bool has_failed(sample_state *s)
     return failed;
 }
 
-/* Thread function: sample shard `index`, and keep its frames if the samples shrink
- * enough. Only this task modifies the shard. */
+/* Thread function: sample candidate `index`, and keep its frames if the samples shrink
+ * enough. Only this task modifies the shard. The failure of the first shard in order is
+ * kept. */
 static void sample_task(void *context, size_t index)
 {
     sample_state *s = context;
@@ -186,7 +191,9 @@ static void sample_task(void *context, size_t index)
     }
 }
 
-/* Shards that share a file are not compressed: their offsets are fixed at layout. */
+/* Return whether shard `number` is sampled: it is written to its own file and is not
+ * tiny. Shards that share a file are not compressed, since their offsets are fixed at
+ * layout. */
 static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const size_t bytes =
@@ -194,8 +201,7 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
     return bytes >= LEAST && bytes >= plan->job->pack_below;
 }
 
-/* Choose the shards to compress, by samples. Samples every shard that has its own
- * file. */
+/* Sample every shard that is written to its own file, in parallel. */
 mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
 {
     size_t count = 0;
@@ -225,6 +231,7 @@ mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
 
 /* ---- compression ---- */
 
+/* Report `bytes` finished bytes. MLS_E_STOPPED: the callback wants to stop. */
 static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_status *st)
 {
     return mls_progress_report(job->progress, bytes)
@@ -232,9 +239,10 @@ static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_stat
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
-/* Compress all frames into `to`, and stop as soon as the gain is too small, so that the
- * output never exceeds that limit by more than one frame. `*out` is the compressed length
- * so far. `room` has space for two frames. */
+/* Compress the frames of a shard into `to` and set their `ends`; `*out` is the compressed
+ * length. Stops as soon as the gain is too small, so that the output exceeds three
+ * quarters by one frame at most. `room` has space for two frames. All bytes are reported
+ * as done. */
 static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
                               unsigned char *room, unsigned char *to, size_t *out,
                               mls_status *st)
@@ -267,8 +275,8 @@ static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
     return code == MLS_OK && left > 0 ? report_progress(job, left, st) : code;
 }
 
-/* Compress a whole shard. The buffer has the largest useful compressed size plus one
- * frame; unused pages are never touched. */
+/* Compress the whole shard into a new buffer of three quarters of its size plus one
+ * frame; unused pages of it are never touched. */
 mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char **out,
                             mls_status *st)
 {

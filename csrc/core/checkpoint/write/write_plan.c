@@ -21,19 +21,22 @@ enum {
 
 /* ---- sort items ---- */
 
-/* All arrays of a plan grow with the number of shards, so they share one message. */
+/* Report MLS_E_MEMORY. All arrays of a plan grow with the number of shards, so they share
+ * one message. */
 static mls_code fail_memory(const mls_write_plan *plan, mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory to save %zu shards", plan->job->count);
 }
 
-/* Add the tensor's name to an error. The parameter's name is enough to find a state. */
+/* Add the tensor's name to the error in the status, and return its code. A state is named
+ * by its parameter. */
 static mls_code name_tensor(const mls_shard_item *item, mls_status *st)
 {
     return mls_status_name(st, item->id.name.data, item->id.name.length);
 }
 
-/* For qsort, over pointers: items are large, and the caller's array must not change. */
+/* Order for qsort of pointers to items: by tensor, then part. Pointers, because items are
+ * large, and the caller's array must not change. */
 static int compare_items(const void *a, const void *b)
 {
     const mls_shard_item *x = *(const mls_shard_item *const *)a;
@@ -42,8 +45,8 @@ static int compare_items(const void *a, const void *b)
     return ids != 0 ? ids : x->part < y->part ? -1 : x->part > y->part;
 }
 
-/* Most dimensions of the shape of any part. A flat part has one, even if the tensor has
- * none. */
+/* Return the most dimensions that the shape of any part of the item's tensor has. A flat
+ * part has one, even if the tensor has none. */
 static size_t dims_of(const mls_shard_item *item)
 {
     return item->rank > 0 ? (size_t)item->rank : 1;
@@ -77,8 +80,9 @@ static mls_code allocate(mls_write_plan *plan, mls_status *st)
                : MLS_OK;
 }
 
-/* Fill in a shard from its item; `dims` receives the shape of its part. Layout and shape
- * are validated here, once, for all later steps. */
+/* Fill in `shard` and `planned` from an item; `dims` receives the shape of its part.
+ * Layout and shape are validated here, once, for all later steps. Errors name the tensor.
+ */
 static mls_code describe_shard(const mls_shard_item *item, mls_index_shard *shard,
                                mls_planned *planned, size_t *dims, mls_status *st)
 {
@@ -112,8 +116,8 @@ static mls_code describe_shard(const mls_shard_item *item, mls_index_shard *shar
     return MLS_OK;
 }
 
-/* Refuse a name that a file cannot store or the reader would refuse; `key` is the whole
- * name in the file. */
+/* Refuse an item that a file cannot store or the reader would refuse, by its name; `key`
+ * is the whole name in the file. MLS_E_VALUE. */
 static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st)
 {
     const mls_tensor_id *id = &item->id;
@@ -132,8 +136,9 @@ static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st
     return name_tensor(item, st);
 }
 
-/* Fill in shards, keys and planned from `sorted`, the items in index order. Duplicates
- * are neighbours, and are refused; the output is sorted. */
+/* Fill in shards, keys and planned from `sorted`, the items in index order. MLS_E_VALUE:
+ * a part is listed twice (duplicates are neighbours). `shard_count` counts the shards
+ * that were described. */
 static mls_code describe_shards(mls_write_plan *plan, const mls_shard_item **sorted,
                                 mls_status *st)
 {
@@ -163,8 +168,8 @@ static mls_code describe_shards(mls_write_plan *plan, const mls_shard_item **sor
 }
 
 /* Set the axes of states whose axes differ from their parameter's, unless the caller set
- * them. Parameters come first and both are sorted by name, so one merge pass is enough.
- */
+ * them. The parameter must be among the items. Parameters come first and both are sorted
+ * by name, so one merge pass is enough. */
 static void set_state_axes(mls_write_plan *plan)
 {
     mls_index_shard *shards = plan->index.shards;
@@ -190,9 +195,9 @@ static void set_state_axes(mls_write_plan *plan)
     }
 }
 
-/* Set `before` of each shard to the shard of the previous index, by a merge pass over the
- * two sorted lists. A shard whose shape, dtype or layout changed has no predecessor; its
- * versions restart. */
+/* Set `planned.before` of each shard to its shard in the previous index, by a merge pass
+ * over the two sorted lists. A shard whose shape, dtype or layout changed has none
+ * (NULL), and its versions restart. */
 static void match_committed(mls_write_plan *plan)
 {
     const mls_index *before = plan->job->before;
@@ -211,8 +216,8 @@ static void match_committed(mls_write_plan *plan)
     }
 }
 
-/* Check and describe all items, and match them with the previous index. Only pointers to
- * the items are sorted. */
+/* Sort pointers to the items, check and describe them, and match them with the previous
+ * index. */
 mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
                              mls_status *st)
 {
@@ -243,8 +248,8 @@ mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
     return MLS_OK;
 }
 
-/* Free the plan. The index borrows from the items and this plan, so it owns nothing
- * else. */
+/* Free the plan. The new index borrows names and shapes from the items and from this
+ * plan. */
 void mls_write_plan_fini(mls_write_plan *plan)
 {
     for (size_t i = 0; i < plan->file_count; i++) {
@@ -277,9 +282,9 @@ void mls_planned_drop_layers(mls_planned *planned)
     planned->fresh = NULL;
 }
 
-/* Copy the layers of the previous shard that are still visible to `out`, and return their
- * number. A hidden layer is dropped, so that its file can be deleted when nothing else
- * needs it. */
+/* Copy the layers of the committed shard that are still visible to `out`, and return
+ * their number; a plain shard counts as one. A hidden layer is dropped, so that its file
+ * can be deleted when nothing else needs it. */
 static size_t keep_layers(const mls_index_shard *before, mls_layer *out)
 {
     size_t layer_count = 0;
@@ -293,8 +298,8 @@ static size_t keep_layers(const mls_index_shard *before, mls_layer *out)
 }
 
 /* Give a shard the visible committed layers (`keep`), and a new layer of the rows in
- * `bits`. One allocation contains the struct, the list and the new layer's row ranges, so
- * that one call frees all. */
+ * `bits`, unless it has no row. One allocation contains the struct, the list and the new
+ * layer's row ranges, so that one call frees all. */
 mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_cut *rows,
                                 const unsigned char *bits, mls_status *st)
 {
@@ -336,13 +341,15 @@ static bool may_keep(const mls_planned *planned)
     return planned->same || planned->layers != NULL;
 }
 
+/* Return whether any element of the place is read: it is not hidden by later layers. */
 static bool is_visible(const mls_index_shard *before, const mls_layer *place)
 {
     return before->layers == NULL || place->visible_count > 0;
 }
 
-/* Count, for each previous file, the bytes of all its shards and of those that may stay;
- * `*out` is owned by the caller. Removed shards count as dead, like changed ones. */
+/* Count, for each file of the previous index, the bytes of all its places (`all`) and of
+ * those that may stay (`live`). Removed shards count as dead, like changed ones. The
+ * caller frees `*out` with mls_free. MLS_E_MEMORY. */
 static mls_code count_use(const mls_write_plan *plan, file_use **out, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -372,9 +379,10 @@ static mls_code count_use(const mls_write_plan *plan, file_use **out, mls_status
     return MLS_OK;
 }
 
-/* Return whether all places of a shard can be kept. A file with less than half of its
- * bytes in use is given up: its live shards are in memory, and are written again. So
- * either all places of a shard stay, or none. */
+/* Return whether the stored bytes of a shard may stay; `uses` has an entry for each file
+ * of the previous index. A file with less than half of its bytes in use is given up: its
+ * live shards are in memory, and are written again. So either all places of a shard stay,
+ * or none. */
 static bool can_keep(const mls_planned *planned, const file_use *uses)
 {
     const mls_index_shard *before = planned->before;
@@ -388,8 +396,9 @@ static bool can_keep(const mls_planned *planned, const file_use *uses)
     return may_keep(planned);
 }
 
-/* Return the position of a previous file in the new index, which lists only files in use.
- */
+/* Return the number in the new index of file number `file` of the previous index, and
+ * list it there if it is not listed yet: `uses` records this. So the new index lists only
+ * files in use. */
 static size_t list_kept_file(mls_write_plan *plan, file_use *uses, size_t file)
 {
     file_use *u = &uses[file];
@@ -432,8 +441,8 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
     return MLS_OK;
 }
 
-/* Reuse the stored bytes of all shards that can be kept. The others are written whole,
- * even if they have new layers. */
+/* Keep the stored bytes of all shards that can_keep allows. The others are written whole,
+ * and lose their new layers. */
 static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 {
     file_use *uses = NULL;
@@ -449,8 +458,8 @@ static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
     return code;
 }
 
-/* Allocate the list of files: at most one for each written shard, plus the previous
- * files. Unused pages of the table are never touched, so they cost nothing. */
+/* Allocate the new index's list of files: at most one for each written shard, plus the
+ * previous files. Unused pages of the list are never touched, so they cost nothing. */
 static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -463,16 +472,16 @@ static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
     return MLS_OK;
 }
 
-/* Kept files come first in the list. */
+/* List the files that stay first; new files are appended later. */
 mls_code mls_write_plan_reuse(mls_write_plan *plan, mls_status *st)
 {
     const mls_code code = allocate_files(plan, st);
     return code == MLS_OK && plan->job->before != NULL ? keep_shards(plan, st) : code;
 }
 
-/* Set the version of each shard: the caller's if it is not 0, otherwise the previous one,
- * plus one if the shard changed. A version that cannot increase (for example a hash that
- * a caller used as version) would make the index unreadable, and is refused. */
+/* Set the version of each shard: the caller's if it is not 0, otherwise the committed
+ * one, plus one if the shard changed. MLS_E_VALUE: the committed version cannot increase,
+ * for example because a caller used a hash as version. */
 static mls_code set_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -512,8 +521,9 @@ static int compare_placings(const void *a, const void *b)
                                   : 0;
 }
 
-/* List everything to write, in file order, and return the number. `nth` counts all shards
- * of a tensor, including kept ones: numbers only need to be unique. */
+/* List everything to write in `out`, in file order, and return the number. `nth` counts
+ * all shards of a tensor, including kept ones: it only needs to differ between the shards
+ * of a tensor. */
 static size_t list_placings(const mls_write_plan *plan, placing *out)
 {
     size_t count = 0, nth = 0;
@@ -531,13 +541,15 @@ static size_t list_placings(const mls_write_plan *plan, placing *out)
     return count;
 }
 
+/* Return the bytes that the shard takes in its new file. */
 static size_t placed_bytes(const mls_write_plan *plan, const placing *p)
 {
     return mls_planned_bytes(&plan->planned[p->shard], &plan->index.shards[p->shard]);
 }
 
-/* Return the number of placings, of the `left` ones from `placings` on, that share the
- * next file. At least one, even if it is large. */
+/* Return how many of the `left` placings from `placings` on share the next file; at least
+ * one, even if it is large. They have one section and one `nth`, and at most
+ * SEGMENT_BYTES bytes together. */
 static size_t next_file(const mls_write_plan *plan, const placing *placings, size_t left)
 {
     const mls_index_shard *shards = plan->index.shards;
@@ -553,7 +565,7 @@ static size_t next_file(const mls_write_plan *plan, const placing *placings, siz
     return count;
 }
 
-/* Write a file name into `path`:
+/* Write the path of a new file, whose first shard is `first`, to `path`:
  * "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" instead of
  * tensor and part. No tensor's file can have that name, since it has no part. */
 static mls_code name_file(const mls_write_plan *plan, const placing *first, char *path,
@@ -580,8 +592,9 @@ static mls_code name_file(const mls_write_plan *plan, const placing *first, char
                : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
 }
 
-/* Create one file for `count` shards: name it, list it in the index, and set the shards'
- * file numbers. `shards` has room for `count` numbers, which the file borrows. */
+/* Create the next file for the `count` shards at `placings`: name it, list it in the
+ * index, and set the shards' file. `shards` has room for their numbers, which the file
+ * borrows. MLS_E_SIZE: the path is too long. */
 static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t count,
                            size_t *shards, mls_status *st)
 {
@@ -608,8 +621,8 @@ static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t
     return MLS_OK;
 }
 
-/* Set all versions, and distribute everything that is written over files. Versions first,
- * since the headers of files contain them. */
+/* Set all versions, then distribute everything that is written over files. Versions come
+ * first, since the headers of files contain them. */
 mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = set_versions(plan, st);
@@ -641,8 +654,8 @@ mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st)
 
 /* ---- one file ---- */
 
-/* Write the text that maps each tensor of a file to its shard, so that a file is usable
- * without its index. */
+/* Append the JSON object that maps each tensor of a file to its shard, so that the file
+ * is usable without an index. */
 static void describe_file(const mls_write_plan *plan, const mls_planned_file *file,
                           mls_json_writer *text)
 {
@@ -660,8 +673,9 @@ static void describe_file(const mls_write_plan *plan, const mls_planned_file *fi
     mls_json_writer_text(text, "}");
 }
 
-/* Make the header of a file, with the text that maps its tensors to shards; offsets and
- * checksums are filled in later. */
+/* Make the header of a file, with the text that maps its tensors to shards.
+ * mls_header_init sorts `file->tensors` and sets their offsets; checksums are filled in
+ * later. MLS_E_SIZE, MLS_E_MEMORY. */
 static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
@@ -678,8 +692,8 @@ static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_st
     return code;
 }
 
-/* Describe shard `number` as a tensor of a file: as an array of its part's shape, or as
- * the bytes of its new layer. */
+/* Describe shard `number` as a tensor of a file: an array of its part's shape, or, for a
+ * new layer, an array of the layer's bytes. */
 static mls_header_tensor header_tensor(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
@@ -701,8 +715,8 @@ static mls_header_tensor header_tensor(const mls_write_plan *plan, size_t number
     return tensor;
 }
 
-/* Make the header of a file, and set the offsets of its shards and the file's length. The
- * header sorts the tensors, so offsets are read from it. */
+/* Make the header, and copy the offsets that it gives the tensors to the shards or their
+ * new layers. Checksums point into the header. On failure the tensors are freed. */
 mls_code mls_write_plan_lay_out(mls_write_plan *plan, mls_planned_file *file,
                                 mls_status *st)
 {
@@ -734,7 +748,8 @@ mls_code mls_write_plan_lay_out(mls_write_plan *plan, mls_planned_file *file,
     return MLS_OK;
 }
 
-/* The checksums remain until the plan is released, since the index needs them. */
+/* Free the header's text and the tensors. The checksums remain until the plan is
+ * released, since the index needs them. */
 void mls_write_plan_finish(mls_planned_file *file)
 {
     mls_json_writer_fini(&file->header.text);
@@ -742,8 +757,8 @@ void mls_write_plan_finish(mls_planned_file *file)
     file->tensors = NULL;
 }
 
-/* Build the index that a first save of the job would write, without checksums. All steps
- * of a save except those that read bytes. */
+/* Append the index of a first save to `out`: run all steps of a save except those that
+ * read bytes. */
 mls_code mls_write_plan_index(const mls_shard_job *job, mls_json_writer *out,
                               mls_status *st)
 {

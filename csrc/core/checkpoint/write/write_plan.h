@@ -116,23 +116,23 @@ static inline size_t mls_planned_bytes(const mls_planned *planned,
 }
 
 /* Give a shard layers: with `keep`, the committed layers that are still visible; then a
- * new layer of the rows whose bits are set. `bits` may be NULL for no rows. MLS_E_MEMORY.
- */
+ * new layer of the `rows` whose bits are set. `bits` may be NULL for no rows.
+ * MLS_E_MEMORY: nothing changes. */
 mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_cut *rows,
                                 const unsigned char *bits, mls_status *st);
 
-/* Compress a shard that has frames, before its file is laid out. Gives: free `*out` with
- * mls_free; it has the size of the new layer. `*out` is NULL if the shard did not shrink
- * enough; its frames are then removed. Errors as mls_write_plan_compress. Reports the
- * progress of all its bytes. */
+/* Compress shard `number`, which has frames, before its file is laid out. Gives: free
+ * `*out` with mls_free; it has the size of the new layer. `*out` is NULL if the shard did
+ * not shrink enough; its frames are then removed. Errors as mls_write_plan_compress.
+ * Reports the progress of all its bytes. */
 mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char **out,
                             mls_status *st);
 
 /* Remove layers and frames: the shard becomes plain. */
 void mls_planned_drop_layers(mls_planned *planned);
 
-/* Return the item's elements `first` .. `first + count`: a pointer into its memory if it
- * is packed, else a packed copy in `room`. */
+/* Return elements `first` .. `first + count` of the item's part, packed: a pointer into
+ * its memory if it is packed, else a copy in `room`, which has space for them. */
 const unsigned char *mls_planned_elements(const mls_shard_job *job,
                                           const mls_shard_item *item, size_t first,
                                           size_t count, unsigned char *room);

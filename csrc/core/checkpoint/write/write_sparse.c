@@ -17,8 +17,8 @@ enum {
 
 /* ---- one shard ---- */
 
-/* Return elements of an item in packed form. Packed memory is scanned and written in
- * place. */
+/* Packed memory is returned in place, without a copy; strided memory is packed into
+ * `room`. */
 const unsigned char *mls_planned_elements(const mls_shard_job *job,
                                           const mls_shard_item *item, size_t first,
                                           size_t count, unsigned char *room)
@@ -56,7 +56,8 @@ typedef struct sparse_scan {
     atomic_bool no_memory;
 } sparse_scan;
 
-/* Return whether a shard is scanned: it must be written whole and have bytes. */
+/* Return whether shard `number` is scanned for zero rows: it is written whole and has
+ * bytes. */
 static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
@@ -64,8 +65,8 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
            plan->index.shards[number].bytes > 0;
 }
 
-/* Divide a shard into rows. A small shard shares a file, and a list of rows would be as
- * large as the shard, so it is one row. */
+/* Divide shard `number` into rows. A shard below `pack_below` is one row: it shares a
+ * file, and a list of its rows could be as large as the shard. */
 static mls_row_cut divide_rows(const mls_write_plan *plan, size_t number)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -78,8 +79,8 @@ static mls_row_cut divide_rows(const mls_write_plan *plan, size_t number)
 }
 
 /* List the shards to scan for zero rows, and allocate their bits (all 0: no row is known
- * to be filled) and the room for pieces. A shard stays dense once more than `most` of its
- * rows are filled. */
+ * to be filled) and the room for pieces. A shard is written whole once more than `most`
+ * of its rows are filled. MLS_E_MEMORY: the caller frees the arrays. */
 static mls_code list_candidates(sparse_scan *s, mls_status *st)
 {
     const mls_write_plan *plan = s->plan;
@@ -107,6 +108,7 @@ static mls_code list_candidates(sparse_scan *s, mls_status *st)
             shard->shard = i;
             shard->rows = divide_rows(plan, i);
             const size_t count = mls_rows_count(&shard->rows);
+            /* zero rows must be a quarter of all rows, rounded up */
             shard->most = count - (count + 3) / 4; /* three quarters */
             shard->bits = bits_left;
             atomic_init(&shard->filled, 0);
@@ -116,9 +118,8 @@ static mls_code list_candidates(sparse_scan *s, mls_status *st)
     return MLS_OK;
 }
 
-/* Divide all candidates into pieces of about PIECE bytes, one task each: part of a large
- * shard, or several small shards. Returns their number. `from` and `to` are elements of
- * the first shard. */
+/* Divide all candidates into pieces of about PIECE bytes, one task each: a range of a
+ * large shard's elements, or several small shards. Returns their number. */
 static size_t make_pieces(const sparse_scan *s)
 {
     size_t count = 0, room = 0; /* bytes that the last piece can still take */
@@ -144,8 +145,9 @@ static size_t make_pieces(const sparse_scan *s)
     return count;
 }
 
-/* Mark the rows with non-zero bytes in elements `from` .. `to` of a shard, in steps that
- * fit `buffer`, until so many rows are filled that the shard is not sparse. */
+/* Mark the rows that have a non-zero byte in elements `from` .. `to` of a shard. Stops
+ * once so many rows are filled that the shard is not sparse. `buffer` (STEP bytes)
+ * receives packed elements; it may be NULL for packed memory. */
 static void scan_rows(const sparse_scan *s, scanned_shard *shard, size_t from, size_t to,
                       unsigned char *buffer)
 {
@@ -163,7 +165,8 @@ static void scan_rows(const sparse_scan *s, scanned_shard *shard, size_t from, s
     }
 }
 
-/* Thread function: scan piece `index`. Only strided memory needs a buffer. */
+/* Thread function: scan piece `index`. A buffer is allocated only for strided memory. If
+ * that fails, `no_memory` is set. */
 static void scan_task(void *context, size_t index)
 {
     sparse_scan *s = context;
@@ -183,8 +186,8 @@ static void scan_task(void *context, size_t index)
     mls_free(buffer);
 }
 
-/* Give each sparse shard a layer of its rows that are not zero. Omitted bytes count as
- * done. */
+/* Give each sparse shard a layer of its rows that are not zero, and report its omitted
+ * bytes as done. MLS_E_MEMORY, MLS_E_STOPPED. */
 static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
 {
     for (size_t i = 0; i < s->count; i++) {
@@ -206,9 +209,9 @@ static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
     return MLS_OK;
 }
 
-/* Find and omit the zero rows of the shards to write. Runs after reuse is decided and
- * before files are assigned: only shards to write are scanned, and their remaining size
- * determines their file. */
+/* Scan the shards that are written whole. Runs after reuse is decided, because only these
+ * are scanned, and before files are assigned, because a shard's remaining size determines
+ * its file. */
 mls_code mls_write_plan_sparse(mls_write_plan *plan, mls_status *st)
 {
     if (!plan->job->sparse) {

@@ -78,9 +78,9 @@ typedef struct file_reader {
 
 /* ---- bytes ---- */
 
-/* Return whether the header of file `number`, which is open, is as recorded; `end` is the
- * offset of one of its places. The first task that opens a file checks it; the result is
- * kept. */
+/* Return whether the header of file `number` of the previous index, open as `fd`, is as
+ * recorded; `end` is the offset of one of its places. The first task that opens a file
+ * checks it, and the result is kept for all. */
 static bool header_is_good(compare_state *c, int fd, size_t number, uint64_t end)
 {
     mls_status ignored;
@@ -98,8 +98,8 @@ static bool header_is_good(compare_state *c, int fd, size_t number, uint64_t end
     return state == GOOD;
 }
 
-/* Open the file of a place for this task, unless it is open. Returns false if it is
- * missing or differs from its record. */
+/* Open the file of a place as `r->fd`, unless this task has it open. Returns false if it
+ * is missing, or its length or header differs from the record. */
 static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
 {
     uint64_t length;
@@ -127,9 +127,9 @@ static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
     return true;
 }
 
-/* Compare elements `first` .. `first + count` of a shard with their stored bytes
- * `before`. Changed rows are marked and counted if the shard has bits; otherwise any
- * change counts once. */
+/* Compare elements `first` .. `first + count` of a shard in the caller's memory with
+ * their stored bytes `before`. Changed rows are marked and counted if the shard has bits;
+ * otherwise any change counts once. */
 static void compare_elements(const compare_state *c, compared_shard *shard, size_t first,
                              size_t count, const unsigned char *before, file_reader *r)
 {
@@ -146,8 +146,9 @@ static void compare_elements(const compare_state *c, compared_shard *shard, size
     }
 }
 
-/* Compare the visible elements in `data`, which contains `bytes` bytes of a place from
- * byte `start` on, with the caller's memory. */
+/* Compare the visible elements in `data`, which are bytes `start` .. `start + bytes`
+ * (uncompressed) of a place, with the caller's memory. Elements that later layers hide
+ * are skipped. */
 static void compare_read(const compare_state *c, compared_shard *shard,
                          const mls_layer *place, size_t start, size_t bytes,
                          const unsigned char *data, file_reader *r)
@@ -163,8 +164,8 @@ static void compare_read(const compare_state *c, compared_shard *shard,
     }
 }
 
-/* Return whether the block that ends at byte `end` of a place matches its recorded
- * checksum. */
+/* Return whether the block of a place that ends at byte `end` has the recorded checksum;
+ * `crc` is the checksum of the bytes read. A place of one block has only `place->crc`. */
 static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
 {
     return crc == (place->bytes <= MLS_SAFETENSORS_BLOCK
@@ -172,9 +173,9 @@ static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
                        : place->crcs[(end - 1) / MLS_SAFETENSORS_BLOCK]);
 }
 
-/* Number of bytes to read next from byte `done` of the place on, within one block. If
- * rows are not compared, the first step is small, since changed shards usually differ at
- * the start. */
+/* Return the number of bytes to read from byte `done` of the place on, within one block
+ * and the piece `p`. Without row bits the first step is small, since changed shards
+ * usually differ at the start. */
 static size_t next_read_size(const compared_shard *shard, const piece *p, size_t done)
 {
     const size_t most = shard->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
@@ -185,9 +186,10 @@ static size_t next_read_size(const compared_shard *shard, const piece *p, size_t
     return left < most ? left : most;
 }
 
-/* Compare a piece of an uncompressed place until the result is known. The checksum must
- * match even if the bytes equal those in memory: the memory may have been loaded from the
- * damaged file. */
+/* Compare piece `p` of an uncompressed place with the caller's memory, until it is known
+ * that too many rows changed. The checksum must match even if the bytes equal those in
+ * memory: the memory may have been loaded from the damaged file. A damaged or unreadable
+ * file sets `changed` to LOST. */
 static void compare_stored(compare_state *c, compared_shard *shard,
                            const mls_layer *place, const piece *p, file_reader *r)
 {
@@ -263,7 +265,8 @@ static void compare_compressed(compare_state *c, compared_shard *shard,
     }
 }
 
-/* Compare the elements that no layer stores with zero, within a piece. */
+/* Compare the elements in piece `p` that no layer stores (`layers->zeros`) with zero. The
+ * piece is in bytes of the shard, not of a place; nothing is read from files. */
 static void compare_zeros(const compare_state *c, compared_shard *shard,
                           const mls_layers *layers, const piece *p, file_reader *r)
 {
@@ -287,7 +290,8 @@ static void compare_zeros(const compare_state *c, compared_shard *shard,
     }
 }
 
-/* Compare one piece: of a layer, of a plain shard (completely visible), or of zeros. */
+/* Compare piece `p`: of a layer, of a plain shard (one place, completely visible), or of
+ * the shard's zeros. */
 static void compare_piece(compare_state *c, const piece *p, file_reader *r)
 {
     compared_shard *shard = &c->shards[p->shard];
@@ -309,14 +313,15 @@ static void compare_piece(compare_state *c, const piece *p, file_reader *r)
     }
 }
 
+/* Return whether the save has failed, so that no further piece is compared. */
 static bool has_stopped(const compare_state *c)
 {
     return atomic_load(&c->stopped) || atomic_load(&c->no_memory);
 }
 
-/* Thread function: compare batch `index`. The task that compares the last piece of an
- * unchanged shard reports its progress; changed shards are reported when they are
- * written. */
+/* Thread function: compare the pieces of batch `index`. The task that finishes the last
+ * piece of an unchanged shard reports the shard's bytes; changed shards are reported when
+ * they are written. */
 static void compare_task(void *context, size_t index)
 {
     compare_state *c = context;
@@ -350,8 +355,9 @@ static void compare_task(void *context, size_t index)
 
 /* ---- choose what to compare ---- */
 
-/* Number of rows of a shard that may change and still become a layer: half of the shard,
- * and all layers together at most twice the shard. */
+/* Return how many rows of a shard may change so that they still become a layer, instead
+ * of the whole shard: at most half of the shard, and all layers together at most twice
+ * the shard. 0: any change writes it whole. */
 static size_t most_changed_rows(const mls_write_plan *plan, const mls_planned *planned,
                                 const mls_row_cut *rows)
 {
@@ -378,7 +384,7 @@ static size_t most_changed_rows(const mls_write_plan *plan, const mls_planned *p
 }
 
 /* Divide shard `number` into rows, and return how many of them may change before it is
- * written whole. 0: after any change, or its version shows that nothing changed. */
+ * written whole. 0: any change does that, or its version shows that nothing changed. */
 static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -392,8 +398,9 @@ static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut
     return planned->same ? 0 : most_changed_rows(plan, planned, rows);
 }
 
-/* Return whether shard `number` is compared with its stored bytes. If its version shows a
- * change, only a shard that may become a layer is. */
+/* Return whether shard `number` is compared with its stored bytes, or only its files are
+ * checked. If its version shows a change, only a shard that may become a layer is
+ * compared. */
 static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
@@ -403,9 +410,9 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
             (plan->job->incremental && divide_rows(plan, number, &ignored) > 0));
 }
 
-/* List the pieces of a shard in `out`, in whole frames, and return their number; if `out`
- * is NULL, they are only counted. A place without bytes to compare still gets one piece,
- * which checks that its file exists. */
+/* List the pieces of shard `number` in `out`, in whole blocks or frames, and return their
+ * number; `out` NULL only counts. A place without bytes to compare still gets one piece,
+ * which checks that its file is good. */
 static size_t list_shard_pieces(const compare_state *c, size_t number, piece *out)
 {
     const mls_planned *planned = &c->plan->planned[number];
@@ -448,8 +455,10 @@ static size_t list_shard_pieces(const compare_state *c, size_t number, piece *ou
     return count;
 }
 
-/* Allocate everything. If any shard is compared by row, buffers have the size of a block,
- * the unit of checksums; otherwise they are smaller and stay in the cache. */
+/* Count the candidates and their pieces, and allocate all arrays. If any shard is
+ * compared by row, read buffers have the size of a block, the unit of checksums;
+ * otherwise they are smaller and stay in the cache. MLS_E_MEMORY: the caller frees the
+ * arrays. */
 static mls_code allocate_arrays(compare_state *c, mls_status *st)
 {
     const mls_write_plan *plan = c->plan;
@@ -475,8 +484,8 @@ static mls_code allocate_arrays(compare_state *c, mls_status *st)
                : MLS_OK;
 }
 
-/* List all candidates and their pieces in index order, so that neighbours in a segment
- * are read in sequence. */
+/* List all candidates and their pieces in the order of the index, so that places in one
+ * file are read in sequence. */
 static void list_pieces(compare_state *c)
 {
     unsigned char *bits = c->bits;
@@ -499,7 +508,8 @@ static void list_pieces(compare_state *c)
     }
 }
 
-/* Group consecutive pieces into batches of at least BATCH bytes, one task each. */
+/* Group consecutive pieces into batches of at least BATCH bytes; each batch is one task.
+ */
 static void make_batches(compare_state *c)
 {
     size_t bytes = 0;
@@ -515,8 +525,9 @@ static void make_batches(compare_state *c)
 
 /* ---- results ---- */
 
-/* Mark the unchanged shards, and give shards with few changed rows a new layer of these
- * rows. Their other bytes are not written, and count as done. */
+/* Set `same` of each compared shard, and give a shard with few changed rows a new layer
+ * of these rows. Its other bytes are not written, and are reported as done. MLS_E_MEMORY,
+ * MLS_E_STOPPED. */
 static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -539,7 +550,8 @@ static mls_code apply_results(const compare_state *c, mls_status *st)
 }
 
 /* Set `same` of the shards whose version equals the committed one; version 0 means that
- * the caller gave none. A caller-supplied version is trusted but must not decrease. */
+ * the caller gave none. A caller's version is trusted, but must not decrease:
+ * MLS_E_VALUE. */
 static mls_code check_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -564,8 +576,8 @@ static mls_code check_versions(mls_write_plan *plan, mls_status *st)
     return MLS_OK;
 }
 
-/* Find the shards that need not be written, or only in part. Versions are checked before
- * anything is read. Without a previous index everything is new. */
+/* Check the versions before anything is read, then compare with several threads. Without
+ * a previous index everything is new. */
 mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = check_versions(plan, st);

@@ -25,6 +25,7 @@ enum {
     CHUNK = 256               /* strided elements gathered on the stack at a time */
 };
 
+/* Return the table of vector kernels for a processor. */
 static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
 {
     return MLS_CPU_TABLE(cpu, mls_reduce);
@@ -32,28 +33,31 @@ static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
 
 /* ---- the kernels of a dtype ---- */
 
+/* Return the dtype that the kernels see: a complex number is two items of float32. */
 static mls_dtype part_of(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? MLS_F32 : dtype;
 }
 
+/* Return the kernel items of one element. */
 static size_t parts_of(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? 2 : 1;
 }
 
-/* Returns whether mls_accumulate can add to such an array and mls_scale can scale it. */
+/* Return whether mls_accumulate can add to such an array and mls_scale can scale it. */
 static bool is_summed(mls_dtype dtype)
 {
     return (int)part_of(dtype) < MLS_CONVERTIBLE;
 }
 
+/* Return whether a dtype is a float of any width or complex. */
 static bool is_float(mls_dtype dtype)
 {
     return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* Returns the kernel for a reduction, the scalar one if the instruction set has none;
+/* Return the kernel for a reduction, the scalar one if the instruction set has none;
  * NULL: the reduction is not supported. Only float32 outputs may have another dtype than
  * the sources. */
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
@@ -74,18 +78,24 @@ static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                          : mls_reduce_scalar.wide[r->op][dtype];
 }
 
+/* Return the kernel for dst += scale * src of these float dtypes, the scalar one if the
+ * instruction set has none. */
 static mls_add_kernel add_kernel(const mls_reduce_kernels *k, mls_dtype dst,
                                  mls_dtype src)
 {
     return k->add[dst][src] != NULL ? k->add[dst][src] : mls_reduce_scalar.add[dst][src];
 }
 
+/* Return the kernel for the sum of squares of a dtype, the scalar one if the instruction
+ * set has none. */
 static mls_squares_kernel squares_kernel(const mls_reduce_kernels *k, mls_dtype dtype)
 {
     return k->squares[dtype] != NULL ? k->squares[dtype]
                                      : mls_reduce_scalar.squares[dtype];
 }
 
+/* Return the kernel that computes a sum and its squares in one pass; NULL if there is
+ * none, also because the output has another dtype than the sources. */
 static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
                                                  const mls_reduction *r)
 {
@@ -120,8 +130,8 @@ struct job {
     double number; /* divisor, scale or factor */
 };
 
-/* Returns a job without a step, over `count` elements at `out`. A complex element is two
- * items. Unless `wants_norm`, no squares are computed. */
+/* Return a job without a step, over the `count` elements of this dtype at `out`.
+ * `wants_norm`: the caller runs it with a norm partial. */
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
                     bool wants_norm)
 {
@@ -142,9 +152,9 @@ typedef struct job_round {
     uint64_t nonfinite[ROUND_BLOCKS / PART_BLOCKS]; /* of each task */
 } job_round;
 
-/* Counts the non-finite elements of a block, but only if its squares do not add up to a
- * finite number. (Float64 squares may overflow without such elements; the count is then
- * 0.) */
+/* Count the non-finite elements of a block of n items at `at`, but only if `squares`,
+ * their sum of squares, is not finite: otherwise there are none. (Float64 squares may
+ * overflow without such elements; the count is then 0.) */
 static uint64_t count_nonfinite(const job *j, double squares, const unsigned char *at,
                                 size_t n)
 {
@@ -152,8 +162,8 @@ static uint64_t count_nonfinite(const job *j, double squares, const unsigned cha
                              : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
 }
 
-/* Computes items `start` .. `start + n` of the output, and returns their sum of squares,
- * in one pass if a kernel can. */
+/* Compute items `start` .. `start + n` of the output, one block, and return their sum of
+ * squares; in one pass if a kernel can. */
 static double block_squares(const job *j, size_t start, size_t n)
 {
     if (j->sum_squares != NULL) {
@@ -165,8 +175,8 @@ static double block_squares(const job *j, size_t start, size_t n)
     return j->squares(j->out + start * j->item, n);
 }
 
-/* Task: computes PART_BLOCKS blocks with their norm partials, each block while it is in
- * the cache. */
+/* Thread function: compute PART_BLOCKS blocks of a round, from block `index *
+ * PART_BLOCKS` on, and their figures, each block while it is in the cache. */
 static void norm_task(void *context, size_t index)
 {
     job_round *r = context;
@@ -183,6 +193,7 @@ static void norm_task(void *context, size_t index)
     r->nonfinite[index] = nonfinite;
 }
 
+/* Thread function: compute PART_BLOCKS blocks of the output, without a norm partial. */
 static void reduce_block_task(void *context, size_t index)
 {
     const job *j = context;
@@ -191,21 +202,23 @@ static void reduce_block_task(void *context, size_t index)
     j->step(j, start, rest < part ? rest : part);
 }
 
+/* Return a / b, rounded up. */
 static size_t divide_up(size_t a, size_t b)
 {
     return a / b + (a % b != 0);
 }
 
-/* Adds a block's sum. All NaNs become one canonical NaN, so that the bits are the same
- * everywhere. */
+/* Add a block's sum of squares. All NaNs become one canonical NaN, so that the bits are
+ * the same everywhere. */
 static void add_squares(mls_norm_partial *partial, double squares)
 {
     const double sum = partial->squares + squares;
     partial->squares = isnan(sum) ? mls_f64_nan() : sum;
 }
 
-/* Computes the norm partial of a job. Divides each round of blocks among the threads, and
- * then adds the blocks' sums in order. */
+/* Run a job and add the figures of its output to `partial`. Each round of blocks is
+ * divided among the threads; then the blocks' sums are added in order, so that no bit
+ * depends on the threads. */
 static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *partial)
 {
     const size_t blocks = divide_up(j->count, j->block);
@@ -225,8 +238,8 @@ static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *partial)
     }
 }
 
-/* Runs a job over packed arrays, and adds its figures to `partial` unless that is NULL.
- * Threads share large jobs. */
+/* Run a job over packed arrays. `partial`: receives the figures of the output; NULL: none
+ * are computed. Threads of the pool (NULL: none) share large jobs. */
 static void job_run(job *j, mls_pool *pool, mls_norm_partial *partial)
 {
     mls_pool *shared = j->count >= SHARED_BYTES / j->item ? pool : NULL;
@@ -240,13 +253,14 @@ static void job_run(job *j, mls_pool *pool, mls_norm_partial *partial)
 
 /* ---- reducing ---- */
 
+/* Return the word for an operation in messages. */
 static const char *op_name(mls_reduce_op op)
 {
     return op == MLS_REDUCE_SUM ? "sum" : op == MLS_REDUCE_MIN ? "minimum" : "maximum";
 }
 
-/* Returns whether a number is finite in the dtype of the computation, float32 unless
- * `wide`. */
+/* Return whether a number is finite in the dtype of the computation: float64 if `wide`,
+ * otherwise float32. */
 static bool is_number(double value, bool wide)
 {
     return isfinite(wide ? value : (double)(float)value);
@@ -258,7 +272,7 @@ static bool differs_from_one(double value)
     return !(value >= 1 && value <= 1);
 }
 
-/* Checks that the divisor is finite and not 0 in the dtype of the computation, and 1
+/* Check that the divisor is finite and not 0 in the dtype of the computation, and 1
  * unless floats are summed. A divisor too small for float32 becomes 0, which is refused
  * too. */
 static mls_code check_divisor(const mls_reduction *r, mls_status *st)
@@ -280,8 +294,8 @@ static mls_code check_divisor(const mls_reduction *r, mls_status *st)
     return MLS_OK;
 }
 
-/* Checks whether a reduction is supported. The scalar table defines the supported
- * reductions. */
+/* Check whether the scalar table, which has all supported reductions, has a kernel; then
+ * check the divisor. */
 mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
 {
     const char *name = mls_dtype_of(r->dtype)->name;
@@ -305,9 +319,9 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
     return mls_status_got(st, "%s", mls_dtype_of(r->out_dtype)->name);
 }
 
-/* Checks one array of a reduction against the first one: layout, alignment, number of
- * elements. `label` names it. The two floats of a complex number are read separately, so
- * the alignment of a float is enough. */
+/* Check one array of a reduction: contiguous, aligned, native byte order, and as many
+ * elements as `first`. `label` names it in messages. The two floats of a complex number
+ * are read separately, so the alignment of a float is enough. MLS_E_SHAPE. */
 static mls_code check_array(const mls_tensor *t, const char *label,
                             const mls_tensor *first, mls_status *st)
 {
@@ -328,10 +342,10 @@ static mls_code check_array(const mls_tensor *t, const char *label,
                           label, n, element_count);
 }
 
-/* Checks the arrays of a reduction, and sets `*n` and the dtypes of `r`. All arrays are
+/* Check the arrays of a reduction, and set `*n` and the dtypes of `r`. All arrays are
  * packed and have the same number of elements, so an equal address and dtype means the
  * same elements, and each element is read before it is written. An output of a wider
- * dtype would overwrite elements that are not read yet. */
+ * dtype at the same address would overwrite elements that are not read yet. */
 mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
                                  const mls_tensor *out, mls_reduction *r, size_t *n,
                                  mls_status *st)
@@ -365,6 +379,7 @@ mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
     return MLS_OK;
 }
 
+/* Step of a job: reduce items `start` .. `start + n` of all sources. */
 static void reduce_step(const job *j, size_t start, size_t n)
 {
     j->reduce(j->out, j->sources, j->source_count, start, n, j->number);
@@ -374,8 +389,8 @@ static void reduce_step(const job *j, size_t start, size_t n)
  * stack. */
 enum { MOST_CUT = 64 };
 
-/* Reduces n elements of `count` sources into `out`, on this thread, with ordinary
- * stores. */
+/* Reduce n elements of `count` sources into `out`, on this thread, with ordinary stores.
+ * `partial`: as in mls_reduce_run. */
 static void reduce_through_cache(const mls_reduce_kernels *k, const mls_reduction *r,
                                  const void *const *sources, size_t count, void *out,
                                  size_t n, mls_norm_partial *partial)
@@ -390,8 +405,9 @@ static void reduce_through_cache(const mls_reduce_kernels *k, const mls_reductio
     job_run(&j, NULL, partial);
 }
 
-/* Reduces block by block into a buffer that stays in the L1 cache, and copies each block
- * to `out` with stores of the kind `store` (non-temporal). At most MOST_CUT sources. */
+/* Reduce n elements of `count` sources, at most MOST_CUT, block by block into a buffer
+ * that stays in the L1 cache, and copy each block to `out` with stores of the kind
+ * `store` (non-temporal). `partial`: as in mls_reduce_run. */
 static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r,
                               const void *const *sources, size_t count,
                               unsigned char *out, size_t n, mls_store store,
@@ -413,8 +429,9 @@ static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r
     }
 }
 
-/* Reduces `count` arrays of n elements in their order. A store trial covers whole norm
- * blocks, so the bits of the norm partial do not depend on the trials. */
+/* Reduce range by range, each with the kind of store that the store trial chooses. A
+ * range has whole norm blocks, so the bits of the norm partial do not depend on the
+ * trial. */
 void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
                     mls_destination destination, mls_norm_partial *partial)
@@ -450,8 +467,8 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
 
 /* ---- checks of dst += scale * src ---- */
 
-/* Checks that both shapes are equal and countable. In the error, "expected" is the
- * target's shape and "got" the source's. */
+/* Check that both shapes are equal and countable. MLS_E_SHAPE ("expected" is the target's
+ * shape, "got" the source's), MLS_E_SIZE. */
 static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_status *st)
 {
     char expected[MLS_FACT_BYTES], actual[MLS_FACT_BYTES];
@@ -470,8 +487,8 @@ static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_s
     return MLS_OK;
 }
 
-/* Returns whether `src` can be added to `dst`: floats if sums can be rounded to
- * `dst`, or equal dtypes that have a sum. */
+/* Return whether `src` can be added to `dst`: any float to a float of 16 bits or more, or
+ * equal dtypes that have a sum. */
 static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
 {
     if (dst == src) {
@@ -480,8 +497,9 @@ static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
     return dst != MLS_C64 && src != MLS_C64 && is_summed(dst) && is_float(src);
 }
 
-/* Checks that a scale is finite, and 1 for integers. A NaN scale would destroy the array
- * and is certainly a mistake. */
+/* Check that the scale of dst += scale * src is finite in the dtype of the sum, and 1 for
+ * integers. A NaN scale would destroy the array and is certainly a mistake. `dst` and
+ * `src` are the dtypes. MLS_E_VALUE. */
 static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_status *st)
 {
     const bool wide = dst == MLS_F64 || src == MLS_F64;
@@ -497,8 +515,8 @@ static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_stat
     return MLS_OK;
 }
 
-/* Returns whether a view has an axis of several indices with stride 0, so that these
- * share one element. An empty view has none. */
+/* Return whether an axis of several indices has stride 0, so that these share one
+ * element. An empty view has none. */
 static bool has_zero_stride(const mls_tensor *t)
 {
     bool has_zero = false, empty = false;
@@ -509,7 +527,7 @@ static bool has_zero_stride(const mls_tensor *t)
     return has_zero && !empty;
 }
 
-/* Checks the arguments of mls_accumulate, with the same errors; cheap checks first. */
+/* Check the arguments; cheap checks come first. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
                               mls_status *st)
 {
@@ -540,14 +558,16 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
 
 /* ---- strided views ---- */
 
+/* Return whether the elements of `t` along an axis of stride `step` bytes are packed and
+ * in native byte order. */
 static bool is_packed_run(const mls_tensor *t, ptrdiff_t step)
 {
     const size_t item = mls_tensor_item_bytes(t);
     return step == (ptrdiff_t)item && (!t->swapped || item == 1);
 }
 
-/* Copies `count` elements of `t` from address `at` on, `step` bytes apart, to packed
- * memory, in this machine's byte order. */
+/* Copy `count` elements of `t`, from address `at` on and `step` bytes apart, to packed
+ * memory in this machine's byte order. */
 static void gather_native(unsigned char *packed, const mls_tensor *t,
                           const unsigned char *at, ptrdiff_t step, size_t count)
 {
@@ -558,8 +578,8 @@ static void gather_native(unsigned char *packed, const mls_tensor *t,
     }
 }
 
-/* Inverse of `gather_native`: stores packed elements in the byte order of `t`. Overwrites
- * `packed`. */
+/* Store `count` packed elements in `t`, from address `at` on and `step` bytes apart, in
+ * the byte order of `t`. Overwrites `packed`, which is swapped in place. */
 static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t step,
                            unsigned char *packed, size_t count)
 {
@@ -570,8 +590,8 @@ static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t ste
     mls_scatter(at, step, packed, item, count);
 }
 
-/* Runs the step of a job on `count` packed elements at `out` and `src` instead of its
- * own. For an integer sum, whose step reads `sources`, these are set too. */
+/* Run the step of the job `like` on `count` packed elements at `out` and `src` instead of
+ * its own. An integer sum reads `sources`, so these are replaced too. */
 static void run_packed(const job *like, unsigned char *out, const unsigned char *src,
                        size_t count)
 {
@@ -585,8 +605,9 @@ static void run_packed(const job *like, unsigned char *out, const unsigned char 
     j.step(&j, 0, count * parts_of(j.dtype));
 }
 
-/* Runs a job's step on one row of both views, CHUNK elements at a time through packed
- * buffers. The row begins at `at` and at `other`; `src` may be NULL. */
+/* Run a job's step on one row of both views, CHUNK elements at a time through packed
+ * buffers. The row has `w->length` elements; it begins at `at` in `t` and at `other` in
+ * `src` (NULL: the step has no source). */
 static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src,
                         const mls_strided_iter *w, unsigned char *at,
                         const unsigned char *other)
@@ -605,7 +626,8 @@ static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src
     }
 }
 
-/* Runs a job's step on all elements of unpacked views, in any order. */
+/* Run a job's step on all elements of views that are not packed, in any order; `src` may
+ * be NULL. Rows that are packed need no copy. */
 static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src)
 {
     mls_strided_iter w;
@@ -625,13 +647,15 @@ static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src
     } while (mls_strided_iter_next(&w, &at, &other));
 }
 
+/* Return whether a tensor is contiguous and in native byte order. */
 static bool is_packed(const mls_tensor *t)
 {
     return mls_tensor_is_contiguous(t) && (!t->swapped || mls_tensor_item_bytes(t) == 1);
 }
 
-/* Prepares an iterator over rows of the innermost axis in C order; mls_strided_iter_init
- * may reorder axes. Returns false for an empty view. */
+/* Prepare an iterator over the rows of `t` (its innermost axis) in C order;
+ * mls_strided_iter_init may reorder axes, which would change the bits of a norm. Returns
+ * false for an empty view. */
 static bool rows_of(mls_strided_iter *w, const mls_tensor *t)
 {
     *w = (mls_strided_iter){.length = 1,
@@ -657,6 +681,7 @@ typedef struct gathered {
     unsigned char items[MLS_NORM_BLOCK * 8];
 } gathered;
 
+/* Add the figures of the gathered elements to `partial`, and empty the buffer. */
 static void add_gathered(gathered *g, mls_norm_partial *partial)
 {
     g->j.out = g->items;
@@ -665,8 +690,8 @@ static void add_gathered(gathered *g, mls_norm_partial *partial)
     g->filled = 0;
 }
 
-/* Add a strided tensor to `partial`: its elements are gathered in C order, MLS_NORM_BLOCK
- * at a time. */
+/* Add the figures of a strided tensor to `partial`. Its elements are gathered in C order,
+ * MLS_NORM_BLOCK at a time, so a packed copy has the same bits. */
 static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
                          mls_norm_partial *partial)
 {
@@ -696,8 +721,10 @@ static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
     add_gathered(&g, partial);
 }
 
-/* Runs a job whose step works in place on `t`, packed or not, and adds the figures of the
- * result to `partial` (NULL: none). `src` may be NULL. */
+/* Run a job whose step works in place on `t`, packed or not; `src` is its second array or
+ * NULL. `partial` receives the figures of the result; NULL: none. Threads of the pool
+ * share only packed arrays; a view that is not packed takes a second pass for the
+ * figures. */
 static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
                          const mls_tensor *src, mls_norm_partial *partial)
 {
@@ -713,19 +740,20 @@ static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *
 
 /* ---- dst += scale * src, t *= factor, norm partials ---- */
 
+/* Step of a job: add scale * src to items `start` .. `start + n` of the output. */
 static void add_step(const job *j, size_t start, size_t n)
 {
     j->add(j->out + start * j->item, j->src + start * j->src_item, n, j->number);
 }
 
+/* Step of a job: multiply items `start` .. `start + n` of the output by the factor. */
 static void scale_step(const job *j, size_t start, size_t n)
 {
     j->scale(j->out + start * j->item, n, j->number);
 }
 
-/* Adds scale * src to dst, in place, and the figures of the result to `partial` unless
- * that is NULL. Integers have no scale: they use the kernel for a sum of two sources, the
- * first of which is `dst`. */
+/* Run a job that adds. Integers have no scale: they use the kernel for a sum of two
+ * sources, the first of which is `dst`. */
 mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
                         const mls_tensor *src, double scale, mls_norm_partial *partial,
                         mls_status *st)
@@ -755,8 +783,7 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
     return MLS_OK;
 }
 
-/* Checks the arguments of mls_scale: float dtype, finite factor, distinct elements,
- * countable. */
+/* Check dtype, factor, strides and size. */
 mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
 {
     const char *name = mls_dtype_of(t->dtype)->name;
@@ -781,8 +808,7 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
                           "an array has more elements than memory can hold");
 }
 
-/* Multiplies all elements of `t` by the factor, in place. Unlike mls_accumulate it
- * computes no norm. */
+/* Run a job that multiplies. Unlike mls_accumulate it computes no norm. */
 mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double factor,
                    mls_status *st)
 {
@@ -801,9 +827,8 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
     return MLS_OK;
 }
 
-/* Adds sum of squares and number of non-finite elements of an array to `partial`. An
- * array with more elements than size_t can count has strides of 0; like every unpacked
- * array it is read row by row. */
+/* Threads of the pool (NULL: none) share a packed array. An array with more elements than
+ * size_t can count has strides of 0; like every unpacked array it is read row by row. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
                          mls_norm_partial *partial)
 {

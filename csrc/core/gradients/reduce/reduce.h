@@ -61,14 +61,14 @@ mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
 
 /* Reduces `count` (at least 1) arrays of n elements, in their order, into `out`. `out`
  * may be one of the sources if the dtypes are equal. Arrays are aligned to their items.
- * The caller has checked the reduction with mls_reduce_check. A large `destination` may
- * be written with non-temporal stores (cpu_store_choice.h). Adds the output's figures to
- * `partial` (NULL for none). Uses one thread. */
+ * The caller has checked the reduction `r` with mls_reduce_check. A large `destination`
+ * may be written with non-temporal stores (cpu_store_choice.h). Adds the output's figures
+ * to `partial` (NULL for none). Uses one thread. */
 void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
                     mls_destination destination, mls_norm_partial *partial);
 
-/* Checks the arguments of mls_accumulate, with the same errors. */
+/* Checks the arguments of mls_accumulate: the same errors, but nothing is added. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
                               mls_status *st);
 
@@ -90,17 +90,18 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
                         const mls_tensor *src, double scale, mls_norm_partial *partial,
                         mls_status *st);
 
-/* Checks the arguments of mls_scale, with the same errors. */
+/* Checks the arguments of mls_scale: the same errors, but nothing is scaled. */
 mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st);
 
 /* Computes t *= factor, for floats of 16 bits or more and complex numbers; computes and
- * rounds like mls_accumulate. MLS_E_DTYPE, MLS_E_VALUE, MLS_E_OVERLAP, MLS_E_SIZE: as for
- * mls_accumulate. */
+ * rounds like mls_accumulate, and uses the pool like it. MLS_E_DTYPE, MLS_E_VALUE,
+ * MLS_E_OVERLAP, MLS_E_SIZE: as for mls_accumulate. */
 mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double factor,
                    mls_status *st);
 
 /* Adds the figures of an array to `partial`, for any dtype; integers are always finite.
- * Strided arrays are read in C order, on this thread. */
+ * Strided arrays are read in C order, on this thread; the pool (NULL: none) shares packed
+ * arrays. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
                          mls_norm_partial *partial);
 

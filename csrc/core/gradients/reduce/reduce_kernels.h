@@ -63,8 +63,9 @@ void mls_sum_f32_avx2(void *out, const void *const *sources, size_t count, size_
  */
 uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n);
 
-/* Adds the lanes of a block pairwise, halving their number each time. This order is part
- * of the definition of a norm partial's bits. */
+/* Returns the sum of the MLS_SQUARE_LANES lanes of a block, and overwrites them. They are
+ * added pairwise, halving their number each time; this order is part of the definition of
+ * a norm partial's bits. */
 static inline double mls_fold_squares(double *lanes)
 {
     for (size_t half = MLS_SQUARE_LANES / 2; half > 0; half /= 2) {

@@ -36,8 +36,9 @@ MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
     }
 }
 
-/* Prefetches ahead of a step of `bytes` bytes: line by line, or, with `pages`, only the
- * first line of the next page, once in each page. */
+/* Prefetches the items of a later step, while this step reads `bytes` bytes at
+ * `address`: AHEAD bytes further line by line, or, with `pages`, only the first line of
+ * the next page, once in each page. */
 MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 {
     if (!pages) {
@@ -49,8 +50,9 @@ MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 
 /* ---- sums ---- */
 
-/* Sums TOGETHER registers of items of all sources in order, beginning at byte `at`.
- * `bytes` is the size of an item, `pages` as in prefetch_ahead. */
+/* Sets the TOGETHER registers `sum` to the sums of the items at byte `at` of `count`
+ * sources, in the order of the sources. `load` converts items of `bytes` bytes to floats;
+ * `pages` as in prefetch_ahead. */
 MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
                            size_t at, size_t bytes, bool pages, floats_function load)
 {
@@ -70,8 +72,10 @@ MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count
     }
 }
 
-/* Sums and stores whole steps of items `start` .. `end`, and divides if `divides`;
- * returns the first item that is left. `count` and `divides` are constants. */
+/* Sums items `start` .. `end` of `count` sources, and divides by `divisor` if `divides`;
+ * only whole steps of TOGETHER registers. Returns the first item that is left. `load`
+ * reads items of `from_bytes` bytes, `store` writes items of `to_bytes` bytes. `count`
+ * and `divides` are constants. */
 MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, size_t count,
                              size_t start, size_t end, float divisor, bool divides,
                              size_t from_bytes, size_t to_bytes, floats_function load,
@@ -94,9 +98,10 @@ MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, siz
     return i;
 }
 
-/* Sums items `start` .. `start + n` of any number of sources, and divides by `divisor`.
- * Two sources, the usual number, have their own loop. The scalar kernel does the rest
- * below a whole step. */
+/* Sums items `start` .. `start + n` of `count` sources into `out`, and divides by
+ * `divisor`. `load` reads items of `from_bytes` bytes, `store` writes items of `to_bytes`
+ * bytes. Two sources, the usual number, have their own loop. The kernel `scalar` does the
+ * rest below a whole step. */
 MLS_INLINED void sum_run(void *out, const void *const *sources, size_t count,
                          size_t start, size_t n, double divisor, size_t from_bytes,
                          size_t to_bytes, floats_function load, store_function store,
@@ -136,7 +141,8 @@ MLS_DEFINE_SUM(sum_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
 MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
 
-/* Sums float64, one register at a time: memory is the bottleneck. */
+/* Sums items `start` .. `start + n` of `count` float64 sources into `out`, and divides by
+ * `divisor`. One register at a time: memory is the bottleneck. */
 MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
                                size_t start, size_t n, double divisor)
 {
@@ -156,8 +162,10 @@ MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t cou
 
 /* ---- dst += scale * src ---- */
 
-/* Adds scale * src to dst in whole steps, and returns the number of items done. Product
- * and sum are rounded separately: the build forbids contraction. */
+/* Adds scale * src to dst in whole steps of TOGETHER registers, and returns the number of
+ * items done, at most n. `load_dst` and `store` convert items of `to_bytes` bytes,
+ * `load_src` items of `from_bytes` bytes. Product and sum are rounded separately: the
+ * build forbids contraction. */
 MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_t n,
                              float scale, size_t to_bytes, size_t from_bytes,
                              floats_function load_dst, floats_function load_src,
@@ -185,7 +193,7 @@ MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_
     return i;
 }
 
-/* Does the same as add_steps for bfloat16 on both sides, a full register of items at a
+/* Does the same as add_steps with bfloat16 in dst and src, a full register of items at a
  * time: one shift or mask turns each half of a pair into a float, so no widening is
  * needed. */
 MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src, size_t n,
@@ -277,7 +285,8 @@ MLS_DEFINE_SCALE(f16, 2, MLS_F16)
 MLS_DEFINE_SCALE(bf16, 2, MLS_BF16)
 MLS_DEFINE_SCALE(f32, 4, MLS_F32)
 
-/* Multiplies n items of float64 by the factor, in place. */
+/* Multiplies n items of float64 by the factor, in place; the scalar kernel does the rest
+ * below a register. */
 MLS_TARGET static void scale_f64(void *items, size_t n, double factor)
 {
     unsigned char *at = items;
@@ -290,7 +299,8 @@ MLS_TARGET static void scale_f64(void *items, size_t n, double factor)
 
 /* ---- norm partials ---- */
 
-/* Adds the squares of MLS_SQUARE_LANES items, each to its own lane. */
+/* Adds the squares of MLS_SQUARE_LANES items of `bytes` bytes, each to its own lane.
+ * `load` converts items to doubles. */
 MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items, size_t bytes,
                               doubles_function load)
 {
@@ -301,13 +311,14 @@ MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items, size_t
     }
 }
 
-/* Adds the squares of n items of `bytes` bytes to the lanes. Zeros fill the last step;
- * they change no lane. */
+/* Adds the squares of n items of `bytes` bytes each to the lanes; `load` converts items
+ * to doubles. Zeros fill the last step; they change no lane. */
 MLS_INLINED void square_items(doubles *lanes, const unsigned char *items, size_t n,
                               size_t bytes, doubles_function load)
 {
     unsigned char rest[MLS_SQUARE_LANES * 8] = {0};
     for (; n >= MLS_SQUARE_LANES; n -= MLS_SQUARE_LANES) {
+        /* the same items of the next block */
         prefetch_bytes(items + MLS_NORM_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
         square_lanes(lanes, items, bytes, load);
         items += MLS_SQUARE_LANES * bytes;
@@ -316,6 +327,7 @@ MLS_INLINED void square_items(doubles *lanes, const unsigned char *items, size_t
     square_lanes(lanes, rest, bytes, load);
 }
 
+/* Sets all lanes of a block to 0. */
 MLS_INLINED void clear_lanes(doubles *lanes)
 {
     MLS_UNROLLED
@@ -336,7 +348,8 @@ MLS_INLINED double fold_lanes(const doubles *lanes)
     return mls_fold_squares(sums);
 }
 
-/* Returns the sum of squares of a block, and prefetches the next block meanwhile. */
+/* Returns the sum of squares of n items of `bytes` bytes, at most a block; the next block
+ * is prefetched meanwhile. */
 MLS_INLINED double squares_run(const unsigned char *items, size_t n, size_t bytes,
                                doubles_function load)
 {
@@ -362,9 +375,11 @@ MLS_DEFINE_SQUARES(f64, 8)
 
 enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and squared in one step */
 
-/* Sums TOGETHER registers of items from number `at` on, stores them, and adds the squares
- * of the stored values to the lanes. The stored values are not read back: loading a part
- * of a recent store is slow. `first` is the lane of the first item, a constant. */
+/* Sums TOGETHER registers of items of `count` sources, from item `at` on, divides by `by`
+ * if `divides`, stores them, and adds the squares of the stored values to the lanes. The
+ * stored values are not read back, since loading a part of a recent store is slow:
+ * `read_back` rounds the sum as `store` does. `first` is the lane of the first item, a
+ * constant. Other parameters as in sum_steps. */
 MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out,
                                 const void *const *sources, size_t count, size_t at,
                                 floats by, bool divides, size_t from_bytes,
@@ -387,8 +402,9 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
     }
 }
 
-/* Sums and squares whole pairs of steps of items `start` .. `start + n`; returns the
- * number of items done. `count` and `divides` are constants. */
+/* Sums and squares items `start` .. `start + n`, only whole steps of PAIR items; returns
+ * the number of items done. `divisor` divides the sums if `divides`; other parameters as
+ * in sum_and_square. `count` and `divides` are constants. */
 MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
                              const void *const *sources, size_t count, size_t start,
                              size_t n, float divisor, bool divides, size_t from_bytes,
@@ -407,8 +423,10 @@ MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
     return done;
 }
 
-/* Sums items `start` .. `start + n`, at most a block, and returns the sum of squares of
- * the results, with the same bits as separate passes. */
+/* Sums items `start` .. `start + n`, at most a block, of `count` sources into `out`,
+ * divides by `divisor`, and returns the sum of squares of the results, with the same bits
+ * as separate passes. `read_back` and `back` give the stored values as floats and as
+ * doubles; `scalar` sums the rest below a whole step. Other parameters as in sum_run. */
 MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t count,
                                    size_t start, size_t n, double divisor,
                                    size_t from_bytes, size_t to_bytes,
@@ -458,8 +476,9 @@ enum {
 }; /* FULL: items of a register. QUARTERS: registers of doubles for them, in the order
       even low, even high, odd low, odd high. */
 
-/* Sums and stores a full register of bfloat16 at byte `at`, and adds the squares of the
- * results to four registers of lanes. */
+/* Sums a full register of bfloat16 at byte `at` of `count` sources, divides by `by` if
+ * `divides`, stores it at byte `at` of `out`, and adds the squares of the results to four
+ * registers of lanes, in the order of QUARTERS. */
 MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const *sources,
                           size_t count, size_t at, floats by, bool divides)
 {
@@ -486,8 +505,8 @@ MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const 
     }
 }
 
-/* Does the same as sum_pairs for bfloat16, with sum_full. `count` and `divides` are
- * constants. */
+/* Does the same as sum_pairs for bfloat16, with sum_full; the lanes are then in the order
+ * of QUARTERS. `count` and `divides` are constants. */
 MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
                                   const void *const *sources, size_t count, size_t start,
                                   size_t n, float divisor, bool divides)
@@ -509,7 +528,8 @@ MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
     return done;
 }
 
-/* Reorders the lanes from the order of sum_full to the order of the items. */
+/* Reorders the lanes from the order of QUARTERS, which sum_full uses, to the order of the
+ * items. */
 MLS_INLINED void order_lanes(doubles *lanes)
 {
     double ordered[MLS_SQUARE_LANES], some[DOUBLES];
@@ -525,8 +545,10 @@ MLS_INLINED void order_lanes(doubles *lanes)
     }
 }
 
-/* Sums bfloat16 to bfloat16, and returns the sum of squares. The bits equal the results
- * of sum_squares_run; it processes a full register of items at a time. */
+/* Sums items `start` .. `start + n`, at most a block, of `count` bfloat16 sources into
+ * `out`, divides by `divisor`, and returns the sum of squares of the results. The bits
+ * equal the results of sum_squares_run; it processes a full register of items at a time.
+ */
 MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
                                           size_t count, size_t start, size_t n,
                                           double divisor)

@@ -216,7 +216,8 @@ MLS_INT_DTYPES(SQUARES)
 MLS_UINT_DTYPES(SQUARES)
 MLS_FLOAT8_DTYPES(SQUARES)
 
-/* Returns one item as a double; 0 for integers, which are always finite. */
+/* Return the item of this dtype at `at` as a double; 0 for integers, which are always
+ * finite. */
 static double value_at(mls_dtype dtype, const unsigned char *at)
 {
 #define VALUE_CASE(id, suffix, ...)                                                      \
@@ -230,7 +231,7 @@ static double value_at(mls_dtype dtype, const unsigned char *at)
     }
 }
 
-/* Returns how many of n elements are infinite or NaN. A complex number counts once, even
+/* Return how many of n elements are infinite or NaN. A complex number counts once, even
  * if both components are not finite. */
 uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
 {

@@ -23,8 +23,7 @@ enum {
     SHARED_BYTES = 512 << 10 /* below this, waking a thread costs more than it saves */
 };
 
-/* Returns the comparison functions for an instruction set; all vector sets use the same
- * source. */
+/* Choose a table; all vector instruction sets use one source. */
 const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 {
 #if defined(__x86_64__) || defined(__aarch64__)
@@ -37,8 +36,8 @@ const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 
 /* ---- checks ---- */
 
-/* Checks that two tensors can be compared. In errors, "expected" is the first tensor and
- * "got" the second. */
+/* Check shape, dtype and size. In errors, "expected" is the first tensor and "got" the
+ * second. */
 mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st)
 {
     char a_shape[MLS_FACT_BYTES], b_shape[MLS_FACT_BYTES];
@@ -79,8 +78,8 @@ typedef struct measurer {
     bool packed;       /* both sides are packed, in native byte order */
 } measurer;
 
-/* Returns `count` elements (at most CHUNK), packed and in native byte order: in their own
- * memory if they already are, otherwise gathered in `room`. */
+/* Return `count` elements (at most CHUNK) of one side, packed and in native byte order:
+ * in their own memory if they already are, otherwise gathered in `room`. */
 static const unsigned char *gather_native(const measurer *m, side from, size_t count,
                                           unsigned char *room)
 {
@@ -94,7 +93,7 @@ static const unsigned char *gather_native(const measurer *m, side from, size_t c
     return room;
 }
 
-/* Compares `count` elements of a run on both sides, and adds the result to `into`. Sides
+/* Compare `count` elements of a run on both sides, and add the result to `into`. Sides
  * that are not packed and native are gathered CHUNK elements at a time. */
 static void measure_run(const measurer *m, side a, side b, size_t count,
                         mls_diff_result *into)
@@ -114,8 +113,8 @@ static void measure_run(const measurer *m, side a, side b, size_t count,
     }
 }
 
-/* Compares `count` elements of a pair's traversal, beginning with number `start`, and
- * adds the result to `into`. The elements must exist. Single bytes have no byte order. */
+/* Compare `count` elements of a pair, from element `start` of its traversal on, and add
+ * the result to `into`. The elements must exist. Single bytes have no byte order. */
 static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
                          size_t start, size_t count, mls_diff_result *into)
 {
@@ -147,7 +146,7 @@ static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
 
 /* ---- pairs ---- */
 
-/* Returns the number of elements to compare: 0 if both views are identical, since nothing
+/* Return the number of elements to compare: 0 if both views are identical, since nothing
  * can differ. */
 static size_t elements_of(mls_diff_pair pair)
 {
@@ -158,17 +157,21 @@ static size_t elements_of(mls_diff_pair pair)
     return count;
 }
 
+/* Return the elements of a full part of a pair. */
 static size_t part_length(mls_diff_pair pair)
 {
     return PART_BYTES / mls_tensor_item_bytes(pair.a);
 }
 
+/* Return the number of parts of a pair with `count` elements to compare. */
 static size_t part_count(mls_diff_pair pair, size_t count)
 {
     const size_t length = part_length(pair);
     return count / length + (count % length != 0);
 }
 
+/* Return the elements of part `index` of a pair with `count` elements; the last part may
+ * be shorter. */
 static size_t part_rest(mls_diff_pair pair, size_t count, size_t index)
 {
     const size_t length = part_length(pair), rest = count - index * length;
@@ -187,7 +190,7 @@ typedef struct job {
     part *parts;
 } job;
 
-/* Task: compares part `index`, and stores its own result. */
+/* Thread function: compare part `index`, and store its own result. */
 static void measure_task(void *context, size_t index)
 {
     const job *j = context;
@@ -198,8 +201,8 @@ static void measure_task(void *context, size_t index)
     p->differences = differences;
 }
 
-/* Counts the parts and the bytes of all pairs; the bytes decide whether to use other
- * threads. Returns false on overflow, when no memory could hold the parts either. */
+/* Count the parts and the bytes of all pairs; the bytes decide whether other threads
+ * help. Returns false on overflow, when no memory could hold the parts either. */
 static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
                         size_t *bytes)
 {
@@ -217,8 +220,8 @@ static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
     return true;
 }
 
-/* Lists the parts of all pairs, in order; `parts` has room for the number that
- * count_parts computed. */
+/* List the parts of all pairs, in order; `parts` has room for the number that count_parts
+ * computed. */
 static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
 {
     size_t next = 0;
@@ -232,6 +235,7 @@ static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
     }
 }
 
+/* Add the counts of `added` to `into`, and take the larger maxima. */
 static void add_result(mls_diff_result *into, mls_diff_result added)
 {
     into->changed += added.changed;
@@ -240,9 +244,9 @@ static void add_result(mls_diff_result *into, mls_diff_result added)
     into->max_rel = added.max_rel > into->max_rel ? added.max_rel : into->max_rel;
 }
 
-/* Compares all pairs; `out` has room for a result of each. Results are kept for each part
- * until all are done, so threads need no lock, and `out` is written only when no failure
- * is possible any more. */
+/* Compare the parts of all pairs in parallel. Each part keeps its result until all are
+ * done, so threads need no lock, and `out` is written only when no failure is possible
+ * any more. */
 mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
                   const mls_diff_pair *pairs, size_t count, mls_diff_result *out,
                   mls_status *st)
@@ -276,8 +280,8 @@ typedef struct search {
     atomic_bool differs;
 } search;
 
-/* Compares `count` elements of a pair from number `start` on, unless a difference is
- * known already. */
+/* Compare `count` elements of a pair from element `start` on, unless a difference is
+ * known already, and record a difference. */
 static void search_part(search *s, mls_diff_pair pair, size_t start, size_t count)
 {
     mls_diff_result differences = {0};
@@ -290,7 +294,8 @@ static void search_part(search *s, mls_diff_pair pair, size_t start, size_t coun
     }
 }
 
-/* Task: compares a pair of at most one part; larger pairs are skipped here. */
+/* Thread function: compare pair `index` if it has at most one part; larger pairs are
+ * skipped here. */
 static void search_small(void *context, size_t index)
 {
     search *s = context;
@@ -300,6 +305,7 @@ static void search_small(void *context, size_t index)
     }
 }
 
+/* Thread function: compare part `index` of the large pair. */
 static void search_large(void *context, size_t index)
 {
     search *s = context;
@@ -307,8 +313,8 @@ static void search_large(void *context, size_t index)
     search_part(s, pair, index * part_length(pair), part_rest(pair, s->elements, index));
 }
 
-/* Returns whether all pairs are equal. Allocates nothing, so it cannot fail: one call of
- * the pool for all small pairs, and one for each large pair. */
+/* Compare without allocating anything, so that it cannot fail: one run of the pool for
+ * all small pairs, and one for each large pair. */
 bool mls_diff_same(const mls_diff_kernels *kernels, mls_pool *pool,
                    const mls_diff_pair *pairs, size_t count)
 {

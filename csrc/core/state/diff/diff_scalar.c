@@ -11,8 +11,8 @@
 
 enum { BLOCK = 4096 }; /* bytes compared with memcmp first */
 
-/* Counts an unequal element, without NaN on either side, and updates the maxima.
- * `largest` is the larger of the two magnitudes. */
+/* Count an unequal element without NaN on either side, and update the maxima. `distance`
+ * is the magnitude of their difference, `largest` the larger of their magnitudes. */
 static void add_difference(double distance, double largest, mls_diff_result *into)
 {
     double relative = largest > 0 ? distance / largest : 0;
@@ -24,13 +24,14 @@ static void add_difference(double distance, double largest, mls_diff_result *int
     into->max_rel = relative > into->max_rel ? relative : into->max_rel;
 }
 
+/* Count an unequal element that is NaN on one side. */
 static void add_nan(mls_diff_result *into)
 {
     into->changed++;
     into->nan++;
 }
 
-/* Compares the values of two elements whose bits differ. A NaN on one side counts as
+/* Compare the values of two elements whose bits differ. A NaN on one side is counted as
  * such; two NaNs are equal. */
 static void measure_values(double a, double b, mls_diff_result *into)
 {
@@ -44,7 +45,7 @@ static void measure_values(double a, double b, mls_diff_result *into)
     add_difference(fabs(a - b), largest, into);
 }
 
-/* Subtracts exactly in unsigned arithmetic, then rounds once. */
+/* Compare two unequal unsigned numbers: subtract exactly, then round once. */
 static void measure_u64(uint64_t a, uint64_t b, mls_diff_result *into)
 {
     const uint64_t large = a > b ? a : b;
@@ -52,13 +53,14 @@ static void measure_u64(uint64_t a, uint64_t b, mls_diff_result *into)
     add_difference((double)(large - small), (double)large, into);
 }
 
-/* Unsigned, because the magnitude of INT64_MIN does not fit int64_t. */
+/* Return the magnitude of `value`, unsigned because 2^63, for INT64_MIN, does not fit
+ * int64_t. */
 static uint64_t magnitude(int64_t value)
 {
     return value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value;
 }
 
-/* The difference of two signed numbers is exact as an unsigned number. */
+/* Compare two unequal signed numbers: their difference is exact as an unsigned number. */
 static void measure_i64(int64_t a, int64_t b, mls_diff_result *into)
 {
     const uint64_t distance =
@@ -67,15 +69,16 @@ static void measure_i64(int64_t a, int64_t b, mls_diff_result *into)
     add_difference((double)distance, (double)largest, into);
 }
 
-/* The squares of two float32 and their sum do not overflow a double. sqrt is correctly
- * rounded everywhere; hypot is not. */
+/* Return the modulus of a complex number. The squares of two float32 and their sum do not
+ * overflow a double. sqrt is correctly rounded everywhere; hypot is not. */
 static double modulus(double real, double imaginary)
 {
     return sqrt(real * real + imaginary * imaginary);
 }
 
-/* Compares two complex numbers whose bits differ, by the magnitude of their difference.
- * Infinite values are handled first: the difference of two equal infinities is NaN. */
+/* Compare two complex numbers whose bits differ, by the modulus of their difference. If
+ * one is infinite, so is the distance: the difference of two equal infinities would be
+ * NaN. */
 static void measure_complex(mls_complex64 a, mls_complex64 b, mls_diff_result *into)
 {
     const bool a_nan = isnan(a.real) || isnan(a.imaginary);

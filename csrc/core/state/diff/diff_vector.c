@@ -48,6 +48,7 @@ MLS_INLINED floats load_f16(const unsigned char *group, int index)
     return floats_f16(group + index * (WIDTH / 2));
 }
 
+/* Loads the items at even (`index` 0) or odd positions of a register of bfloat16. */
 MLS_INLINED floats load_bf16(const unsigned char *group, int index)
 {
     return index == 0 ? even_bf16(floats_f32(group)) : odd_bf16(floats_f32(group));
@@ -77,8 +78,8 @@ MLS_INLINED doubles load_i32(const unsigned char *group, int index)
     return doubles_i32(group + index * (WIDTH / 2));
 }
 
-/* Loads register number `index` of doubles from 32-bit unsigned items. Subtracts 2^31 as
- * an integer and adds it back as a double. */
+/* Loads register number `index` of doubles from 32-bit unsigned items. Flipping the top
+ * bit subtracts 2^31 as a signed integer; it is added back as a double. */
 MLS_INLINED doubles load_u32(const unsigned char *group, int index)
 {
     unsigned char items[WIDTH / 2];
@@ -90,12 +91,13 @@ MLS_INLINED doubles load_u32(const unsigned char *group, int index)
 
 /* ---- measuring ---- */
 
+/* Returns the magnitudes of x, by clearing the sign bits. */
 MLS_INLINED doubles magnitude(doubles x)
 {
     return (doubles)((signed_64)x & INT64_MAX);
 }
 
-/* Compares two registers of doubles, and updates all maxima and counts in `l`. 0 / 0 is
+/* Compares two registers of doubles, and updates the maxima and counts in `l`. 0 / 0 is
  * NaN, which most_f64 ignores. Equal doubles have equal bits in the dtype. */
 MLS_INLINED void measure(lanes *l, doubles x, doubles y)
 {
@@ -115,8 +117,8 @@ typedef struct item_kind {
     mls_diff_run oracle;
 } item_kind;
 
-/* Measures a register of items on each side, which is up to four registers of floats or
- * eight of doubles. */
+/* Measures a register of items on each side, at `a` and `b`, which is up to four
+ * registers of floats or eight of doubles. */
 MLS_INLINED void measure_group(lanes *l, const unsigned char *a, const unsigned char *b,
                                item_kind kind)
 {
@@ -133,13 +135,15 @@ MLS_INLINED void measure_group(lanes *l, const unsigned char *a, const unsigned 
     }
 }
 
+/* Returns x, but at least y in each lane. */
 MLS_INLINED doubles greater(doubles x, double y)
 {
     return most_f64(x, repeat_f64(y));
 }
 
-/* Measures `bytes` bytes, a block of whole registers: maxima stay in `l`, counts are
- * added to `into`. If a NaN occurs, the scalar function measures the block again. */
+/* Measures `bytes` bytes, a block of whole registers, on each side: maxima stay in `l`,
+ * counts are added to `into`. If a NaN occurs, the reference kernel (`kind.oracle`)
+ * measures the block again. */
 MLS_INLINED void measure_block(lanes *l, const unsigned char *a, const unsigned char *b,
                                size_t bytes, item_kind kind, mls_diff_result *into)
 {
@@ -174,9 +178,9 @@ MLS_INLINED double greatest(doubles x)
     return most;
 }
 
-/* Compares `count` packed items, block by block, and adds the result to `into`. Equal
- * blocks are skipped by memcmp. Items that do not fill a register are padded with zeros,
- * which are equal. */
+/* Compares `count` packed items on each side, block by block, and adds the result to
+ * `into`. Equal blocks are skipped by memcmp. The last items, which do not fill a
+ * register, are padded with zeros, which are equal. */
 MLS_INLINED void diff_run(const unsigned char *a, const unsigned char *b, size_t count,
                           item_kind kind, mls_diff_result *into)
 {

@@ -173,6 +173,26 @@ def read_tree(path: Path) -> Any:
     return _load_pickle(path, maps=False)
 
 
+def read_ranks(paths: list[Path]) -> Any:
+    """Read the value that each rank of a job saved to one of `paths`, with whole tensors.
+
+    Files are read as by `read_tree`. Parts of a DTensor are joined; all other values must be equal.
+    """
+    import logging
+
+    from .rank_files import join_ranks
+
+    def is_logged(_record: object) -> bool:
+        return False
+
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    logger.addFilter(is_logged)  # it warns that the groups of the mesh do not exist here
+    try:
+        return join_ranks([_load_pickle(path, maps=len(paths) > 1) for path in paths], paths[0])
+    finally:
+        logger.removeFilter(is_logged)
+
+
 def write_tree(tree: Any, file: IO[bytes]) -> None:
     """Write any value with ``torch.save``; an OSError of `file` is raised as itself."""
     import torch
@@ -213,6 +233,8 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (OSError, RuntimeError, ValueError):  # not in the zip format, or damaged
         return allowed
+    if any(name.startswith("torch.distributed.tensor.") for name in names):
+        import torch.distributed.tensor  # makes DTensors loadable
     for name in names:
         module, _, attribute = name.rpartition(".")
         with suppress(AttributeError):

@@ -268,6 +268,8 @@ def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) ->
         layer.lazy_initialization(keys, values)
     finally:
         layer.max_cache_len = positions
+    if layer.values.dtype != values.dtype:  # 5.23 creates them with the dtype of the keys
+        _adopt(at, "values", layer.values.to(values.dtype))
 
 
 def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:

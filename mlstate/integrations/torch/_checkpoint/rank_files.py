@@ -1,0 +1,113 @@
+"""Join the trees that the ranks of one job saved, each with its own parts of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...._sharding.layout import Shard
+from ....errors import CompatibilityError
+from .dtensor_shards import part_of
+from .file_parts import format_error
+from .optimizer import is_tensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+
+def join_ranks(trees: list[Any], path: Path) -> Any:
+    """Return the tree of all ranks with whole tensors; `path`: the first rank's file.
+
+    Parts of a DTensor are joined. All other values must be equal on all ranks. Raises
+    CompatibilityError if values differ or a part is missing, and FormatError for damaged parts.
+    """
+    try:
+        return _join(trees, (), path)
+    except CompatibilityError:
+        raise
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as e:
+        text = str(e).partition("\n")[0][:300] or type(e).__name__
+        raise format_error(path, f"its values cannot be joined: {text}") from None
+
+
+def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
+    """Return the value at `keys` of all ranks' trees as one value."""
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        raise _difference(keys, path)
+    if isinstance(first, Mapping) and type(first).__module__ in ("builtins", "collections"):
+        if any(value.keys() != first.keys() for value in values):
+            raise _difference(keys, path)
+        return {key: _join([each[key] for each in values], (*keys, key), path) for key in first}
+    if type(first) in (list, tuple):
+        if any(len(value) != len(first) for value in values):
+            raise _difference(keys, path)
+        rows = zip(*values, strict=True)
+        return type(first)(_join([*row], (*keys, n), path) for n, row in enumerate(rows))
+    if hasattr(first, "device_mesh"):
+        return _join_parts(values, keys, path)
+    if not all(_is_equal(first, value) for value in values[1:]):
+        raise _difference(keys, path)
+    return first.clone() if is_tensor(first) and len(values) > 1 else first
+
+
+def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.Tensor:
+    """Return the whole tensor of DTensors, one for each rank."""
+    name, shape = _name(keys), tuple(values[0].shape)
+    parts: dict[int, Any] = {}
+    layout = None
+    for value in values:
+        part = part_of(name, value)
+        index = part.index if isinstance(part, Shard) else 0
+        if isinstance(part, Shard):
+            layout, part = part.layout, part.array
+        facts = (tuple(value.shape), value.placements, part.dtype)
+        if facts != (shape, values[0].placements, values[0].dtype):
+            raise _difference(keys, path)
+        if index in parts and not _is_equal(parts[index], part):
+            raise _difference(keys, path)
+        parts[index] = part
+    if layout is None:
+        if tuple(parts[0].shape) != shape:
+            raise ValueError(f"{name!r} of shape {shape} has {tuple(parts[0].shape)} in the file")
+        replicated: torch.Tensor = parts[0].clone()
+        return replicated
+    missing = [index for index in range(min(layout.parts, len(values) + 1)) if index not in parts]
+    if missing:
+        raise CompatibilityError(
+            f"{path}: {name!r} has {layout.parts} parts, and no file holds part {missing[0]}; pass "
+            "the folder with the files of all ranks"
+        )
+    whole: torch.Tensor = parts[0].new_empty(shape)
+    for index, part in parts.items():
+        layout.take(whole, index).copy_(part)
+    return whole
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    """Return whether two values are equal, arrays bit for bit."""
+    if is_tensor(first):
+        import torch
+
+        facts = [(each.dtype, each.shape) for each in (first, second)]
+        flat = (each.detach().reshape(-1).view(torch.uint8) for each in (first, second))
+        return facts[0] == facts[1] and torch.equal(*flat)
+    if isinstance(first, (np.ndarray, np.generic)):
+        first, second = ((each.dtype, each.shape, each.tobytes()) for each in (first, second))
+    return bool(first == second or (first != first and second != second))  # NaN of both
+
+
+def _name(keys: tuple[Any, ...]) -> str:
+    return ".".join(map(str, keys))
+
+
+def _difference(keys: tuple[Any, ...], path: Path) -> CompatibilityError:
+    where = f" at {_name(keys)!r}" if keys else ""
+    return CompatibilityError(
+        f"{path} and the files of the other ranks hold different values{where}: only DTensors tell "
+        "how the values of ranks belong together; load one of the files, or leave it out (--skip)"
+    )

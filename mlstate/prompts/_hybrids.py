@@ -1,0 +1,117 @@
+"""The states of hybrid models in the layout of transformers, which mlx-lm can share.
+
+========== =============================== ===============================
+state      transformers                    mlx-lm
+========== =============================== ===============================
+conv       (batch, channels, kernel)       (batch, kernel - 1, channels)
+delta rule (batch, heads, keys, values)    (batch, heads, values, keys)
+Mamba 2    (batch, heads, head, state)     the same
+========== =============================== ===============================
+
+The oldest input of a convolution in transformers is never read again; mlx-lm does not have it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.local_path import local_folder
+from ..kv._arguments import incompatible
+from ..kv._cache_spec import CacheEntry, CacheSpec
+from ..kv._cache_state import CacheState
+from ._fingerprint import config_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_CONV, _DELTA, _MAMBA = "conv_states", "delta", "recurrent_states"
+# The states of a layer in mlx-lm, by the model type of config.json: those that tests compare.
+_SLOTS = {
+    "granitemoehybrid": (_CONV, _MAMBA),
+    "lfm2": (_CONV,),
+    "mamba2": (_CONV, _MAMBA),
+    "qwen3_5": (_CONV, _DELTA),
+    "qwen3_5_text": (_CONV, _DELTA),
+    "qwen3_next": (_CONV, _DELTA),
+}
+
+
+def model_type_of(model: Any) -> str | None:
+    """Return the model type of a folder or module of Hugging Face, or None."""
+    if isinstance(model, os.PathLike):
+        path = os.path.join(local_folder(model), "config.json")
+        config = config_of(path) if os.path.isfile(path) else None
+        kind = config.get("model_type") if isinstance(config, dict) else None
+    else:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind if isinstance(kind, str) else None
+
+
+def check_states(entries: Iterable[CacheEntry], *, is_mlx: bool, model_type: str | None) -> None:
+    """Raise if an engine cannot take the states of another one."""
+    foreign = ("conv_states", "recurrent_states") if is_mlx else ("states",)
+    for entry in entries:
+        if entry.role in foreign and not (is_mlx and model_type in _SLOTS):
+            text = f"{entry.name}: another engine stored this state, and its layout in this one is "
+            text += f"known for the model types {', '.join(_SLOTS)} only, not {model_type!r}: pass "
+            text += "model_type=, also to the store of the other engine, or another model="
+            raise incompatible(text, entry.name, ", ".join(_SLOTS), model_type)
+
+
+def from_mlx(state: CacheState, model_type: str | None) -> CacheState:
+    """Return a cache of mlx-lm with the states of transformers; of other types, unchanged."""
+    slots = _SLOTS.get(model_type or "", ())
+    return _converted(state, [(f"states.{i}", _name(s), _FROM[s]) for i, s in enumerate(slots)])
+
+
+def to_mlx(state: CacheState, model_type: str | None) -> CacheState:
+    """Undo `from_mlx`."""
+    slots = _SLOTS.get(model_type or "", ())
+    return _converted(state, [(_name(s), f"states.{i}", _TO[s]) for i, s in enumerate(slots)])
+
+
+def _name(slot: str) -> str:
+    return f"{_CONV if slot == _CONV else _MAMBA}.0"
+
+
+def _with_oldest(inputs: Any) -> Any:
+    """Return the inputs of a convolution with a zero in the place of the oldest one."""
+    result = np.zeros((inputs.shape[0], inputs.shape[2], inputs.shape[1] + 1), inputs.dtype)
+    result[..., 1:] = inputs.swapaxes(1, 2)
+    return result
+
+
+def _swapped(array: Any) -> Any:
+    return array.swapaxes(-1, -2)
+
+
+def _same(array: Any) -> Any:
+    return array
+
+
+_FROM = {_CONV: _with_oldest, _DELTA: _swapped, _MAMBA: _same}
+_TO = {_CONV: lambda array: _swapped(array[..., 1:]), _DELTA: _swapped, _MAMBA: _same}
+
+
+def _converted(
+    state: CacheState, changes: list[tuple[str, str, Callable[[Any], Any]]]
+) -> CacheState:
+    """Return a state with other names, kinds and arrays of some entries."""
+    names = {old: (new, convert) for old, new, convert in changes}
+    entries, arrays, is_same = [], dict(state.arrays), True
+    for entry in state.spec:
+        layer, _, part = entry.name.partition(".")
+        if part in names and entry.seq_axis is None:
+            new, convert = names[part]
+            array = convert(arrays.pop(entry.name))
+            role = new.partition(".")[0]
+            kind: Any = "conv" if role == _CONV else "recurrent"
+            name = f"{layer}.{new}"
+            entry = replace(entry, name=name, kind=kind, shape=array.shape, role=role)
+            arrays[name], is_same = array, False
+        entries.append(entry)
+    return state if is_same else CacheState(CacheSpec(entries), arrays, state.length)
