@@ -305,12 +305,12 @@ class Publisher:
                 raise error
         finally:
             del error  # its traceback refers to this frame
-        own = {
+        published = {
             name: value
             for name, value in values.items()
             if (value.replica == 0 if isinstance(value, Shard) else not names or name in names[0])
         }
-        return own, content
+        return published, content
 
     def _agree(
         self,

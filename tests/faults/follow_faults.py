@@ -459,11 +459,11 @@ def disturb_command(seed, root, choose):
         result = [] if status in (0, -signal.SIGKILL) else [f"ended with {status}: {reports}"]
 
         def check(is_done=is_done):
-            found = []
-            has = attempt(found, "folder", lambda: number_of_folder(target, versions))
+            problems = []
+            has = attempt(problems, "folder", lambda: number_of_folder(target, versions))
             if has not in ({newest} if is_done else {number, newest}):
-                found.append(f"the folder has {has}")
-            return found + judge_command(folder, {newest})
+                problems.append(f"the folder has {has}")
+            return problems + judge_command(folder, {newest})
 
         result += judge_apart(check)
         complaints += [f"{fault}: {text}" for text in result]
