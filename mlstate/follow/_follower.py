@@ -88,7 +88,8 @@ class Follower:
         `layout` and `rank`, by a `Shard`, or by a module that is sharded itself. The arrays are
         looked up at each call, so a module may be moved to another device.
     layout, rank, world_size : optional
-        Part of the arrays that are not a `Shard`, as for `mlstate.load`.
+        Part of the arrays that are not a `Shard`, as for `mlstate.load`: tensors without the
+        axis stay whole.
     double_buffer : bool, default False
         Write each version into new arrays and leave `into` unchanged. `state` then serves readers
         that run at the same time as `advance`.
@@ -103,7 +104,9 @@ class Follower:
     TypeError, ValueError
         An argument is wrong.
     CompatibilityError
-        An array is byte-swapped, or `into` gives copies of its tensors.
+        An array cannot be changed in place: it is byte-swapped, read-only, sparse, a broadcast
+        view or a copy of a module's tensor, or has an unsupported dtype. Later calls check this
+        too. With `double_buffer` arrays may be read-only.
 
     Notes
     -----
@@ -229,8 +232,9 @@ class Follower:
         Warns
         -----
         CheckpointWarning
-            Deltas could not be used, and the arrays were loaded from an anchor; or the lineage is
-            another one, because the trainer fell back or was started again.
+            Deltas could not be used, or an array of `into` was replaced by other elements, and the
+            arrays were loaded from an anchor; or the lineage is another one, because the trainer
+            fell back or was started again.
 
         Notes
         -----
@@ -491,7 +495,8 @@ class Follower:
                 target, shape = target._replace(array=None), tuple(array.shape)
             _require_equal(name, "dtype", source.dtype, target.dtype)
             _require_equal(name, "shape of the tensor", source.shape, target.shape)
-            _require_equal(name, "shape", shape, tuple(array.shape))
+            part = f" of this rank's part of {source.shape}" if target.layout.steps else ""
+            _require_equal(name, f"shape{part}", shape, tuple(array.shape))
             parts[name] = target
         return parts
 

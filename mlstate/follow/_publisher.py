@@ -130,7 +130,6 @@ class Publisher:
         if base not in BASES:
             raise ValueError(f"base must be 'memory' or 'disk', got {base!r}")
         self._files = open_target(path, storage_options)
-        self._storage_options = storage_options
         self._on_disk = base == "disk"
         group = optional_group(group)
         self._group = None if group is None or group.world_size == 1 else group
@@ -214,6 +213,7 @@ class Publisher:
         if kind == "anchor":
             stored = {name: change._replace(delta=None) for name, change in changes.items()}
         saved = save(
+            # the path of a URL opens the same store again
             SaveFolder(self.path, self._retain, content=content),
             None if kind == "delta" else model,
             step=step,
@@ -221,7 +221,6 @@ class Publisher:
             metadata=metadata_of(lineage, kind, chain),
             group=self._group,
             lock_timeout=_LOCK_SECONDS,
-            storage_options=self._storage_options,
         )
         self._has_published = True
         self._versions = (*chain, Version(saved.sequence, saved.generation, step, kind))

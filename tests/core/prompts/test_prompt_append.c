@@ -48,8 +48,9 @@ static void check_part(mls_prompt_log *log, uint32_t number, const mls_tensor *p
     REQUIRE(match->count == 1 && match->hits[0].payload_bytes == bytes);
     unsigned char *into = mls_alloc(bytes, 1);
     mls_prompt_request request = {.into = vector_of(into, MLS_U8, bytes)};
-    CHECK(mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL));
-    CHECK(!request.is_damaged && memcmp(into, expected, bytes) == 0);
+    CHECK(mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL,
+                          &status) == MLS_OK);
+    CHECK(request.code == MLS_OK && memcmp(into, expected, bytes) == 0);
     mls_free(into);
     mls_prompt_match_free(match);
 }
