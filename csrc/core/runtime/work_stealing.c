@@ -44,8 +44,8 @@ static bool take_queue_item(mls_work_queues *all, size_t queue, size_t *item)
 }
 
 /* Look into the thread's own queue, then queues that no thread has started, then all
- * others. The last search begins after the current queue, and the thread continues with
- * the queue in which it found an item, so it seldom searches all of them. */
+ * others. The last search begins after the current queue. The thread continues with the
+ * queue that it found an item in, so it seldom searches all queues. */
 bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item)
 {
     if (*queue < all->count && take_queue_item(all, *queue, item)) {
