@@ -25,13 +25,13 @@ class CachedFolder(ObjectFolder):
     """A checkpoint in an object store whose options name a `cache_folder`."""
 
     def __init__(self, url: str, options: StoreOptions, file: str = "") -> None:
-        """Open the cache of `options` for the folder at `url`; `file`: as for `ObjectFolder`."""
+        """Open the cache of `options` for the folder at `url`; `file` is as for `ObjectFolder`."""
         super().__init__(url, options, file)
         assert options.cache_folder is not None
         self._cache = ReadCache(options.cache_folder, options.cache_bytes, str(self.path))
 
     def without_cache(self) -> ObjectFolder:
-        """Return the same folder without the local cache; this also forgets roots kept in memory."""
+        """Return the same folder without the local cache, and forget the roots in memory."""
         self._roots.clear()
         folder = ObjectFolder(self.path, self._options, self.file)
         folder._store = self._store

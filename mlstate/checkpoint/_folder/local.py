@@ -211,7 +211,7 @@ class LocalFolder:
         return infos
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
-        """Return size and time of files of another program by name; None for one that is missing.
+        """Return size and time of files of another program by name; None for a missing file.
 
         Links are followed.
         """
@@ -289,7 +289,7 @@ class LocalFolder:
     ) -> dict[str, Any]:
         """Return the tensors `keys` of a section by key; `mmap`: as views of the files.
 
-        The other parameters are those of `Folder.load`.
+        `Folder.load` describes the other parameters.
         """
         return merged.load(self.path, section, keys, cuts, verify, mmap, progress)
 
@@ -305,7 +305,7 @@ class LocalFolder:
     ) -> None:
         """Read the tensors `keys` into `targets`, arrays by key that have their shapes and dtypes.
 
-        The other parameters are those of `Folder.load_into`.
+        `Folder.load_into` describes the other parameters.
         """
         merged.load_into(self.path, section, keys, cuts, targets, verify, progress)
 
@@ -419,7 +419,7 @@ class LocalFolder:
         return removed
 
     def _remove_from(self, part: str, names: list[str]) -> list[str]:
-        """Delete the files `names` of the subfolder `part`; return the paths of those that existed."""
+        """Delete the files `names` of the subfolder `part`; return the paths that existed."""
         removed: list[str] = []
         path = self._join(part)
         try:
@@ -440,7 +440,7 @@ class LocalFolder:
         return removed
 
     def sync(self, part: str) -> None:
-        """Make deletions in a subfolder durable."""
+        """Make earlier deletions in the subfolder `part` durable."""
         _core.folder_sync(self._join(part))
 
     def orphan_time(self, *, local_clock: bool) -> float | None:

@@ -30,7 +30,7 @@ class Root(NamedTuple):
 
 
 def root_of(name: str) -> Root | None:
-    """Return the root whose file in ``roots/`` has this name; None if no save writes such a name."""
+    """Return the root whose file in ``roots/`` has this name; None if no save writes the name."""
     match = _ROOT.match(name)
     if match is None or not 1 <= int(match[1]) <= MOST_SEQUENCE:
         return None
@@ -45,7 +45,7 @@ def mark_path(root: str) -> str:
 def orphaned_marks(names: Collection[str], roots: Collection[str]) -> list[str]:
     """Return the paths of marks of damaged steps whose root no longer exists.
 
-    `names`: all files in ``roots/``. `roots`: those of them that are roots, such as
+    `names`: all files in ``roots/``. `roots`: the roots among them, such as
     ``00000001.0123456789abcdef.json``.
     """
     return [
@@ -60,7 +60,7 @@ def orphaned_marks(names: Collection[str], roots: Collection[str]) -> list[str]:
 def is_checkpoint_file(part: str, name: str) -> bool:
     """Return whether the file `name` in the subfolder `part` may be one that a save writes.
 
-    `part`: "" for the folder itself, where any name but that of the lock counts.
+    `part`: "" for the folder itself, in which any name counts except the lock.
     """
     if part == "":  # manifests, temporary files, units of tiers
         return name not in {"", ".", "..", "lock"}

@@ -161,7 +161,7 @@ class ObjectFolder:
         return infos
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
-        """Return size and time of files of another program by name; None for one that is missing.
+        """Return size and time of files of another program by name; None for a missing one.
 
         Later reads of these names require the same content, by its tag.
         """
@@ -404,7 +404,7 @@ class ObjectFolder:
     ) -> dict[str, Any]:
         """Return the tensors `keys` of a section as new arrays; `mmap` is ignored.
 
-        The parameters are those of `Folder.load`.
+        `Folder.load` describes the parameters.
         """
         # The core creates the arrays, zeroed, and reads nothing: it gets no answers yet.
         source = self.path, (), True

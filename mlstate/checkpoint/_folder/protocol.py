@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FileInfo(NamedTuple):
-    """What is known of a file without reading it.
+    """Facts about a file that need no read of it.
 
     `changed`: time of the last change, seconds since 1970. `identity`: differs if the content was
     replaced; compared only with other identities of the same path.
@@ -44,7 +44,7 @@ class NewFiles(NamedTuple):
 
 
 class Exclusion(Protocol):
-    """The exclusion of other writers by one that deletes or writes files, where it is possible.
+    """The exclusion of other writers by one that deletes or writes files, if it is possible.
 
     `holder` ends it at the end of its `with` statement. No interrupt can prevent this, not even a
     second one during the clean-up after the first::
@@ -149,7 +149,7 @@ class Folder(Protocol):
         """Return size and time of each file by path, without those that do not exist."""
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
-        """Return size and time of each file of another program by name, None for a missing one.
+        """Return size and time of each file of another program by name; None for a missing file.
 
         In a store, later reads of these names fail if the content was replaced since.
         """
@@ -192,8 +192,7 @@ class Folder(Protocol):
 
         `section`: 0 for the model, 1 for the optimizer, 2 for named states. `cuts`: the part of
         each tensor. `verify`: compare the bytes with their checksums. `mmap`: return read-only
-        views of the files where this is possible. `progress`: called with numbers of bytes that
-        were read.
+        views of the files if possible. `progress`: called with numbers of bytes that were read.
         """
 
     def load_into(
@@ -259,7 +258,7 @@ class Folder(Protocol):
     def new_files(
         self, progress: Callable[[int], object] | None
     ) -> AbstractContextManager[NewFiles]:
-        """Return the context in which a save writes its new files; see `NewFiles`.
+        """Return the context for a save's new files; see `NewFiles`.
 
         When it ends without an error, they are complete in the folder. `progress` is called with 0
         during uploads, and may raise to stop.
@@ -274,7 +273,7 @@ class Folder(Protocol):
     def remove(self, paths: Iterable[str]) -> list[str]:
         """Delete the files at `paths`; return the paths of those that may have existed.
 
-        A missing file is no error.
+        Missing files are ignored.
         """
 
     def sync(self, part: str) -> None:

@@ -138,7 +138,7 @@ def load_units(
 def plan_units(call: LoadCall, staged: Collection[str], part_bytes: int) -> Iterator[Unit]:
     """Yield units of about `part_bytes` bytes: small tensors first, in the order of their files.
 
-    `staged`: keys of tensors that must be read at once, whatever their size.
+    `staged`: keys of tensors that must be read at once, also if they are large.
     """
     step = max(_SPAN, part_bytes - part_bytes % _SPAN)
     small: list[tuple[list[Range], int]] = []

@@ -172,7 +172,7 @@ def set_files(names: Collection[str], root: str) -> tuple[list[str], list[str]]:
     # The `*` of the root is one character, so a number has `len(name) - len(root) + 1` digits.
     width = min(len(name) - len(root) + 1 for name in numbers.values())
     counted = re.match(r"-of-(\d+)", after)
-    # Sets whose names contain their size count from 1; those of Mistral (`consolidated.00`) from 0.
+    # Sets whose names contain their size count from 1; Mistral's (`consolidated.00`) from 0.
     first = 1 if counted else 0
     last = int(counted[1]) if counted else max(numbers)
     if max(numbers) > last or min(numbers) < first or last > _MOST_FILES:

@@ -242,7 +242,7 @@ class WriterLock:
             change_mode(number, limited)
 
     def _is_current(self, descriptor: _core.Descriptor) -> bool:
-        """Return whether the open file is still the lock file: another writer may have replaced it."""
+        """Return whether the open file is still the lock file: another writer may replace it."""
         try:
             current = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
@@ -250,7 +250,7 @@ class WriterLock:
         return os.path.samestat(current, os.fstat(descriptor.fileno()))
 
     def _text(self, descriptor: _core.Descriptor) -> dict[str, Any]:
-        """Return the JSON object in the lock file: the owner and its generation; {} if it has none."""
+        """Return the JSON object in the lock file: owner and generation; {} if it has none."""
         import json
 
         # a writer killed before ftruncate leaves the end of a longer text after the first line
