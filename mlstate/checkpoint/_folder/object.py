@@ -223,7 +223,7 @@ class ObjectFolder:
     # ---- writing objects ----
 
     def claim(self, timeout: float | None = None) -> RootClaim:
-        """Return a writer's claim; `timeout` is unused, because a store has no locks to wait for."""
+        """Return a writer's claim; `timeout` is unused, because a store has no locks."""
         from .._remote.root_claim import RootClaim
 
         return RootClaim(self.store, MANIFEST)
@@ -339,7 +339,10 @@ class ObjectFolder:
 
     @contextmanager
     def header_files(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield a local folder with sparse copies of the safetensors objects `names`: headers only."""
+        """Yield a local folder with sparse copies of safetensors objects, which have only headers.
+
+        `names`: of the objects.
+        """
         with self._scratch() as local:
             self._run_tasks([partial(self._copy_header, local, name) for name in names])
             yield local

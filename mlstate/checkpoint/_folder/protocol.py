@@ -107,7 +107,7 @@ class Folder(Protocol):
         """Name of the only file that the caller's path names, to be read only; else empty."""
 
     def require_local(self, action: str, remedy: str) -> None:
-        """Raise ValueError if `action` is not possible here."""
+        """Raise ValueError with the text `remedy` if `action` needs local files, unlike these."""
 
     def is_same(self, other: Folder) -> bool:
         """Return whether both are one folder."""
@@ -137,7 +137,7 @@ class Folder(Protocol):
         """
 
     def list_links(self, parts: Iterable[str]) -> list[str]:
-        """Return those subfolders in `parts` that are links: their files may be another folder's."""
+        """Return those subfolders in `parts` that are links: their files are another folder's."""
 
     def exists(self, path: str) -> bool:
         """Return whether a file exists, even as a broken link."""
