@@ -514,14 +514,23 @@ class Follower:
 def _ways(
     versions: tuple[Version, ...], current: Version | None
 ) -> Iterator[tuple[bool, tuple[Version, ...]]]:
-    """Return the ways to the last version: by deltas alone, or from an anchor, the newest first."""
+    """Return the ways to the last version: by deltas alone, or from an anchor, the newest first.
+
+    Successive versions have successive sequences: otherwise a delta is missing, which the checksum
+    of a part that was not published does not reveal.
+    """
     ways = []
     if current in versions:
         ways.append((False, versions[versions.index(current) + 1 :]))
     anchors = [number for number, version in enumerate(versions) if version.has_model]
     ways += [(True, versions[number:]) for number in reversed(anchors)]
     for is_anchor, way in ways:
-        if all(version.has_delta for version in way[is_anchor:]):
+        deltas = way[is_anchor:]
+        end = versions[-1].sequence + 1
+        sequences = [version.sequence for version in deltas]
+        before = way[0] if is_anchor else current
+        is_complete = before is not None and sequences == list(range(before.sequence + 1, end))
+        if is_complete and all(version.has_delta for version in deltas):
             yield is_anchor, way
 
 

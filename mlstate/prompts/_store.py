@@ -244,7 +244,7 @@ class PromptStore:
         stored, length = match._stored, match.length
         target = open_target(into, stored, length, self._spec, device, self._model_type)
         try:
-            position = self._read(match, target) if match._stored is not None else 0
+            position = self._read(match, target) if stored is not None else 0
         except BaseException:
             target.abandon()
             raise

@@ -25,7 +25,10 @@ _READERS = (
 
 
 def add_no_callbacks() -> list[object]:
-    """Name `mlstate convert` in Lightning's errors; return no callback."""
+    """Name `mlstate convert` in Lightning's errors; return an empty list of callbacks.
+
+    Lightning expects the callbacks to add from this entry point.
+    """
     name_conversion_in_errors()
     return []
 
