@@ -102,6 +102,9 @@ def new_snapshot(
 def check_writable(entry: CacheEntry, array: Any) -> None:
     """Raise unless `restore` can overwrite all elements of an entry's array."""
     if is_torch(array):
+        if array.device.type == "meta":
+            text = "a meta tensor has no data to restore"
+            raise entry_error(entry.name, text, "data", "meta")
         kind, is_readonly = "tensor", False
     else:
         kind, is_readonly = "array", not array.flags.writeable

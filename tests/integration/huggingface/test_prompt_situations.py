@@ -21,6 +21,7 @@ from cache_models import (  # noqa: E402
 from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 
 from mlstate.errors import CompatibilityError  # noqa: E402
+from mlstate.integrations.transformers import from_cache  # noqa: E402
 from mlstate.prompts import PromptStore, fingerprint  # noqa: E402
 
 TOKENS = prompt(90)
@@ -104,6 +105,10 @@ def test_tensors_without_data_are_refused(store):
         cache.update(*torch.zeros(2, 1, 2, 40, 8, device="meta"), layer)
     with pytest.raises(CompatibilityError, match=r"0\.keys: a meta tensor has no data"):
         store.put(TOKENS[:, :40], cache)
+    state = from_cache(cache)
+    store.put(TOKENS[:, :40], filled(shared_model("llama"), 40, DynamicCache()))
+    with store.match(TOKENS) as match, pytest.raises(CompatibilityError, match=r"0\.keys: a meta"):
+        store.restore(match, into=state)
 
 
 def test_a_cross_attention_needs_the_digest_of_its_input(tmp_path):
