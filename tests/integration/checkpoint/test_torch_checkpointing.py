@@ -179,6 +179,20 @@ def test_different_values_of_ranks_are_refused_or_left_out(tmp_path, values):
         assert mlstate.load(tmp_path / choice[1]).model["w"].tolist() == [1]
 
 
+def test_equal_values_of_ranks_are_read_once(tmp_path):
+    values = {"expanded": torch.ones(1).expand(3), "column": torch.arange(6).reshape(3, 2)[:, 1]}
+    values |= {"nan": torch.tensor(float("nan")), "bits": torch.ones(2).to(torch.float8_e5m2)}
+    folder = write_entries(tmp_path / "c", model=values)
+    torch.save(values, folder / "model_1.pt")
+    loaded = mlstate.load(folder).model
+    assert {name: array.tolist() for name, array in loaded.items() if name != "nan"} == {
+        "expanded": [1, 1, 1],
+        "column": [1, 3, 5],
+        "bits": [1, 1],
+    }
+    assert np.isnan(loaded["nan"])
+
+
 def test_all_entries_of_a_folder_are_read(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())

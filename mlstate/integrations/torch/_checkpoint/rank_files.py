@@ -94,7 +94,8 @@ def _is_equal(first: Any, second: Any) -> bool:
         import torch
 
         facts = [(each.dtype, each.shape) for each in (first, second)]
-        flat = (each.detach().reshape(-1).view(torch.uint8) for each in (first, second))
+        whole = (each.detach().contiguous() for each in (first, second))  # not expanded
+        flat = (each.reshape(-1).view(torch.uint8) for each in whole)
         return facts[0] == facts[1] and torch.equal(*flat)
     if isinstance(first, (np.ndarray, np.generic)):
         first, second = ((each.dtype, each.shape, each.tobytes()) for each in (first, second))
