@@ -52,10 +52,16 @@ def config_facts(model: Any) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def model_type_of(config: dict[str, Any]) -> str | None:
-    """Return the model type of a config, or None."""
+def model_type_of(config: dict[str, Any], chosen: str | None) -> str | None:
+    """Return the model type of a config, or the one that the user has `chosen`, if any.
+
+    Raises ValueError if both are known, and have states in other layouts.
+    """
     kind = config.get("model_type")
-    return kind if isinstance(kind, str) else None
+    kind = kind if isinstance(kind, str) else None
+    if chosen in _SLOTS and kind in _SLOTS and _SLOTS[chosen] != _SLOTS[kind]:
+        raise ValueError(f"model_type is {chosen!r}, and the config of the model has {kind!r}")
+    return kind if chosen is None else chosen
 
 
 def warn_of_rope(config: dict[str, Any], path: str) -> None:
@@ -74,11 +80,18 @@ def check_states(entries: Iterable[CacheEntry], *, is_mlx: bool, model_type: str
     """Raise if an engine cannot take the states of another one."""
     foreign = ("conv_states", "recurrent_states") if is_mlx else ("states",)
     for entry in entries:
-        if entry.role in foreign and not (is_mlx and model_type in _SLOTS):
-            text = f"{entry.name}: another engine stored this state, and its layout in this one is "
-            text += f"known for the model types {', '.join(_SLOTS)} only, not {model_type!r}: pass "
-            text += "model_type=, also to the store of the other engine, or another model="
-            raise incompatible(text, entry.name, ", ".join(_SLOTS), model_type)
+        is_known = model_type in _SLOTS
+        if entry.role not in foreign or (is_mlx and is_known):
+            continue
+        if is_known:
+            text = f"mlx-lm stored this state without model_type={model_type!r}: pass another "
+            text += "model=, or prefill the prompt again in a new store"
+        else:
+            text = "another engine stored this state, and its layout in this one is known for the "
+            text += f"model types {', '.join(_SLOTS)} only, not {model_type!r}: pass model_type=, "
+            text += "also to the store of the other engine, or another model="
+        text = f"{entry.name}: {text}"
+        raise incompatible(text, entry.name, ", ".join(_SLOTS), model_type)
 
 
 def from_mlx(state: CacheState, model_type: str | None) -> CacheState:

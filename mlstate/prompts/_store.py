@@ -136,7 +136,7 @@ class PromptStore:
         if not isinstance(model_type, str | None):
             raise TypeError(f"model_type must be a str, got {type(model_type).__name__}")
         config = config_facts(model)
-        self._model_type = model_type_of(config) if model_type is None else model_type
+        self._model_type = model_type_of(config, model_type)
         self._needs_salt = not salt and not is_fingerprint(model)
         self._label = model if isinstance(model, str) else _label_of(model)
         text = fingerprint(model, adapters=adapters, hash_weights=hash_weights, salt=salt)

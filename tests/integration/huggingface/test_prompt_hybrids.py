@@ -229,6 +229,12 @@ def test_states_of_an_unknown_layout_are_refused(pair, name, tmp_path):
         ):
             store.restore(match, into=empty)
         assert empty.get_seq_length() == 0
+    with (
+        store_at(tmp_path / "mlx", model_type=name) as store,
+        store.match(TOKENS) as match,
+        pytest.raises(CompatibilityError, match=r"states\.0: mlx-lm stored .* without model_type="),
+    ):
+        store.restore(match, into=empty)
 
 
 @pytest.mark.parametrize("dtype", ["float32"])
@@ -245,3 +251,5 @@ def test_the_folder_of_a_model_names_its_states(pair, name, tmp_path, caplog):
     assert not caplog.records
     with pytest.raises(TypeError, match="model_type must be a str, got int"):
         store_at(tmp_path, model_type=3)
+    with pytest.raises(ValueError, match=r"model_type is 'mamba2', and the config .* 'lfm2'"):
+        PromptStore(tmp_path / "store", model=tmp_path / "model", model_type="mamba2")
