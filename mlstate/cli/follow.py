@@ -26,7 +26,7 @@ from ._common import Commands, add_command
 
 __all__ = ["add"]
 
-# Folders that huggingface_hub makes beside the files that it has downloaded.
+# Folders in which huggingface_hub records its downloads.
 _CACHES = (".cache", ".huggingface")
 
 
