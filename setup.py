@@ -8,8 +8,10 @@ Environment variables, all unset in a release build:
 import os
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,6 +84,15 @@ def check_compiler(compiler):
     command = compiler.compiler_so[0]
     if shutil.which(command) is None:
         sys.exit(f"mlstate needs a C compiler; {command} was not found: {remedy} or set CC")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "empty.c")
+        source.write_text("int main(void) { return 0; }\n")
+        call = [*compiler.compiler_so, "-std=c11", "-c", source, "-o", source.with_suffix(".o")]
+        trial = subprocess.run(call, capture_output=True, text=True, check=False)
+    if trial.returncode:
+        reason = "".join(trial.stderr.strip().splitlines()[:1])
+        text = f"mlstate needs a C11 compiler; {command} cannot compile an empty program"
+        sys.exit(f"{text}{reason and f' ({reason})'}: {remedy} or set CC")
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         sys.exit(f"mlstate needs the headers of Python; {headers} has no Python.h: {remedy}")

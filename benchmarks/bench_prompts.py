@@ -1,7 +1,7 @@
-"""The log of prompt stores, compared with raw files.
+"""The log of prompt stores, compared with raw files, safetensors and mlx-lm.
 
 ``python benchmarks/bench_prompts.py [--quick] [--json] [--only PART]``; the files are in the folder
-for temporary files (TMPDIR).
+for temporary files (TMPDIR). Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from harness import Candidate, Report, Row, measure, option_parser
+from harness import Candidate, Report, Row, measure, met, option_parser, show
+from prompt_peers import MlxCache, RawFile, Safetensors
 
 import mlstate
 from mlstate._core import PromptLog
@@ -31,17 +33,40 @@ CHAIN = 1_000  # blocks of each stored prompt
 FINGERPRINT = b"benchmark"
 
 
-class Appender:
-    """A store to which blocks of a new prompt are appended, and a raw file."""
+class Aims:
+    """The aims of all parts, and the figures that were measured."""
 
-    def __init__(self, folder: Path, log: PromptLog) -> None:
-        random = np.random.default_rng(1)
-        self.parts = [random.standard_normal(PART, np.float32).astype(np.float16)] * PARTS
-        self.parts = [part.copy() for part in self.parts]
-        self.log = log
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, float, float, str]] = []
+
+    def add(self, name: str, figure: float, at_most: float, unit: str = "") -> None:
+        """Note one figure."""
+        self.rows.append((name, figure, at_most, unit))
+
+    def judge(self, report: Report) -> None:
+        """Print all of them."""
+        report.log("\naim")
+        report.judge(
+            [
+                f"{name:<56}{'at most ' + format(at_most, 'g') + unit:>16}"
+                f"{show(figure) + unit:>12}  {met(figure <= at_most)}"
+                for name, figure, at_most, unit in self.rows
+            ]
+        )
+
+
+def make_parts() -> list[np.ndarray]:
+    """Return the keys and values of 256 tokens."""
+    part = np.random.default_rng(1).standard_normal(PART, np.float32).astype(np.float16)
+    return [part.copy() for _ in range(PARTS)]
+
+
+class Appender:
+    """Appends blocks of a new prompt to a store."""
+
+    def __init__(self, log: PromptLog, parts: list[np.ndarray]) -> None:
+        self.log, self.parts = log, parts
         self.tokens = 0
-        self.raw = os.open(folder / "raw", os.O_RDWR | os.O_CREAT, 0o666)
-        self.raw_end = 0
 
     def append(self) -> None:
         """Store one block of a prompt that no other block begins with."""
@@ -49,14 +74,6 @@ class Appender:
         tokens = np.full(BLOCK, self.tokens, np.uint32)
         done = self.log.put(FINGERPRINT, tokens, BLOCK, [(0, BLOCK, b"", self.parts)], None, 60.0)
         assert done == [1]
-
-    def append_raw(self) -> None:
-        """Write the same bytes with one system call, and sync."""
-        end = self.raw_end
-        for start in range(0, PARTS, 2):
-            end += os.pwritev(self.raw, self.parts[start : start + 2], end)
-        os.fdatasync(self.raw)
-        self.raw_end = end
 
 
 def fill(log: PromptLog, count: int) -> np.ndarray:
@@ -70,41 +87,43 @@ def fill(log: PromptLog, count: int) -> np.ndarray:
     return tokens
 
 
-def appending(report: Report, folder: Path, repeats: int) -> None:
+def appending(report: Report, aims: Aims, folder: Path, repeats: int) -> None:
     """Time an append to an empty store and to one with many blocks."""
-    empty = Appender(folder, PromptLog(folder / "empty", True))
-    full = Appender(folder, PromptLog(folder / "full", True))
+    parts = make_parts()
+    raw = RawFile(folder, parts)
+    empty = Appender(PromptLog(folder / "empty", True), parts)
+    full = Appender(PromptLog(folder / "full", True), parts)
     fill(full.log, STORED)
     candidates = [
-        Candidate("raw append + fdatasync", empty.append_raw, limit=True),
+        Candidate("raw append + fdatasync", raw.append, limit=True),
         Candidate("put", empty.append),
         Candidate(f"put, {STORED:,} blocks stored", full.append),
     ]
+    if find_spec("safetensors"):
+        candidates.append(
+            Candidate("safetensors save_file + fsync", Safetensors(folder, parts).append)
+        )
+    if find_spec("mlx_lm"):
+        saved = MlxCache(folder, parts, 1)
+        candidates.append(Candidate("mlx-lm save_prompt_cache + fsync", saved.save))
     rows = measure(candidates, repeats)
-    report.table("append 256 tokens: 28 MiB", rows, note="at most 1.25 of the limit")
+    report.table("append 256 tokens: 28 MiB", rows)
+    for row in rows[1:3]:
+        aims.add(f"{row.name}, times a raw append", row.limit_ratio or 0, 1.25)
 
 
-def read_raw(file: int, offset: int, targets: list[np.ndarray]) -> None:
-    """Read the payload of all blocks, in the steps that the system likes."""
-    for target in targets:
-        view = memoryview(target).cast("B")
-        done = 0
-        while done < len(view):
-            done += os.preadv(file, [view[done : done + (1 << 20)]], offset + done)
-        offset += done
+Restore = Callable[[int], None]
 
 
-def stored_prompt(folder: Path) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Store 2,048 tokens; return functions that restore them, and read the raw bytes."""
-    appender = Appender(folder, PromptLog(folder / "restored", True))
+def stored_prompt(folder: Path, parts: list[np.ndarray]) -> Restore:
+    """Store 2,048 tokens; return a function that restores them."""
+    log = PromptLog(folder / "restored", True)
     tokens = np.arange(BLOCKS * BLOCK, dtype=np.uint32)
     for block in range(BLOCKS):
-        records = [(0, (block + 1) * BLOCK, b"", appender.parts)]
-        appender.log.put(FINGERPRINT, tokens, BLOCK, records, None, 60.0)
-        appender.append_raw()
+        records = [(0, (block + 1) * BLOCK, b"", parts)]
+        log.put(FINGERPRINT, tokens, BLOCK, records, None, 60.0)
     cache = [np.ones((8, 2 * BLOCKS * BLOCK, 128), np.float16) for _ in range(PARTS)]
-    flat = [np.ones(8 * BLOCKS * BLOCK * 128, np.float16) for _ in range(PARTS)]
-    match = appender.log.match(FINGERPRINT, tokens, BLOCK)
+    match = log.match(FINGERPRINT, tokens, BLOCK)
     requests = [
         (block, part, cache[part][:, block * BLOCK : (block + 1) * BLOCK])
         for block in range(BLOCKS)
@@ -115,57 +134,84 @@ def stored_prompt(folder: Path) -> tuple[Callable[[int], None], Callable[[], Non
         mlstate.set_num_threads(threads)
         assert match.read(requests) == []
 
-    return restore, partial(read_raw, appender.raw, 0, flat)
+    return restore
 
 
-def restoring(report: Report, folder: Path, repeats: int) -> None:
+def restoring(report: Report, aims: Aims, folder: Path, repeats: int) -> None:
     """Time the restore of 2,048 tokens into existing arrays."""
-    restore, read = stored_prompt(folder)
+    parts = make_parts()
+    restore = stored_prompt(folder, parts)
+    raw = RawFile(folder, parts)
+    flat = [np.ones(8 * BLOCKS * BLOCK * 128, np.float16) for _ in range(PARTS)]
     candidates = [
-        Candidate("pread, 1 thread", read, limit=True),
+        Candidate("pread, 1 thread", partial(raw.read, flat), limit=True),
         Candidate("read, verified, 1 thread", partial(restore, 1)),
         Candidate("read, verified, 2 threads", partial(restore, 2)),
+        Candidate("pread, 2 threads", partial(raw.read_in_threads, flat)),
     ]
+    peers = [raw]
+    if find_spec("safetensors"):
+        files = Safetensors(folder, parts)
+        peers.append(files)
+        cache = [np.ones((8, 2 * BLOCKS * BLOCK, 128), np.float16) for _ in range(PARTS)]
+        call = partial(files.read, cache, BLOCKS)
+        candidates.append(Candidate("safetensors load_file, and a copy to the cache", call))
+    if find_spec("mlx_lm"):
+        saved = MlxCache(folder, parts, BLOCKS)
+        saved.save()
+        candidates.append(Candidate("mlx-lm load_prompt_cache, to new arrays", saved.load))
+    for peer in peers:
+        for _ in range(BLOCKS):
+            peer.append()
     rows = measure(candidates, repeats)
-    report.table(
-        "restore 2,048 tokens: 224 MiB, warm", rows, note="1 thread at most 1.5, 2 at most 1.3"
-    )
+    report.table("restore 2,048 tokens: 224 MiB, warm", rows)
+    for row, at_most in zip(rows[1:3], (1.5, 1.3), strict=True):
+        aims.add(f"{row.name}, times pread on 1 thread", row.limit_ratio or 0, at_most)
 
 
-def looking_up(report: Report, folder: Path, repeats: int) -> None:
+def looking_up(report: Report, aims: Aims, folder: Path, repeats: int) -> None:
     """Time a match among many blocks, and the opening of their store."""
     log = PromptLog(folder / "looked-up", True)
     tokens = fill(log, STORED)[: BLOCKS * BLOCK]
     assert log.match(FINGERPRINT, tokens, BLOCK).length == len(tokens)
     log.close()
-    stats = PromptLog(folder / "looked-up", False).stats()
     log = PromptLog(folder / "looked-up", False)
-    candidates = [
-        Candidate("match 2,048 tokens", partial(log.match, FINGERPRINT, tokens, BLOCK), at_most=50)
-    ]
-    title = f"{STORED:,} blocks stored, {stats['memory_bytes'] / STORED:.0f} bytes a block"
-    report.table(title, measure(candidates, 20 * repeats, unit=1e-3), unit="us")
-    opening = Candidate("open", partial(PromptLog, folder / "looked-up", False), at_most=50)
-    report.table("open the same store", measure([opening], repeats))
+    match = Candidate("match 2,048 tokens", partial(log.match, FINGERPRINT, tokens, BLOCK))
+    (matching,) = measure([match], 20 * repeats, unit=1e-3)
+    match.name += ", processor time"
+    rows = measure([match], 20 * repeats, unit=1e-3, clock=time.thread_time_ns)
+    report.table(f"{STORED:,} blocks stored", [matching, *rows], unit="us")
+    opening = Candidate("open", partial(PromptLog, folder / "looked-up", False))
+    scanning = Candidate(
+        "open without its index file",
+        partial(PromptLog, folder / "looked-up", False),
+        partial((folder / "looked-up" / "index").unlink, missing_ok=True),
+    )
+    rows = measure([opening], repeats)
+    rows += measure([scanning], min(repeats, 5))
+    report.table("open the same store", rows)
+    aims.add("match of 2,048 tokens", matching.median, 50, " us")
+    aims.add(f"open, {STORED:,} blocks", rows[0].median, 50, " ms")
+    aims.add("index in memory, a block", log.stats()["memory_bytes"] / STORED, 100, " B")
 
 
 def write_beside(folder: Path, ours: bool) -> None:
     """Append blocks until this process is terminated."""
     folder.mkdir()
-    appender = Appender(folder, PromptLog(folder / "log", True))
-    while True:
-        (appender.append if ours else appender.append_raw)()
-        if appender.tokens * len(appender.parts) * appender.parts[0].nbytes > 2 << 30:
+    parts = make_parts()
+    appender = Appender(PromptLog(folder / "log", True), parts)
+    raw = RawFile(folder, parts)
+    for turn in range(1 << 30):
+        (appender if ours else raw).append()
+        if turn % 73 == 72:  # 2 GiB
             appender.log.prune(0, 60.0)
-            appender.tokens = 0
-        if appender.raw_end > 2 << 30:
-            os.ftruncate(appender.raw, 0)
-            appender.raw_end = 0
+            os.ftruncate(raw.file, 0)
+            raw.end = 0
 
 
-def beside_a_writer(report: Report, folder: Path, repeats: int) -> None:
+def beside_a_writer(report: Report, aims: Aims, folder: Path, repeats: int) -> None:
     """Time a restore while another process appends: our writer, and a raw one, in turns."""
-    restore, _ = stored_prompt(folder)
+    restore = stored_prompt(folder, make_parts())
     rows: dict[str, Row] = {}
     for turn in range(6):
         name = "beside our writer" if turn % 2 else "beside a raw writer"
@@ -182,11 +228,12 @@ def beside_a_writer(report: Report, folder: Path, repeats: int) -> None:
         writer.join()
         shutil.rmtree(place)
         rows.setdefault(name, Row(name, [])).values.extend(row.values)
-    title = "restore 224 MiB while another process appends"
-    report.table(title, list(rows.values()), note="our writer at most 1.1 of a raw one")
+    report.table("restore 224 MiB while another process appends", list(rows.values()))
+    raw, ours = rows.values()
+    aims.add("restore beside our writer, times beside a raw one", ours.median / raw.median, 1.1)
 
 
-PARTS_OF_REPORT: dict[str, Callable[[Report, Path, int], None]] = {
+PARTS_OF_REPORT: dict[str, Callable[[Report, Aims, Path, int], None]] = {
     "append": appending,
     "restore": restoring,
     "match": looking_up,
@@ -199,10 +246,12 @@ def main() -> None:
     parser = option_parser(__doc__, "3 repeats instead of 15", PARTS_OF_REPORT)
     options = parser.parse_args()
     report = Report("mlstate: prompt store", options.json, "prompts" if options.store else None)
+    aims = Aims()
     for name, part in PARTS_OF_REPORT.items():
         if options.only in (None, name):
             with tempfile.TemporaryDirectory() as folder:
-                part(report, Path(folder), 3 if options.quick else 15)
+                part(report, aims, Path(folder), 3 if options.quick else 15)
+    aims.judge(report)
     report.close()
 
 

@@ -1,8 +1,8 @@
 """Sphinx settings of the documentation; `make docs` builds it.
 
 Pages are Markdown (MyST).  The reference, docs/api/, is written here at each build from
-the `__all__` of every public module, so a new public name needs no entry elsewhere; beside it are
-copies of the notebooks, and the index of error messages.
+the `__all__` of every public module, so a new public name needs no entry elsewhere.  The folder
+also has copies of the notebooks, and the index of error messages.
 """
 
 import ast
@@ -46,6 +46,7 @@ toc_object_entries_show_parents = "hide"
 html_title = f"mlstate {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "_static" / "search_scorer.js")
 html_show_sourcelink = False
 html_copy_source = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -92,6 +93,14 @@ ENTRY = """\
 """
 
 
+# The module that a page is about, for names that several modules have.
+SUBJECTS = {
+    "coreai": "mlstate.coreai",
+    "coreml": "mlstate.coreml",
+    "mlx_caches": "mlstate.integrations.mlx",
+    "start_coreml": "mlstate.coreml",
+    "transformers_caches": "mlstate.integrations.transformers",
+}
 ALIASES = {}  # from a name such as `mlstate.save` to the module that documents it
 
 
@@ -195,8 +204,13 @@ class LinkPublicNames(SphinxPostTransform):
             method = name[1].rpartition(".")[2]  # `manager.save_async` names a method too
             names = self.config.public_names
             places = names.get(name[1]) or names.get(method if "_" in method else "", ())
+            if len(places) > 1 and "." not in name[1]:  # functions and classes before methods
+                places = {place for place in places if not place[2]}
+            if len(places) > 1:
+                home = SUBJECTS.get(self.env.docname, "")
+                places = {place for place in places if place[0] == f"api/{home}"}
             if len(places) == 1:
-                [(page, anchor)] = places
+                [(page, anchor, _)] = places
                 folder = self.app.builder.get_relative_uri(self.env.docname, page)
                 link = nodes.reference("", "", internal=True, refuri=f"{folder}#{anchor}")
                 literal.replace_self(link)
@@ -211,16 +225,16 @@ def collect_public_names(app, env):
             continue
         parts = full.split(".")[1:]
         is_member = entry.objtype in ("method", "attribute", "property")
-        # A method needs its class, unless its name says enough.
+        # A method needs its class, unless its name has several words.
         last = len(parts) - (1 + is_member * ("_" not in parts[-1]))
         for start in range(last + 1):
             places = names.setdefault(".".join(parts[start:]), set())
-            places.add((entry.docname, entry.node_id))
+            places.add((entry.docname, entry.node_id, is_member))
     app.config.public_names = names
 
 
 def write_pages():
-    """Write the generated pages beside the reference: error messages and notebooks."""
+    """Write the other generated pages: error messages and notebooks."""
     write_error_index(HERE.parent, HERE / "api" / "error_messages.md")
     for notebook in (HERE.parent / "examples").glob("*.ipynb"):
         shutil.copy(notebook, HERE / "api" / notebook.name)

@@ -1,4 +1,4 @@
-"""Write the page of error messages: those of the sources, with the page that explains each."""
+"""Write the page of error messages: each text of the sources, and the page that explains it."""
 
 import ast
 import re

@@ -7,7 +7,7 @@ set -euo pipefail
 python=$1
 if [ "$2" = store ]; then
     MLSTATE_FAULTS=all exec "$python" -m pytest -q --timeout 3600 \
-        tests/remote/test_store_faults.py ${PYTEST_ARGS:-}
+        tests/remote/test_store_faults.py tests/remote/test_follow_faults.py ${PYTEST_ARGS:-}
 fi
 [ "$(uname -s)" = Linux ] ||
     { echo "faults: needs Linux: the faults come from a preloaded library" >&2; exit 1; }

@@ -875,7 +875,7 @@ def _load_step(
     path: str | os.PathLike[str],
     step: int | str | None,
     monitor: str | None,
-    mode: str,
+    mode: str | None,
     options: LoadOptions,
 ) -> LoadedState:
     """Load a step, as `load` describes it; all `options` are present."""

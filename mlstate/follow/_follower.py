@@ -72,8 +72,7 @@ class _Change(NamedTuple):
 
     part: Part
     array: Any
-    model: Any  # new elements from an anchor, or None
-    steps: list[list[Change]]  # then the published changes of successive versions
+    steps: list[list[Change]]  # the published changes of successive versions
     final: list[Change]  # of the last version
 
 
@@ -89,7 +88,8 @@ class Follower:
         `layout` and `rank`, by a `Shard`, or by a module that is sharded itself. The arrays are
         looked up at each call, so a module may be moved to another device.
     layout, rank, world_size : optional
-        Part of the arrays that are not a `Shard`, as for `mlstate.load`.
+        Part of the arrays that are not a `Shard`, as for `mlstate.load`: tensors without the
+        axis stay whole.
     double_buffer : bool, default False
         Write each version into new arrays and leave `into` unchanged. `state` then serves readers
         that run at the same time as `advance`.
@@ -104,7 +104,9 @@ class Follower:
     TypeError, ValueError
         An argument is wrong.
     CompatibilityError
-        An array is byte-swapped, or `into` gives copies of its tensors.
+        An array cannot be changed in place: it is byte-swapped, read-only, sparse, a broadcast
+        view or a copy of a module's tensor, or has an unsupported dtype. Later calls check this
+        too. With `double_buffer` arrays may be read-only.
 
     Notes
     -----
@@ -230,8 +232,9 @@ class Follower:
         Warns
         -----
         CheckpointWarning
-            Deltas could not be used, and the arrays were loaded from an anchor; or the lineage is
-            another one, because the trainer fell back or was started again.
+            Deltas could not be used, or an array of `into` was replaced by other elements, and the
+            arrays were loaded from an anchor; or the lineage is another one, because the trainer
+            fell back or was started again.
 
         Notes
         -----
@@ -426,12 +429,11 @@ class Follower:
                 change = _Change(
                     part,
                     arrays[name],
-                    anchor.pop(name, None),
                     [changes[name] for changes in steps],
                     published[-1][name],
                 )
                 is_checked = name in sharing or self._checks(number, versions[-1])
-                after = _apply_change(name, change, log, check=is_checked)
+                after = _apply_change(name, change, anchor.pop(name, None), log, check=is_checked)
                 if after is not None:
                     checksums[name] = after
             for name in sharing:
@@ -493,7 +495,8 @@ class Follower:
                 target, shape = target._replace(array=None), tuple(array.shape)
             _require_equal(name, "dtype", source.dtype, target.dtype)
             _require_equal(name, "shape of the tensor", source.shape, target.shape)
-            _require_equal(name, "shape", shape, tuple(array.shape))
+            part = f" of this rank's part of {source.shape}" if target.layout.steps else ""
+            _require_equal(name, f"shape{part}", shape, tuple(array.shape))
             parts[name] = target
         return parts
 
@@ -511,14 +514,23 @@ class Follower:
 def _ways(
     versions: tuple[Version, ...], current: Version | None
 ) -> Iterator[tuple[bool, tuple[Version, ...]]]:
-    """Return the ways to the last version: by deltas alone, or from an anchor, the newest first."""
+    """Return the ways to the last version: by deltas alone, or from an anchor, the newest first.
+
+    Successive versions have successive sequences: otherwise a delta is missing, which the checksum
+    of a part that was not published does not reveal.
+    """
     ways = []
     if current in versions:
         ways.append((False, versions[versions.index(current) + 1 :]))
     anchors = [number for number, version in enumerate(versions) if version.has_model]
     ways += [(True, versions[number:]) for number in reversed(anchors)]
     for is_anchor, way in ways:
-        if all(version.has_delta for version in way[is_anchor:]):
+        deltas = way[is_anchor:]
+        end = versions[-1].sequence + 1
+        sequences = [version.sequence for version in deltas]
+        before = way[0] if is_anchor else current
+        is_complete = before is not None and sequences == list(range(before.sequence + 1, end))
+        if is_complete and all(version.has_delta for version in deltas):
             yield is_anchor, way
 
 
@@ -559,29 +571,39 @@ def _places(part: Part, published: list[Change]) -> list[int]:
     return [number for number, each in enumerate(published) if part.has_place_of(each.part)]
 
 
-def _apply_change(name: str, change: _Change, log: UndoLog, *, check: bool) -> int | None:
-    """Change one array; return its checksum, or None if it is not known."""
-    part, array, model, steps, final = change
+def _apply_change(
+    name: str, change: _Change, model: Any, log: UndoLog, *, check: bool
+) -> int | None:
+    """Change one array; return its checksum, or None if it is not known.
+
+    `model`: its elements from an anchor, before the changes; None without an anchor.
+    """
+    part, array, steps, final = change
     places = _places(part, final)
-    if model is not None:
-        apply_delta(array, compare_arrays(array, _like(model, array), checksum=False), log)
+    try:
+        if model is not None:
+            delta = compare_arrays(array, _like(model, array), checksum=False)
+            del model  # its memory is needed for the undo log
+            apply_delta(array, delta, log)
+            del delta
+        for number, published in enumerate(steps):
+            is_last = number == len(steps) - 1
+            if places:
+                source = published[places[0]].required_delta
+                apply_delta(array, source, log, check=check and is_last)
+                continue
+            for each in published:
+                apply_delta(array, _filtered(each, part), log)
+    except (FormatError, CompatibilityError) as error:
+        error.args = (f"{name!r}: {error}",)
+        error.name = name
+        raise
     if not places:
-        for published in steps:
-            for source in published:
-                apply_delta(array, _filtered(source, part), log)
         return checksum_of(array) if check else None
-    [place] = places
-    for number, published in enumerate(steps):
-        is_last = number == len(steps) - 1
-        try:
-            apply_delta(array, published[place].required_delta, log, check=check and is_last)
-        except (ChecksumError, CompatibilityError) as error:
-            error.args = (f"{name!r}: {error}",)
-            error.name = name
-            raise
+    crc32c = final[places[0]].crc32c
     if check and not steps:
-        _compare_checksum(name, array, final[place].crc32c)
-    return final[place].crc32c
+        _compare_checksum(name, array, crc32c)
+    return crc32c
 
 
 def _filtered(source: Change, target: Part) -> Delta:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _core
 from .._common.arguments import check_int
 from .._common.arrays import assign, copy_of, is_torch
 from .._common.backend import TensorBackend, backend_of
@@ -17,13 +20,14 @@ from .._common.store_error import store_error
 from .._sharding.layout import Shard
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._rank_messages import error_text, gather_bytes, pack_message, unpack_message
+from ..checkpoint._remote.parallel_tasks import run_tasks
 from ..checkpoint._replica_assignment import assign_replicas
-from ..checkpoint._save import SaveFolder, save
+from ..checkpoint._save import SaveFolder, is_on_device, save
 from ..checkpoint._store.checkpoint_files import root_path
 from ..checkpoint._store.manifest import parse
 from ..checkpoint._store.open_path import open_target
 from ..collectives._arguments import optional_group
-from ..errors import CollectiveError
+from ..errors import CollectiveError, FormatError
 from ._delta import checksum_of, compare_arrays, write_delta
 from ._version import (
     KEY,
@@ -40,14 +44,17 @@ from ._version import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from .._types import NDArray
+    from ..checkpoint._store.checkpoint_files import FolderContent
     from ..checkpoint._store.manifest import Manifest
     from ..collectives import ProcessGroup
 
 BASES = ("memory", "disk")
 _ALIGNED = 64  # start of an array in a file
+_LARGE = 8 << 20  # bytes that several threads compare
+_LOCK_SECONDS = 60.0  # until a command that prunes has ended
 _PAYS = 0.5  # a delta has at most this share of the model's bytes
 
 
@@ -87,7 +94,8 @@ class Publisher:
     Extra memory: one copy of this rank's parts, of a replicated tensor on one rank only. During
     `publish` also the changed elements. The optimizer is not involved.
 
-    Only one publisher may use a folder. If another one has published since, `publish` raises. A
+    Only one publisher may use a folder. If another one has published since, or does so during the
+    call, `publish` raises. It waits for up to a minute while a command deletes versions. A
     new publisher, as after a crash of the trainer, starts a new lineage with an anchor, and the
     versions of the old one are deleted.
 
@@ -122,7 +130,6 @@ class Publisher:
         if base not in BASES:
             raise ValueError(f"base must be 'memory' or 'disk', got {base!r}")
         self._files = open_target(path, storage_options)
-        self._storage_options = storage_options
         self._on_disk = base == "disk"
         group = optional_group(group)
         self._group = None if group is None or group.world_size == 1 else group
@@ -166,7 +173,7 @@ class Publisher:
         StoreError
             The operating system refused; the next call starts a new lineage. EEXIST: another
             publisher has published into the folder, its versions are gone, or it holds something
-            else; a new `Publisher` takes over.
+            else; a new `Publisher` takes over. EBUSY: another process is writing in it.
         TypeError, ValueError, CompatibilityError
             The model cannot be stored, see `mlstate.save`, or is of another library than NumPy
             and torch. `step`, `anchor_every` or `keep` differ between the ranks.
@@ -186,7 +193,7 @@ class Publisher:
         """
         step = check_int("step", step, 0, (1 << 63) - 1)
         base, self._base = self._base, None  # after an exception, a new lineage starts
-        values = self._own_values(model)
+        values, content = self._own_values(model)
         parts: dict[str, Part] = {}
         changes: dict[str, Change] = {}
         error: BaseException | None = None
@@ -206,13 +213,14 @@ class Publisher:
         if kind == "anchor":
             stored = {name: change._replace(delta=None) for name, change in changes.items()}
         saved = save(
-            SaveFolder(self.path, self._retain),
+            # the path of a URL opens the same store again
+            SaveFolder(self.path, self._retain, content=content),
             None if kind == "delta" else model,
             step=step,
             states={STATE: encode_changes(stored, self._rank)},
             metadata=metadata_of(lineage, kind, chain),
             group=self._group,
-            storage_options=self._storage_options,
+            lock_timeout=_LOCK_SECONDS,
         )
         self._has_published = True
         self._versions = (*chain, Version(saved.sequence, saved.generation, step, kind))
@@ -222,38 +230,66 @@ class Publisher:
 
     # ---- before the save ----
 
-    def _refuse_others(self) -> None:
+    def _refuse_others(self) -> FolderContent | None:
         """Raise StoreError (EEXIST) if the newest root is not a version of this publisher.
 
-        If it is another one than the last, as after a restored backup, a new lineage starts.
+        If it is another one than the last, as after a restored backup, a new lineage starts; also
+        if a killed writer left a root, because the sequences of a lineage follow each other.
+        Returns the content that the next version may replace.
         """
         if self._rank != 0:
-            return
-        manifest = self._files.content().manifest
+            return None
+        content = self._files.content(roots=False)
+        newest = self._newest(content.manifest)
         text = ""
-        if manifest is None:
+        if newest is None or content.manifest is None:
             text = "its versions are gone" if self._versions else ""
-        else:
-            newest = parse(manifest, self._files.join(MANIFEST))
+        if newest is not None and not text:
             if KEY not in newest.metadata:
                 text = "it holds a checkpoint that is not a published version"
             elif lineage_of(newest, self.path).name not in self._lineages:
                 text = "another publisher has published into it" if self._has_published else ""
-            elif self._versions and newest.generation != self._versions[-1].generation:
+            elif self._versions and (
+                newest.generation != self._versions[-1].generation or self._has_later_root(newest)
+            ):
                 self._versions = ()
         if text:
             exists = FileExistsError(errno.EEXIST, f"{text}; nothing is published")
             raise store_error(exists, "cannot publish", self.path)
+        return content
 
-    def _own_values(self, model: Any) -> dict[str, Any]:
+    def _has_later_root(self, newest: Manifest) -> bool:
+        return any(root.sequence > newest.sequence for root in self._files.list_roots())
+
+    def _newest(self, data: bytes | None) -> Manifest | None:
+        """Return the root in `data`, or if it is damaged or missing, the newest root of a step."""
+        if data is not None:
+            path = self._files.join(MANIFEST)
+            try:
+                return parse(data, path)
+            except FormatError:
+                try:
+                    _core.json_checksum_check(data, path)
+                except FormatError:
+                    pass  # damaged: `save` warns and replaces it
+                else:
+                    raise  # of a newer format
+        for root in reversed(self._files.list_roots()):
+            with suppress(FormatError, FileNotFoundError):
+                return self._files.read_manifest(root.path)
+        return None
+
+    def _own_values(self, model: Any) -> tuple[dict[str, Any], FolderContent | None]:
         """Return the arrays that this rank publishes, and that `save` lets it write to an anchor.
 
-        With a group every rank calls it, and every rank raises if one of them cannot publish.
+        On rank 0 also return the content that the version may replace. With a group every rank
+        calls it, and every rank raises if one of them cannot publish.
         """
         values: dict[str, Any] = {}
+        content: FolderContent | None = None
         error: BaseException | None = None
         try:
-            self._refuse_others()
+            content = self._refuse_others()
             values = values_of(model, self._ranks)
         except BaseException as caught:
             if self._group is None:
@@ -268,11 +304,12 @@ class Publisher:
                 raise error
         finally:
             del error  # its traceback refers to this frame
-        return {
+        published = {
             name: value
             for name, value in values.items()
             if (value.replica == 0 if isinstance(value, Shard) else not names or name in names[0])
         }
+        return published, content
 
     def _agree(
         self,
@@ -343,13 +380,15 @@ class Publisher:
     ) -> dict[str, Part]:
         """Return the copies of this rank's parts, changed or new."""
         if base and all(change.delta is not None for change in changes.values()):
-            for name, change in changes.items():
-                write_delta(base[name].array, change.required_delta)
+            copies = base
+            _run_for_each(
+                base, lambda name: write_delta(copies[name].array, changes[name].required_delta)
+            )
             return base
         del base
         arrays = {name: part.array for name, part in parts.items()}
-        copies = _copy_to_disk(arrays) if self._on_disk else _copy_to_memory(arrays)
-        return {name: part._replace(array=copies[name]) for name, part in parts.items()}
+        copied = _copy_to_disk(arrays) if self._on_disk else _copy_to_memory(arrays)
+        return {name: part._replace(array=copied[name]) for name, part in parts.items()}
 
 
 def _facts(parts: dict[str, Part]) -> dict[str, Part]:
@@ -358,9 +397,10 @@ def _facts(parts: dict[str, Part]) -> dict[str, Part]:
 
 def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]:
     """Compare the parts with their base; without one they have no delta."""
-    changes = {}
-    for name, part in parts.items():
-        delta = None
+    changes: dict[str, Change] = {}
+
+    def compare(name: str) -> None:
+        part, delta = parts[name], None
         if base:
             old, new = base[name].array, part.array
             if is_torch(new) and new.device != old.device:
@@ -370,7 +410,21 @@ def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]
         if crc32c is None:
             crc32c = checksum_of(part.array)
         changes[name] = Change(part._replace(array=None), crc32c, delta)
-    return changes
+
+    _run_for_each(parts, compare)
+    return {name: changes[name] for name in parts}
+
+
+def _run_for_each(parts: dict[str, Part], act: Callable[[str], None]) -> None:
+    """Call `act` with the name of each part, in several threads if the parts are large."""
+    tasks = [partial(act, name) for name in parts]
+    threads = _core.get_num_threads()
+    is_large = sum(part.nbytes for part in parts.values()) >= _LARGE
+    if threads > 1 and is_large and not any(is_on_device(part.array) for part in parts.values()):
+        run_tasks(tasks, threads)
+        return
+    for task in tasks:
+        task()
 
 
 def _copy_to_memory(arrays: dict[str, Any]) -> dict[str, Any]:

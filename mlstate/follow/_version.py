@@ -222,13 +222,16 @@ def _decode_change(facts: Any) -> Change:
     layout = Layout(tuple((axis, parts) for axis, parts in facts["layout"]))
     shape = tuple(int(size) for size in facts["shape"])
     part = Part(None, facts["dtype"], shape, layout, int(facts["part"]))
+    if part.dtype not in NAMES:
+        raise ValueError(f"dtype {part.dtype} is not supported")
+    elements = part.elements  # raises if there is no such part
     delta = None
     if facts["gaps"] is not None:
         gaps, values = (_vector(facts, name) for name in ("gaps", "values"))
         if values.dtype != np.uint8 or gaps.dtype not in (np.uint8, np.uint16):
             raise ValueError(f"gaps are {gaps.dtype} and values {values.dtype}")
         values = values.view(numpy_dtype(part.dtype))
-        delta = Delta(part.elements, gaps, values, int(facts["crc32c"]))
+        delta = Delta(elements, gaps, values, int(facts["crc32c"]))
     return Change(part, int(facts["crc32c"]), delta)
 
 
@@ -264,23 +267,29 @@ def read_changes(loader: Loader) -> dict[str, list[Change]]:
         raise format_error(f"{path}: step {loader.manifest.step} is not a version", path)
     value = load_tree(loader, STATE, kind)
     changes: dict[str, list[Change]] = {}
+    name = STATE
     try:
         for each in value if isinstance(value, list) else [value]:
             for name, facts in each["tensors"].items():
                 changes.setdefault(name, []).append(_decode_change(facts))
-        for name, parts in changes.items():
-            first = parts[0].part
-            numbers = sorted(change.part.number for change in parts)
-            alike = {(c.part.dtype, c.part.shape, c.part.layout.steps) for c in parts}
-            parts.sort(key=lambda change: change.part.number)
-            is_whole = first.layout.parts == len(numbers)
-            if len(alike) != 1 or not is_whole or numbers != list(range(len(numbers))):
-                raise ValueError(f"the parts of {name!r} are not one tensor")
+        for name in changes:
+            _sort_parts(changes[name])
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, FormatError):
             raise
-        raise format_error(f"{path}: step {loader.manifest.step}: {error}", path) from None
+        text = f"{path}: step {loader.manifest.step}: {name!r}: {error}"
+        raise format_error(text, path) from None
     return changes
+
+
+def _sort_parts(changes: list[Change]) -> None:
+    """Sort the parts of a tensor; raise ValueError if they are not all of one tensor."""
+    changes.sort(key=lambda change: change.part.number)
+    numbers = [change.part.number for change in changes]
+    alike = {(c.part.dtype, c.part.shape, c.part.layout.steps) for c in changes}
+    is_whole = changes[0].part.layout.parts == len(numbers)
+    if len(alike) != 1 or not is_whole or numbers != list(range(len(numbers))):
+        raise ValueError("the parts are not one tensor")
 
 
 def empty_model(files: CheckpointFiles) -> dict[str, Any]:

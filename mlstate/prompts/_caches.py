@@ -49,6 +49,9 @@ def state_of(cache: Any, length: int, spec: CacheSpec | None, model_type: str | 
     state = _whole_state(cache, length, spec)
     if isinstance(cache, list | tuple):  # of mlx-lm
         state = from_mlx(state, model_type)
+    for name, array in state.arrays.items():
+        if is_torch(array) and array.device.type == "meta":
+            raise entry_error(name, "a meta tensor has no data to store", "data", "meta")
     if state.length != length:
         raise incompatible(
             f"the cache has {state.length:,} tokens, and tokens has {length:,}: pass the tokens "
@@ -80,6 +83,8 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
     check_one_sequence(state.spec)
     if isinstance(cache, list | tuple):  # of mlx-lm
         check_no_padding(state._layouts)
+    else:
+        _check_no_drafts(cache, state.spec)
     return cast("CacheState", state)
 
 
@@ -99,6 +104,28 @@ def check_no_padding(layouts: Iterable[Any]) -> None:
             text = "the cache has padding: store the sequence without it, for example after extract"
             raise incompatible(f"{text}()", None, "no padding", "left padding")
         check_no_padding(layout.children)
+
+
+def _check_no_drafts(cache: Any, spec: CacheSpec) -> None:
+    """Raise if `crop` may have left removed tokens in a recurrent state of transformers."""
+    for entry in spec:
+        layers = getattr(cache, "layers", ())
+        if entry.role != "recurrent_states" or entry.layer is None or entry.layer >= len(layers):
+            continue
+        if getattr(layers[entry.layer], "record_past", False):
+            text = (
+                "the layer records drafts, and crop() of transformers keeps removed tokens in its "
+            )
+            text += "recurrent state: put a cache that was filled without drafts"
+            raise entry_error(entry.name, text, "record_past=False", "record_past=True")
+
+
+def check_encoder(spec: CacheSpec) -> None:
+    """Raise if a cache has a cross-attention, which the tokens do not identify."""
+    for entry in spec:
+        if entry.name.startswith("cross."):
+            text = "a cross-attention depends on the input of the encoder: pass its digest as salt="
+            raise entry_error(entry.name, text, "salt=", None)
 
 
 def state_of_array(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:

@@ -29,7 +29,14 @@ _BLOB = re.compile(r"[0-9a-f]{64}")  # name of a weight file in the cache of the
 # Keys of a config that do not change what a model computes.
 _NO_FACTS = ("_name_or_path", "_commit_hash", "transformers_version")
 # Attributes of a module that do not change what it computes, or that are hashed as tensors.
-_NO_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training", "name_or_path")
+_NO_ATTRIBUTES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "training",
+    "name_or_path",
+    "generation_config",
+)
 _CONFIGS = ("config.json", "adapter_config.json")
 _CORE_ML = (".mlpackage", ".mlmodelc")
 _REMEDY = (
@@ -99,8 +106,8 @@ def fingerprint(
     if isinstance(adapters, str | os.PathLike):
         raise TypeError("adapters must be an iterable of adapters, got one: pass [adapter]")
     adapters = list(adapters)
-    if isinstance(model, str) and _FINGERPRINT.fullmatch(model) and not adapters and not salt:
-        return model
+    if is_fingerprint(model) and not adapters and not salt:
+        return cast("str", model)
     if not isinstance(salt, str):
         raise TypeError(f"salt must be a str, got {type(salt).__name__}")
     facts = {
@@ -110,6 +117,11 @@ def fingerprint(
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def is_fingerprint(model: Model) -> bool:
+    """Return whether a model is identified by a text of `fingerprint`."""
+    return isinstance(model, str) and _FINGERPRINT.fullmatch(model) is not None
 
 
 def _facts_of(model: Model, *, hash_weights: bool) -> dict[str, Any]:

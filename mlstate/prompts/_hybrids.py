@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.local_path import local_folder
+from .._common.log import log
 from ..kv._arguments import incompatible
 from ..kv._cache_spec import CacheEntry, CacheSpec
 from ..kv._cache_state import CacheState
@@ -40,15 +41,33 @@ _SLOTS = {
 }
 
 
-def model_type_of(model: Any) -> str | None:
-    """Return the model type of a folder or module of Hugging Face, or None."""
+def config_facts(model: Any) -> dict[str, Any]:
+    """Return the config of a folder or module of Hugging Face; empty if it has none."""
     if isinstance(model, os.PathLike):
         path = os.path.join(local_folder(model), "config.json")
         config = config_of(path) if os.path.isfile(path) else None
-        kind = config.get("model_type") if isinstance(config, dict) else None
     else:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
+        convert = getattr(getattr(model, "config", None), "to_dict", None)
+        config = None if convert is None else convert()
+    return config if isinstance(config, dict) else {}
+
+
+def model_type_of(config: dict[str, Any]) -> str | None:
+    """Return the model type of a config, or None."""
+    kind = config.get("model_type")
     return kind if isinstance(kind, str) else None
+
+
+def warn_of_rope(config: dict[str, Any], path: str) -> None:
+    """Log if a model rotates the keys of the first tokens by the length of the whole prompt."""
+    parts = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
+    parts += [each for part in parts if isinstance(part, dict) for each in part.values()]
+    for part in parts:
+        kind = part.get("rope_type", part.get("type")) if isinstance(part, dict) else None
+        if kind in ("dynamic", "longrope"):
+            text = "%s: keys with %s RoPE depend on the length of the prompt: pass another salt= "
+            log("WARNING", text + "for prompts beyond the original length", path, kind)
+            return
 
 
 def check_states(entries: Iterable[CacheEntry], *, is_mlx: bool, model_type: str | None) -> None:

@@ -91,6 +91,12 @@ def parts_of(match: Match, record: int, path: str) -> list[Any]:
     return list(listed)
 
 
+def windows_of(match: Match, record: int, path: str) -> dict[str, int | None]:
+    """Return the windows of the cache that a snapshot was taken of, by entry."""
+    stored = head_of(match._log_match.meta(record), path).stored
+    return {entry.name: entry.window for entry in stored.states}
+
+
 @set_module("mlstate.prompts")
 class Match:
     """The beginning of a prompt that is stored; `PromptStore.match` returns one.

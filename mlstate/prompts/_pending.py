@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from threading import Condition
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .._common.log import log
+from ._transfer import copied
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,14 +33,22 @@ class PendingPuts:
         self._changed = Condition()
         self._queue: list[_Put] = []  # copied or being copied, and not written yet
         self._executor: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
         return sum(put.nbytes for put in self._queue)
 
+    def _check_process(self) -> None:
+        """Forget the thread of the parent, which a forked process does not have."""
+        if self._process != os.getpid():
+            self._changed = Condition()  # the thread may have held it
+            self._queue, self._executor, self._process = [], None, os.getpid()
+
     def common(self, ids: NDArray) -> int:
         """Return how many first tokens a prompt shares with one that is being written."""
+        self._check_process()
         with self._changed:
             return max((_common_tokens(ids, put.tokens) for put in self._queue), default=0)
 
@@ -56,7 +66,7 @@ class PendingPuts:
                     self._executor = self._executor or ThreadPoolExecutor(1, "mlstate-prompts")
                     self._queue.append(put)
             if put.nbytes <= self._most:
-                copies = [(*r[:3], [np.array(part) for part in r[3]]) for r in records]
+                copies = [(*r[:3], [copied(part) for part in r[3]]) for r in records]
                 assert self._executor is not None
                 return self._executor.submit(self._run, put, copies, write)
         except BaseException:
@@ -86,6 +96,7 @@ class PendingPuts:
 
     def close(self) -> None:
         """Wait for all puts."""
+        self._check_process()
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True)

@@ -15,13 +15,13 @@ from .._common.log import log
 from .._common.set_module import set_module
 from .._common.store_error import store_error
 from .._common.text import bytes_text, table_html
-from ..errors import FormatError
+from ..errors import CompatibilityError, FormatError
 from ..kv._cache_spec import CacheSpec
-from ._caches import as_tokens, state_of
-from ._fingerprint import fingerprint
-from ._hybrids import model_type_of
+from ._caches import as_tokens, check_encoder, state_of
+from ._fingerprint import fingerprint, is_fingerprint
+from ._hybrids import config_facts, model_type_of, warn_of_rope
 from ._layout import StoredSpec
-from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of
+from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of, windows_of
 from ._pending import PendingPuts
 from ._stops import Snapshots, checked_policy, positions
 from ._targets import Target, open_target
@@ -135,13 +135,16 @@ class PromptStore:
         self._policy = checked_policy(snapshots)
         if not isinstance(model_type, str | None):
             raise TypeError(f"model_type must be a str, got {type(model_type).__name__}")
-        self._model_type = model_type_of(model) if model_type is None else model_type
+        config = config_facts(model)
+        self._model_type = model_type_of(config) if model_type is None else model_type
+        self._needs_salt = not salt and not is_fingerprint(model)
         self._label = model if isinstance(model, str) else _label_of(model)
         text = fingerprint(model, adapters=adapters, hash_weights=hash_weights, salt=salt)
         self._fingerprint, self._key = text, bytes.fromhex(text.partition(":")[2])
         self._spec = spec
         self._stored = None if spec is None else StoredSpec(spec)
         self._path = local_folder(path)
+        warn_of_rope(config, self._path)
         self._damaged: dict[tuple[int, bytes], NDArray] = {}  # tokens by kind of record and bytes
         self._repair_lock = Lock()
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
@@ -226,7 +229,7 @@ class PromptStore:
         CapacityError
             The tokens do not fit. Nothing is written. A ValueError.
         StoreError
-            A file cannot be read. A cache that is written in place has no token then.
+            A file cannot be read. A cache that is written in place has no token then, and is zero.
         TypeError
             `match` or `into` has another type, or `device` does not belong to `into`.
         ValueError
@@ -240,7 +243,11 @@ class PromptStore:
             raise ValueError("the match is of a store of another model")
         stored, length = match._stored, match.length
         target = open_target(into, stored, length, self._spec, device, self._model_type)
-        position = self._read(match, target) if match._stored is not None else 0
+        try:
+            position = self._read(match, target) if stored is not None else 0
+        except BaseException:
+            target.abandon()
+            raise
         target.finish(position)
         return position
 
@@ -248,6 +255,7 @@ class PromptStore:
         """Read the longest candidate without damage; return its position."""
         candidates = list(match._candidates)
         good, limit = 0, match.length  # blocks are read up to `good`, and damaged from `limit` on
+        is_written = False
         while candidates:
             candidate = candidates.pop(0)
             base = _base(match, candidate)
@@ -255,10 +263,13 @@ class PromptStore:
                 continue
             try:
                 requests = _requests(match, target, candidate, good, self._path)
-            except FormatError as error:
+            except (FormatError, CompatibilityError) as error:
+                if isinstance(error, CompatibilityError) and not is_written:
+                    raise
                 log("WARNING", "%s: the record is left out", error)
                 continue
             target.begin()
+            is_written = True
             damage = run_requests(match._log_match, requests)
             if not damage:
                 return candidate.position
@@ -334,7 +345,8 @@ class PromptStore:
         ------
         CompatibilityError
             The cache has another number of tokens, several sequences, or other entries than the
-            stored caches of this model. Nothing is written. A ValueError.
+            stored caches of this model; or a cross-attention, and the store no `salt`. Nothing is
+            written. A ValueError.
         StoreError
             The disk is full, the folder cannot be written, or another process writes for longer
             than `lock_timeout`. Earlier prompts are unharmed.
@@ -350,6 +362,8 @@ class PromptStore:
         check_flags(snapshot=snapshot, asynchronous=asynchronous)
         ids = as_tokens(tokens)
         state = state_of(cache, len(ids), self._spec, self._model_type)
+        if self._needs_salt:
+            check_encoder(state.spec)
         if asynchronous:
             records = self._records(ids, state, snapshot, self._pending.common(ids))
             return self._pending.submit(ids, records, lambda copies: self._write(ids, copies))
@@ -541,7 +555,8 @@ def _requests(
     record = candidate.record
     assert stored is not None
     listed = [] if record is None else parts_of(match, record, path)
-    into = target.arrays_at(position, listed)
+    windows = {} if record is None else windows_of(match, record, path)
+    into = target.arrays_at(position, listed, windows)
     requests: list[Request] = []
     for block, start, stop in match._blocks:
         if good <= start < base:

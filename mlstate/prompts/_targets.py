@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, names_sharing_memory, shares_elements
 from .._common.backend import TensorBackend, backend_named
 from .._common.dtypes import numpy_dtype
 from ..kv import KVState, RollingKVState
 from ..kv._arguments import incompatible, tokens_error
 from ..kv._axis import with_length
-from ..kv._cache_spec import CacheEntry, CacheSpec
+from ..kv._cache_spec import CacheEntry, CacheSpec, entry_error
 from ..kv._cache_state import CacheState
 from ..kv._ring_slots import shift_of
 from ..kv._snapshot import check_writable
@@ -22,6 +23,7 @@ from ._hybrids import check_states, to_mlx
 from ._transfer import Arrays, clear_rest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
     from ._layout import StoredSpec
@@ -37,16 +39,26 @@ class StateTarget:
             _check_room(entry, length)
             for name in entry.arrays:
                 check_writable(entry, state.arrays[name])
+        _check_separate(state.arrays)
         entries = {entry.name: entry for entry in state.spec}
         self.state = state
+        self.is_written = False
         self.has_snapshots = stored is not None and bool(stored.states)
         self.into = Arrays(entries, dict(state.arrays), dict(state._cache.shifts))
 
     def begin(self) -> None:
         """Count no tokens while they are written."""
+        self.is_written = True
         self.state._set_length(0)
 
-    def arrays_at(self, position: int, listed: list[Any]) -> Arrays:
+    def abandon(self) -> None:
+        """Clear what a failed restore has written."""
+        if self.is_written:
+            clear_rest(self.into, 0)
+
+    def arrays_at(
+        self, position: int, listed: list[Any], windows: Mapping[str, int | None]
+    ) -> Arrays:
         """Return the arrays for the snapshot of a position."""
         return self.into
 
@@ -101,18 +113,38 @@ class EngineTarget:
     def begin(self) -> None:
         """Do nothing: the cache is not written before the end."""
 
-    def arrays_at(self, position: int, listed: list[Any]) -> Arrays:
-        """Return arrays for the snapshot of a position."""
+    def abandon(self) -> None:
+        """Do nothing: the cache has its tokens of before."""
+
+    def arrays_at(
+        self, position: int, listed: list[Any], windows: Mapping[str, int | None]
+    ) -> Arrays:
+        """Return arrays for the snapshot of a position; `windows`: of the cache it is of."""
         by_name = {e.name: e for e in self.entries if e not in self.blocks}
         states = {}
         for name, counts, shape in listed:
-            if name in by_name:
-                count = None if counts is None else sum(counts)
-                states[name] = _snapshot_entry(by_name[name], count, shape, position)
+            entry = by_name.get(name)
+            if entry is None:
+                continue
+            if counts is None:
+                states[name] = replace(entry, shape=tuple(shape))
+            else:
+                count = self._positions(entry, sum(counts), position)
+                states[name] = _snapshot_entry(entry, count, windows.get(name), position)
         shifts = {name: shift_of(entry, position) for name, entry in states.items()}
         arrays = self.into.arrays | _new_arrays(states)
         self.states = Arrays(self.into.entries | states, arrays, shifts)
         return self.states
+
+    def _positions(self, entry: CacheEntry, count: int, position: int) -> int:
+        """Return the positions for `count` tokens of a snapshot.
+
+        mlx-lm keeps one token more than transformers. The next token replaces it before it is
+        read, so it is zero.
+        """
+        is_layer = self.is_mlx and entry.layer is not None and entry.layer < len(self.cache)
+        window = getattr(self.cache[entry.layer], "max_size", None) if is_layer else None
+        return count + 1 if window == count + 1 <= position else count
 
     def finish(self, length: int) -> None:
         """Bring the tokens into the cache; without any, empty it."""
@@ -182,6 +214,15 @@ def _on_device(arrays: dict[str, Any], device: Any) -> dict[str, Any]:
     return {name: tensor.to(backend.device_of(device)) for name, tensor in tensors.items()}
 
 
+def _check_separate(arrays: Mapping[str, Any]) -> None:
+    """Raise if two arrays share elements: the one that is written last would change the other."""
+    names = sorted(names_sharing_memory(arrays))
+    for first, second in combinations(names, 2):
+        if shares_elements(arrays[first], arrays[second]):
+            text = f"its elements are those of {second!r}, too, so they cannot be restored"
+            raise entry_error(first, text, "separate memory", "shared memory")
+
+
 def _check_room(entry: CacheEntry, length: int) -> None:
     size = entry.seq_length
     if size is None or length <= size or (entry.window is not None and entry.window <= size):
@@ -230,22 +271,17 @@ def _with_positions(entry: CacheEntry, count: int) -> CacheEntry:
     return replace(entry, shape=tuple(shape))
 
 
-def _snapshot_entry(
-    entry: CacheEntry, count: int | None, shape: list[int] | None, position: int
-) -> CacheEntry:
-    """Return an entry with the positions, or the shape, that its snapshot has."""
-    if count is None:
-        return replace(entry, shape=tuple(shape or ()))
+def _snapshot_entry(entry: CacheEntry, count: int, window: int | None, position: int) -> CacheEntry:
+    """Return an entry with the positions of its snapshot."""
     entry = _with_positions(entry, count)
     if entry.kind != "sliding":
         return entry
-    window = max(entry.window or count, count)
-    return replace(entry, window=window, next_slot=min(entry.sinks, position))
+    return replace(entry, window=window or count, next_slot=min(entry.sinks, position))
 
 
 def _new_arrays(entries: dict[str, CacheEntry]) -> dict[str, Any]:
     return {
-        name: np.empty(shape, numpy_dtype(dtype))
+        name: np.zeros(shape, numpy_dtype(dtype))
         for entry in entries.values()
         for name, (shape, dtype) in entry.arrays.items()
     }

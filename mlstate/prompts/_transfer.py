@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,14 +15,14 @@ from ..kv._cache_spec import CacheEntry, entry_error
 from ..kv._ring_slots import Ring, ring_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from .. import _core
     from .._types import NDArray
     from ..kv import CacheState
     from ._layout import StoredSpec
 
-_STAGED = 8 << 20  # bytes that are read into other memory first, at a time
+_STAGED = 8 << 20  # bytes of other memory that parts are read into first, at a time
 
 
 def tokens_of(array: Any, axis: int, start: int, stop: int) -> Any:
@@ -42,15 +44,37 @@ def stored_shape(entry: CacheEntry, name: str, count: int) -> tuple[int, ...]:
 # ---- to the store ----
 
 
-def readable(view: Any) -> NDArray:
-    """Return an array over the memory of a view; a copy of a tensor that is elsewhere."""
-    if is_torch(view):
-        view = backend_of(view, TensorBackend).arrays_of({"": view.detach().cpu()})[""]
-    array: NDArray = view if view.dtype.isnative else view.astype(view.dtype.newbyteorder("="))
+class Remote(NamedTuple):
+    """A tensor of another device, which the store copies when it writes it."""
+
+    nbytes: int
+    fetch: Callable[[], NDArray]
+
+
+def readable(view: Any) -> NDArray | Remote:
+    """Return an array over the memory of a view; of a tensor that is elsewhere, how to copy it."""
+    if not is_torch(view):
+        array: NDArray = view
+        return array
+    if view.device.type != "cpu":
+        return Remote(view.nbytes, partial(_array_of, view))
+    return _array_of(view)
+
+
+def _array_of(tensor: Any) -> NDArray:
+    tensor = tensor.detach().cpu()
+    array: NDArray = backend_of(tensor, TensorBackend).arrays_of({"": tensor})[""]
     return array
 
 
-def block_parts(stored: StoredSpec, state: CacheState, start: int, stop: int) -> list[NDArray]:
+def copied(part: NDArray | Remote) -> NDArray:
+    """Return the bytes of a part in memory of their own."""
+    return part.fetch() if isinstance(part, Remote) else np.array(part)
+
+
+def block_parts(
+    stored: StoredSpec, state: CacheState, start: int, stop: int
+) -> list[NDArray | Remote]:
     """Return views of the tokens of all entries that are stored in blocks."""
     return [
         readable(tokens_of(state.arrays[name], _axis(entry), start, stop))
@@ -59,13 +83,13 @@ def block_parts(stored: StoredSpec, state: CacheState, start: int, stop: int) ->
     ]
 
 
-def state_parts(stored: StoredSpec, state: CacheState) -> tuple[list[NDArray], list[Any]]:
+def state_parts(stored: StoredSpec, state: CacheState) -> tuple[list[NDArray | Remote], list[Any]]:
     """Return views of all entries that are stored as snapshots, and what each consists of.
 
     That is, for each array, its name and the numbers of tokens of its parts; of an array without a
     sequence, its shape.
     """
-    parts: list[NDArray] = []
+    parts: list[NDArray | Remote] = []
     listed: list[Any] = []
     for entry in _entries_of(state, stored.states):
         runs = [] if entry.seq_axis is None else state._cache.ring(entry).runs()
@@ -111,6 +135,11 @@ class Request(NamedTuple):
     dtype: str
     pieces: list[Piece]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return prod(self.shape) * int(numpy_dtype(self.dtype).itemsize)
+
     def target(self) -> NDArray | None:
         """Return the memory that the part can be read into; None if it must be copied."""
         if len(self.pieces) != 1 or self.pieces[0].view.shape != self.shape:
@@ -119,13 +148,16 @@ class Request(NamedTuple):
         if is_torch(view):
             if view.device.type != "cpu":
                 return None
-            view = backend_of(view, TensorBackend).arrays_of({"": view.detach()})[""]
-        return view if view.dtype.isnative else None
+            return _array_of(view)
+        array: NDArray = view
+        return array
 
 
 def run_requests(match: _core.PromptMatch, requests: list[Request]) -> dict[int, str]:
-    """Read parts into their targets; return a description of each damaged record."""
-    damage: dict[int, str] = {}
+    """Read parts into their targets; return a description of each damaged record.
+
+    Parts that cannot be read into their targets go through other memory of `_STAGED` bytes.
+    """
     direct: list[tuple[int, int, Any]] = []
     staged: list[Request] = []
     for request in requests:
@@ -134,34 +166,91 @@ def run_requests(match: _core.PromptMatch, requests: list[Request]) -> dict[int,
             staged.append(request)
         else:
             direct.append((request.record, request.part, target))
-    if direct:
-        damage.update(match.read(direct))
-    batch: list[tuple[Request, NDArray]] = []
-    for place, request in enumerate(staged):
-        batch.append((request, np.empty(request.shape, numpy_dtype(request.dtype))))
-        if place == len(staged) - 1 or sum(array.nbytes for _, array in batch) >= _STAGED:
-            listed = [(each.record, each.part, array) for each, array in batch]
-            damage.update(match.read(listed))
-            for each, array in batch:
-                _copy_pieces(each, array)
-            batch = []
+    damage = dict(match.read(direct)) if direct else {}
+    for batch in _batches(staged):
+        if batch[0].nbytes > _STAGED:
+            damage.update(_read_in_pieces(match, batch[0]))
+            continue
+        arrays = [np.empty(each.shape, numpy_dtype(each.dtype)) for each in batch]
+        listed = [(r.record, r.part, array) for r, array in zip(batch, arrays, strict=True)]
+        damage.update(match.read(listed))
+        for each, array in zip(batch, arrays, strict=True):
+            _copy_pieces(each, array, tuple(slice(0, size) for size in each.shape))
     return damage
+
+
+def _batches(requests: list[Request]) -> Iterator[list[Request]]:
+    """Yield requests with at most `_STAGED` bytes, or one larger request."""
+    batch: list[Request] = []
+    for request in requests:
+        if batch and sum(each.nbytes for each in batch) + request.nbytes > _STAGED:
+            yield batch
+            batch = []
+        batch.append(request)
+    if batch:
+        yield batch
+
+
+def _read_in_pieces(match: _core.PromptMatch, request: Request) -> dict[int, str]:
+    """Read one part through a buffer; return a description of its record if it is damaged."""
+    dtype = numpy_dtype(request.dtype)
+    buffer = np.empty(_STAGED // dtype.itemsize, dtype)
+    offset = checksum = 0
+    for box in _boxes(request.shape, buffer.size):
+        shape = [each.stop - each.start for each in box]
+        array = buffer[: prod(shape)].reshape(shape)
+        result = match.read_piece(request.record, request.part, offset, array, checksum)
+        if isinstance(result, str):
+            return {request.record: result}
+        checksum = result
+        offset += array.nbytes
+        _copy_pieces(request, array, box)
+    return {}
+
+
+def _boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
+    """Yield parts of an array with at most `most` elements, each adjacent in C order."""
+    axis = next(i for i in range(len(shape)) if prod(shape[i + 1 :]) <= most)
+    inner = tuple(slice(0, size) for size in shape[axis + 1 :])
+    step = most // prod(shape[axis + 1 :])
+    for outer in np.ndindex(*shape[:axis]):
+        for start in range(0, shape[axis], step):
+            stop = min(start + step, shape[axis])
+            yield (*(slice(i, i + 1) for i in outer), slice(start, stop), *inner)
 
 
 def has_damage(match: _core.PromptMatch, record: int) -> bool:
     """Return whether the bytes of a record differ from its checksums."""
-    sizes = match.parts(record)
-    return any(match.read([(record, part, np.empty(n, "u1"))]) for part, n in enumerate(sizes))
+    buffer = np.empty(1 << 20, "u1")
+    for part, nbytes in enumerate(match.parts(record)):
+        checksum = 0
+        for offset in range(0, nbytes, buffer.size):
+            result = match.read_piece(record, part, offset, buffer[: nbytes - offset], checksum)
+            if isinstance(result, str):
+                return True
+            checksum = result
+    return False
 
 
-def _copy_pieces(request: Request, array: NDArray) -> None:
+def _copy_pieces(request: Request, array: NDArray, box: tuple[slice, ...]) -> None:
+    """Copy the elements of a part that `box` selects to the targets."""
     for piece in request.pieces:
         source: Any = array
-        if piece.view.shape != request.shape:
-            source = array[..., piece.offset : piece.offset + piece.size, :]
-        if is_torch(piece.view):
-            source = backend_of(piece.view, TensorBackend).tensors_of({"": source})[""]
-        overwrite(piece.view, source)
+        view = piece.view
+        if view.shape == request.shape:
+            view = view[(..., *box)]
+        else:
+            tokens = box[-2]
+            start = max(tokens.start, piece.offset)
+            stop = min(tokens.stop, piece.offset + piece.size)
+            if start >= stop:
+                continue
+            source = array[..., start - tokens.start : stop - tokens.start, :]
+            place = slice(start - piece.offset, stop - piece.offset)
+            view = view[(*box[:-2], place, box[-1])]
+        if is_torch(view):
+            source = backend_of(view, TensorBackend).tensors_of({"": source})[""]
+        overwrite(view, source)
 
 
 def clear(view: Any) -> None:

@@ -176,8 +176,8 @@ def judge_next(log, root, damaged):
             return [
                 f"the next put gives {done}, a match of {result.length}, {result.damage}, {bad}"
             ]
-        left = log.verify()
-        return [f"damaged after a repair: {left}"] if left else []
+        left = log.verify() + [path.name for path in (root / "log").glob(".mlstate-*")]
+        return [f"left after a repair: {left}"] if left else []
     except (StoreError, FormatError) as error:
         return [] if damaged else [f"the next put fails: {error}"]
 

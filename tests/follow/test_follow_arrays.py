@@ -1,13 +1,15 @@
 """What a follower changes, and which arrays it and a publisher refuse by name."""
 
 import shutil
+import tracemalloc
 import warnings
 
 import numpy as np
 import pytest
 
-from mlstate.errors import CheckpointWarning, CompatibilityError, StoreError
-from mlstate.follow import Follower, Publisher
+from mlstate.errors import CheckpointWarning, CompatibilityError, FormatError, StoreError
+from mlstate.follow import Follower, Publisher, _publisher
+from mlstate.follow._version import encode_changes
 
 
 def model_of(step):
@@ -112,3 +114,50 @@ def test_a_missing_temporary_folder_is_named(tmp_path, monkeypatch):
         publisher.publish(0, model_of(0))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert publisher.publish(1, model_of(1)) == "anchor"
+
+
+def test_an_anchor_of_one_tensor_is_dropped_before_its_undo_log_exists(tmp_path):
+    Publisher(tmp_path / "w").publish(0, {"w": np.ones(1 << 20, np.float32)})
+    follower = Follower(tmp_path / "w", into={"w": np.zeros(1 << 20, np.float32)})
+    tracemalloc.start()
+    try:
+        follower.advance()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.3 * (4 << 20)  # the model, then the overwritten elements
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "reason"),
+    [
+        ("gaps", np.full(9, 254, np.uint8), "pass the end"),
+        ("gaps", np.array([255], np.uint8), "the delta is cut"),
+        ("dtype", "V8", "dtype V8 is not supported"),
+        ("shape", [-30, -30], "a dimension is negative"),
+        ("shape", [1] * 5000, "5000 dimensions"),
+        ("part", -1, "does not exist"),
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_hostile_version_is_refused_with_the_name_of_the_tensor(
+    tmp_path, monkeypatch, member, value, reason, steps
+):
+    def encode_hostile(changes, rank):
+        facts = encode_changes(changes, rank)
+        facts["tensors"]["a"][member] = value
+        return facts
+
+    publisher, into = Publisher(tmp_path / "w"), zeros()
+    follower = Follower(tmp_path / "w", into=into)
+    if steps == 2:
+        publisher.publish(0, model_of(0))
+        follower.advance()
+    before = into["a"].copy()
+    monkeypatch.setattr(_publisher, "encode_changes", encode_hostile)
+    publisher.publish(1, model_of(1))
+    reason = reason if member != "gaps" or steps == 2 else "are not a vector"
+    with pytest.raises(FormatError, match=f"'a': .*{reason}"):
+        follower.advance()
+    assert follower.version == (0 if steps == 2 else None)
+    assert np.array_equal(into["a"], before)

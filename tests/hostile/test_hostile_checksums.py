@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from tries import FEW
 from weight_folder import write_folder
 
 import mlstate
@@ -131,7 +132,7 @@ def test_deep_or_duplicated_members_are_refused(folder):
 def test_every_flipped_bit_of_the_checksums_is_found(folder):
     path = folder / NAME
     data = path.read_bytes()
-    for bit in range(0, 8 * len(data), 3):
+    for bit in range(0, 8 * len(data), 23 if FEW else 3):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)

@@ -32,10 +32,10 @@ def refusal(folder, text):
     """
     data = text if isinstance(text, bytes) else text.encode()
     (folder / "meta.yaml").write_bytes(data)
-    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(MLStateError) as caught:
         state_specs(folder)
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB
     assert grown < 100_000 or "MLSTATE_UNDER_SANITIZER" in os.environ
     assert len(str(caught.value)) < 2_000

@@ -173,9 +173,9 @@ def within(seconds, megabytes, source, text):
     A sanitizer keeps freed blocks for a while, so memory is measured only without one.
     """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start = time.process_time()
     refused(source, text)
-    assert time.perf_counter() - start < seconds
+    assert time.process_time() - start < seconds
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < megabytes * 1024 or "MLSTATE_UNDER_SANITIZER" in os.environ
 
@@ -204,9 +204,9 @@ def test_a_huge_program_is_stepped_over(tmp_path):
     with file.open("wb") as out:
         out.write(description + number(502 << 3 | 2) + number(1 << 36))
         out.truncate(out.tell() + (1 << 36))
-    start = time.perf_counter()
+    start = time.process_time()
     assert isinstance(read(file), StateSpecs)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 # ---- the folder ----

@@ -32,12 +32,15 @@ def test_page_of_the_index_has_absolute_links_to_files_that_exist():
         assert not is_own or (SOURCES / path.partition("#")[0]).is_file()
 
 
-@pytest.mark.parametrize("missing", ["compiler", "headers"])
+@pytest.mark.parametrize("missing", ["compiler", "broken", "headers"])
 def test_build_without_its_tools_ends_in_one_line_with_the_remedy(tmp_path, missing):
     build = ("-q", "build_ext", "--build-temp", tmp_path, "--build-lib", tmp_path)
     if missing == "compiler":
         run = setup(*build, CC="no-such-compiler")
         problem = "needs a C compiler; no-such-compiler was not found"
+    elif missing == "broken":
+        run = setup(*build, CC="false")
+        problem = "needs a C11 compiler; false cannot compile an empty program"
     else:
         (tmp_path / "sitecustomize.py").write_text(
             "import sysconfig\n"

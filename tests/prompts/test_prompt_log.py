@@ -481,3 +481,19 @@ def test_threads_of_a_forked_child_use_the_log_at_once(log):
             os._exit(0 if lengths == [BLOCK] * 4 else 1)
         children.append(child)
     assert {os.waitpid(child, 0)[1] for child in children} == {0}
+
+
+@pytest.mark.parametrize("operation", ["put", "prune", "repair"])
+def test_the_next_writer_deletes_the_temporary_file_of_a_killed_one(log, operation):
+    names = [".mlstate-0123456789abcdef.tmp", ".mlstate-notes.tmp", ".mlstate-0123456789abcdef"]
+    for name in names:
+        Path(log.path, name).write_bytes(b"x")
+    match(log, [1] * BLOCK)
+    assert Path(log.path, names[0]).exists()  # a reader deletes nothing
+    if operation == "put":
+        put(log, [1] * BLOCK)
+    elif operation == "prune":
+        log.prune(None, 1.0)
+    else:
+        log.repair(1.0)
+    assert sorted(p.name for p in Path(log.path).glob(".*")) == sorted(names[1:])

@@ -48,6 +48,16 @@ def test_each_follower_asks_once_and_takes_a_step_with_three_more_requests(url, 
     assert store.faults.nbytes["GET"] < 5 * 1200
 
 
+def test_a_publisher_of_a_long_chain_sends_few_requests(url, options, store):
+    publisher = Publisher(url, anchor_every=20, storage_options=options)
+    requests = []
+    for step in range(8):
+        store.faults.reset()
+        publisher.publish(step, weights_of(step))
+        requests.append(store.faults.requests)
+    assert requests[1:] == [requests[1]] * 7 and requests[1] <= 20, requests
+
+
 def test_followers_with_one_cache_read_the_elements_of_a_step_once(url, options, store, tmp_path):
     publisher = Publisher(url, storage_options=options)
     shared = {**options, "cache_folder": str(tmp_path / "cache")}

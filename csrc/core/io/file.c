@@ -545,8 +545,33 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     return code;
 }
 
-/* Does nothing on systems without sync_file_range, and ignores its errors: the sync
- * reports them. */
+mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
+                             mls_atomic_file *out, mls_status *st)
+{
+    mls_atomic_file file = {.fd = -1, .name = join_path(name, 0, name)};
+    file.folder = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const mls_code code = file.folder < 0
+                              ? mls_fail_os(st, errno, "cannot open the file's folder")
+                              : begin_named(&file, mode, st);
+    if (code == MLS_OK) {
+        *out = file;
+    } else {
+        mls_atomic_abort(&file);
+    }
+    return code;
+}
+
+bool mls_atomic_is_temporary(const char *name)
+{
+    static const char begin[] = ".mlstate-", end[] = ".tmp";
+    const size_t digits =
+        strspn(name + strnlen(name, sizeof begin - 1), "0123456789abcdef");
+    return strncmp(name, begin, sizeof begin - 1) == 0 && digits == 16 &&
+           strcmp(name + sizeof begin - 1 + digits, end) == 0;
+}
+
+/* Start to write bytes `*started` .. `end` to the disk, once they are at least
+ * START_STEP; a no-op on other systems. */
 void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end)
 {
 #if defined(__linux__)
@@ -658,14 +683,7 @@ mls_code mls_file_replace(const char *path, unsigned mode, const void *data, siz
 mls_code mls_file_replace_at(int folder, const char *name, unsigned mode,
                              const void *data, size_t bytes, mls_status *st)
 {
-    mls_atomic_file file = {.fd = -1, .name = join_path(name, 0, name)};
-    file.folder = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    const mls_code code = file.folder < 0
-                              ? mls_fail_os(st, errno, "cannot open the file's folder")
-                              : begin_named(&file, mode, st);
-    if (code != MLS_OK) {
-        mls_atomic_abort(&file);
-        return code;
-    }
-    return write_whole(&file, data, bytes, st);
+    mls_atomic_file file;
+    const mls_code code = mls_atomic_begin_at(folder, name, mode, &file, st);
+    return code == MLS_OK ? write_whole(&file, data, bytes, st) : code;
 }

@@ -144,8 +144,14 @@ typedef struct mls_atomic_file {
 mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
                           mls_status *st);
 
-/* Write exactly `bytes` bytes of `data` at `offset` of the temporary; continues after
- * interruptions and short writes. Bytes may be written in any order.
+/* The same for `name` in an open folder. A link is refused. */
+mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
+                             mls_atomic_file *out, mls_status *st);
+
+/* Return whether a name is that of a temporary file. */
+bool mls_atomic_is_temporary(const char *name);
+
+/* Write all of `bytes` bytes at `offset`; continues after interruptions and short writes.
  * MLS_E_IO; the caller must then abort. */
 mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
                           uint64_t offset, mls_status *st);

@@ -176,6 +176,23 @@ static mls_code push_part(payload_writer *w, const mls_tensor *view, mls_prompt_
     return code;
 }
 
+/* A part that is fetched replaces the one before, so that is written first. */
+static mls_code fetch_part(payload_writer *w, const mls_tensor *part, mls_tensor *out,
+                           mls_status *st)
+{
+    const mls_prompt_source *source = w->append->source;
+    size_t bytes = 0;
+    *out = *part;
+    if (source == NULL || part->data != NULL || !mls_tensor_bytes(part, &bytes) ||
+        bytes == 0) { /* an empty part needs no data */
+        return MLS_OK;
+    }
+    const mls_code code = flush(w, st);
+    return code == MLS_OK && !source->fetch(source->context, part, out)
+               ? mls_fail(st, MLS_E_STOPPED, "stopped")
+               : code;
+}
+
 /* Write zeros up to the end of the record. */
 static mls_code push_end(payload_writer *w, uint64_t end, mls_status *st)
 {
@@ -237,7 +254,9 @@ mls_code mls_prompt_append_record(mls_prompt_append *append, mls_prompt_header *
     mls_code code = reserve_header(append, header->header_bytes, st);
     payload_writer w = {.append = append, .offset = append->end + header->header_bytes};
     for (size_t i = 0; code == MLS_OK && i < header->part_count; i++) {
-        code = push_part(&w, &parts[i], &stored[i], st);
+        mls_tensor part;
+        code = fetch_part(&w, &parts[i], &part, st);
+        code = code == MLS_OK ? push_part(&w, &part, &stored[i], st) : code;
     }
     if (code == MLS_OK) {
         code = push_end(&w, append->end + header->record_bytes, st);

@@ -3,6 +3,7 @@
  *
  * After the head: put (8 bytes), clock, number of segments, number of entries, checksum
  * of all this and of what follows (4 each); 24 bytes for each segment; 44 for each entry.
+ * The file is written and read row by row, so that it needs little other memory.
  */
 #include "prompts/prompt_log_state.h"
 
@@ -21,6 +22,7 @@ enum {
     TABLES = COUNTS + 24,
     SEGMENT_BYTES = 24,
     ENTRY_BYTES = 44,
+    BUFFER = 64 << 10,
     MODE = 0666
 };
 
@@ -34,31 +36,62 @@ static bool compute_length(size_t segments, size_t entries, size_t *out)
            mls_size_add(a, TABLES, out);
 }
 
-static uint32_t checksum(const unsigned char *data, size_t bytes,
-                         const mls_crc_kernels *crc)
+static uint32_t checksum_counts(const unsigned char *head, const mls_crc_kernels *crc)
 {
-    const uint32_t counts = crc->update(0, data + COUNTS, TABLES - COUNTS - 4);
-    return crc->update(counts, data + TABLES, bytes - TABLES);
+    return crc->update(0, head + COUNTS, TABLES - COUNTS - 4);
 }
 
 /* ---- writing ---- */
 
-static unsigned char *write_segments(const mls_prompt_log *log, unsigned char *out)
+/* Rows on their way to the file. */
+typedef struct row_writer {
+    mls_atomic_file file;
+    const mls_crc_kernels *crc;
+    unsigned char *buffer; /* BUFFER bytes */
+    size_t used;
+    uint64_t offset; /* of the buffer in the file */
+    uint32_t sum;
+    mls_code code; /* the first failure; later rows are dropped */
+    mls_status *st;
+} row_writer;
+
+static void flush_rows(row_writer *w)
 {
-    for (size_t i = 0; i < log->segment_count; i++, out += SEGMENT_BYTES) {
+    if (w->code == MLS_OK) {
+        w->sum = w->crc->update(w->sum, w->buffer, w->used);
+        w->code = mls_atomic_write(&w->file, w->buffer, w->used, w->offset, w->st);
+    }
+    w->offset += w->used;
+    w->used = 0;
+}
+
+/* Return the place of the next row. */
+static unsigned char *add_row(row_writer *w, size_t bytes)
+{
+    if (BUFFER - w->used < bytes) {
+        flush_rows(w);
+    }
+    w->used += bytes;
+    return w->buffer + w->used - bytes;
+}
+
+static void write_segments(const mls_prompt_log *log, row_writer *w)
+{
+    for (size_t i = 0; i < log->segment_count; i++) {
         const mls_prompt_segment *segment = &log->segments[i];
+        unsigned char *out = add_row(w, SEGMENT_BYTES);
         mls_store_le32(out, segment->number);
         mls_store_le32(out + 4, segment->last_crc);
         mls_store_le64(out + 8, segment->bytes);
         mls_store_le64(out + 16, segment->last);
     }
-    return out;
 }
 
-static void write_entries(const mls_prompt_index *index, unsigned char *out)
+static void write_entries(const mls_prompt_index *index, row_writer *w)
 {
-    for (size_t i = 0; i < index->count; i++, out += ENTRY_BYTES) {
+    for (size_t i = 0; i < index->count; i++) {
         const mls_prompt_entry *entry = &index->entries[i];
+        unsigned char *out = add_row(w, ENTRY_BYTES);
         memcpy(out, entry->key.bytes, MLS_PROMPT_KEY);
         mls_store_le32(out + 16, entry->segment);
         mls_store_le32(out + 20, entry->place);
@@ -70,37 +103,61 @@ static void write_entries(const mls_prompt_index *index, unsigned char *out)
     }
 }
 
+/* The head comes last, because it has the checksum of the rows. */
+static mls_code write_file(const mls_prompt_log *log, row_writer *w)
+{
+    unsigned char bytes[TABLES] = {0};
+    mls_prompt_head head = {0};
+    memcpy(head.id, log->id, sizeof head.id);
+    mls_prompt_head_write(bytes, letters, &head, log->crc);
+    mls_store_le64(bytes + COUNTS, log->put);
+    mls_store_le32(bytes + COUNTS + 8, log->clock);
+    mls_store_le32(bytes + COUNTS + 12, (uint32_t)log->segment_count);
+    mls_store_le32(bytes + COUNTS + 16, (uint32_t)log->index.count);
+    w->sum = checksum_counts(bytes, log->crc);
+    w->offset = TABLES;
+    write_segments(log, w);
+    write_entries(&log->index, w);
+    flush_rows(w);
+    mls_store_le32(bytes + TABLES - 4, w->sum);
+    return w->code == MLS_OK ? mls_atomic_write(&w->file, bytes, TABLES, 0, w->st)
+                             : w->code;
+}
+
+static mls_code replace_file(const mls_prompt_log *log, mls_status *st)
+{
+    row_writer w = {.crc = log->crc, .buffer = mls_alloc(BUFFER, 1), .st = st};
+    mls_code code =
+        w.buffer == NULL
+            ? mls_fail(st, MLS_E_MEMORY, "no memory to write the index")
+            : mls_atomic_begin_at(log->folder, MLS_PROMPT_INDEX, MODE, &w.file, st);
+    if (code == MLS_OK) {
+        code = write_file(log, &w);
+        if (code == MLS_OK) {
+            code = mls_atomic_commit(&w.file, st);
+        } else {
+            mls_atomic_abort(&w.file);
+        }
+    }
+    mls_free(w.buffer);
+    return code;
+}
+
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 {
     struct stat info;
-    size_t bytes;
+    size_t bytes = 0;
     if (fstatat(log->folder, MLS_PROMPT_INDEX, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
         !S_ISREG(info.st_mode)) {
         return mls_fail(st, MLS_E_FORMAT, "`index` is not a regular file: delete it");
     }
     mls_code code = mls_prompt_index_pack(&log->index, st);
-    if (code != MLS_OK) {
-        return code;
+    if (code == MLS_OK && !compute_length(log->segment_count, log->index.count, &bytes)) {
+        code = mls_fail(st, MLS_E_SIZE, "the index is too large");
     }
-    if (!compute_length(log->segment_count, log->index.count, &bytes)) {
-        return mls_fail(st, MLS_E_SIZE, "the index is too large");
+    if (code == MLS_OK) {
+        code = replace_file(log, st);
     }
-    unsigned char *data = mls_alloc(bytes, 1);
-    if (data == NULL) {
-        code = mls_fail(st, MLS_E_MEMORY, "no memory for an index of %zu bytes", bytes);
-    } else {
-        mls_prompt_head head = {0};
-        memcpy(head.id, log->id, sizeof head.id);
-        mls_prompt_head_write(data, letters, &head, log->crc);
-        mls_store_le64(data + COUNTS, log->put);
-        mls_store_le32(data + COUNTS + 8, log->clock);
-        mls_store_le32(data + COUNTS + 12, (uint32_t)log->segment_count);
-        mls_store_le32(data + COUNTS + 16, (uint32_t)log->index.count);
-        write_entries(&log->index, write_segments(log, data + TABLES));
-        mls_store_le32(data + TABLES - 4, checksum(data, bytes, log->crc));
-        code = mls_file_replace_at(log->folder, MLS_PROMPT_INDEX, MODE, data, bytes, st);
-    }
-    mls_free(data);
     if (code == MLS_OK) {
         log->unindexed = 0;
         log->index_bytes = bytes;
@@ -110,38 +167,38 @@ mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 
 /* ---- reading ---- */
 
-/* Return the content of the file, or NULL. */
-static unsigned char *read_file(const mls_prompt_log *log, size_t *bytes)
-{
-    int fd = -1;
-    uint64_t length = 0;
-    mls_status ignored;
-    if (mls_file_open_at(log->folder, MLS_PROMPT_INDEX, false, &fd, &length, &ignored) !=
-        MLS_OK) {
-        return NULL;
-    }
-    unsigned char *data = length < TABLES || !mls_size_from_u64(length, bytes)
-                              ? NULL
-                              : mls_alloc(*bytes, 1);
-    if (data != NULL && mls_file_read_at(fd, data, *bytes, 0, &ignored) != MLS_OK) {
-        mls_free(data);
-        data = NULL;
-    }
-    (void)close(fd);
-    return data;
-}
+/* Rows that come from the file. */
+typedef struct row_reader {
+    int fd;
+    const mls_crc_kernels *crc;
+    unsigned char *buffer; /* BUFFER bytes */
+    size_t at, filled;     /* the next row, and the end of the bytes */
+    uint64_t offset;       /* of the next bytes of the file */
+    uint64_t left;         /* of these */
+    uint32_t sum;
+} row_reader;
 
-static bool is_valid(const mls_prompt_log *log, const unsigned char *data, size_t bytes)
+/* Return the next row, or NULL if it cannot be read. */
+static const unsigned char *next_row(row_reader *r, size_t bytes)
 {
-    mls_prompt_head head;
-    mls_status ignored;
-    size_t expected;
-    return mls_prompt_head_parse(data, letters, log->crc, &head, &ignored) == MLS_OK &&
-           memcmp(head.id, log->id, sizeof head.id) == 0 &&
-           compute_length(mls_load_le32(data + COUNTS + 12),
-                          mls_load_le32(data + COUNTS + 16), &expected) &&
-           expected == bytes &&
-           checksum(data, bytes, log->crc) == mls_load_le32(data + TABLES - 4);
+    if (r->filled - r->at < bytes) {
+        const size_t rest = r->filled - r->at;
+        const size_t step =
+            r->left < BUFFER - rest ? (size_t)r->left : (size_t)BUFFER - rest;
+        mls_status ignored;
+        memmove(r->buffer, r->buffer + r->at, rest);
+        if (rest + step < bytes || mls_file_read_at(r->fd, r->buffer + rest, step,
+                                                    r->offset, &ignored) != MLS_OK) {
+            return NULL;
+        }
+        r->sum = r->crc->update(r->sum, r->buffer + rest, step);
+        r->offset += step;
+        r->left -= step;
+        r->at = 0;
+        r->filled = rest + step;
+    }
+    r->at += bytes;
+    return r->buffer + r->at - bytes;
 }
 
 /* Only the newest segment changes: it may have been cut, and become long again. */
@@ -162,13 +219,17 @@ static bool newest_is_same(mls_prompt_log *log)
 
 /* A segment that is gone was compacted after the index was written, or deleted: its
  * records were copied, or are lost. One that is shorter makes the index useless. */
-static bool load_segments(mls_prompt_log *log, const unsigned char *at, size_t count)
+static bool load_segments(mls_prompt_log *log, row_reader *rows, size_t count)
 {
     char name[MLS_PROMPT_NAME];
     struct stat info;
     mls_status ignored;
     uint32_t before = 0;
-    for (size_t i = 0; i < count; i++, at += SEGMENT_BYTES) {
+    for (size_t i = 0; i < count; i++) {
+        const unsigned char *at = next_row(rows, SEGMENT_BYTES);
+        if (at == NULL) {
+            return false;
+        }
         const mls_prompt_segment segment = {.number = mls_load_le32(at),
                                             .last_crc = mls_load_le32(at + 4),
                                             .bytes = mls_load_le64(at + 8),
@@ -210,18 +271,31 @@ static mls_prompt_entry read_entry(const unsigned char *at)
     return entry;
 }
 
-/* Entries keep their numbers, so one whose segment is gone is added and removed. Parents
- * are linked when all entries exist. */
-static bool load_entries(mls_prompt_log *log, const unsigned char *at, size_t count)
+/* Parents may come later, so they are linked when all entries exist. */
+static void link_parents(mls_prompt_index *index)
+{
+    for (size_t i = 0; i < index->count; i++) {
+        const uint32_t parent = index->entries[i].parent;
+        index->entries[i].parent = MLS_PROMPT_NONE;
+        mls_prompt_index_link(index, (uint32_t)i, parent);
+    }
+}
+
+/* Entries keep their numbers, so one whose segment is gone is added and removed. */
+static bool load_entries(mls_prompt_log *log, row_reader *rows, size_t count)
 {
     mls_status ignored;
     if (mls_prompt_index_reserve(&log->index, count, &ignored) != MLS_OK) {
         return false;
     }
-    const unsigned char *first = at;
     mls_prompt_segment *segment = NULL;
-    for (size_t i = 0; i < count; i++, at += ENTRY_BYTES) {
+    for (size_t i = 0; i < count; i++) {
+        const unsigned char *at = next_row(rows, ENTRY_BYTES);
+        if (at == NULL) {
+            return false;
+        }
         mls_prompt_entry entry = read_entry(at);
+        const uint32_t parent = entry.parent;
         const uint64_t end =
             mls_prompt_entry_offset(&entry) + mls_prompt_entry_bytes(&entry);
         if (segment == NULL || segment->number != entry.segment) {
@@ -235,38 +309,61 @@ static bool load_entries(mls_prompt_log *log, const unsigned char *at, size_t co
             mls_prompt_index_add(&log->index, &entry) != i) {
             return false; /* the same key twice, too */
         }
+        log->index.entries[i].parent = parent;
         if (is_removed) {
             mls_prompt_index_remove(&log->index, (uint32_t)i);
         } else {
             segment->live += mls_prompt_entry_bytes(&entry);
         }
     }
-    for (size_t i = 0; i < count; i++, first += ENTRY_BYTES) {
-        mls_prompt_index_link(&log->index, (uint32_t)i, mls_load_le32(first + 32));
-    }
+    link_parents(&log->index);
     return true;
+}
+
+/* The checksum is compared at the end: rows that fit the segments harm nothing. */
+static bool load_rows(mls_prompt_log *log, row_reader *rows, uint64_t length)
+{
+    unsigned char bytes[TABLES];
+    mls_prompt_head head;
+    mls_status ignored;
+    size_t expected;
+    if (length < TABLES ||
+        mls_file_read_at(rows->fd, bytes, TABLES, 0, &ignored) != MLS_OK ||
+        mls_prompt_head_parse(bytes, letters, log->crc, &head, &ignored) != MLS_OK ||
+        memcmp(head.id, log->id, sizeof head.id) != 0) {
+        return false;
+    }
+    const size_t segments = mls_load_le32(bytes + COUNTS + 12);
+    const size_t entries = mls_load_le32(bytes + COUNTS + 16);
+    rows->sum = checksum_counts(bytes, log->crc);
+    rows->offset = TABLES;
+    rows->left = length - TABLES;
+    log->put = mls_load_le64(bytes + COUNTS);
+    log->clock = mls_load_le32(bytes + COUNTS + 8);
+    return compute_length(segments, entries, &expected) && expected == length &&
+           load_segments(log, rows, segments) && load_entries(log, rows, entries) &&
+           rows->sum == mls_load_le32(bytes + TABLES - 4);
 }
 
 bool mls_prompt_index_load(mls_prompt_log *log)
 {
-    size_t bytes = 0;
-    unsigned char *data = read_file(log, &bytes);
-    bool is_loaded = data != NULL && is_valid(log, data, bytes);
-    if (is_loaded) {
-        const size_t segments = mls_load_le32(data + COUNTS + 12);
-        is_loaded = load_segments(log, data + TABLES, segments) &&
-                    load_entries(log, data + TABLES + segments * SEGMENT_BYTES,
-                                 mls_load_le32(data + COUNTS + 16));
+    row_reader rows = {.crc = log->crc};
+    uint64_t length = 0;
+    mls_status ignored;
+    if (mls_file_open_at(log->folder, MLS_PROMPT_INDEX, false, &rows.fd, &length,
+                         &ignored) != MLS_OK) {
+        return false;
     }
+    rows.buffer = mls_alloc(BUFFER, 1);
+    const bool is_loaded = rows.buffer != NULL && load_rows(log, &rows, length);
     if (is_loaded) {
-        log->put = mls_load_le64(data + COUNTS);
-        log->clock = mls_load_le32(data + COUNTS + 8);
-        log->index_bytes = bytes;
+        log->index_bytes = length;
         log->highest =
             log->segment_count > 0 ? log->segments[log->segment_count - 1].number : 0;
     } else {
         mls_prompt_log_clear(log);
     }
-    mls_free(data);
+    (void)close(rows.fd);
+    mls_free(rows.buffer);
     return is_loaded;
 }

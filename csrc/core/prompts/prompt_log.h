@@ -102,16 +102,27 @@ void mls_prompt_match_free(mls_prompt_match *match); /* accepts NULL */
 typedef struct mls_prompt_request {
     size_t hit, part;
     mls_tensor into;
-    bool is_damaged;           /* result */
+    mls_code code;             /* result; MLS_E_FORMAT, MLS_E_CHECKSUM: damaged */
+    int os_error;              /* result; see mls_status */
     char text[MLS_TEXT_BYTES]; /* result: why */
 } mls_prompt_request;
 
-/* Read and verify parts; threads of the pool share the requests. A part that is damaged
- * or cannot be read is flagged, and its destination is undefined. Returns false if
- * `progress` stopped the work. */
-bool mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
-                     size_t count, const mls_kernels *kernels, const mls_crc_kernels *crc,
-                     mls_pool *pool, const mls_progress *progress);
+/* Read and verify parts; threads of the pool share the requests. The destination of a
+ * damaged part is undefined. MLS_E_STOPPED: `progress` stopped the work. MLS_E_IO,
+ * MLS_E_MEMORY: a part could not be read, which is not damage. */
+mls_code mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
+                         size_t count, const mls_kernels *kernels,
+                         const mls_crc_kernels *crc, mls_pool *pool,
+                         const mls_progress *progress, mls_status *st);
+
+/* Read the bytes of a part from `offset` on; as many as `request->into` has, which must
+ * be within the part. `*sum` is the checksum of the bytes before, and then of these too.
+ * The last piece is compared. MLS_E_FORMAT, MLS_E_CHECKSUM: damaged; MLS_E_IO;
+ * MLS_E_MEMORY. */
+mls_code mls_prompt_read_piece(const mls_prompt_match *match,
+                               const mls_prompt_request *request, uint64_t offset,
+                               const mls_kernels *kernels, const mls_crc_kernels *crc,
+                               uint32_t *sum, mls_status *st);
 
 /* ---- writing: between mls_prompt_lock and mls_prompt_unlock ---- */
 
@@ -121,7 +132,15 @@ bool mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests
 mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st);
 void mls_prompt_unlock(mls_prompt_log *log);
 
-/* A record to store. `parts` are borrowed views. */
+/* Provides parts that another device has. `fetch` sets `*out` to a view of one, which is
+ * valid until the next call; false stops the put. */
+typedef struct mls_prompt_source {
+    bool (*fetch)(void *context, const mls_tensor *part, mls_tensor *out);
+    void *context;
+} mls_prompt_source;
+
+/* A record to store. `parts` are borrowed views; with a source, those whose data is NULL
+ * are fetched one by one. */
 typedef struct mls_prompt_item {
     unsigned kind;
     size_t end;
@@ -129,6 +148,7 @@ typedef struct mls_prompt_item {
     size_t meta_bytes;
     const mls_tensor *parts;
     size_t part_count;
+    const mls_prompt_source *source; /* or NULL */
     int result; /* 1: written; 0: it was stored; -1: no parent, or no room */
 } mls_prompt_item;
 

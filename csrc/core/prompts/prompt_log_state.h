@@ -76,8 +76,8 @@ const char *mls_prompt_segment_name(char *name, uint32_t number);
 mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t number);
 
 /* List the numbers of the segments in the folder, sorted. The caller frees `*out`. Needs
- * no lock. */
-mls_code mls_prompt_segments_list(const mls_prompt_log *log, uint32_t **out,
+ * no lock. With `cleans`, for the writer, delete the temporary files of killed ones. */
+mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
                                   size_t *count, mls_status *st);
 
 /* Open a segment unless it is open, and hold it. MLS_E_IO (ENOENT: it was removed);
@@ -114,10 +114,20 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 unsigned char **bytes, mls_prompt_header *out,
                                 mls_status *st);
 
-/* Return the offset of the first valid header from `from` on, which is a multiple of the
- * unit; 0 if there is none before `end`. */
-uint64_t mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
-                                  const mls_crc_kernels *crc);
+/* Bytes of invalid long headers that a scan of `length` bytes may read. A hostile segment
+ * can claim a long header at each place; behind this limit they count as damage unread.
+ */
+static inline uint64_t mls_prompt_effort(uint64_t length)
+{
+    return (64 << 20) + 4 * length;
+}
+
+/* Find the first valid header from `from` on, which is a multiple of the unit. `*out` is
+ * its offset; 0 if there is none before `end`. Reduces `*effort`, see above.
+ * MLS_E_IO, MLS_E_MEMORY. */
+mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
+                                  const mls_crc_kernels *crc, uint64_t *effort,
+                                  uint64_t *out, mls_status *st);
 
 /* Return whether the last known record of a segment is unchanged: a writer may have
  * cut the file and appended others. */
@@ -183,6 +193,7 @@ typedef struct mls_prompt_append {
     unsigned char *bytes; /* of all headers */
     size_t byte_count, byte_room;
     const mls_progress *progress;
+    const mls_prompt_source *source; /* of the next record; or NULL */
 } mls_prompt_append;
 
 /* Begin to append about `bytes` bytes, to a new segment if the newest one has `limit`. */

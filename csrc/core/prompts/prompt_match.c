@@ -231,8 +231,8 @@ static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header
     return MLS_OK;
 }
 
-/* Read and compare the header of a hit. MLS_E_FORMAT, MLS_E_CHECKSUM, MLS_E_IO: damaged,
- * or not the record of the entry. */
+/* Read and compare the header of a hit. MLS_E_FORMAT, MLS_E_CHECKSUM: damaged, or not the
+ * record of the entry. */
 static mls_code check_hit(const search *s, size_t number, mls_status *st)
 {
     mls_prompt_hit *hit = &s->match->hits[number];
@@ -251,6 +251,11 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
     mls_code code = mls_prompt_header_read(hit->file->fd, hit->offset,
                                            (uint64_t)info.st_size - hit->offset,
                                            s->log->crc, room, &bytes, &header, st);
+    if (code == MLS_E_IO) {
+        code = mls_fail_os(st, st->os_error,
+                           "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,
+                           (unsigned long long)hit->offset, (unsigned)hit->segment);
+    }
     if (code == MLS_OK && !header_is(s, number, &header)) {
         code = mls_fail(st, MLS_E_FORMAT, "another record is stored there");
     }
@@ -287,7 +292,7 @@ static int compare_hits(const void *a, const void *b)
 
 static bool is_damage(mls_code code)
 {
-    return code == MLS_E_FORMAT || code == MLS_E_CHECKSUM || code == MLS_E_IO;
+    return code == MLS_E_FORMAT || code == MLS_E_CHECKSUM;
 }
 
 /* Check all proposals, in the order of the chain. Those behind a damaged block are

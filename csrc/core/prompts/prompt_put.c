@@ -217,6 +217,7 @@ static mls_code write_batch(put_work *w, size_t first, size_t end, uint64_t byte
     for (size_t i = first; code == MLS_OK && i < end; i++) {
         const mls_prompt_item *item = &w->items[i];
         if (item->result == 1) {
+            append.source = item->source;
             code = mls_prompt_append_record(&append, &w->headers[i],
                                             w->prefix->tokens + item_start(w, item),
                                             item->parts, st);

@@ -1,11 +1,11 @@
 /* prompt_read: read and verify the parts of a match.
  *
  * Bytes are read to their destination in steps that stay in the cache, and checksummed
- * there. Destinations with short runs get a copy of the whole part.
+ * there. Destinations with short runs get copies of such steps.
  */
 #include "prompts/prompt_log_state.h"
 
-#include "array/copy/copy.h"
+#include "array/copy/pack_range.h"
 #include "base/memory.h"
 #include "base/size.h"
 #include "io/file.h"
@@ -83,47 +83,50 @@ static mls_code read_runs(part_reader *r, mls_payload_runs *runs, mls_status *st
                                        : code;
 }
 
-/* Read a part to a temporary block and copy it. */
+/* Read steps to a temporary block and copy them. */
 static mls_code read_packed(part_reader *r, const mls_tensor *into,
                             const mls_kernels *kernels, size_t bytes, mls_status *st)
 {
-    unsigned char *packed = mls_alloc(bytes, 1);
-    mls_tensor view;
-    mls_payload_runs runs;
+    const size_t item = mls_tensor_item_bytes(into), step = STEP / item;
+    unsigned char *packed = mls_alloc(mls_size_least(bytes, STEP), 1);
+    mls_code code = MLS_OK;
     if (packed == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu bytes", bytes);
     }
-    mls_code code =
-        mls_tensor_init(&view, packed, into->dtype, into->rank, into->shape, st);
-    if (code == MLS_OK) {
-        mls_payload_runs_init(&runs, &view);
-        code = read_runs(r, &runs, st);
-    }
-    if (code == MLS_OK) {
-        mls_copy(kernels, into, &view, mls_cached());
+    for (size_t at = 0; code == MLS_OK && at < bytes / item; at += step) {
+        const size_t count = mls_size_least(step, bytes / item - at);
+        struct iovec vector = {.iov_base = packed, .iov_len = count * item};
+        code = read_vectors(r, &vector, 1, vector.iov_len, st);
+        if (code == MLS_OK) {
+            mls_unpack_range(kernels, into, at, count, packed);
+        }
     }
     mls_free(packed);
     return code;
 }
 
-static mls_code read_part(const read_work *work, const mls_prompt_request *request,
-                          mls_status *st)
+mls_code mls_prompt_read_piece(const mls_prompt_match *match,
+                               const mls_prompt_request *request, uint64_t offset,
+                               const mls_kernels *kernels, const mls_crc_kernels *crc,
+                               uint32_t *sum, mls_status *st)
 {
-    const mls_prompt_hit *hit = &work->match->hits[request->hit];
+    const mls_prompt_hit *hit = &match->hits[request->hit];
     const mls_prompt_part part = mls_prompt_header_part(&hit->header, request->part);
-    part_reader r = {.fd = hit->file->fd, .kernels = work->crc};
+    part_reader r = {.fd = hit->file->fd, .crc = *sum, .kernels = crc};
     mls_payload_runs runs;
-    r.offset = hit->offset + hit->header.header_bytes;
+    size_t bytes = 0;
+    uint64_t start = hit->offset + hit->header.header_bytes;
     for (size_t i = 0; i < request->part; i++) {
-        r.offset += mls_prompt_header_part(&hit->header, i).bytes;
+        start += mls_prompt_header_part(&hit->header, i).bytes;
     }
-    const uint64_t start = r.offset;
+    r.offset = start + offset;
+    (void)mls_tensor_bytes(&request->into, &bytes); /* at most those of the part */
     mls_payload_runs_init(&runs, &request->into);
-    const mls_code code =
-        part.bytes == 0 || mls_payload_runs_are_long(&runs)
-            ? read_runs(&r, &runs, st)
-            : read_packed(&r, &request->into, work->kernels, (size_t)part.bytes, st);
-    if (code == MLS_OK && r.crc != part.crc) {
+    const mls_code code = bytes == 0 || mls_payload_runs_are_long(&runs)
+                              ? read_runs(&r, &runs, st)
+                              : read_packed(&r, &request->into, kernels, bytes, st);
+    *sum = r.crc;
+    if (code == MLS_OK && offset + bytes == part.bytes && r.crc != part.crc) {
         return mls_fail(st, MLS_E_CHECKSUM,
                         "the %llu bytes at offset %llu are damaged: checksum %08x "
                         "instead of %08x",
@@ -137,14 +140,15 @@ static void read_task(void *context, size_t index)
 {
     read_work *work = context;
     mls_prompt_request *request = &work->requests[index];
-    mls_status st;
+    mls_status st = {.text = ""};
+    uint32_t sum = 0;
     if (atomic_load_explicit(&work->is_stopped, memory_order_relaxed)) {
         return;
     }
-    request->is_damaged = read_part(work, request, &st) != MLS_OK;
-    if (request->is_damaged) {
-        snprintf(request->text, sizeof request->text, "%s", st.text);
-    }
+    request->code = mls_prompt_read_piece(work->match, request, 0, work->kernels,
+                                          work->crc, &sum, &st);
+    request->os_error = st.os_error;
+    snprintf(request->text, sizeof request->text, "%s", st.text);
     const mls_prompt_hit *hit = &work->match->hits[request->hit];
     const uint64_t bytes = mls_prompt_header_part(&hit->header, request->part).bytes;
     if (!mls_progress_report(work->progress, bytes)) {
@@ -152,9 +156,30 @@ static void read_task(void *context, size_t index)
     }
 }
 
-bool mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
-                     size_t count, const mls_kernels *kernels, const mls_crc_kernels *crc,
-                     mls_pool *pool, const mls_progress *progress)
+/* Return the first error that is not damage. */
+static mls_code find_error(const mls_prompt_match *match,
+                           const mls_prompt_request *requests, size_t count,
+                           mls_status *st)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (requests[i].code == MLS_E_MEMORY) {
+            return mls_fail(st, MLS_E_MEMORY, "%s", requests[i].text);
+        }
+        if (requests[i].code == MLS_E_IO) {
+            return mls_fail_os(
+                st, requests[i].os_error,
+                "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,
+                (unsigned long long)match->hits[requests[i].hit].offset,
+                (unsigned)match->hits[requests[i].hit].segment);
+        }
+    }
+    return MLS_OK;
+}
+
+mls_code mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
+                         size_t count, const mls_kernels *kernels,
+                         const mls_crc_kernels *crc, mls_pool *pool,
+                         const mls_progress *progress, mls_status *st)
 {
     read_work work = {.match = match,
                       .requests = requests,
@@ -163,5 +188,6 @@ bool mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests
                       .progress = progress};
     atomic_init(&work.is_stopped, false);
     mls_pool_run(pool, read_task, &work, count);
-    return !atomic_load(&work.is_stopped);
+    return atomic_load(&work.is_stopped) ? mls_fail(st, MLS_E_STOPPED, "stopped")
+                                         : find_error(match, requests, count, st);
 }

@@ -200,26 +200,29 @@ static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
 static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
                            uint64_t length, uint32_t segment, mls_status *st)
 {
-    mls_code code = MLS_OK;
+    const mls_crc_kernels *crc = append->log->crc;
     unsigned char room[MLS_PROMPT_HEAD_READ], *bytes;
     mls_prompt_header header;
-    mls_status end;
-    for (uint64_t at = MLS_PROMPT_FILE_HEAD; code == MLS_OK && at < length;) {
-        const mls_code result = mls_prompt_header_read(
-            file->fd, at, length - at, append->log->crc, room, &bytes, &header, &end);
-        const bool has_notes = result == MLS_OK && header.type == MLS_PROMPT_NOTES;
-        for (size_t i = 0;
-             has_notes && code == MLS_OK && i + MLS_PROMPT_NOTE <= header.meta_bytes;
-             i += MLS_PROMPT_NOTE) {
+    uint64_t effort = mls_prompt_effort(length), at = 0;
+    mls_code code = mls_prompt_header_search(file->fd, MLS_PROMPT_FILE_HEAD, length, crc,
+                                             &effort, &at, st);
+    while (code == MLS_OK && at > 0) {
+        code = mls_prompt_header_read(file->fd, at, length - at, crc, room, &bytes,
+                                      &header, st);
+        const size_t note_bytes =
+            code == MLS_OK && header.type == MLS_PROMPT_NOTES
+                ? header.meta_bytes / MLS_PROMPT_NOTE * MLS_PROMPT_NOTE
+                : 0;
+        for (size_t i = 0; code == MLS_OK && i < note_bytes; i += MLS_PROMPT_NOTE) {
             code = move_note(append, mls_prompt_note_read(header.meta + i), segment, st);
         }
         if (bytes != room) {
             mls_free(bytes);
         }
-        at = result == MLS_OK ? at + header.record_bytes
-                              : mls_prompt_header_search(file->fd, at + MLS_PROMPT_UNIT,
-                                                         length, append->log->crc);
-        at = at == 0 ? length : at;
+        if (code == MLS_OK) {
+            code = mls_prompt_header_search(file->fd, at + header.record_bytes, length,
+                                            crc, &effort, &at, st);
+        }
     }
     return code;
 }

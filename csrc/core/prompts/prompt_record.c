@@ -277,7 +277,7 @@ mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64
                                  mls_status *st)
 {
     if (bytes < MLS_PROMPT_FIXED || mls_load_le32(data) != MAGIC) {
-        return mls_fail(st, MLS_E_CHECKSUM, "there is no record");
+        return mls_fail(st, MLS_E_CHECKSUM, "no record starts here");
     }
     const size_t header_bytes = mls_load_le32(data + 8);
     const size_t tokens = mls_load_le32(data + 104), parts = mls_load_le32(data + 108);

@@ -122,18 +122,42 @@ void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t
 
 /* ---- the end of a segment ---- */
 
+typedef struct scan {
+    mls_prompt_log *log;
+    mls_prompt_segment *segment;
+    int fd;
+    uint64_t length; /* of the file */
+    uint64_t effort; /* see mls_prompt_effort */
+} scan;
+
+/* Read the header at the end of the segment, which is longer than a window. */
+static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
+                          mls_prompt_header *header, mls_status *st)
+{
+    const uint64_t at = s->segment->bytes;
+    const size_t length = header->header_bytes;
+    if (length > MLS_PROMPT_HEAD_READ && length > s->effort) {
+        return MLS_E_CHECKSUM;
+    }
+    const mls_code code = mls_prompt_header_read(s->fd, at, s->length - at, s->log->crc,
+                                                 room, bytes, header, st);
+    s->effort -= code != MLS_OK && length <= s->effort ? length : 0;
+    return code;
+}
+
 /* Enter the records that `window`, `bytes` bytes of the segment from its end on, has
  * headers of; `*done` unless there may be more. */
-static mls_code scan_window(mls_prompt_log *log, mls_prompt_segment *segment, int fd,
-                            uint64_t length, const unsigned char *window, size_t bytes,
+static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
                             bool *done, mls_status *st)
 {
+    mls_prompt_log *log = s->log;
+    mls_prompt_segment *segment = s->segment;
     const uint64_t start = segment->bytes;
     unsigned char room[MLS_PROMPT_HEAD_READ], *bytes_of_header = room;
-    mls_prompt_header header;
+    mls_prompt_header header = {.header_bytes = 0};
     while (segment->bytes - start < bytes) {
         const size_t at = (size_t)(segment->bytes - start);
-        const uint64_t left = length - segment->bytes;
+        const uint64_t left = s->length - segment->bytes;
         bytes_of_header = room;
         mls_code code =
             mls_prompt_header_parse(window + at, bytes - at, left, log->crc, &header, st);
@@ -141,8 +165,7 @@ static mls_code scan_window(mls_prompt_log *log, mls_prompt_segment *segment, in
             if (at > 0) {
                 return MLS_OK; /* the next window has more of it */
             }
-            code = mls_prompt_header_read(fd, segment->bytes, left, log->crc, room,
-                                          &bytes_of_header, &header, st);
+            code = read_long(s, room, &bytes_of_header, &header, st);
         }
         if (code == MLS_E_CHECKSUM || code == MLS_E_FORMAT) {
             *done = true;
@@ -164,36 +187,45 @@ static mls_code scan_window(mls_prompt_log *log, mls_prompt_segment *segment, in
     return MLS_OK;
 }
 
+/* Go on at the next header behind a damaged one, if there is one; `*done` else. Headers
+ * before it may have been written during the search, so it is repeated. */
+static mls_code skip_damage(scan *s, bool *done, mls_status *st)
+{
+    uint64_t next = 0;
+    mls_code code =
+        mls_prompt_header_search(s->fd, s->segment->bytes + MLS_PROMPT_UNIT, s->length,
+                                 s->log->crc, &s->effort, &next, st);
+    if (code == MLS_OK && next > 0) {
+        code = mls_prompt_header_search(s->fd, s->segment->bytes, s->length, s->log->crc,
+                                        &s->effort, &next, st);
+    }
+    if (code == MLS_OK && next > 0) {
+        s->segment->bytes = next;
+        *done = false;
+    }
+    return code;
+}
+
 /* With `skips`, the scan continues behind damaged headers. Without, it ends there: at the
  * end of the newest segment that is usually a record that is being written. */
-static mls_code scan_records(mls_prompt_log *log, mls_prompt_segment *segment, int fd,
-                             uint64_t length, bool skips, mls_status *st)
+static mls_code scan_records(scan *s, bool skips, mls_status *st)
 {
     unsigned char window[WINDOW];
     bool done = false;
     mls_code code = MLS_OK;
-    while (!done && code == MLS_OK && length > segment->bytes &&
-           length - segment->bytes >= MLS_PROMPT_FIXED) {
-        const uint64_t left = length - segment->bytes;
+    while (!done && code == MLS_OK && s->length > s->segment->bytes &&
+           s->length - s->segment->bytes >= MLS_PROMPT_FIXED) {
+        const uint64_t left = s->length - s->segment->bytes;
         const size_t bytes = left < WINDOW ? (size_t)left : WINDOW;
-        code = mls_file_read_at(fd, window, bytes, segment->bytes, st);
+        code = mls_file_read_at(s->fd, window, bytes, s->segment->bytes, st);
         if (code == MLS_E_FORMAT) {
             return MLS_OK; /* the writer cut the file meanwhile */
         }
         if (code == MLS_OK) {
-            code = scan_window(log, segment, fd, length, window, bytes, &done, st);
+            code = scan_window(s, window, bytes, &done, st);
         }
-        uint64_t next = 0;
         if (code == MLS_OK && done && skips) {
-            next = mls_prompt_header_search(fd, segment->bytes + MLS_PROMPT_UNIT, length,
-                                            log->crc);
-        }
-        if (next > 0) { /* headers before it may have been written meanwhile */
-            next = mls_prompt_header_search(fd, segment->bytes, length, log->crc);
-        }
-        if (next > 0) {
-            segment->bytes = next;
-            done = false;
+            code = skip_damage(s, &done, st);
         }
     }
     return code;
@@ -220,8 +252,9 @@ static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
     } else if ((uint64_t)info.st_size > segment->bytes) {
         *changed = !mls_prompt_last_is_same(segment, file->fd);
         if (!*changed) {
-            code =
-                scan_records(log, segment, file->fd, (uint64_t)info.st_size, skips, st);
+            const uint64_t length = (uint64_t)info.st_size;
+            scan s = {log, segment, file->fd, length, mls_prompt_effort(length)};
+            code = scan_records(&s, skips, st);
         }
     }
     mls_prompt_file_release(file);
@@ -260,7 +293,7 @@ static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
     uint32_t *numbers = NULL;
     size_t count = 0;
     bool changed = false;
-    mls_code code = mls_prompt_segments_list(log, &numbers, &count, st);
+    mls_code code = mls_prompt_segments_list(log, false, &numbers, &count, st);
     if (code == MLS_OK && log->segment_count > 0) {
         code = scan_newest(log, true, &changed, st);
     }

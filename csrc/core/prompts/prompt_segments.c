@@ -62,14 +62,25 @@ static int compare_numbers(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-static mls_code read_names(DIR *open_folder, uint32_t **out, size_t *count,
-                           mls_status *st)
+/* A process that was killed while it replaced a file has left a temporary file. */
+static void remove_temporary(const mls_prompt_log *log, const char *name)
+{
+    if (mls_atomic_is_temporary(name)) {
+        (void)unlinkat(log->folder, name, 0);
+    }
+}
+
+static mls_code read_names(const mls_prompt_log *log, bool cleans, DIR *open_folder,
+                           uint32_t **out, size_t *count, mls_status *st)
 {
     uint32_t *numbers = NULL, number;
     size_t listed = 0, room = 0;
     errno = 0;
     for (struct dirent *entry; (entry = readdir(open_folder)) != NULL; errno = 0) {
         if (!parse_name(entry->d_name, &number)) {
+            if (cleans) {
+                remove_temporary(log, entry->d_name);
+            }
             continue;
         }
         uint32_t *grown = mls_grow(numbers, listed, &room, sizeof *numbers);
@@ -94,7 +105,7 @@ static mls_code read_names(DIR *open_folder, uint32_t **out, size_t *count,
 }
 
 /* The folder is opened again, because a duplicate would share its position. */
-mls_code mls_prompt_segments_list(const mls_prompt_log *log, uint32_t **out,
+mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
                                   size_t *count, mls_status *st)
 {
     const int fd = openat(log->folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -106,7 +117,7 @@ mls_code mls_prompt_segments_list(const mls_prompt_log *log, uint32_t **out,
         }
         return mls_fail_os(st, reason, "cannot list the folder");
     }
-    const mls_code code = read_names(open_folder, out, count, st);
+    const mls_code code = read_names(log, cleans, open_folder, out, count, st);
     (void)closedir(open_folder);
     return code;
 }

@@ -47,34 +47,65 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
 
 /* ---- after damage ---- */
 
-/* Records start at multiples of the unit. Most places fail the comparison of the magic
- * number, which the parser makes first. */
-uint64_t mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
-                                  const mls_crc_kernels *crc)
+/* Read the header at `offset`, of which a window has the first `bytes` bytes at `data`. A
+ * long one costs effort if it is invalid. */
+static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
+                              const unsigned char *data, size_t bytes,
+                              const mls_crc_kernels *crc, uint64_t *effort,
+                              mls_status *st)
 {
-    unsigned char room[MLS_PROMPT_HEAD_READ], window[WINDOW], *bytes;
+    unsigned char room[MLS_PROMPT_HEAD_READ], *longer;
     mls_prompt_header header;
-    mls_status ignored;
-    for (uint64_t at = from; at < end && end - at >= MLS_PROMPT_FIXED; at += WINDOW) {
-        const size_t step = end - at < WINDOW ? (size_t)(end - at) : WINDOW;
-        if (mls_file_read_at(fd, window, step, at, &ignored) != MLS_OK) {
-            return 0;
+    mls_code code = mls_prompt_header_parse(data, bytes, left, crc, &header, st);
+    if (code != MLS_E_CAPACITY) {
+        return code;
+    }
+    const size_t length = header.header_bytes;
+    const bool is_long = length > MLS_PROMPT_HEAD_READ;
+    if (is_long && length > *effort) {
+        return MLS_E_CHECKSUM;
+    }
+    code = mls_prompt_header_read(fd, offset, left, crc, room, &longer, &header, st);
+    if (longer != room) {
+        mls_free(longer);
+    }
+    *effort -= code != MLS_OK && is_long ? length : 0;
+    return code;
+}
+
+/* Records start at multiples of the unit. Most places lack the magic number. The first
+ * window is small: valid records and damage may alternate. */
+mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
+                                  const mls_crc_kernels *crc, uint64_t *effort,
+                                  uint64_t *out, mls_status *st)
+{
+    unsigned char window[WINDOW];
+    size_t step = MLS_PROMPT_HEAD_READ;
+    *out = 0;
+    for (uint64_t at = from; at < end && end - at >= MLS_PROMPT_FIXED;
+         at += step - MLS_PROMPT_UNIT) { /* a place needs MLS_PROMPT_FIXED bytes */
+        step = at == from || step == WINDOW ? step : 2 * step;
+        step = end - at < step ? (size_t)(end - at) : step;
+        mls_code code = mls_file_read_at(fd, window, step, at, st);
+        if (code != MLS_OK) { /* the writer may cut the file meanwhile */
+            return code == MLS_E_FORMAT ? MLS_OK : code;
         }
-        for (size_t i = 0; i + MLS_PROMPT_UNIT <= step; i += MLS_PROMPT_UNIT) {
+        for (size_t i = 0; i + MLS_PROMPT_FIXED <= step; i += MLS_PROMPT_UNIT) {
             if (!mls_prompt_header_begins(window + i)) {
                 continue;
             }
-            const mls_code code = mls_prompt_header_read(fd, at + i, end - at - i, crc,
-                                                         room, &bytes, &header, &ignored);
-            if (bytes != room) {
-                mls_free(bytes);
+            code = examine_place(fd, at + i, end - at - i, window + i, step - i, crc,
+                                 effort, st);
+            if (code == MLS_E_IO || code == MLS_E_MEMORY) {
+                return code;
             }
             if (code == MLS_OK) {
-                return at + i;
+                *out = at + i;
+                return MLS_OK;
             }
         }
     }
-    return 0;
+    return MLS_OK;
 }
 
 /* ---- one payload ---- */

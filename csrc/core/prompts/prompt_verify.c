@@ -105,7 +105,8 @@ static void release_entry(mls_prompt_hit *hit)
     mls_free(hit->bytes);
 }
 
-/* An error of the system, such as too many open files, proves no damage. */
+/* An error of the system, such as too many open files, proves no damage. Bytes that the
+ * disk cannot read (EIO) count as damaged here: only a repair can remove them. */
 static bool is_system_error(mls_code code, const mls_status *st)
 {
     return code == MLS_E_MEMORY || code == MLS_E_STOPPED ||
@@ -126,9 +127,10 @@ mls_code mls_prompt_list(mls_prompt_log *log,
                                         (entries[i].flags & MLS_PROMPT_PINNED) != 0,
                                     .used = entries[i].used};
         const mls_code result = read_entry(log, &entries[i], room, &listed.hit, st);
+        const bool is_gone = result == MLS_E_IO && st->os_error == ENOENT;
         if (result == MLS_OK) {
             is_done = !visit(context, &listed);
-        } else if (is_system_error(result, st)) {
+        } else if (is_system_error(result, st) || (result == MLS_E_IO && !is_gone)) {
             code = result;
         }
         release_entry(&listed.hit);

@@ -20,13 +20,15 @@ typedef struct mlspy_prompt_log {
 typedef struct mlspy_prompt_match {
     PyObject_HEAD mls_prompt_match *match; /* NULL: closed */
     PyObject *records, *damage;            /* tuples */
+    PyObject *path;                        /* of the log */
     size_t length;
     Py_ssize_t calls;
     bool is_closed;
 } mlspy_prompt_match;
 
 /* Return a new PromptMatch, which takes the match. */
-PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match);
+PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match,
+                                PyObject *path);
 
 /* Return a match for a call, or NULL with TypeError or ValueError (closed) set. The
  * caller calls mlspy_prompt_match_leave at the end. */

@@ -173,7 +173,7 @@ static PyObject *log_match(mlspy_prompt_log *self, PyObject *const *args,
     PyObject *result = NULL;
     if (log != NULL) {
         MLSPY_WITHOUT_GIL(code = mls_prompt_match_new(log, &prefix, &match, &st));
-        result = code == MLS_OK ? mlspy_prompt_match_of(state, match)
+        result = code == MLS_OK ? mlspy_prompt_match_of(state, match, self->path)
                                 : mlspy_raise(state, &st, self->path);
         leave(self);
     }
@@ -234,6 +234,7 @@ typedef struct put_items {
     size_t count;
     mlspy_view *views; /* of all parts */
     mls_tensor *tensors;
+    PyObject **fetchers; /* of parts that another device has; others are NULL */
     size_t part_count;
 } put_items;
 
@@ -242,9 +243,40 @@ static void release_items(put_items *all)
     if (all->views != NULL) {
         mlspy_views_release(all->views, all->part_count);
     }
+    for (size_t i = 0; all->fetchers != NULL && i < all->part_count; i++) {
+        Py_XDECREF(all->fetchers[i]);
+    }
+    mls_free(all->fetchers);
     mls_free(all->views);
     mls_free(all->tensors);
     mls_free(all->items);
+}
+
+/* Convert a part: an array, or (bytes, callable) of one that is fetched when its turn
+ * comes. */
+static int take_part(const mlspy_state *state, PyObject *part, put_items *all,
+                     size_t number)
+{
+    mlspy_view *view = &all->views[number];
+    PyObject *fetcher;
+    Py_ssize_t bytes;
+    mls_status st;
+    if (!PyTuple_Check(part)) {
+        const int failed = mlspy_view_for(state, part, "a part", false, view);
+        all->tensors[number] = view->tensor;
+        return failed;
+    }
+    if (mlspy_take_tuple(part, "a part", "nO", &bytes, &fetcher) < 0) {
+        return -1;
+    }
+    if (bytes < 0 || !PyCallable_Check(fetcher)) {
+        return MLSPY_REFUSE(PyExc_TypeError, "a part is an array or (bytes, callable)");
+    }
+    const size_t shape[] = {(size_t)bytes};
+    const mls_code code =
+        mls_tensor_init(&all->tensors[number], NULL, MLS_U8, 1, shape, &st);
+    all->fetchers[number] = Py_NewRef(fetcher);
+    return mlspy_check(state, code, &st);
 }
 
 /* Convert one record (kind, end, meta, parts); its parts come next in the arrays. */
@@ -271,14 +303,12 @@ static int take_item(const mlspy_state *state, PyObject *object, put_items *all,
                               .parts = all->tensors + *next};
     const size_t left = all->part_count - *next;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parts) && item->part_count < left; i++) {
-        mlspy_view *view = &all->views[*next];
         PyObject *part = Py_NewRef(PyList_GET_ITEM(parts, i));
-        const int failed = mlspy_view_for(state, part, "a part", false, view);
+        const int failed = take_part(state, part, all, (*next)++);
         Py_DECREF(part);
         if (failed < 0) {
             return -1;
         }
-        all->tensors[(*next)++] = view->tensor;
         item->part_count++;
     }
     return 0;
@@ -313,7 +343,9 @@ static int take_items(const mlspy_state *state, PyObject *records, put_items *al
     all->items = mls_alloc(all->count, sizeof *all->items);
     all->views = mls_alloc(all->part_count, sizeof *all->views);
     all->tensors = mls_alloc(all->part_count, sizeof *all->tensors);
-    if (all->items == NULL || all->views == NULL || all->tensors == NULL) {
+    all->fetchers = mls_alloc(all->part_count, sizeof(PyObject *));
+    if (all->items == NULL || all->views == NULL || all->tensors == NULL ||
+        all->fetchers == NULL) {
         return mlspy_no_memory();
     }
     for (size_t i = 0; i < all->count; i++) {
@@ -349,6 +381,49 @@ static PyObject *put_results(const put_items *all)
     return list;
 }
 
+/* Fetches parts during a put. */
+typedef struct part_source {
+    mls_prompt_source core;
+    const mlspy_state *state;
+    const put_items *all;
+    mlspy_progress *progress;
+    mlspy_view view; /* of the part that was fetched last */
+} part_source;
+
+/* With the GIL. */
+static int call_fetcher(part_source *source, size_t number, mls_tensor *out)
+{
+    mlspy_view_release(&source->view);
+    PyObject *array = PyObject_CallNoArgs(source->all->fetchers[number]);
+    if (array == NULL) {
+        return -1;
+    }
+    const int failed =
+        mlspy_view_for(source->state, array, "a part", false, &source->view);
+    Py_DECREF(array);
+    if (failed < 0) {
+        return -1;
+    }
+    *out = source->view.tensor;
+    const size_t expected = mlspy_bytes(&source->all->tensors[number]);
+    if (mlspy_bytes(out) != expected) {
+        return MLSPY_FAIL(source->state, MLS_E_SHAPE,
+                          "a part of %zu bytes was fetched, and not of %zu",
+                          mlspy_bytes(out), expected);
+    }
+    return 0;
+}
+
+/* The core's callback, called by the thread that put. */
+static bool fetch_part(void *context, const mls_tensor *part, mls_tensor *out)
+{
+    part_source *source = context;
+    PyEval_RestoreThread(source->progress->saved);
+    const int failed = call_fetcher(source, (size_t)(part - source->all->tensors), out);
+    source->progress->saved = PyEval_SaveThread();
+    return failed == 0;
+}
+
 /* Store the records, with the lock held meanwhile. */
 static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
                             const mls_prompt_prefix *prefix, put_items *all,
@@ -356,14 +431,20 @@ static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
 {
     mlspy_progress progress;
     mls_status st;
-    if (mlspy_progress_init(&progress, Py_None) < 0) {
-        return NULL;
+    part_source source = {.core = {.fetch = fetch_part, .context = &source},
+                          .state = state,
+                          .all = all,
+                          .progress = &progress};
+    for (size_t i = 0; i < all->count; i++) {
+        all->items[i].source = &source.core;
     }
+    (void)mlspy_progress_init(&progress, Py_None); /* cannot fail with None */
     mlspy_progress_begin(&progress);
     const mls_code code = mls_prompt_put(self->log, prefix, all->items, all->count, limit,
                                          &progress.core, &st);
     mls_prompt_unlock(self->log);
     mlspy_progress_end(&progress);
+    mlspy_view_release(&source.view);
     if (code == MLS_E_STOPPED) {
         return NULL; /* the signal's exception is set */
     }

@@ -69,6 +69,7 @@ static void match_dealloc(mlspy_prompt_match *self)
     mls_prompt_match_free(self->match);
     Py_XDECREF(self->records);
     Py_XDECREF(self->damage);
+    Py_XDECREF(self->path);
     mlspy_free(self);
 }
 
@@ -105,7 +106,8 @@ static PyObject *damage_tuple(const mls_prompt_match *match)
     return tuple;
 }
 
-PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match)
+PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match,
+                                PyObject *path)
 {
     PyTypeObject *type = state->prompt_match_type;
     mlspy_prompt_match *self = (mlspy_prompt_match *)type->tp_alloc(type, 0);
@@ -115,6 +117,7 @@ PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *matc
     }
     self->match = match;
     self->length = match->length;
+    self->path = Py_NewRef(path);
     self->records = records_tuple(match);
     self->damage = damage_tuple(match);
     if (self->records == NULL || self->damage == NULL) {
@@ -139,8 +142,9 @@ static size_t take_record(const mls_prompt_match *match, PyObject *object)
     return (size_t)number;
 }
 
-/* meta(record) -> bytes */
-static PyObject *match_meta(PyObject *self, PyObject *record)
+/* Return what `describe` makes of the header of a record. */
+static PyObject *describe_record(PyObject *self, PyObject *record,
+                                 PyObject *(*describe)(const mls_prompt_header *))
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     const mls_prompt_match *match = mlspy_prompt_match_enter(state, self);
@@ -148,50 +152,46 @@ static PyObject *match_meta(PyObject *self, PyObject *record)
         return NULL;
     }
     const size_t number = take_record(match, record);
-    PyObject *result = NULL;
-    if (number != SIZE_MAX) {
-        const mls_prompt_header *header = &match->hits[number].header;
-        result = PyBytes_FromStringAndSize((const char *)header->meta,
-                                           (Py_ssize_t)header->meta_bytes);
-    }
+    PyObject *result = number == SIZE_MAX ? NULL : describe(&match->hits[number].header);
     mlspy_prompt_match_leave(self);
     return result;
+}
+
+static PyObject *meta_bytes(const mls_prompt_header *header)
+{
+    return PyBytes_FromStringAndSize((const char *)header->meta,
+                                     (Py_ssize_t)header->meta_bytes);
+}
+
+static PyObject *part_sizes(const mls_prompt_header *header)
+{
+    PyObject *tuple = PyTuple_New((Py_ssize_t)header->part_count);
+    for (size_t i = 0; tuple != NULL && i < header->part_count; i++) {
+        mlspy_put(&tuple, (Py_ssize_t)i,
+                  PyLong_FromUnsignedLongLong(mls_prompt_header_part(header, i).bytes));
+    }
+    return tuple;
+}
+
+/* meta(record) -> bytes */
+static PyObject *match_meta(PyObject *self, PyObject *record)
+{
+    return describe_record(self, record, meta_bytes);
 }
 
 /* parts(record) -> (bytes, ...) */
 static PyObject *match_parts(PyObject *self, PyObject *record)
 {
-    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
-    const mls_prompt_match *match = mlspy_prompt_match_enter(state, self);
-    if (match == NULL) {
-        return NULL;
-    }
-    const size_t number = take_record(match, record);
-    PyObject *result = NULL;
-    if (number != SIZE_MAX) {
-        const mls_prompt_header *header = &match->hits[number].header;
-        result = PyTuple_New((Py_ssize_t)header->part_count);
-        for (size_t i = 0; result != NULL && i < header->part_count; i++) {
-            mlspy_put(
-                &result, (Py_ssize_t)i,
-                PyLong_FromUnsignedLongLong(mls_prompt_header_part(header, i).bytes));
-        }
-    }
-    mlspy_prompt_match_leave(self);
-    return result;
+    return describe_record(self, record, part_sizes);
 }
 
 /* ---- reading ---- */
 
-/* Convert one request (record, part, array). */
-static int take_request(const mlspy_state *state, const mls_prompt_match *match,
-                        PyObject *item, mls_prompt_request *request, mlspy_view *view)
+/* Convert the arguments of a request; `*bytes` is the length of the part. */
+static int take_part(const mlspy_state *state, const mls_prompt_match *match,
+                     PyObject *record, Py_ssize_t part, PyObject *array,
+                     mls_prompt_request *request, mlspy_view *view, uint64_t *bytes)
 {
-    PyObject *record, *array;
-    Py_ssize_t part;
-    if (mlspy_take_tuple(item, "a request", "OnO", &record, &part, &array) < 0) {
-        return -1;
-    }
     const size_t hit = take_record(match, record);
     if (hit == SIZE_MAX) {
         return -1;
@@ -203,16 +203,45 @@ static int take_request(const mlspy_state *state, const mls_prompt_match *match,
     if (mlspy_view_for(state, array, "into", true, view) < 0) {
         return -1;
     }
-    const uint64_t bytes = mls_prompt_header_part(header, (size_t)part).bytes;
-    if (mlspy_bytes(&view->tensor) != bytes) {
-        return MLSPY_FAIL(state, MLS_E_SHAPE,
-                          "part %zd of record %zu has %llu bytes, and the array %zu",
-                          part, hit, (unsigned long long)bytes,
-                          mlspy_bytes(&view->tensor));
-    }
+    *bytes = mls_prompt_header_part(header, (size_t)part).bytes;
     *request =
         (mls_prompt_request){.hit = hit, .part = (size_t)part, .into = view->tensor};
     return 0;
+}
+
+/* Convert one request (record, part, array). */
+static int take_request(const mlspy_state *state, const mls_prompt_match *match,
+                        PyObject *item, mls_prompt_request *request, mlspy_view *view)
+{
+    PyObject *record, *array;
+    Py_ssize_t part;
+    uint64_t bytes = 0;
+    if (mlspy_take_tuple(item, "a request", "OnO", &record, &part, &array) < 0 ||
+        take_part(state, match, record, part, array, request, view, &bytes) < 0) {
+        return -1;
+    }
+    if (mlspy_bytes(&view->tensor) != bytes) {
+        return MLSPY_FAIL(state, MLS_E_SHAPE,
+                          "part %zd of record %zu has %llu bytes, and the array %zu",
+                          part, request->hit, (unsigned long long)bytes,
+                          mlspy_bytes(&view->tensor));
+    }
+    return 0;
+}
+
+static bool is_damaged(mls_code code)
+{
+    return code == MLS_E_FORMAT || code == MLS_E_CHECKSUM;
+}
+
+/* Describe the damage of a record. */
+static PyObject *request_damage(const mls_prompt_match *match, size_t number,
+                                const char *text)
+{
+    const mls_prompt_hit *hit = &match->hits[number];
+    mls_prompt_damage damage = {.segment = hit->segment, .offset = hit->offset};
+    snprintf(damage.text, sizeof damage.text, "%s", text);
+    return mlspy_prompt_damage_text(&damage);
 }
 
 /* List the damaged records, each once. */
@@ -221,23 +250,30 @@ static PyObject *damaged_list(const mls_prompt_match *match,
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        bool is_first = requests[i].is_damaged;
+        bool is_first = is_damaged(requests[i].code);
         for (size_t j = 0; is_first && j < i; j++) {
-            is_first = !requests[j].is_damaged || requests[j].hit != requests[i].hit;
+            is_first =
+                !is_damaged(requests[j].code) || requests[j].hit != requests[i].hit;
         }
         if (is_first) {
-            const mls_prompt_hit *hit = &match->hits[requests[i].hit];
-            mls_prompt_damage damage = {.segment = hit->segment, .offset = hit->offset};
-            snprintf(damage.text, sizeof damage.text, "%s", requests[i].text);
             mlspy_append(&list, Py_BuildValue("(nN)", (Py_ssize_t)requests[i].hit,
-                                              mlspy_prompt_damage_text(&damage)));
+                                              request_damage(match, requests[i].hit,
+                                                             requests[i].text)));
         }
     }
     return list;
 }
 
-static PyObject *read_all(const mlspy_state *state, const mls_prompt_match *match,
-                          PyObject *list)
+/* Raise the error of a read; after a signal, its exception is set already. */
+static void raise_error(const mlspy_state *state, const mls_status *st, PyObject *self)
+{
+    if (st->code != MLS_E_STOPPED) {
+        mlspy_raise(state, st, ((mlspy_prompt_match *)self)->path);
+    }
+}
+
+static PyObject *read_all(const mlspy_state *state, PyObject *self,
+                          const mls_prompt_match *match, PyObject *list)
 {
     const size_t count = (size_t)PyList_GET_SIZE(list);
     mls_prompt_request *requests = mls_alloc(count, sizeof *requests);
@@ -253,11 +289,17 @@ static PyObject *read_all(const mlspy_state *state, const mls_prompt_match *matc
                                &requests[i], &views[i]) == 0;
     }
     if (is_good && mlspy_progress_init(&progress, Py_None) == 0) {
+        mls_status st;
         mlspy_progress_begin(&progress);
-        is_good = mls_prompt_read(match, requests, count, state->kernels,
-                                  mlspy_crc(state), state->pool, &progress.core);
+        is_good =
+            mls_prompt_read(match, requests, count, state->kernels, mlspy_crc(state),
+                            state->pool, &progress.core, &st) == MLS_OK;
         mlspy_progress_end(&progress);
-        result = is_good ? damaged_list(match, requests, count) : NULL;
+        if (is_good) {
+            result = damaged_list(match, requests, count);
+        } else {
+            raise_error(state, &st, self);
+        }
     }
     if (views != NULL) {
         mlspy_views_release(views, count);
@@ -278,10 +320,65 @@ static PyObject *match_read(PyObject *self, PyObject *requests)
         list == NULL ? NULL : mlspy_prompt_match_enter(state, self);
     PyObject *result = NULL;
     if (match != NULL) {
-        result = read_all(state, match, list);
+        result = read_all(state, self, match, list);
         mlspy_prompt_match_leave(self);
     }
     Py_XDECREF(list);
+    return result;
+}
+
+/* Read bytes `offset` .. of a part. */
+static PyObject *read_piece(const mlspy_state *state, PyObject *self,
+                            const mls_prompt_match *match, PyObject *const *args,
+                            Py_ssize_t part, uint64_t offset, uint32_t sum)
+{
+    mls_prompt_request request;
+    mlspy_view view = {.owner = NULL};
+    uint64_t bytes = 0;
+    mls_status st;
+    mls_code code;
+    PyObject *result = NULL;
+    if (take_part(state, match, args[0], part, args[3], &request, &view, &bytes) < 0) {
+        return NULL;
+    }
+    if (offset > bytes || mlspy_bytes(&view.tensor) > bytes - offset) {
+        mlspy_raise_text(state, MLS_E_SHAPE, "the piece is not within part %zd", part);
+    } else {
+        MLSPY_WITHOUT_GIL(code = mls_prompt_read_piece(match, &request, offset,
+                                                       state->kernels, mlspy_crc(state),
+                                                       &sum, &st));
+        if (code == MLS_OK) {
+            result = PyLong_FromUnsignedLong(sum);
+        } else if (is_damaged(code)) {
+            result = request_damage(match, request.hit, st.text);
+        } else {
+            raise_error(state, &st, self);
+        }
+    }
+    mlspy_view_release(&view);
+    return result;
+}
+
+/* read_piece(record, part, offset, array, checksum) -> int, or a text about damage
+ *
+ * Continues the checksum of the bytes before the piece. */
+static PyObject *match_read_piece(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    int64_t part, offset, sum;
+    if (mlspy_take_count("read_piece", 5, count) < 0 ||
+        mlspy_take_int64(state, args[1], "part", &part) < 0 ||
+        mlspy_take_int64(state, args[2], "offset", &offset) < 0 ||
+        mlspy_take_int64(state, args[4], "checksum", &sum) < 0) {
+        return NULL;
+    }
+    const mls_prompt_match *match = mlspy_prompt_match_enter(state, self);
+    PyObject *result = NULL;
+    if (match != NULL) {
+        result = read_piece(state, self, match, args, (Py_ssize_t)part, (uint64_t)offset,
+                            (uint32_t)sum);
+        mlspy_prompt_match_leave(self);
+    }
     return result;
 }
 
@@ -323,6 +420,8 @@ static PyMethodDef match_methods[] = {
     MLSPY_METHOD(match, meta, METH_O, "record, /"),
     MLSPY_METHOD(match, parts, METH_O, "record, /"),
     MLSPY_METHOD(match, read, METH_O, "requests, /"),
+    MLSPY_METHOD(match, read_piece, METH_FASTCALL,
+                 "record, part, offset, array, checksum, /"),
     MLSPY_METHOD(match, close, METH_NOARGS, "/"),
     {NULL, NULL, 0, NULL},
 };

@@ -48,7 +48,7 @@ class FolderContent(NamedTuple):
     """The checkpoints in a folder at one time; a writer may replace only these."""
 
     manifest: bytes | None
-    roots: tuple[Root, ...]
+    roots: tuple[Root, ...] | None  # None: of no importance
 
 
 class ManifestSummary(NamedTuple):
@@ -247,21 +247,22 @@ class CheckpointFiles:
             return any(root.generation == generation for root in roots)
         return False
 
-    def content(self) -> FolderContent:
-        """Return the current checkpoints of the folder; empty if it does not exist."""
-        if self.folder.is_local and not self.folder.has_checkpoint():
-            return FolderContent(None, ())
-        manifest = None
-        with suppress(FileNotFoundError):
+    def content(self, *, roots: bool = True) -> FolderContent:
+        """Return the current checkpoints of the folder, or only the manifest; empty if missing."""
+        manifest: bytes | None = None
+        with suppress(FileNotFoundError, NotADirectoryError):
             manifest = self.folder.read(MANIFEST)
-        return FolderContent(manifest, tuple(self.list_roots()))
+        if not roots:
+            return FolderContent(manifest, None)
+        exists = not self.folder.is_local or self.folder.has_checkpoint()
+        return FolderContent(manifest, tuple(self.list_roots()) if exists else ())
 
     def refuse_change(self, before: FolderContent) -> None:
         """Raise StoreError (EEXIST) if the folder has other checkpoints than `before` now.
 
         If it was empty, local files of other programs are refused too.
         """
-        is_same = self.content() == before
+        is_same = self.content(roots=before.roots is not None) == before
         if before == (None, ()) and self.folder.is_local:
             is_same = is_same and not self.foreign_files()
         if not is_same:

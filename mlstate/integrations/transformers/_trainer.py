@@ -28,7 +28,7 @@ from ._trainer_folders import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _FOLDER = "mlstate"  # in the output folder of the Trainer
 
@@ -195,7 +195,10 @@ class MLStateCallback:
 
     @staticmethod
     def last_checkpoint(
-        output_dir: str | os.PathLike[str], directory: str | os.PathLike[str] | None = None
+        output_dir: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        storage_options: Mapping[str, object] | None = None,
     ) -> str | None:
         """Return the newest checkpoint of the Trainer that can be resumed, or None.
 
@@ -209,11 +212,20 @@ class MLStateCallback:
         output_dir : str or os.PathLike
             The Trainer's output folder.
         directory : str or os.PathLike, optional
-            As for the callback.
+            As for the callback. With a `directory`, the folder of the newest step is also written
+            again if the output folder has no checkpoint, as on a new machine.
+        storage_options : dict, optional
+            As for the callback, if `directory` is a URL.
+
+        Warns
+        -----
+        CheckpointWarning
+            The Trainer's folders cannot be resumed, and `directory` has no step.
         """
         output = Path(local_path(output_dir))
-        manager = CheckpointManager(output / _FOLDER if directory is None else directory)
-        return last_checkpoint(output, manager)
+        place = output / _FOLDER if directory is None else directory
+        manager = CheckpointManager(place, storage_options=storage_options)
+        return last_checkpoint(output, manager, is_default=directory is None)
 
     def _open(self, args: Any) -> CheckpointManager:
         """Return the manager for this training's folder; with several ranks, also connect them."""

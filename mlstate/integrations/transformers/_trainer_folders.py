@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.atomic_file import Target, new_path
 from ..._safetensors import load_file, save_file
-from ...errors import CheckpointWarning, CompatibilityError, MLStateError
+from ...checkpoint._folder.local import LocalFolder
+from ...errors import CheckpointWarning, MLStateError
 
 if TYPE_CHECKING:
     from ...checkpoint import CheckpointManager
@@ -146,14 +147,14 @@ def _is_resumable(output: Path, manager: CheckpointManager, step: int) -> bool:
         return False
 
 
-def last_checkpoint(output: Path, manager: CheckpointManager) -> str | None:
+def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: bool) -> str | None:
     """Return the newest folder that a training can resume, or None.
 
     The folder of the newest step is written again if the Trainer was killed after it had deleted
-    it, or if there is no complete folder.
+    it, or if there is no complete folder. `is_default`: the steps are in the output folder.
     """
     folders = _steps_of(output)
-    if not folders:
+    if not folders and is_default:
         return None
     saved = manager.steps()
     newest: tuple[int, str | None] | None = None
@@ -184,21 +185,28 @@ def last_checkpoint(output: Path, manager: CheckpointManager) -> str | None:
             )
     if newest is not None and newest[1] is not None:
         # killed between the deletion of the newest step's folder and the save of the next step
-        was_killed = newest[0] not in folders and folders[-1] > newest[0]
+        was_killed = newest[0] not in folders and max(folders, default=-1) > newest[0]
         if good < 0 or was_killed:
             return str(_restore_folder(output, manager, newest[0], newest[1]))
+    if folders and not saved:
+        warnings.warn(
+            f"{folder_of(output, folders[-1])} cannot be resumed, and {manager.directory} has no "
+            "step, so training starts anew; if the callback has another directory=, pass it to "
+            "last_checkpoint too",
+            CheckpointWarning,
+            stacklevel=3,
+        )
     return str(folder_of(output, good)) if good >= 0 else None
 
 
 def _restore_folder(output: Path, manager: CheckpointManager, step: int, position: str) -> Path:
     """Write the Trainer's folder of a step again: its weights, and the text of its position."""
     folder = folder_of(output, step)
-    if not isinstance(manager.directory, str):
-        raise CompatibilityError(
-            f"{folder} is not complete, and steps in an object store cannot restore it: resume "
-            f"from an older folder, or load step {step} with CheckpointManager.restore"
-        )
-    exclusion = manager._checkpoints.folder.exclusive(_LOCK_SECONDS)
+    output.mkdir(parents=True, exist_ok=True)
+    place = manager._checkpoints.folder
+    if not place.is_local:  # the ranks of this machine exclude each other
+        place = LocalFolder(str(output))
+    exclusion = place.exclusive(_LOCK_SECONDS)
     with exclusion.holder:
         exclusion.acquire()
         if is_whole(folder, position):

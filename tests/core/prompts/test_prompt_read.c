@@ -25,10 +25,11 @@ TEST(threads_fill_rows_of_a_cache)
         requests[i].into = matrix_of(cache[0][i], MLS_U8, 100, 1000);
         requests[i].into.strides[0] = sizeof cache[0];
     }
-    CHECK(mls_prompt_read(match, requests, BLOCKS, log->kernels, log->crc, pool, NULL));
+    CHECK(mls_prompt_read(match, requests, BLOCKS, log->kernels, log->crc, pool, NULL,
+                          &status) == MLS_OK);
     for (size_t i = 0; i < BLOCKS; i++) {
         fill_part(part, BYTES, &p, match->hits[i].end);
-        CHECK(!requests[i].is_damaged);
+        CHECK(requests[i].code == MLS_OK);
         for (size_t row = 0; row < 100; row++) {
             CHECK(memcmp(cache[row][i], part + 1000 * row, 1000) == 0);
             CHECK(cache[row][i][1000] == 0);
@@ -47,9 +48,10 @@ TEST(short_runs_are_scattered)
     mls_prompt_match *match = stored_match(log);
     mls_prompt_request request = {.hit = 2};
     request.into = transposed_of(into, MLS_U8, 1000, 100);
-    CHECK(mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL));
+    CHECK(mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL,
+                          &status) == MLS_OK);
     fill_part(part, BYTES, &p, match->hits[2].end);
-    CHECK(!request.is_damaged && into[0] == part[0] && into[1000] == part[1]);
+    CHECK(request.code == MLS_OK && into[0] == part[0] && into[1000] == part[1]);
     CHECK(into[1] == part[100] && into[99999] == part[99999]);
     mls_prompt_match_free(match);
     mls_prompt_log_free(log);
@@ -65,12 +67,15 @@ TEST(a_damaged_part_is_flagged_and_the_others_are_read)
     for (size_t i = 0; i < 2; i++) {
         requests[i].into = vector_of(into[i], MLS_U8, BYTES);
     }
-    CHECK(mls_prompt_read(match, requests, 2, log->kernels, log->crc, NULL, NULL));
-    CHECK(!requests[0].is_damaged && requests[1].is_damaged);
+    CHECK(mls_prompt_read(match, requests, 2, log->kernels, log->crc, NULL, NULL,
+                          &status) == MLS_OK);
+    CHECK(requests[0].code == MLS_OK && requests[1].code == MLS_E_CHECKSUM);
     CHECK(strstr(requests[1].text, "damaged") != NULL);
     CHECK(truncate(segment_path(1), 50000) == 0);
-    CHECK(mls_prompt_read(match, requests, 2, log->kernels, log->crc, NULL, NULL));
-    CHECK(requests[0].is_damaged && strstr(requests[0].text, "shorter") != NULL);
+    CHECK(mls_prompt_read(match, requests, 2, log->kernels, log->crc, NULL, NULL,
+                          &status) == MLS_OK);
+    CHECK(requests[0].code == MLS_E_FORMAT &&
+          strstr(requests[0].text, "shorter") != NULL);
     mls_prompt_match_free(match);
     mls_prompt_log_free(log);
 }
@@ -88,7 +93,51 @@ TEST(reading_can_be_stopped)
     mls_prompt_match *match = stored_match(log);
     mls_prompt_request request = {.into = vector_of(into, MLS_U8, BYTES)};
     const mls_progress progress = {stop, NULL};
-    CHECK(!mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, &progress));
+    CHECK(mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, &progress,
+                          &status) == MLS_E_STOPPED);
+    mls_prompt_match_free(match);
+    mls_prompt_log_free(log);
+}
+
+TEST(a_part_is_read_in_pieces_and_the_last_one_is_compared)
+{
+    static unsigned char into[BYTES], part[BYTES];
+    const prompt p = prompt_of(1);
+    mls_prompt_log *log = open_log();
+    mls_prompt_match *match = stored_match(log);
+    mls_prompt_request request = {.hit = 1};
+    for (int damaged = 0; damaged < 2; damaged++) {
+        uint32_t sum = 0;
+        mls_code code = MLS_OK;
+        for (size_t at = 0; at < BYTES; at += 30000) {
+            const size_t bytes = at + 30000 < BYTES ? 30000 : BYTES - at;
+            CHECK(code == MLS_OK);
+            request.into = vector_of(into + at, MLS_U8, bytes);
+            code = mls_prompt_read_piece(match, &request, at, log->kernels, log->crc,
+                                         &sum, &status);
+        }
+        CHECK(code == (damaged != 0 ? MLS_E_CHECKSUM : MLS_OK));
+        fill_part(part, BYTES, &p, match->hits[1].end);
+        CHECK((memcmp(into, part, BYTES) == 0) == (damaged == 0));
+        flip_byte(segment_path(1), match->hits[1].offset + 5000);
+    }
+    mls_prompt_match_free(match);
+    mls_prompt_log_free(log);
+}
+
+TEST(a_part_that_cannot_be_read_is_not_damaged)
+{
+    static unsigned char into[BYTES];
+    mls_prompt_log *log = open_log();
+    mls_prompt_match *match = stored_match(log);
+    mls_prompt_request request = {.into = vector_of(into, MLS_U8, BYTES)};
+    struct mls_prompt_file *file = match->hits[0].file;
+    const int fd = file->fd;
+    file->fd = -1;
+    CHECK(mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL,
+                          &status) == MLS_E_IO);
+    CHECK(strstr(status.text, "segment-00000001") != NULL);
+    file->fd = fd;
     mls_prompt_match_free(match);
     mls_prompt_log_free(log);
 }

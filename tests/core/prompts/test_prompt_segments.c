@@ -23,12 +23,12 @@ TEST(only_exact_names_are_segments)
         snprintf(name, sizeof name, "log/%s", others[i]);
         touch(name);
     }
-    CHECK(mls_prompt_segments_list(log, &numbers, &count, &status) == MLS_OK);
+    CHECK(mls_prompt_segments_list(log, false, &numbers, &count, &status) == MLS_OK);
     CHECK(count == 0);
     mls_free(numbers);
     touch("log/segment-00000017");
     touch("log/segment-00000003");
-    CHECK(mls_prompt_segments_list(log, &numbers, &count, &status) == MLS_OK);
+    CHECK(mls_prompt_segments_list(log, false, &numbers, &count, &status) == MLS_OK);
     CHECK(count == 2 && numbers[0] == 3 && numbers[1] == 17);
     mls_free(numbers);
     mls_prompt_log_free(log);

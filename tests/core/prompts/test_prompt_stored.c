@@ -52,6 +52,14 @@ TEST(a_long_header_is_read_to_other_memory)
     mls_prompt_log_free(log);
 }
 
+static uint64_t search(int fd, uint64_t from, uint64_t end, const mls_crc_kernels *crc)
+{
+    uint64_t effort = mls_prompt_effort(end), result = 1;
+    CHECK(mls_prompt_header_search(fd, from, end, crc, &effort, &result, &status) ==
+          MLS_OK);
+    return result;
+}
+
 TEST(the_search_finds_the_next_header)
 {
     mls_prompt_log *log = open_log();
@@ -59,11 +67,78 @@ TEST(the_search_finds_the_next_header)
     const int fd = open_segment();
     const uint64_t end = file_bytes(segment_path(1));
     const uint64_t second = mls_prompt_entry_offset(&log->index.entries[1]);
-    CHECK(mls_prompt_header_search(fd, 64, end, log->crc) == 64);
-    CHECK(mls_prompt_header_search(fd, 128, end, log->crc) == second);
-    CHECK(mls_prompt_header_search(fd, end - 64, end, log->crc) == 0);
-    CHECK(mls_prompt_header_search(fd, 128, second + 64, log->crc) == 0);
+    CHECK(search(fd, 64, end, log->crc) == 64);
+    CHECK(search(fd, 128, end, log->crc) == second);
+    CHECK(search(fd, end - 64, end, log->crc) == 0);
+    CHECK(search(fd, 128, second + 64, log->crc) == 0);
     close(fd);
+    mls_prompt_log_free(log);
+}
+
+/* Copy the first record of segment 1 to `offset` of the file `path`, behind zeros. */
+static void copy_record(const char *path, size_t offset, const unsigned char *record,
+                        size_t bytes)
+{
+    FILE *file = fopen(path, "wb");
+    REQUIRE(file != NULL);
+    CHECK(fseek(file, (long)offset, SEEK_SET) == 0);
+    CHECK(fwrite(record, 1, bytes, file) == bytes && fclose(file) == 0);
+}
+
+TEST(the_search_finds_a_header_at_every_place_of_its_windows)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 1) == 1);
+    size_t bytes = 0;
+    unsigned char *data = read_file(segment_path(1), &bytes);
+    for (size_t offset = 3584; offset < 30000; offset += 64) {
+        copy_record(path_of("copy"), offset, data + 64, bytes - 64);
+        const int fd = open(path_of("copy"), O_RDONLY);
+        CHECK(search(fd, 64, offset + bytes - 64, log->crc) == offset);
+        close(fd);
+    }
+    mls_free(data);
+    mls_prompt_log_free(log);
+}
+
+TEST(an_error_of_the_system_ends_the_search)
+{
+    mls_prompt_log *log = open_log();
+    uint64_t effort = 1 << 20, result;
+    CHECK(mls_prompt_header_search(-1, 64, 1000, log->crc, &effort, &result, &status) ==
+          MLS_E_IO);
+    mls_prompt_log_free(log);
+}
+
+static uint64_t checksummed; /* bytes */
+
+static uint32_t count_bytes(uint32_t crc, const void *data, size_t bytes)
+{
+    (void)data;
+    checksummed += bytes;
+    return crc;
+}
+
+TEST(the_work_on_a_file_of_false_headers_grows_with_its_length)
+{
+    mls_prompt_log *log = open_log();
+    const mls_crc_kernels counting = {.update = count_bytes};
+    enum { BYTES = 16 << 20, META = 1 << 20 };
+    unsigned char *data = mls_alloc(BYTES, 1);
+    mls_prompt_header header = {.meta_bytes = META};
+    CHECK(mls_prompt_header_sizes(&header, 0, &status) == MLS_OK);
+    for (size_t at = 0; at < BYTES; at += MLS_PROMPT_UNIT * 2) {
+        memcpy(data + at, "mspR", 4); /* and a wrong checksum */
+        mls_store_le32(data + at + 4, 1);
+        mls_store_le32(data + at + 8, (uint32_t)header.header_bytes);
+        mls_store_le32(data + at + 112, META);
+    }
+    copy_record(path_of("copy"), 0, data, BYTES);
+    const int fd = open(path_of("copy"), O_RDONLY);
+    CHECK(search(fd, 0, BYTES, &counting) == 0);
+    CHECK(checksummed > BYTES && checksummed <= 2 * mls_prompt_effort(BYTES));
+    close(fd);
+    mls_free(data);
     mls_prompt_log_free(log);
 }
 

@@ -19,9 +19,11 @@ void *__wrap_realloc(void *block, size_t bytes);
 
 static long countdown; /* allocations until one fails; 0 and below: none fails */
 static bool has_failed;
+static size_t requested; /* bytes of all allocations since take_requested */
 
-static inline bool fails_now(void)
+static inline bool fails_now(size_t bytes)
 {
+    requested += bytes;
     if (countdown > 0 && --countdown == 0) {
         has_failed = true;
         return true;
@@ -31,17 +33,25 @@ static inline bool fails_now(void)
 
 void *__wrap_malloc(size_t bytes)
 {
-    return fails_now() ? NULL : __real_malloc(bytes);
+    return fails_now(bytes) ? NULL : __real_malloc(bytes);
 }
 
 void *__wrap_calloc(size_t count, size_t size)
 {
-    return fails_now() ? NULL : __real_calloc(count, size);
+    return fails_now(count * size) ? NULL : __real_calloc(count, size);
 }
 
 void *__wrap_realloc(void *block, size_t bytes)
 {
-    return fails_now() ? NULL : __real_realloc(block, bytes);
+    return fails_now(bytes) ? NULL : __real_realloc(block, bytes);
+}
+
+/* Return the bytes of all allocations since the last call. */
+static inline size_t take_requested(void)
+{
+    const size_t bytes = requested;
+    requested = 0;
+    return bytes;
 }
 
 /* Run `job` with the n-th allocation failing, for n = 1, 2, ... until none fails; returns

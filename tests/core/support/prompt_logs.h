@@ -115,8 +115,9 @@ static inline size_t stored_tokens(mls_prompt_log *log, uint32_t number)
         mls_prompt_request request = {.hit = i};
         fill_part(expected, bytes, &p, match->hits[i].end);
         if (mls_tensor_init(&request.into, into, MLS_U8, 1, &bytes, &status) != MLS_OK ||
-            !mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL) ||
-            request.is_damaged || memcmp(into, expected, bytes) != 0) {
+            mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL,
+                            &status) != MLS_OK ||
+            request.code != MLS_OK || memcmp(into, expected, bytes) != 0) {
             length = SIZE_MAX;
         }
         mls_free(into);

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="its models run")
 pytest.importorskip("mlx_lm", reason="its models run")
 
 import mlx.core as mx  # noqa: E402
-from cache_models import ARGUMENT, COMMON, MODELS, one_thread, prompt  # noqa: E402, F401
+from cache_models import ARGUMENT, COMMON, HAS_CACHE, MODELS, one_thread, prompt  # noqa: E402, F401
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.utils import load_model  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
@@ -118,7 +118,8 @@ def store_at(folder, **options):
 
 @torch.no_grad()
 def run(model, start, stop, cache):
-    name = "cache_params" if "mamba" in model.config.model_type else ARGUMENT
+    is_old = not HAS_CACHE and "mamba" in model.config.model_type
+    name = "cache_params" if is_old else ARGUMENT
     logits = model(TOKENS[:, start:stop], use_cache=True, **{name: cache}).logits
     return logits[0, -1].float().numpy()
 

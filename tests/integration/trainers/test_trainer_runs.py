@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import killed_jobs  # noqa: E402
 from needs import needs  # noqa: E402
 from regression import Model  # noqa: E402
+from store_server import StoreServer  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.checkpoint import CheckpointManager  # noqa: E402
@@ -25,6 +26,13 @@ pytestmark = [
     pytest.mark.timeout(590),
     pytest.mark.filterwarnings("ignore"),  # torch and transformers warn about themselves
 ]
+
+
+@pytest.fixture(scope="module")
+def store():
+    with StoreServer() as server:
+        yield server
+
 
 BEST = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1}
 
@@ -139,6 +147,24 @@ def test_a_damaged_folder_is_written_again(tmp_path, runs, damage):
     for folder in tmp_path.glob("checkpoint-*"):
         shutil.rmtree(folder)
     assert MLStateCallback.last_checkpoint(tmp_path) is None  # the user starts anew
+
+
+@pytest.mark.parametrize("kind", ["folder", "store"])
+def test_a_run_continues_on_a_new_machine_from_steps_elsewhere(tmp_path, runs, kind, request):
+    place, options = tmp_path / "steps", {}
+    if kind == "store":
+        server = request.getfixturevalue("store")
+        place, options = "s3://bucket/run", {"storage_options": server.options()}
+    resumed = MLStateCallback.last_checkpoint(tmp_path / "old", place, **options)
+    assert resumed is None  # nothing was saved yet
+    train(runs, tmp_path / "old", callback=MLStateCallback(place, **options))
+    with pytest.warns(mlstate.errors.CheckpointWarning, match="pass it to last_checkpoint too"):
+        assert MLStateCallback.last_checkpoint(tmp_path / "old") is None
+    last = MLStateCallback.last_checkpoint(tmp_path / "new", place, **options)
+    assert last == str(tmp_path / "new" / "checkpoint-4")
+    callback = MLStateCallback(place, **options)
+    resumed = train(runs, tmp_path / "new", resume=last, callback=callback, max_steps=5)
+    assert resumed.resumed[0] == 4
 
 
 def test_resume_of_a_trainer_only_checkpoint_warns(tmp_path, runs):

@@ -23,10 +23,12 @@ static mls_tensor box_at(const mls_tensor *t, const size_t *inner, int axis, siz
     return box;
 }
 
-/* Copy one box at a time. Its axis is the outermost one such that `first` is at the start
- * of an index and the range includes that whole index. */
-void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
-                    size_t first, size_t count, unsigned char *to)
+/* Copy elements `first` .. `first + count`, in C order, to packed memory of `dtype`, or
+ * from there. Each iteration of the outer loop copies one box. Its axis is the outermost
+ * one for which `first` is at the start of an index and the range includes that whole
+ * index. */
+static void copy_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
+                       size_t first, size_t count, unsigned char *memory, bool packs)
 {
     const size_t item = mls_dtype_of(dtype)->item_bytes;
     size_t inner[MLS_MAX_RANK]; /* elements inside one index of each axis */
@@ -55,9 +57,21 @@ void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype d
         }
         mls_tensor packed;
         mls_status ignored; /* cannot fail: the box is part of a tensor in memory */
-        (void)mls_tensor_init(&packed, to, dtype, box.rank, box.shape, &ignored);
-        mls_copy(kernels, &packed, &box, mls_cached());
-        to += run_elements * item;
+        (void)mls_tensor_init(&packed, memory, dtype, box.rank, box.shape, &ignored);
+        mls_copy(kernels, packs ? &packed : &box, packs ? &box : &packed, mls_cached());
+        memory += run_elements * item;
         first += run_elements;
     }
+}
+
+void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
+                    size_t first, size_t count, unsigned char *to)
+{
+    copy_range(kernels, t, dtype, first, count, to, true);
+}
+
+void mls_unpack_range(const mls_kernels *kernels, const mls_tensor *t, size_t first,
+                      size_t count, unsigned char *from)
+{
+    copy_range(kernels, t, t->dtype, first, count, from, false);
 }

@@ -1,4 +1,5 @@
-/* pack_range: copy consecutive elements of a tensor, in C order, to packed memory.
+/* pack_range: copy consecutive elements of a tensor, in C order, to or from packed
+ * memory.
  *
  * Threads that write parts of a tensor to a file use it for tensors with any strides and
  * either byte order.
@@ -16,5 +17,10 @@
  * and the range must be inside the tensor. */
 void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
                     size_t first, size_t count, unsigned char *to);
+
+/* The other direction: `from` has elements of the tensor's dtype, in this machine's byte
+ * order. */
+void mls_unpack_range(const mls_kernels *kernels, const mls_tensor *t, size_t first,
+                      size_t count, unsigned char *from);
 
 #endif

@@ -1,0 +1,321 @@
+"""Versions of a model, followers of them, and a publisher's folder, for follow_faults.py."""
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import warnings
+
+import ml_dtypes
+import numpy as np
+
+import mlstate
+from mlstate.checkpoint import Layout, Shard
+from mlstate.cli import command_line
+from mlstate.errors import CheckpointWarning, MLStateError
+from mlstate.follow import Follower, Publisher
+
+SHIM = ctypes.CDLL(None)
+SHIM.mls_shim_count.restype = ctypes.c_long
+SHIM.mls_shim_hits.restype = ctypes.c_long
+SECONDS = 30  # until a process hangs
+HALF = Layout.axis(1, 2)
+EMPTY = -1  # number of the version of arrays that never followed
+
+
+# ---- the versions ----
+
+
+class Versions:
+    """The models of successive versions and their steps: all versions have other bytes.
+
+    The tensor "number" has publisher and number of the version, so a mixture names one of its
+    versions. `steps` mostly increase; a step that does not is a trainer that fell back.
+    """
+
+    def __init__(self, seed, count, publisher=0, *, falls_back=True):
+        width = 2 * random.Random(seed).randint(1, 19)
+        chance = np.random.default_rng((seed, publisher))
+        size = 80_000 if seed % 16 == 0 else 40  # a separate file, or a shared one
+        model = {
+            "layers.0": chance.standard_normal((8, width)).astype("f4"),
+            "layers.1": chance.standard_normal((4, size)).astype("f2"),
+            "norm": chance.standard_normal(24).astype(ml_dtypes.bfloat16),
+            "empty": np.zeros((0, 4), np.float32),
+            "number": np.zeros(2, np.int64),
+        }
+        self.models, self.steps = [], []
+        for number in range(count):
+            for array in model.values():
+                share = 0.02 if chance.random() < 0.9 else 0.9
+                chosen = chance.random(array.size) < share
+                chosen[: min(1, array.size)] = True
+                array.flat[chosen] = chance.standard_normal(int(chosen.sum()))
+            model["number"][:] = publisher, number
+            self.models.append({name: array.copy() for name, array in model.items()})
+            step = self.steps[-1] if number else 0
+            self.steps.append(step + (not falls_back or chance.random() < 0.85))
+
+
+class Copy:
+    """A follower and its arrays: whole tensors, the right halves, or new arrays each time."""
+
+    def __init__(self, path, versions, kind="whole", number=EMPTY):
+        self.kind, self.versions = kind, versions
+        into = {}
+        for name, array in versions.models[0].items():
+            part = np.zeros_like(self._part_of(array))
+            is_part = part.shape != array.shape
+            into[name] = Shard(part, HALF, 1, shape=array.shape) if is_part else part
+        self.follower = Follower(path, into=into, double_buffer=kind == "double")
+        if number != EMPTY:
+            self.follower.advance(versions.steps[number])
+
+    def __repr__(self):
+        return f"{self.kind} follower"
+
+    def _part_of(self, array):
+        is_half = self.kind == "half" and array.ndim == 2 and array.shape[0]
+        return array[:, array.shape[1] // 2 :] if is_half else array
+
+    def number(self):
+        """Return the version that the arrays have, bit for bit; raise if there is none."""
+        state, step = self.follower.state, self.follower.version
+        if step is None:
+            assert not any(array.view(np.uint8).any() for array in state.values()), (
+                "a mixture: no version, but not empty"
+            )
+            return EMPTY
+        number = int(state["number"][1])
+        model, expected = self.versions.models[number], self.versions.steps[number]
+        assert step == expected, f"version {step}, but the arrays have step {expected}"
+        for name, array in model.items():
+            same = state[name].tobytes() == np.ascontiguousarray(self._part_of(array)).tobytes()
+            assert same, f"a mixture: {name!r} is not of version {number}"
+        return number
+
+    def advance(self):
+        """Advance; return the new version, or an exception of mlstate, and whether it warned.
+
+        Raises AssertionError if the arrays have no version, if poll contradicts advance, or if
+        another lineage causes no warning.
+        """
+        before, lineage = self.number(), self.follower._state.lineage
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                polled = self.follower.poll()
+                step = self.follower.advance()
+            except (MLStateError, MemoryError) as error:
+                assert self.number() == before, f"moved in spite of {error!r}"
+                return error, bool(caught)
+        assert all(issubclass(each.category, CheckpointWarning) for each in caught), caught
+        number = self.number()
+        assert step == self.follower.version, f"returned {step}"
+        assert polled == (None if number == before else step), f"poll returned {polled}"
+        is_other = before != EMPTY and self.follower._state.lineage != lineage
+        assert caught or not is_other, "another lineage caused no warning"
+        self.follower.verify()
+        return number, bool(caught)
+
+
+# ---- a folder ----
+
+
+class Folder:
+    """Published versions in a folder, followers at several of them, and its initial files."""
+
+    def __init__(self, seed, root, *, most_before=6, more=3):
+        chance = random.Random(seed)
+        self.root, self.path, self.more = root, f"{root}/weights", more
+        self.before = chance.randrange(most_before)
+        self.versions = Versions(seed, self.before + more + 3)
+        self.options = {
+            "anchor_every": chance.choice((1, 2, 3, 10)), "keep": chance.choice((None, None, 2, 3)),
+            "base": "memory" if self.before else chance.choice(("memory", "disk")),
+        }  # fmt: skip
+        self.publisher, self.copies = None, [Copy(self.path, self.versions)]
+        kinds = ["whole", "half", "double"]
+        for number in range(self.before):
+            self.publisher = self.publisher or Publisher(self.path, **self.options)
+            self.publisher.publish(self.versions.steps[number], self.versions.models[number])
+            if chance.random() < 0.5:
+                self.copies.append(Copy(self.path, self.versions, chance.choice(kinds), number))
+        self.files = read_tree(root)
+
+    def publish(self, numbers, report=lambda *_: None, publisher=None):
+        """Publish versions; report each start, return and exception."""
+        for number in numbers:
+            report("start", number)
+            try:
+                if publisher is None:
+                    publisher = self.publisher or Publisher(self.path, **self.options)
+                kind = publisher.publish(self.versions.steps[number], self.versions.models[number])
+            except (MLStateError, MemoryError) as error:
+                report("raised", number, type(error).__name__, getattr(error, "errno", None))
+            except KeyboardInterrupt:
+                report("interrupted", number)
+            else:
+                report("done", number, kind)
+        return publisher
+
+    def restore(self):
+        """Write the initial files again."""
+        for item in self.root.iterdir():
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
+        write_tree(self.root, self.files)
+
+
+def read_tree(root):
+    """Return the bytes of all files by relative path, and None for folders."""
+    return {
+        path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes()
+        for path in sorted(root.rglob("*"))
+    }
+
+
+def write_tree(root, files):
+    """Write what `read_tree` returned into an empty folder."""
+    for name, data in files.items():
+        (root / name).mkdir() if data is None else (root / name).write_bytes(data)
+
+
+def follow_once(path, folder):
+    """Run ``mlstate follow --once``; return its exit status and its error output."""
+    out, err = io.StringIO(), io.StringIO()
+    words = ["follow", str(path), "--into", str(folder), "--once"]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = command_line.run_command_line(words)
+    return status, err.getvalue()
+
+
+def number_of_folder(folder, versions):
+    """Return the version that a Hugging Face folder has; raise if it has none."""
+    if not folder.exists():
+        return EMPTY
+    state = mlstate.load_file(folder / "model.safetensors")
+    number = int(state["number"][1])
+    model = versions.models[number]
+    assert state.keys() == model.keys(), f"has {sorted(state)}"
+    for name, array in model.items():
+        assert state[name].tobytes() == array.tobytes(), f"a mixture: {name!r} of {number}"
+    return number
+
+
+# ---- processes ----
+
+
+def run_child(act, fault="", *, root="", log="", hint="lock", seconds=SECONDS):
+    """Fork a process that calls `act(report)`, under a fault if `root` is given.
+
+    Returns what it reported, as lists; its exit status, negative for a signal, or "hang"; and how
+    often the fault happened.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        status = 1
+
+        def report(*values):
+            if log:
+                SHIM.mls_shim_note(json.dumps(values).encode())
+            os.write(write_end, json.dumps(values).encode() + b"\n")
+
+        try:
+            if root:
+                arm(root, fault, log, hint)
+            act(report)
+            if root:
+                SHIM.mls_shim_disarm()
+                report("hits", SHIM.mls_shim_hits())
+            status = 0
+        except BaseException as error:
+            SHIM.mls_shim_disarm()
+            os.write(write_end, json.dumps(["broken", repr(error)]).encode() + b"\n")
+        os._exit(status)
+    os.close(write_end)
+    text, status = wait_for(child, read_end, seconds)
+    reports = [json.loads(line) for line in text.splitlines()]
+    hits = [values[1] for values in reports if values[0] == "hits"]
+    return [values for values in reports if values[0] != "hits"], status, sum(hits)
+
+
+def wait_for(child, pipe, seconds=SECONDS):
+    """Read what a child writes until it ends; return it and the status."""
+    deadline, pieces = time.monotonic() + seconds, []
+    os.set_blocking(pipe, False)
+    while True:
+        done, code = os.waitpid(child, os.WNOHANG)
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(pipe, 1 << 16):
+                pieces.append(piece)
+        if done:
+            status = os.waitstatus_to_exitcode(code)
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            status = "hang"
+            break
+        time.sleep(0.0005)
+    os.close(pipe)
+    return b"".join(pieces), status
+
+
+def arm(root, fault="", log="", hint="lock"):
+    """Start the shim in this process, for all files below `root`."""
+    os.environ |= {
+        "MLS_FAULT_ROOT": str(root), "MLS_FAULT": fault, "MLS_FAULT_LOG": str(log),
+        "MLS_FAULT_HINT": hint, "MLS_FAULT_SYNC": "no",
+    }  # fmt: skip
+    SHIM.mls_shim_arm()
+
+
+# ---- interrupts ----
+
+
+def _trace_lines(part, act):
+    """Return a trace function that calls `act` at each line of files with `part` in their path."""
+
+    def trace(frame, event, argument):
+        if part not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            act()
+        return trace
+
+    return trace
+
+
+def count_lines(part, call, *arguments):
+    """Return how many lines of files with `part` in their path a call executes."""
+    lines = []
+    sys.settrace(_trace_lines(part, lambda: lines.append(1)))
+    try:
+        call(*arguments)
+    finally:
+        sys.settrace(None)
+    return len(lines)
+
+
+def interrupt_at(number, part, call, *arguments):
+    """Call, and raise KeyboardInterrupt at the line with a number, once."""
+    lines = iter(range(1, number))
+
+    def act():
+        if next(lines, None) is None:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    sys.settrace(_trace_lines(part, act))
+    try:
+        call(*arguments)
+    finally:
+        sys.settrace(None)
