@@ -545,6 +545,7 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     return code;
 }
 
+/* The folder is opened again, so that `out` owns a descriptor that its end closes. */
 mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
                              mls_atomic_file *out, mls_status *st)
 {
@@ -561,6 +562,8 @@ mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
     return code;
 }
 
+/* Compare with the start, 16 hexadecimal digits, and the end of such a name. `strnlen`
+ * keeps a short name from being read beyond its NUL. */
 bool mls_atomic_is_temporary(const char *name)
 {
     static const char begin[] = ".mlstate-", end[] = ".tmp";
@@ -570,8 +573,8 @@ bool mls_atomic_is_temporary(const char *name)
            strcmp(name + sizeof begin - 1 + digits, end) == 0;
 }
 
-/* Start to write bytes `*started` .. `end` to the disk, once they are at least
- * START_STEP; a no-op on other systems. */
+/* Does nothing on systems without sync_file_range, and ignores its errors: the sync
+ * reports them. */
 void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end)
 {
 #if defined(__linux__)
