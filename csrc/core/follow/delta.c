@@ -9,6 +9,7 @@ enum {
     CHECKED = 256 /* units that are checked together */
 };
 
+/* The AVX-512 kernels need VBMI2 too, which not every processor with AVX-512 has. */
 const mls_delta_kernels *mls_delta_kernels_of(mls_cpu cpu)
 {
 #if defined(__x86_64__)

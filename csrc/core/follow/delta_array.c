@@ -9,6 +9,7 @@
 
 #include <string.h>
 
+/* Split the number into an index for each axis, the last axis fastest. */
 unsigned char *mls_element_at(const mls_tensor *array, size_t number)
 {
     unsigned char *at = array->data;

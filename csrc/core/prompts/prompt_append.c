@@ -384,6 +384,7 @@ mls_code mls_prompt_append_copy(mls_prompt_append *append, int fd, uint64_t offs
 
 /* ---- end ---- */
 
+/* Close the segment and free the memory of `append`, which may not be used any more. */
 static void release(mls_prompt_append *append)
 {
     if (append->fd >= 0) {

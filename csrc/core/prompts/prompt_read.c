@@ -184,6 +184,8 @@ static mls_code find_error(const mls_prompt_match *match,
     return MLS_OK;
 }
 
+/* One task reads one part. All results are examined at the end, in the order of the
+ * requests, so that the error does not depend on the threads. */
 mls_code mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
                          size_t count, const mls_kernels *kernels,
                          const mls_crc_kernels *crc, mls_pool *pool,

@@ -69,6 +69,7 @@ static mls_prompt_hash begin_hash(const unsigned char *id)
                                    k0 ^ 0x6c7967656e657261U, k1 ^ 0x7465646279746573U}};
 }
 
+/* The first words are the parent's key and the kind. */
 mls_prompt_hash mls_prompt_hash_begin(const unsigned char *id,
                                       const mls_prompt_key *parent, unsigned kind)
 {
@@ -161,6 +162,7 @@ static bool round_record(uint64_t bytes, uint64_t *out)
     return *out / MLS_PROMPT_UNIT < UINT32_MAX;
 }
 
+/* The payload and the header are rounded up together to whole units. */
 mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
                                  mls_status *st)
 {
@@ -232,6 +234,7 @@ void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
     mls_store_le32(out + 4, header->crc);
 }
 
+/* Only `flags` and `put` are written again, and then the checksum over all fields. */
 void mls_prompt_header_copy(mls_prompt_header *header, const unsigned char *bytes,
                             const mls_crc_kernels *crc, unsigned char *out)
 {
@@ -345,6 +348,7 @@ static uint32_t checksum_head(const unsigned char *data, const mls_crc_kernels *
     return crc->update(crc->update(0, data, 12), data + 16, HEAD_CHECKED - 16);
 }
 
+/* The checksum is computed last; bytes that no field uses are zeros. */
 void mls_prompt_head_write(unsigned char *out, const char *letters,
                            const mls_prompt_head *head, const mls_crc_kernels *crc)
 {

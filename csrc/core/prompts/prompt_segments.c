@@ -256,6 +256,7 @@ mls_code mls_prompt_segment_add(mls_prompt_log *log, const mls_prompt_segment *s
     return MLS_OK;
 }
 
+/* Does nothing if the list has no such segment. */
 void mls_prompt_segment_forget(mls_prompt_log *log, uint32_t number)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, number);

@@ -101,6 +101,7 @@ static PyObject *records_tuple(const mls_prompt_match *match)
     return tuple;
 }
 
+/* Return a tuple with a str about each damaged record. */
 static PyObject *damage_tuple(const mls_prompt_match *match)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)match->damage_count);
