@@ -158,7 +158,7 @@ class _Place(NamedTuple):
         return make_array(array, entry.name)
 
     def whole(self, entries: list[CacheEntry]) -> dict[str, Any]:
-        """Return keys and values with all positions."""
+        """Return the arrays of keys and values for mlx: all positions, in their stored order."""
         arrays = self.filler.arrays
         return {
             part: self.make(arrays[entry.name], entry)

@@ -127,7 +127,11 @@ def write_layer(layer: Any, values: dict[str, Any]) -> None:
 
 
 def new_layer(layer: LayerValues, where: str) -> Any:
-    """Return a layer of mlx-lm with copies of the arrays, or views that are of mlx already."""
+    """Return a layer of mlx-lm with the values of `layer`.
+
+    Arrays are copied, except views that `view_array` made of mlx's own. `where`: place of the
+    layer, for errors. The constructor is not called, except for a CacheList.
+    """
     cls = getattr(_import_classes(), layer.cls.name)
     if layer.cls.name == "CacheList":
         parts = enumerate(layer.children)

@@ -93,7 +93,7 @@ class _Parser:
         raise NotImplementedError
 
     def children(self, where: str) -> list[tuple[str, str]]:
-        """Return class and place of each layer of a CacheList."""
+        """Return (class, place) of each layer in the CacheList at the place `where`."""
         raise NotImplementedError
 
     def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
@@ -145,7 +145,10 @@ class _Parser:
         return result
 
     def text_list(self, prefix: str, names: Mapping[str, str]) -> list[str]:
-        """Return the texts ``prefix.0``, ``prefix.1`` and so on."""
+        """Return the texts ``prefix.0``, ``prefix.1`` and so on, up to a missing number.
+
+        `names`: the texts of the file by key.
+        """
         result: list[str] = []
         while (text := names.get(f"{prefix}.{len(result)}")) is not None:
             result.append(text)
@@ -189,6 +192,10 @@ class _NewParser(_Parser):
         return "".join(map(chr, array.tolist()))
 
     def children(self, where: str) -> list[tuple[str, str]]:
+        """Return class and place of each layer of a CacheList.
+
+        The name of a class is stored as ``where.<i>.1``, the layer's arrays below ``where.<i>.0``.
+        """
         parts: list[tuple[str, str]] = []
         while f"{where}.{len(parts)}.1" in self.arrays:
             place = f"{where}.{len(parts)}"

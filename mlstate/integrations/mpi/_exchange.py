@@ -62,14 +62,18 @@ class Channel:
         self._unfinished: list[object] = []  # memory that MPI may still read or write
 
     def link(self, operation: str, call: str, timeout: float) -> Link:
-        """Return the link of a new operation."""
+        """Return the link of a new operation, which fails after `timeout` seconds.
+
+        `call`: text of its arguments. The tag of its messages depends on the text and on the number
+        of earlier calls.
+        """
         self._calls += 1
         digest = zlib.crc32(f"{self._calls} {call}".encode()) & 0xFFF
         tag = digest << 3 | _OPERATIONS.index(operation)
         return Link(self, operation, tag, timeout)
 
     def keep(self, *memory: object) -> None:
-        """Keep memory of unfinished requests alive until the process ends."""
+        """Keep memory that MPI may still read or write alive until the process ends."""
         self._unfinished.append(memory)
 
     def give_up(self, operation: str) -> None:
@@ -135,7 +139,10 @@ class _Messages:
                 self.add(request, target, False)
 
     def add(self, request: Any, rank: int, sends: bool) -> None:
-        """Register a request."""
+        """Register a request of MPI.
+
+        `rank`: the other rank. `sends`: that rank sends the message, and this one receives it.
+        """
         self.left.add(len(self.requests))
         self.requests.append(request)
         self.peers.append((rank, sends))

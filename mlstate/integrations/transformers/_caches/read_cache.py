@@ -99,7 +99,10 @@ class _Place(NamedTuple):
         self.reader.add(*of, part, tensor, kind, seq_axis, **options)
 
     def unknown(self, attribute: str, text: str) -> Exception:
-        """Return the exception for an attribute that no cls version has like this."""
+        """Return the exception for an attribute whose value is not as in known versions.
+
+        `text`: how it differs.
+        """
         return unknown_layout(self.layer, self.where, attribute, text)
 
 
