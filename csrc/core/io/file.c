@@ -545,6 +545,7 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     return code;
 }
 
+/* The folder is opened again, so that `out` owns a descriptor that its end closes. */
 mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
                              mls_atomic_file *out, mls_status *st)
 {
@@ -561,6 +562,8 @@ mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
     return code;
 }
 
+/* Compare with the start, 16 hexadecimal digits, and the end of such a name. `strnlen`
+ * keeps a short name from being read beyond its NUL. */
 bool mls_atomic_is_temporary(const char *name)
 {
     static const char begin[] = ".mlstate-", end[] = ".tmp";
