@@ -9,7 +9,8 @@ enum {
     CHECKED = 256 /* units that are checked together */
 };
 
-/* The AVX-512 kernels need VBMI2 too, which not every processor with AVX-512 has. */
+/* Return the kernels for an instruction set. The AVX-512 kernels need VBMI2 too, which
+ * not every processor with AVX-512 has. */
 const mls_delta_kernels *mls_delta_kernels_of(mls_cpu cpu)
 {
 #if defined(__x86_64__)
@@ -93,9 +94,9 @@ static size_t skip_valid_units(const mls_delta *delta, size_t *next, size_t *cha
     return at;
 }
 
-/* Units that skip_valid_units did not accept are examined one by one, to find the offset
- * of a wrong one. Sums cannot overflow: the loop ends at the first number out of
- * range. */
+/* Check sizes and gaps of a delta. Units that skip_valid_units did not accept are
+ * examined one by one, to find the offset of a wrong one. Sums cannot overflow: the loop
+ * ends at the first number out of range. */
 mls_code mls_delta_check(const mls_delta *delta, mls_status *st)
 {
     size_t next = 0, changed = 0;
@@ -127,7 +128,8 @@ mls_code mls_delta_check(const mls_delta *delta, mls_status *st)
     return MLS_OK;
 }
 
-/* The dtype of the delta is not known here: elements are compared by their size. */
+/* Check that a delta belongs to an array. The dtype of the delta is not known here:
+ * elements are compared by their size. */
 mls_code mls_delta_check_target(const mls_delta *delta, const mls_tensor *target,
                                 mls_status *st)
 {
@@ -228,7 +230,8 @@ static bool fit_stream(unsigned char **stream, size_t bytes)
     return fitted != NULL;
 }
 
-/* Count the bytes of wide gaps only if these can be fewer. */
+/* Choose the width of the gaps, and give the delta to the caller. Count the bytes of wide
+ * gaps only if these can be fewer. */
 mls_code mls_delta_finish(mls_delta_writer *writer, bool complete, mls_delta *out,
                           mls_status *st)
 {

@@ -116,8 +116,8 @@ static write_function choose_write(const mls_delta *delta)
     return functions[delta->gap_bytes - 1][__builtin_ctzll(delta->item_bytes)];
 }
 
-/* If a checksum is wanted, an array in C order is written and then read block by block,
- * while a block is in the cache. */
+/* Write the values of a delta to an array. If a checksum is wanted, an array in C order
+ * is written and then read block by block, while a block is in the cache. */
 void mls_delta_apply(const mls_delta *delta, const mls_crc_kernels *crc32c,
                      const mls_tensor *target, unsigned char *undo, uint32_t *crc)
 {

@@ -28,8 +28,8 @@ static source read_source(const mls_delta *delta)
     return s;
 }
 
-/* Merge the elements of both by number. For a number of both, the value of `second` is
- * written, and both advance. */
+/* Make one delta of two. Merge the elements of both by number. For a number of both, the
+ * value of `second` is written, and both advance. */
 mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,
                            mls_delta *out, mls_status *st)
 {
@@ -62,7 +62,8 @@ mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,
 
 /* ---- filter ---- */
 
-/* Walk over the runs of elements that both parts have, and over the changed elements. */
+/* Convert a delta of one part to another part. Walk over the runs of elements that both
+ * parts have, and over the changed elements. */
 mls_code mls_delta_filter(const mls_delta *delta, const mls_part *from,
                           const mls_part *to, mls_delta *out, mls_status *st)
 {

@@ -108,8 +108,8 @@ static void add_block(checksum *c, const unsigned char *block, size_t bytes, boo
     }
 }
 
-/* Compare block by block. Room is reserved for the changed elements of a block when
- * their number is known. */
+/* Make the delta of two arrays. Compare block by block. Room is reserved for the changed
+ * elements of a block when their number is known. */
 mls_code mls_delta_encode(const mls_delta_kernels *kernels, const mls_crc_kernels *crc32c,
                           const mls_tensor *base, const mls_tensor *changed,
                           mls_delta *out, uint32_t *crc, mls_status *st)

@@ -57,7 +57,8 @@ static mls_code open_segment(mls_prompt_append *append, mls_status *st)
     return append->fd >= 0 ? MLS_OK : mls_fail_os(st, errno, "cannot open %s", name);
 }
 
-/* A segment that has no record yet is used for any number of bytes. */
+/* Begin to append, to the newest segment or to a new one. A segment that has no record
+ * yet is used for any number of bytes. */
 mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t limit,
                                  const mls_progress *progress, mls_prompt_append *out,
                                  mls_status *st)
@@ -255,8 +256,8 @@ static void note_header(mls_prompt_append *append, const mls_prompt_header *head
     append->end += header->record_bytes;
 }
 
-/* The header is written to memory, behind the other headers, when its parts have
- * checksums. */
+/* Write the payload of a record, and remember its header. The header is written to
+ * memory, behind the other headers, when its parts have checksums. */
 mls_code mls_prompt_append_record(mls_prompt_append *append, mls_prompt_header *header,
                                   const uint32_t *tokens, const mls_tensor *parts,
                                   mls_status *st)
@@ -285,7 +286,8 @@ mls_code mls_prompt_append_record(mls_prompt_append *append, mls_prompt_header *
     return code;
 }
 
-/* A header has at most MLS_PROMPT_MAX_META bytes of notes, so several may be needed. */
+/* Append notes. A header has at most MLS_PROMPT_MAX_META bytes of notes, so several may
+ * be needed. */
 mls_code mls_prompt_append_notes(mls_prompt_append *append, const mls_prompt_note *notes,
                                  size_t count, mls_status *st)
 {
@@ -354,7 +356,8 @@ static mls_code check_copy(mls_prompt_append *append, const mls_prompt_header *h
     return code == MLS_E_CHECKSUM ? MLS_OK : code;
 }
 
-/* A skipped record does not move append->end, so the next one overwrites the copy. */
+/* Append a copy of a stored record. A skipped record does not move append->end, so the
+ * next one overwrites the copy. */
 mls_code mls_prompt_append_copy(mls_prompt_append *append, int fd, uint64_t offset,
                                 const mls_prompt_header *header,
                                 const unsigned char *bytes, bool *is_good, mls_status *st)
@@ -433,8 +436,8 @@ static void enter_all(mls_prompt_append *append)
     }
 }
 
-/* Room in the index is reserved first (a record and its parent): nothing can fail after
- * the sync. */
+/* Write the headers, make all durable, and enter the records. Room in the index is
+ * reserved first (a record and its parent): nothing can fail after the sync. */
 mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
 {
     mls_prompt_log *log = append->log;

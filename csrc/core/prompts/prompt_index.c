@@ -79,7 +79,8 @@ static void fill_table(mls_prompt_index *index)
     }
 }
 
-/* Room grows by a quarter: memory for each record is limited, and appends stay cheap. */
+/* Provide room for `count` more entries. Room grows by a quarter: memory for each record
+ * is limited, and appends stay cheap. */
 mls_code mls_prompt_index_reserve(mls_prompt_index *index, size_t count, mls_status *st)
 {
     size_t needed;
@@ -120,8 +121,8 @@ static void note_kind(mls_prompt_index *index, const mls_prompt_entry *entry)
     }
 }
 
-/* A removed entry of the key is used again: records that have it as parent are found, and
- * it stays at least as recent as these. */
+/* Add an entry, and return its number. A removed entry of the key is used again: records
+ * that have it as parent are found, and it stays at least as recent as these. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry)
 {
     uint32_t number = find_any(index, &entry->key);
@@ -146,8 +147,8 @@ uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *e
     return number;
 }
 
-/* A new entry is added and removed at once, so that it only reserves the number for its
- * key. */
+/* Return the entry with a key, which is added if none has it. A new entry is added and
+ * removed at once, so that it only reserves the number for its key. */
 uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key *key,
                                   uint32_t end)
 {
@@ -161,8 +162,8 @@ uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key 
     return number;
 }
 
-/* A parent is a block. A block ends after its parent; any other record ends there or
- * later. */
+/* Set the parent of an entry, if it can be its parent. A parent is a block. A block ends
+ * after its parent; any other record ends there or later. */
 void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t parent)
 {
     mls_prompt_entry *entry = &index->entries[child];
@@ -209,8 +210,9 @@ static void mark_needed(const mls_prompt_index *index, uint32_t *marks)
     }
 }
 
-/* The new number of an entry is the number of entries before it that stay. `numbers` has
- * the marks first, and then the new numbers. */
+/* Drop the entries that are not needed. The new number of an entry is the number of
+ * entries before it that stay. `numbers` has the marks first, and then the new
+ * numbers. */
 mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
 {
     uint32_t *numbers = mls_alloc(index->count, sizeof *numbers);

@@ -152,7 +152,8 @@ static mls_code replace_file(const mls_prompt_log *log, mls_status *st)
     return code;
 }
 
-/* A file that is not regular is left alone, so that the user notices it. */
+/* Replace the index file. A file that is not regular is left alone, so that the user
+ * notices it. */
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 {
     struct stat info;
@@ -362,7 +363,8 @@ static bool load_rows(mls_prompt_log *log, row_reader *rows, uint64_t length)
            rows->sum == mls_load_le32(bytes + TABLES - 4);
 }
 
-/* A file that cannot be used costs only time: the segments have all records. */
+/* Read the index file into an empty log; false: it cannot be used. A file that cannot be
+ * used costs only time: the segments have all records. */
 bool mls_prompt_index_load(mls_prompt_log *log)
 {
     row_reader rows = {.crc = log->crc};

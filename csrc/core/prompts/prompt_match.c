@@ -44,6 +44,7 @@ static void drop_hits(mls_prompt_match *match)
     match->count = 0;
 }
 
+/* Release the segments of a match, and free it. */
 void mls_prompt_match_free(mls_prompt_match *match)
 {
     if (match != NULL) {
@@ -401,7 +402,8 @@ static mls_code repeat_search(search *s, mls_status *st)
     return find_records(s, &damaged, st);
 }
 
-/* Search twice if the first attempt found damage: the index may have been old. */
+/* Find the records under the longest stored prefix. Search twice if the first attempt
+ * found damage: the index may have been old. */
 mls_code mls_prompt_match_new(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                               mls_prompt_match **out, mls_status *st)
 {

@@ -42,7 +42,8 @@ static void renew_after_fork(mls_prompt_log *log)
     atomic_store(&log->pid, getpid());
 }
 
-/* `pid` is 0 while a thread renews the log. */
+/* Lock `state`, and renew the log in the child of a fork. `pid` is 0 while a thread
+ * renews the log. */
 void mls_prompt_enter_state(mls_prompt_log *log)
 {
     const pid_t pid = getpid();
@@ -208,7 +209,7 @@ static mls_code open_files(mls_prompt_log *log, const char *path, bool create,
     return code == MLS_OK ? read_store(log, st) : code;
 }
 
-/* A failure frees the log with all that is open. */
+/* Open a log and read its entries. A failure frees the log with all that is open. */
 mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *kernels,
                              mls_prompt_log **out, mls_status *st)
 {
@@ -236,7 +237,7 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
     return MLS_OK;
 }
 
-/* The segments that matches hold stay open. */
+/* Close a log and free it. The segments that matches hold stay open. */
 void mls_prompt_log_free(mls_prompt_log *log)
 {
     if (log == NULL) {

@@ -40,7 +40,8 @@ static bool copy_id(const mls_tensor *view, const unsigned char *from, uint32_t 
     return wide <= UINT32_MAX; /* a negative number is large */
 }
 
-/* Negative ids are refused by their size: see copy_id. */
+/* Copy token ids from an array of integers. Negative ids are refused by their size: see
+ * copy_id. */
 mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *st)
 {
     const bool is_integer = view->dtype == MLS_I32 || view->dtype == MLS_U32 ||
@@ -299,7 +300,8 @@ static mls_code prepare(put_work *w, mls_status *st)
     return code;
 }
 
-/* All items are checked before the first is written. */
+/* Store the records of a prompt, batch by batch. All items are checked before the first
+ * is written. */
 mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                         mls_prompt_item *items, size_t count, uint64_t max_bytes,
                         const mls_progress *progress, mls_status *st)

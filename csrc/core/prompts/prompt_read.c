@@ -109,7 +109,8 @@ static mls_code read_packed(part_reader *r, const mls_tensor *into,
     return code;
 }
 
-/* The parts of a record are adjacent, so the lengths of earlier parts give the start. */
+/* Read a piece of a part, and verify the part after its last piece. The parts of a record
+ * are adjacent, so the lengths of earlier parts give the start. */
 mls_code mls_prompt_read_piece(const mls_prompt_match *match,
                                const mls_prompt_request *request, uint64_t offset,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
@@ -184,8 +185,8 @@ static mls_code find_error(const mls_prompt_match *match,
     return MLS_OK;
 }
 
-/* One task reads one part. All results are examined at the end, in the order of the
- * requests, so that the error does not depend on the threads. */
+/* Read and verify parts. One task reads one part. All results are examined at the end, in
+ * the order of the requests, so that the error does not depend on the threads. */
 mls_code mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
                          size_t count, const mls_kernels *kernels,
                          const mls_crc_kernels *crc, mls_pool *pool,

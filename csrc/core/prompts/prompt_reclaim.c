@@ -42,8 +42,9 @@ static int open_used(const mls_prompt_log *log, int flags)
     return fd;
 }
 
-/* A row, the key and its checksum, is short, so that the system appends it as a whole.
- * The file is opened once; CLOSED means that this failed. */
+/* Append the key of a used record to the file `used`. A row, the key and its checksum, is
+ * short, so that the system appends it as a whole. The file is opened once; CLOSED means
+ * that this failed. */
 void mls_prompt_note_use(mls_prompt_log *log, const mls_prompt_key *key)
 {
     unsigned char row[MLS_PROMPT_USED_ROW];
@@ -106,7 +107,8 @@ static void merge_uses(mls_prompt_log *log)
 
 /* ---- sizes ---- */
 
-/* The index file counts with its present length, or with the one of the next save. */
+/* Return the bytes of the log's files except `used`. The index file counts with its
+ * present length, or with the one of the next save. */
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
 {
     const uint64_t entries = log->index.count - log->index.removed;
@@ -342,7 +344,8 @@ static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too
     return code;
 }
 
-/* The newest segment is not compacted: it still grows. */
+/* Compact mostly dead segments, and save or pack the index if that pays. The newest
+ * segment is not compacted: it still grows. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st)
 {
     mls_code code = compact_all(log, mls_prompt_segment_limit(max_bytes), false, st);
@@ -441,8 +444,9 @@ static bool evict(mls_prompt_log *log, uint32_t number)
     return is_dead;
 }
 
-/* Compact first, since dead bytes may suffice. Then evict record by record; space becomes
- * free only when a segment is mostly dead and is compacted. */
+/* Evict and compact until `bytes` more bytes fit. Compact first, since dead bytes may
+ * suffice. Then evict record by record; space becomes free only when a segment is mostly
+ * dead and is compacted. */
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
                               bool *fits, mls_status *st)
 {
@@ -471,8 +475,8 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     return code;
 }
 
-/* Compacts the newest segment too, and writes the index file, which is then as short as
- * possible. */
+/* Evict down to `max_bytes`. Compacts the newest segment too, and writes the index file,
+ * which is then as short as possible. */
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
                           mls_status *st)
 {
@@ -496,7 +500,8 @@ mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *fre
 
 /* ---- marks ---- */
 
-/* Notes are short, so they go to the newest segment unless it is full. */
+/* Append notes, durably. Notes are short, so they go to the newest segment unless it is
+ * full. */
 mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *notes,
                                 size_t count, mls_status *st)
 {
@@ -562,8 +567,8 @@ static size_t choose_notes(mls_prompt_log *log, const mls_prompt_match *match,
     return chosen;
 }
 
-/* The notes are durable before the log is compacted, so a failed compaction is ignored.
- */
+/* Change the state of records by notes. The notes are durable before the log is
+ * compacted, so a failed compaction is ignored. */
 mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
                          const size_t *hits, size_t count, mls_prompt_operation operation,
                          size_t *changed, mls_status *st)

@@ -69,7 +69,7 @@ static mls_prompt_hash begin_hash(const unsigned char *id)
                                    k0 ^ 0x6c7967656e657261U, k1 ^ 0x7465646279746573U}};
 }
 
-/* The first words are the parent's key and the kind. */
+/* Begin the key of a record. The first words are the parent's key and the kind. */
 mls_prompt_hash mls_prompt_hash_begin(const unsigned char *id,
                                       const mls_prompt_key *parent, unsigned kind)
 {
@@ -80,7 +80,8 @@ mls_prompt_hash mls_prompt_hash_begin(const unsigned char *id,
     return hash;
 }
 
-/* A root has a first word that no kind has, so it never equals the key of a record. */
+/* Begin the key of the root of a fingerprint. A root has a first word that no kind has,
+ * so it never equals the key of a record. */
 mls_prompt_hash mls_prompt_hash_root(const unsigned char *id, const unsigned char *padded,
                                      size_t bytes)
 {
@@ -91,7 +92,8 @@ mls_prompt_hash mls_prompt_hash_root(const unsigned char *id, const unsigned cha
     return hash;
 }
 
-/* An id has four bytes, so every second one completes a word. */
+/* Continue a key with token ids. An id has four bytes, so every second one completes a
+ * word. */
 void mls_prompt_hash_tokens(mls_prompt_hash *hash, const uint32_t *tokens, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -105,7 +107,8 @@ void mls_prompt_hash_tokens(mls_prompt_hash *hash, const uint32_t *tokens, size_
     }
 }
 
-/* End a copy of the hash: the last word has the length in its highest byte. */
+/* Return the key until now. End a copy of the hash: the last word has the length in its
+ * highest byte. */
 mls_prompt_key mls_prompt_hash_key(const mls_prompt_hash *hash)
 {
     mls_prompt_key key;
@@ -162,7 +165,8 @@ static bool round_record(uint64_t bytes, uint64_t *out)
     return *out / MLS_PROMPT_UNIT < UINT32_MAX;
 }
 
-/* The payload and the header are rounded up together to whole units. */
+/* Compute the lengths of header and record. The payload and the header are rounded up
+ * together to whole units. */
 mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
                                  mls_status *st)
 {
@@ -208,7 +212,7 @@ static uint32_t checksum_header(const unsigned char *data, size_t bytes,
     return crc->update(0, data + 8, bytes - 8);
 }
 
-/* Bytes that no field uses are zeros. */
+/* Write a header with its checksum. Bytes that no field uses are zeros. */
 void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
                              const mls_prompt_part *parts, const mls_crc_kernels *crc,
                              unsigned char *out)
@@ -234,7 +238,8 @@ void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
     mls_store_le32(out + 4, header->crc);
 }
 
-/* Only `flags` and `put` are written again, and then the checksum over all fields. */
+/* Copy a header with other `put` and `flags`. Only `flags` and `put` are written again,
+ * and then the checksum over all fields. */
 void mls_prompt_header_copy(mls_prompt_header *header, const unsigned char *bytes,
                             const mls_crc_kernels *crc, unsigned char *out)
 {
@@ -289,8 +294,8 @@ static bool parts_fit(const mls_prompt_header *header)
     return round_record(bytes, &rounded) && rounded == header->record_bytes;
 }
 
-/* Check the lengths first, then the checksum, then the parts: a checksum needs a valid
- * length. */
+/* Parse and check a header. Check the lengths first, then the checksum, then the parts: a
+ * checksum needs a valid length. */
 mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64_t left,
                                  const mls_crc_kernels *crc, mls_prompt_header *out,
                                  mls_status *st)
@@ -348,7 +353,8 @@ static uint32_t checksum_head(const unsigned char *data, const mls_crc_kernels *
     return crc->update(crc->update(0, data, 12), data + 16, HEAD_CHECKED - 16);
 }
 
-/* The checksum is computed last; bytes that no field uses are zeros. */
+/* Write the head of a file. The checksum is computed last; bytes that no field uses are
+ * zeros. */
 void mls_prompt_head_write(unsigned char *out, const char *letters,
                            const mls_prompt_head *head, const mls_crc_kernels *crc)
 {
@@ -360,8 +366,8 @@ void mls_prompt_head_write(unsigned char *out, const char *letters,
     mls_store_le32(out + 12, checksum_head(out, crc));
 }
 
-/* A newer version is reported before the checksum, which it may compute in another way.
- */
+/* Parse and check the head of a file. A newer version is reported before the checksum,
+ * which it may compute in another way. */
 mls_code mls_prompt_head_parse(const unsigned char *data, const char *letters,
                                const mls_crc_kernels *crc, mls_prompt_head *out,
                                mls_status *st)

@@ -78,8 +78,8 @@ static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
     }
 }
 
-/* A deletion only concerns the record in its segment: the key may have been stored again.
- */
+/* Apply a note to the entry of its key. A deletion only concerns the record in its
+ * segment: the key may have been stored again. */
 void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
 {
     const uint32_t number = mls_prompt_index_find(&log->index, &note->key);
@@ -106,7 +106,8 @@ static void apply_notes(mls_prompt_log *log, const mls_prompt_header *header)
     }
 }
 
-/* All records of one put get one time, so that no parent is older than its children. */
+/* Enter a record, or apply notes, at the end of a segment. All records of one put get one
+ * time, so that no parent is older than its children. */
 void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
                       const mls_prompt_header *header)
 {
@@ -332,7 +333,8 @@ mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st)
     return log->segment_count > 0 ? scan_newest(log, true, &changed, st) : MLS_OK;
 }
 
-/* Without a usable index file, all segments are scanned from their start. */
+/* Read the whole log anew. Without a usable index file, all segments are scanned from
+ * their start. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st)
 {
     mls_prompt_log_clear(log);
@@ -357,7 +359,8 @@ static uint32_t read_hint(const mls_prompt_log *log)
     return code == MLS_OK ? mls_load_le32(bytes) : 0;
 }
 
-/* The hint saves listing the folder: usually only the newest segment has grown. */
+/* Read the records that other processes appended. The hint saves listing the folder:
+ * usually only the newest segment has grown. */
 mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st)
 {
     bool changed = log->is_stale;

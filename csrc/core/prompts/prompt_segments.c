@@ -27,7 +27,8 @@ const char *mls_prompt_segment_name(char *name, uint32_t number)
     return name;
 }
 
-/* Binary search: the list is sorted by number. */
+/* Return the segment of a number, or NULL. Binary search: the list is sorted by
+ * number. */
 mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t number)
 {
     size_t low = 0, high = log->segment_count;
@@ -108,7 +109,8 @@ static mls_code read_names(const mls_prompt_log *log, bool cleans, DIR *open_fol
     return MLS_OK;
 }
 
-/* The folder is opened again, because a duplicate would share its position. */
+/* List the numbers of the segments in the folder. The folder is opened again, because a
+ * duplicate would share its position. */
 mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
                                   size_t *count, mls_status *st)
 {
@@ -203,7 +205,8 @@ static mls_code open_file(const mls_prompt_log *log, uint32_t number, int *out,
     return MLS_OK;
 }
 
-/* The log keeps at most OPEN_FILES segments open for itself. */
+/* Open a segment unless it is open, and hold it for the caller. The log keeps at most
+ * OPEN_FILES segments open for itself. */
 mls_code mls_prompt_segment_hold(mls_prompt_log *log, mls_prompt_segment *segment,
                                  mls_prompt_file **out, mls_status *st)
 {
@@ -229,7 +232,8 @@ mls_code mls_prompt_segment_hold(mls_prompt_log *log, mls_prompt_segment *segmen
     return MLS_OK;
 }
 
-/* open_file accepts only a segment of this log, or one with a damaged head. */
+/* Delete a segment that is not in the list. open_file accepts only a segment of this log,
+ * or one with a damaged head. */
 void mls_prompt_segment_remove_stray(const mls_prompt_log *log, uint32_t number)
 {
     char name[MLS_PROMPT_NAME];
@@ -243,6 +247,7 @@ void mls_prompt_segment_remove_stray(const mls_prompt_log *log, uint32_t number)
 
 /* ---- the list ---- */
 
+/* Add a segment to the end of the list. */
 mls_code mls_prompt_segment_add(mls_prompt_log *log, const mls_prompt_segment *segment,
                                 mls_status *st)
 {
@@ -256,7 +261,7 @@ mls_code mls_prompt_segment_add(mls_prompt_log *log, const mls_prompt_segment *s
     return MLS_OK;
 }
 
-/* Does nothing if the list has no such segment. */
+/* Remove a segment from the list. Does nothing if the list has no such segment. */
 void mls_prompt_segment_forget(mls_prompt_log *log, uint32_t number)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, number);
@@ -268,7 +273,7 @@ void mls_prompt_segment_forget(mls_prompt_log *log, uint32_t number)
     }
 }
 
-/* The memory of the list stays for the next load. */
+/* Forget all segments and entries. The memory of the list stays for the next load. */
 void mls_prompt_log_clear(mls_prompt_log *log)
 {
     for (size_t i = 0; i < log->segment_count; i++) {
@@ -313,7 +318,7 @@ static void write_hint(const mls_prompt_log *log)
     (void)mls_file_write_at(log->store, bytes, sizeof bytes, MLS_PROMPT_HINT, &ignored);
 }
 
-/* A file that is not complete is deleted again. */
+/* Create the next segment, durably. A file that is not complete is deleted again. */
 mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];

@@ -8,7 +8,8 @@ enum { WINDOW = 64 << 10 }; /* bytes that a search reads at once */
 
 /* ---- headers ---- */
 
-/* Most headers fit into the first read; a longer one is read again as a whole. */
+/* Read and parse the header of a record. Most headers fit into the first read; a longer
+ * one is read again as a whole. */
 mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 const mls_crc_kernels *crc, unsigned char *room,
                                 unsigned char **bytes, mls_prompt_header *out,
@@ -74,9 +75,9 @@ static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
     return code;
 }
 
-/* Examine each multiple of the unit; most of them lack the magic number. The first window
- * is small, since valid records and damage may alternate, and each next one is twice as
- * large. */
+/* Find the first valid header from `from` on. Examine each multiple of the unit; most of
+ * them lack the magic number. The first window is small, since valid records and damage
+ * may alternate, and each next one is twice as large. */
 mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
                                   const mls_crc_kernels *crc, uint64_t *effort,
                                   uint64_t *out, mls_status *st)
@@ -112,7 +113,8 @@ mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
 
 /* ---- one payload ---- */
 
-/* The parts follow the header without gaps. */
+/* Compare the payload of a record with its checksums. The parts follow the header without
+ * gaps. */
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,
                                   const mls_prompt_header *header,
                                   const mls_crc_kernels *crc, unsigned char *buffer,
@@ -146,7 +148,8 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
 
 /* ---- the last record ---- */
 
-/* Compare the checksum in the record's header, 4 bytes behind its magic number. */
+/* Return whether the last record that the log knows is unchanged. Compare the checksum in
+ * the record's header, 4 bytes behind its magic number. */
 bool mls_prompt_last_is_same(const mls_prompt_segment *segment, int fd)
 {
     unsigned char bytes[4];

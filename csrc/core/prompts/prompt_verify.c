@@ -117,7 +117,8 @@ static bool is_system_error(mls_code code, const mls_status *st)
            (code == MLS_E_IO && st->os_error != EIO && st->os_error != ENOENT);
 }
 
-/* Damaged records, and records of a segment that is gone, are left out. */
+/* Call `visit` with each record whose header can be read. Damaged records, and records of
+ * a segment that is gone, are left out. */
 mls_code mls_prompt_list(mls_prompt_log *log,
                          bool (*visit)(void *context, const mls_prompt_listed *listed),
                          void *context, mls_status *st)
@@ -199,7 +200,8 @@ static mls_code verify_entry(verification *v, const mls_prompt_entry *entry,
     return is_system_error(code, st) ? code : report_damage(v, entry, st->text, st);
 }
 
-/* The log is not locked without `repair`: the entries are a copy. */
+/* Verify all records, and remove the damaged ones with `repair`. The log is not locked
+ * without `repair`: the entries are a copy. */
 mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,
                            mls_prompt_damage **out, size_t *count, mls_status *st)
 {
@@ -229,7 +231,7 @@ mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress 
 
 /* ---- statistics ---- */
 
-/* Removed entries count only as memory. */
+/* Count records and bytes. Removed entries count only as memory. */
 mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_status *st)
 {
     mls_prompt_enter_state(log);

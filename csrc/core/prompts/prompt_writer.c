@@ -175,8 +175,8 @@ static int lock_store(mls_prompt_log *log)
                : errno;
 }
 
-/* Lock threads of this process out first, then other processes, and then repair the log.
- */
+/* Try to become the writer. Lock threads of this process out first, then other processes,
+ * and then repair the log. */
 mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
 {
     mls_prompt_enter_state(log); /* also in the child of a fork */
@@ -208,7 +208,7 @@ mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
     return code;
 }
 
-/* Threads of this process may follow the newest segment again. */
+/* End the writing. Threads of this process may follow the newest segment again. */
 void mls_prompt_unlock(mls_prompt_log *log)
 {
     mls_prompt_enter_state(log);
@@ -221,7 +221,8 @@ void mls_prompt_unlock(mls_prompt_log *log)
     pthread_mutex_unlock(&log->writer);
 }
 
-/* Needs the lock of the writer, and gives up if another has it. */
+/* Save the index file if it lacks many records. Needs the lock of the writer, and gives
+ * up if another has it. */
 void mls_prompt_log_save_index(mls_prompt_log *log)
 {
     bool busy = false;

@@ -408,7 +408,7 @@ typedef struct part_source {
 
 /* Call the callable of part `number`, and set `*out` to a view of the array that it
  * returns, valid until the next call. Needs the GIL. Returns -1 with an exception set:
- * its own, or ShapeError if the array has another size than the part. */
+ * its own, or CompatibilityError if the array has another size than the part. */
 static int call_fetcher(part_source *source, size_t number, mls_tensor *out)
 {
     mlspy_view_release(&source->view);
