@@ -170,7 +170,8 @@ static bool grow_stream(unsigned char **stream, size_t *room, size_t bytes)
     return true;
 }
 
-/* Reserve for the worst case: an escape for each full gap up to `end`. */
+/* Make room for the elements of a block. Reserves for the worst case: an escape for each
+ * full gap up to `end`. */
 bool mls_delta_reserve(mls_delta_writer *writer, size_t changed, size_t end)
 {
     mls_delta *d = &writer->delta;

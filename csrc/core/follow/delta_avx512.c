@@ -39,6 +39,7 @@ MLS_INLINED uint32_t unequal_2(const unsigned char *a, const unsigned char *b)
     return _mm512_cmpneq_epi16_mask(load_register(a), load_register(b));
 }
 
+/* unequal_SIZE for 4 bytes: a register has 16 items. */
 MLS_INLINED uint32_t unequal_4(const unsigned char *a, const unsigned char *b)
 {
     uint32_t bits = 0;
@@ -51,6 +52,7 @@ MLS_INLINED uint32_t unequal_4(const unsigned char *a, const unsigned char *b)
     return bits;
 }
 
+/* unequal_SIZE for 8 bytes: a register has 8 items. */
 MLS_INLINED uint32_t unequal_8(const unsigned char *a, const unsigned char *b)
 {
     uint32_t bits = 0;

@@ -80,7 +80,8 @@ static unsigned char *add_row(row_writer *w, size_t bytes)
     return w->buffer + w->used - bytes;
 }
 
-/* Write a row for each segment. */
+/* Write a row of SEGMENT_BYTES for each segment, in the order of their numbers: number,
+ * checksum of the last header, end, and offset of the last record. */
 static void write_segments(const mls_prompt_log *log, row_writer *w)
 {
     for (size_t i = 0; i < log->segment_count; i++) {
@@ -93,7 +94,8 @@ static void write_segments(const mls_prompt_log *log, row_writer *w)
     }
 }
 
-/* Write a row for each entry, removed ones too. */
+/* Write a row of ENTRY_BYTES for each entry, removed ones too: the members of
+ * mls_prompt_entry in their order. */
 static void write_entries(const mls_prompt_index *index, row_writer *w)
 {
     for (size_t i = 0; i < index->count; i++) {

@@ -89,6 +89,7 @@ mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32
  * segment of this log; MLS_E_MEMORY. */
 mls_code mls_prompt_segment_hold(mls_prompt_log *log, mls_prompt_segment *segment,
                                  mls_prompt_file **out, mls_status *st);
+/* Count one more holder of an open segment, who calls mls_prompt_file_release. */
 void mls_prompt_file_hold(mls_prompt_file *file);
 void mls_prompt_file_release(mls_prompt_file *file); /* needs no lock; accepts NULL */
 

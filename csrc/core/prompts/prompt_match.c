@@ -131,8 +131,9 @@ static mls_code propose_branches(search *s, unsigned kind, const mls_prompt_key 
     return code;
 }
 
-/* Propose the records of all kinds but blocks that branch off after the block `parent`,
- * which ends at token `start`, and before the end of the next block. */
+/* Propose the records, except blocks, that branch off after the block `parent`, which
+ * ends at token `start`, and end before the next block does. Only kinds that the log has
+ * are tried. */
 static mls_code propose_kinds(search *s, const mls_prompt_key *parent, size_t start,
                               mls_status *st)
 {

@@ -147,8 +147,8 @@ static bool has_parent(const put_work *w, const mls_prompt_item *item)
                MLS_PROMPT_NONE;
 }
 
-/* Set or clear (`keep`) the flag MLS_PROMPT_KEPT of the entry with `key`, if there is
- * one. */
+/* Set the flag MLS_PROMPT_KEPT of the entry with `key`, if the index has one, to
+ * `keep`. */
 static void keep_record(mls_prompt_index *index, const mls_prompt_key *key, bool keep)
 {
     const uint32_t number = mls_prompt_index_find(index, key);

@@ -37,6 +37,7 @@ typedef struct mls_prompt_key {
     unsigned char bytes[MLS_PROMPT_KEY];
 } mls_prompt_key;
 
+/* Return whether two keys have the same bytes. */
 bool mls_prompt_key_equal(const mls_prompt_key *a, const mls_prompt_key *b);
 
 /* The running hash behind a key: SipHash-2-4 with 128 bits. Its secret is the random id
