@@ -148,7 +148,10 @@ class LoadPlan(NamedTuple):
 
 
 def _shape_only(value: Any) -> Any:
-    """Return a tensor on a device as one on the CPU without memory; other values unchanged."""
+    """Return a tensor on a device as one on the CPU without memory; other values unchanged.
+
+    All elements of the result share one zero, so its values are meaningless.
+    """
     torch = sys.modules.get("torch")
     if isinstance(value, Shard):
         array = _shape_only(value.array)
@@ -317,10 +320,7 @@ def plan_load(
     root, read_manifest = files.open_root(root)
 
     def plan(manifest: Manifest) -> LoadPlan:
-        """Return the files and byte ranges that a load reads with this manifest.
-
-        Reads the indexes.
-        """
+        """Return the files and byte ranges that a load reads with this manifest; reads indexes."""
         manifest = without_missing(files.folder, manifest, listed)
         indexes = Indexes(files, manifest, rank)
         sections = [indexes.merged_index.keys(section) for section in range(len(SECTIONS))]

@@ -260,7 +260,7 @@ class Loader:
         return self.manifest.states or {}
 
     def chosen(self) -> tuple[Names, list[list[str]]]:
-        """Return the name matcher, and the selected names of model and optimizer."""
+        """Return the name matcher, and the selected names of the model and of the optimizer."""
         names = [section.names for section in self.sections[:STATES]]
         weights, is_renamed = self.manifest.weights, bool(self.request.options["rename"])
         return chosen_names(names, self.request.names, self.folder, weights, is_renamed)
@@ -277,6 +277,7 @@ class Loader:
     def _load(
         self, section: int, keys: list[str], cutting: Cutting, *, mmap: bool
     ) -> dict[str, Any]:
+        """Read tensors into new arrays, by key; `mmap`: into unverified views of the files."""
         progress, verify = self.options["progress"], self.verify and not mmap
         folder = self.request.files.folder
         return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)

@@ -29,7 +29,10 @@ _KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's 
 
 
 class _ShardAssigner:
-    """Assigns shards to the ranks of the new world; replicated parts go to the first rank."""
+    """Assigns shards to the ranks of the new world; equal parts go to the first rank with one.
+
+    `merged`: index of the source. `steps`: of the new layout.
+    """
 
     def __init__(self, merged: _core.MergedIndex, steps: Steps) -> None:
         self._facts = {
@@ -40,7 +43,11 @@ class _ShardAssigner:
         self._stored: set[tuple[str, str, int]] = set()
 
     def shards(self, section: str, arrays: dict[str, Any], rank: int) -> dict[str, Shard]:
-        """Return the arrays of one new rank as shards; the first rank with a part stores it."""
+        """Return the arrays of the new rank `rank` as shards, by key.
+
+        `section`: name of their section. The first rank with a part stores it; others get a
+        replica.
+        """
         shards_made = {}
         for key, array in arrays.items():
             shape, axes, _, tier = self._facts[section, key]
@@ -62,7 +69,8 @@ def _write_all_ranks(
 ) -> Checkpoint:
     """Save all ranks of the new checkpoint, one after the other, and commit it.
 
-    `states`: returns the dicts of a rank. `like`: the old manifest.
+    `states`: returns the dicts (model, optimizer, named states) of a rank. `like`: the old
+    manifest, whose description is kept. `progress`: called with numbers of bytes.
     """
     commit = Commit(target, world_size)
     with commit.holder:
@@ -90,7 +98,10 @@ def _folders(
     target: str | os.PathLike[str],
     storage_options: Mapping[str, object] | None,
 ) -> tuple[CheckpointFiles, CheckpointFiles]:
-    """Return the folders of source and target; `storage_options` apply to the URLs."""
+    """Return the files of source and target; `storage_options` are for those that are URLs.
+
+    Raises ValueError if both are one folder.
+    """
     urls = [is_url(path) for path in (source, target)]
     options = [storage_options if url or not any(urls) else None for url in urls]
     files = (open_files(source, options[0], reads=True), open_files(target, options[1]))
@@ -106,7 +117,10 @@ def _load(
     keys: list[str],
     cutting: Cutting,
 ) -> dict[str, Any]:
-    """Return the parts `cutting` of verified tensors: views of mapped files, or copies."""
+    """Return the parts `cutting` of the tensors `keys` of a section, which were verified.
+
+    Local ones are views of mapped files.
+    """
     mmap = files.folder.is_local
     # objects may be replaced after the verification, so their checksums are compared again
     return files.folder.load(merged, section, keys, cutting, not mmap, mmap, None)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def number_of_steps(name: str, value: object) -> int | None:
-    """Return a number of steps from 1, or None."""
+    """Return a manager's argument `name` as a number of steps from 1, or None; else raise."""
     if value is None:
         return None
     return check_int(name, value, 1, also=" or None")
@@ -68,7 +68,10 @@ class SignalWatch:
     """
 
     def __init__(self, signals: tuple[int, ...]) -> None:
-        """Install a handler that only records a signal; the old handlers return with `close`."""
+        """Install a handler that only records a signal; the old handlers return with `close`.
+
+        Raises ValueError outside the main thread, and without a change if a signal is unknown.
+        """
         self._old: dict[int, Any] = {}
         self._pid = os.getpid()
         self.received: int | None = None
@@ -88,8 +91,10 @@ class SignalWatch:
         self._restore(number)
 
     def _restore(self, number: int) -> None:
+        """Restore the handler of the signal `number`, unless another one has replaced this one."""
         old = self._old.pop(number, None)
         if signal.getsignal(number) == self._receive:
+            # None: the old handler was not installed by Python.
             signal.signal(number, signal.SIG_DFL if old is None else old)
 
     def close(self) -> None:

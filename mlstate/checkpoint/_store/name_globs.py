@@ -26,7 +26,10 @@ def listed_names(names: str | Iterable[str] | None) -> list[str] | None:
 
 
 def _compile_glob(name: str, state: bool) -> re.Pattern[str]:
-    """Return a pattern for keys that match a glob, and for optimizer states of such keys."""
+    """Return a pattern for keys that match the glob `name`.
+
+    `state`: match also keys that continue such a key with a dot and the name of a state.
+    """
     import fnmatch
 
     suffix = r"(?:\.[^.]*)?" if state else ""
@@ -37,7 +40,7 @@ def _compile_glob(name: str, state: bool) -> re.Pattern[str]:
 def _find_named(ordered: list[str], name: str) -> list[str]:
     """Return the key with exactly this name and the keys of the layer with this name.
 
-    `ordered` is sorted.
+    `ordered`: all keys, sorted.
     """
     at = bisect_left(ordered, name)
     exact = ordered[at : at + 1] if ordered[at : at + 1] == [name] else []
@@ -60,7 +63,11 @@ class Names:
         self._globs = {name for name in globs if not any(_find_named(o, name) for o in ordered)}
 
     def select(self, keys: list[str], section: int) -> tuple[list[str], set[str]]:
-        """Return the keys that the names select, and the names that select at least one."""
+        """Return the selected ones of `keys`, and the listed names that select at least one.
+
+        `section`: 1 for the optimizer, whose states are selected by globs of parameters too. If all
+        are selected, the second result is empty.
+        """
         if self.listed is None:
             return keys, set()
         ordered = sorted(keys)
