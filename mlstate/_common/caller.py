@@ -27,10 +27,9 @@ class Caller(NamedTuple):
 
 
 def find_caller() -> Caller:
-    """Return the line that called this package.
+    """Return the line outside this package that called it.
 
-    Without such a line, as in a function that ``atexit`` calls, return the first line of the
-    stack.
+    Without such a line, as in a function that ``atexit`` calls, return the first line of the stack.
     """
     frame = sys._getframe(1)
     with suppress(ValueError):  # the stack ends

@@ -180,8 +180,8 @@ def delete_roots(
 ) -> PruneReport:
     """Delete the roots that `choose` returns, and unneeded files, under the writers' lock.
 
-    `dry_run`: delete nothing, and take no lock. `timeout`: seconds to wait for the lock. Returns
-    what was deleted, or would be.
+    `dry_run`: delete nothing, and take no lock. `timeout`: seconds to wait for the lock. Returns a
+    report of the deletions.
     """
     folder = files.folder
     before = folder.orphan_time(local_clock=dry_run)

@@ -147,7 +147,7 @@ def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summa
 
 
 def _compare_arrays(summaries: dict[int, _Summary]) -> None:
-    """Raise ValueError if an array that is no Shard has two dtypes or shapes on the ranks.
+    """Raise ValueError if a whole array has two dtypes or shapes on the ranks.
 
     `summaries`: by rank.
     """

@@ -246,7 +246,7 @@ def reshard(
         replicated_keys = {key for key in merged.keys(STATES) if key.startswith(trees)}
 
         def states(rank: int) -> tuple[Any, Any, Any]:
-            """Return a new rank's model, optimizer, named states: shards by key, or None."""
+            """Return the new rank's shards by key: model, optimizer, named states, each or None."""
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:

@@ -104,7 +104,7 @@ class Retention(NamedTuple):
         """Return the manifests of the roots to keep, by path.
 
         `roots`: oldest first. Kept are the newest `keep` roots that can be loaded (None: all
-        roots), any newer ones, those of the rules, and steps that another program keeps:
+        roots), any newer ones, the rules' roots, and steps that another program keeps:
         `is_kept_elsewhere` is called with their numbers.
         """
         count = count_old(roots, len(roots) if keep is None else keep, can_load)

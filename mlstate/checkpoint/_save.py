@@ -352,7 +352,7 @@ def take_content(
     """Check the states without copying any array.
 
     `in_thread`: a thread does the rest, so a manager's folder is refused here, but not in an object
-    store, where this would delay the caller. Errors are raised if this process saves alone;
+    store, because this would delay the caller. Errors are raised if this process saves alone;
     otherwise the result carries them.
     """
     states = options["states"]
@@ -451,7 +451,7 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     """Agree with all ranks on which rank writes each whole array.
 
     Every rank calls it, even after a failure. `steps`: of the layout for these arrays. The
-    optimizers' groups in `content` become those of all ranks.
+    optimizers' groups in `content` become the groups of all ranks.
     """
     digests: list[bytes] = []
     try:

@@ -266,7 +266,7 @@ class SaveJob:
         return self.commit(gathered, freed)
 
     def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
-        """Write and commit; every rank calls it. `freed`, if given, marks the job as staged."""
+        """Write and commit `gathered`; every rank calls it. `freed`: called if arrays are free."""
         return write_and_commit(self.target, gathered, self.advance, freed)
 
     def memory(self, nbytes: int, overhead: int = 0) -> Any:
@@ -420,7 +420,7 @@ class SaveJob:
             self.report()
 
     def report(self) -> None:
-        """Print the save's error as that of its thread, because no call raised it."""
+        """Print the save's error as an error of its thread, because no call raised it."""
         import threading
 
         error = self.error

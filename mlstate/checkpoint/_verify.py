@@ -156,7 +156,7 @@ class VerifyReport:
         self.checksums: bool = True
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Restore a pickled report; those of older versions lack some attributes."""
+        """Restore a pickled report; pickles of older versions lack some attributes."""
         self.checksums, self.compared = True, []  # pickles of older versions lack them
         for name, value in state[1].items():
             setattr(self, name, value)
@@ -455,7 +455,7 @@ def _verify_names(
 def _problem_of(error: MLStateError, key: str | None, folder: str) -> Problem:
     """Return the problem for the error that a load of the tensor `key` raised.
 
-    `folder`: of the checkpoint, to which the problem's path is relative.
+    The problem's path is relative to `folder`, of the checkpoint.
     """
     path = os.path.relpath(error.path, folder) if error.path else ""
     kind = "altered" if isinstance(error, ChecksumError) else "unreadable"
