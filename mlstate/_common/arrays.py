@@ -68,9 +68,9 @@ def overlaps_itself(array: Any) -> bool:
 
 
 def shares_elements(first: Array, second: Array) -> bool:
-    """Return whether two strided arrays of one device have an element in common.
+    """Return whether `first` and `second`, strided arrays of one device, share an element.
 
-    Interleaved views, such as the even and odd columns of a matrix, have none. False without known
+    Interleaved views, such as the even and odd columns of a matrix, share none. False without known
     addresses.
     """
     left, right = _memory_of(first), _memory_of(second)

@@ -209,9 +209,10 @@ class Target(NamedTuple):
             os.rename(new, old)
 
     def _swap_by_steps(self, new: str, old: str) -> None:
-        """Do as `_swap` in several operations, for a system without exchange.
+        """Rename as `_swap` does, for a system that cannot exchange two names at once.
 
-        A file, if it can have links, exists at any moment, even if the process is killed.
+        A file `new`, if it can have links, exists at any moment as the target, even if the process
+        is killed.
         """
         if self._is_linked(new, old):
             os.rename(new, self.path)
@@ -220,7 +221,10 @@ class Target(NamedTuple):
             _rename_new(new, self.path)
 
     def _is_linked(self, new: str, old: str) -> bool:
-        """Give a file that a file replaces a second name, and return True if it can have one."""
+        """Give the target the second name `old`, if `new` and the target are files.
+
+        Returns False without it: for folders, and if the file system has no links.
+        """
         if os.path.isdir(new) or not self.is_file:
             return False
         try:

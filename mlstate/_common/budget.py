@@ -44,7 +44,7 @@ class Budget(NamedTuple):
         return f"{self._number(nbytes)} {self.unit_name} ({nbytes} bytes)"
 
     def _number(self, nbytes: int) -> str:
-        """Return a number of bytes in the caller's unit, rounded up, with few digits."""
+        """Return `nbytes` as a number in the caller's unit, rounded up, with about four digits."""
         size = self.unit_bytes
         if nbytes == self.nbytes:
             return self.given
@@ -105,6 +105,7 @@ def parse_budget(name: str, value: object, full: int | None = None, of: str = ""
         return Budget(math.floor(number), 0, "", "")
     if full is None:
         raise _fraction_error(name, f"{number:g}")
+    # 15 decimals restore the number that the caller typed, such as 0.6.
     return Budget(_multiply(f"{number:.15f}", full), full, f"of {of}", f"{number:g}")
 
 

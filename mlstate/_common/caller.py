@@ -16,7 +16,7 @@ class Caller(NamedTuple):
     names: dict[str, Any]  # the global names of its module
 
     def warn(self, text: str) -> None:
-        """Issue a CheckpointWarning that points at the user's line."""
+        """Issue a CheckpointWarning with this text that points at the user's line."""
         import warnings
 
         from ..errors import CheckpointWarning

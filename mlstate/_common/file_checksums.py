@@ -98,7 +98,7 @@ def make_record(nbytes: int, starts: list[int], digits: str) -> Record:
 
 
 def _record_of(entry: Any) -> Record:
-    """Return the record of one file from its JSON object; raises ValueError if it is not one."""
+    """Return the record of one file from its JSON object `entry`; raise ValueError if malformed."""
     if not isinstance(entry, dict):
         raise ValueError("it is not an object")
     nbytes: Any = entry.get("bytes")
@@ -114,7 +114,10 @@ def _record_of(entry: Any) -> Record:
 
 
 def _records_of(document: Any) -> dict[str, Record]:
-    """Return the records by file name from the JSON of a checksum file; raises ValueError."""
+    """Return the records by file name from the JSON `document` of a file of checksums.
+
+    Raises ValueError if it is malformed or of another version.
+    """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f'"format" is not "{FORMAT}"')
     version = document.get("format_version")
@@ -194,7 +197,10 @@ def read_local(path: str) -> Checksums | None:
 
 
 def below(checksums: Checksums, prefix: str) -> Checksums | None:
-    """Return the records of a subfolder, by their paths in it; None if there are none."""
+    """Return the records whose paths begin with `prefix`, by the rest of the path.
+
+    None if there are none.
+    """
     records = {
         name.removeprefix(prefix): record
         for name, record in checksums.records.items()
@@ -262,7 +268,10 @@ def changed_size(size: int, record: Record) -> str:
 
 
 def _require_file(path: str, record: Record, source: str) -> None:
-    """Raise ChecksumError if a file differs from its record; `source`: where that is from."""
+    """Raise ChecksumError if the file `path` differs from its record.
+
+    `source`: path of the file of checksums, for the message.
+    """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -26,7 +26,7 @@ _TABLE_STYLE = (
 
 
 def bytes_text(count: int) -> str:
-    """Return a number of bytes as short text with a unit."""
+    """Return `count` bytes as short text with a unit, such as ``1.50 KiB``."""
     if count < 1024:
         return f"{count} B"
     size = float(count)

@@ -86,6 +86,7 @@ class Layout:
     __slots__ = ("_parts", "_steps")
 
     def __init__(self, steps: Iterable[tuple[int | str, int]] = ()) -> None:
+        """Check the steps, which the class describes, and count the parts."""
         checked_steps = tuple(_step(step) for step in steps)
         _core.layout_project(checked_steps, 0, 0, None)  # raises for invalid steps
         self._steps: Steps = checked_steps

@@ -237,6 +237,7 @@ def plan_save(
     numbers = [len(text), shards, nbytes]
     if summary is not None and world_size > 1:
         numbers += [rank, *summary.parts]
+    # In the manifest, a rank has 8 digits of its index's CRC32C, and these numbers.
     described_bytes = len("0" * 8) + sum(len(f"{number}, ") for number in numbers)
     return SavePlan(
         rank=rank,

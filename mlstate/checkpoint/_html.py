@@ -129,6 +129,7 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
 
 
 def _hidden_layers(groups: Sequence[Group]) -> str:
+    """Return the line that counts the layers that a page leaves out, with bytes and parameters."""
     size = bytes_text(sum(group.total for group in groups))
     layers = count_text(len(groups), "layer")
     parameters = count_text(sum(len(group.parameters) for group in groups), "parameter")
@@ -252,7 +253,8 @@ def save_html(
 ) -> str:
     """Return a page on an asynchronous save, for notebooks.
 
-    `state`: text. `progress`: bytes done, of all. `now`: `perf_counter`.
+    `path`: of the checkpoint. `state`: text such as "writing". `progress`: bytes done, of all.
+    `now`: `perf_counter`. `error`: why the save failed, or None.
     """
     done, total = progress
     saved = times.ended is not None and error is None
@@ -280,7 +282,10 @@ def _metadata(metadata: Mapping[str, object], limit: int) -> str:
 
 
 def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
-    """Return the steps of a run as a table, newest first."""
+    """Return the steps of a run as a table, newest first; the first 50 are shown.
+
+    `title`: the first line. `manifests`: oldest first.
+    """
     headers = ("step", "saved", "ranks", "bytes", "metadata")
     rows = [
         (

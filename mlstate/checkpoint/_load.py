@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ._store.weight_files import WeightFiles
 
 MISSING = ("skip", "zeros", "error")
-_LAYOUT = 6  # place of the layout's steps in a record of a tensor
+_LAYOUT = 6  # index of the layout's steps in a row of `MergedIndex.tensors`
 _CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
 
 
@@ -414,7 +414,7 @@ class Loader:
 
 
 def _load_into_targets(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Check all targets of ``into``, fill them, and return them; on an error none has changed."""
+    """Check all targets of ``into``, fill them, and return them; an early error changes none."""
     loader = Loader(request, manifest)
     prepared = prepare(loader)
     apply_all(prepared.actions)
@@ -611,7 +611,7 @@ def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
 
 
 def _checked_device(device: object, *, mmap: bool) -> Any:
-    """Return ``device=`` as a device of torch, or None; raise if it is not one."""
+    """Return ``device=`` as a device of torch, or None; raise if it is none, or with `mmap`."""
     if device is None:
         return None
     if mmap:

@@ -114,6 +114,7 @@ class WholeIndex:
     """The tensors of parts in memory, with the methods of a merged index that list them."""
 
     def __init__(self, path: str, parts: Parts) -> None:
+        """List the tensors of `parts`, the content of the file or folder at `path`."""
         self._path = path
         named = (StateDict(value) for value in parts.states.values() if is_flat(value))
         states = dict(zip((k for k, v in parts.states.items() if is_flat(v)), named, strict=True))
@@ -154,7 +155,10 @@ class WholeIndex:
 
 
 def manifest_of(where: WholePath, parts: Parts) -> Manifest:
-    """Return a manifest that describes a file of another program; `parts`: its content."""
+    """Return a manifest that describes a file or folder of another program, `where`.
+
+    `parts`: its content, in memory.
+    """
     changed = datetime.datetime.fromtimestamp(os.path.getmtime(where.path), datetime.UTC)
     root = os.path.basename(where.path)
     return Manifest(
@@ -184,7 +188,7 @@ def _kind_of(state: StateDict) -> dict[str, Any]:
 
 
 def _refuse_options(where: WholePath, request: LoadRequest) -> None:
-    """Raise ValueError for options of `load` that a format without an index cannot satisfy."""
+    """Raise ValueError for options of `request` that need an index, which `where` lacks."""
     options = request.options
     for name, is_given in (
         ("mmap=True", options["mmap"]),
@@ -266,7 +270,8 @@ def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None
 def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) -> list[Any]:
     """Copy model and optimizer into the targets of ``into``; return both targets or None.
 
-    `arrays`: of both, by name. Names, shapes and dtypes of all are checked before one is changed.
+    `where`: the source, for errors. `arrays`: of model and optimizer, by name. Names, shapes and
+    dtypes of all are checked before one is changed.
     """
     into, strict = request.options["into"], request.options["strict"]
     take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)
@@ -302,9 +307,10 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
 
 
 def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
-    """Read a file or folder whole; return the selected tensors, or this rank's parts of them.
+    """Read the file or folder `where`; return the selected tensors, or this rank's parts of them.
 
-    Arrays are copies if the file was mapped, so that a later writer cannot change them.
+    `request`: the checked arguments of the load. Arrays are copies if the file was mapped, so that
+    a later writer cannot change them.
     """
     from .._common.converted import converted_value
     from ._load import LoadedState, chosen_names, expects_parts, warn_of_whole_tensors

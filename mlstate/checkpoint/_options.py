@@ -98,6 +98,7 @@ def show_options(defaults: SaveOptions | LoadOptions) -> Callable[[Function], Fu
     ]
 
     def decorate(function: Function) -> Function:
+        """Set the signature of `function`, whose last parameter is ``**options``."""
         documented = signature(function)
         parameters = [*documented.parameters.values()][:-1] + options
         function.__signature__ = documented.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -60,6 +60,7 @@ class PruneReport(NamedTuple):
         return sum(self.files.values())
 
     def _title(self) -> str:
+        """Return one line: what was or would be deleted, and its bytes."""
         done = "would delete" if self.dry_run else "deleted"
         count = len(self.files)
         amount = f"{count_text(count, 'file')}, {bytes_text(self.nbytes)}"

@@ -134,9 +134,9 @@ def _compare_sections(rank: int, first: _Summary, other: int, other_summary: _Su
 
 
 def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summary) -> None:
-    """Raise ValueError if one of two ranks lacks an array that a layout cuts.
+    """Raise ValueError if one of the ranks `rank` and `other` lacks an array that a layout cuts.
 
-    The parameters are as for `_compare_sections`.
+    `first`, `other_summary`: their summaries.
     """
     lacking = other_summary["whole"].keys() ^ first["whole"].keys()
     if lacking:
@@ -224,7 +224,7 @@ def _merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group
             new = [i for i, name in enumerate(parameter_values["params"]) if name not in seen]
             for name in parameter_values["params"]:
                 _refuse_values(label, name, seen.setdefault(name, (rank, values)), (rank, values))
-            if rank and not new:
+            if rank and not new:  # rank 0 keeps its empty groups
                 continue
             positions = {old: i for i, old in enumerate(new)}
             parameter_values["params"] = [parameter_values["params"][i] for i in new]
@@ -247,10 +247,10 @@ def _pack_local(
     groups: Mapping[str, list[_Group]],
     error: BaseException | None,
 ) -> tuple[_Summary, bytes, BaseException | None]:
-    """Return this rank's summary, the names of its replicas joined by NUL, and its error or None.
+    """Return this rank's summary, its replicas' names joined by NUL, and its error or None.
 
-    The parameters are as for `_summarize`. A summary after an error has only its text. Never raises
-    for an array, because other ranks wait for the message.
+    The other parameters are as for `_summarize`. After an `error`, the summary has only its text.
+    Never raises for an array, because other ranks wait for the message.
     """
     replicas: list[str] = []
     summary: _Summary = {}
@@ -296,7 +296,7 @@ def _exchange_digests(
 
 
 def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
-    """Return the error of the first rank that reports one, None if no rank does."""
+    """Return the error of the first rank that reports one in `summaries`; None if none does."""
     for rank, summary in summaries.items():
         if "error" in summary:
             error = CollectiveError(f"not saved: rank {rank}: {summary['error']}")
@@ -311,7 +311,10 @@ def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
 def _names_of_first_owner(
     rank: int, own_summary: _Summary, summaries: dict[int, _Summary]
 ) -> list[str]:
-    """Return the names of this rank's whole arrays that no lower rank has: it writes these."""
+    """Return the names of the whole arrays of `rank` that no lower rank has: it writes these.
+
+    `summaries`: by rank, one for each different summary.
+    """
     earlier = {
         name
         for other, other_summary in summaries.items()
@@ -332,11 +335,12 @@ def assign_replicas(
 ) -> Assignment:
     """Agree on which rank writes each whole array; every rank calls it, even after an `error`.
 
-    If all ranks have the same whole arrays, these are divided round-robin. Otherwise the first rank
-    that has an array writes it. `states` describes the named states, which must agree, and
-    `digests` the content of some of them, which may differ. `groups` has the parameter groups of
-    optimizers. If the ranks save different states, or a parameter has different values in their
-    groups, every rank raises ValueError.
+    `dicts`: arrays of model, optimizer and named states, by name. `steps`: of the layout for whole
+    arrays, () for none. `states` describes the named states, which must agree, and `digests` the
+    content of some of them, which may differ. `groups` has the parameter groups of optimizers. If
+    all ranks have the same whole arrays, these are divided round-robin. Otherwise the first rank
+    that has an array writes it. If the ranks save different states, or a parameter has different
+    values in their groups, every rank raises ValueError.
     """
     import json
 

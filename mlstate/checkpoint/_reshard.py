@@ -35,6 +35,7 @@ class _ShardAssigner:
     """
 
     def __init__(self, merged: _core.MergedIndex, steps: Steps) -> None:
+        """Note the tensors of the source; no part is stored yet."""
         self._facts = {
             (section, key): (shape, axes, version, tier)
             for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in merged.tensors()

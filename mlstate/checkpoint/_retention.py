@@ -135,7 +135,10 @@ NO_RULES = Retention(None, None, "min", None, None)
 
 
 def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: Any) -> Retention:
-    """Return the rules of a manager's `keep_...` arguments; raise if one of them is wrong."""
+    """Return the rules of a manager's ``keep_`` arguments and of `monitor` and `mode`.
+
+    Raises TypeError or ValueError if one of them is wrong.
+    """
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(f"monitor must be a key of metadata, got {type(monitor).__name__}")
     if mode is not None and mode not in MODES:

@@ -285,7 +285,7 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
 
 
 def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the caller's metadata ({} for None), or raise if it is not JSON."""
+    """Return a copy of the caller's metadata `mapping` ({} for None); raise if it is not JSON."""
     import json
 
     if mapping is not None and not hasattr(mapping, "keys"):
@@ -317,7 +317,7 @@ class SaveContent:
         named: NamedStates = NO_STATES,
         entries: Iterable[str] = (),
     ) -> None:
-        """Keep what one rank saves: arrays, description, and an error that prevents the save."""
+        """Keep what one rank saves; the comments describe each attribute."""
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest
@@ -351,9 +351,9 @@ def take_content(
 ) -> SaveContent:
     """Check the states without copying any array.
 
-    `in_thread`: a thread does the rest, so a manager's folder is refused here, but not in an object
-    store, because this would delay the caller. Errors are raised if this process saves alone;
-    otherwise the result carries them.
+    `step`, `options`: of the save. `in_thread`: a thread does the rest, so a manager's folder is
+    refused here, but not in an object store, because this would delay the caller. Errors are raised
+    if this process saves alone; otherwise the result carries them.
     """
     states = options["states"]
     try:
@@ -394,6 +394,7 @@ class GatheredShards:
     __slots__ = ("copies", "error", "header", "nbytes", "shards")
 
     def __init__(self, header: dict[str, Any], copies: bytes = b"") -> None:
+        """Create the result without shards; the comments describe each attribute."""
         self.header = header  # description of the state in the manifest
         self.copies = copies  # names of shards that another rank must store, if to be reported
         self.shards: Any = None  # of `_core.shards_collect`; `write_and_commit` consumes them

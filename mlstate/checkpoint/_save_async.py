@@ -497,6 +497,7 @@ class SaveHandle:
     """
 
     def __init__(self, job: object) -> None:
+        """Wrap a running save; its unseen error is printed when the handle is collected."""
         import weakref
 
         if not isinstance(job, SaveJob):
@@ -676,6 +677,7 @@ class SaveHandle:
         return SaveTimes(job.began, job.staged_at, job.ended_at, list(job.waits))
 
     def _state(self) -> str:
+        """Return the phase of the save as a word, for the text and the HTML page."""
         job = self._job
         if job.ended:
             return "saved" if job.error is None else "failed"

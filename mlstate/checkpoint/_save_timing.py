@@ -24,7 +24,7 @@ def number_of_steps(name: str, value: object) -> int | None:
 
 
 def seconds_of(name: str, value: float | timedelta | None) -> float | None:
-    """Return a manager's argument as positive seconds, or None; raise for other values."""
+    """Return a manager's argument `name` as positive seconds, or None; raise for other values."""
     if value is None:
         return None
     seconds = value.total_seconds() if hasattr(value, "total_seconds") else value

@@ -36,6 +36,7 @@ class Parameter:
     __slots__ = ("dtype", "name", "nbytes", "shape", "shards", "version")
 
     def __init__(self, name: str) -> None:
+        """Create a parameter without tensors; `add` counts them."""
         self.name = name
         self.dtype = ""
         self.shape: tuple[int, ...] | None = None
@@ -58,6 +59,7 @@ class Group:
     __slots__ = ("name", "nbytes", "parameters", "total")
 
     def __init__(self, name: str) -> None:
+        """Create a layer without parameters."""
         self.name = name
         self.parameters: dict[str, Parameter] = {}
         self.nbytes: dict[str, int] = {}
@@ -74,7 +76,7 @@ def column_of(record: TensorRecord, columns: Iterable[str]) -> str:
 
 
 def columns_of(records: Iterable[TensorRecord]) -> list[str]:
-    """Return the column names of a table: weights, the largest states, and one for the rest."""
+    """Return the column names for the tensors `records`: weights, the largest states, the rest."""
     sizes: dict[str, int] = {}
     weights = False
     for record in records:

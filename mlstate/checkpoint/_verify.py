@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ._store.manifest import Manifest
 
 _ROWS = 20
-_CRC32C = -3  # place of the checksum in a shard of an index
+_CRC32C = -3  # index of the checksum in a row of `MergedIndex.shards`
 
 
 class Problem(NamedTuple):

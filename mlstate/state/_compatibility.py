@@ -391,7 +391,10 @@ def rename_hint(
 
 
 def _is_refused(target: dict[str, Any], source: dict[str, Any]) -> bool:
-    """Return whether `load_into` refuses the tensors that both states have; nothing is copied."""
+    """Return whether `load_into` refuses the tensors that `source` and `target` have.
+
+    Nothing is copied.
+    """
     try:
         return isinstance(_core.state_load(target, source, False, False, True), tuple)
     except MemoryError:

@@ -153,7 +153,7 @@ def load_into(
 def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: bool) -> None:
     """Fill the tensors of a torch module from `source`; all of them, or none after an error.
 
-    Submodules with own load methods or hooks load themselves.
+    Submodules with own load methods or hooks load themselves. `strict`, `cast`: as for `load_into`.
     """
     backend = backend_of(module, StateBackend)
     filling, memory, own_load = backend.module_target(module, source, strict=strict)

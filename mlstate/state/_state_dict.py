@@ -496,7 +496,10 @@ class StateDict(_core.StateDict):
         return super().__reduce_ex__(max(index(protocol), 2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy arrays and attributes; an array that has several names is copied once."""
+        """Copy arrays and attributes; an array that has several names is copied once.
+
+        `memo`: copies by the ids of their originals, as `copy.deepcopy` passes it.
+        """
         # Same result as copy.deepcopy through __reduce_ex__, with less work for each array.
         reduced = self.__reduce_ex__(4)
         if isinstance(reduced, str):

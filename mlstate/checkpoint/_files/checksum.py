@@ -366,7 +366,11 @@ def _blob_problems(
 def compare_files(
     compared: _Compared, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
-    """Compare a folder's files with their checksums and blobs; add problems to `report`."""
+    """Compare a folder's files with their checksums and blobs; add problems to `report`.
+
+    `compared`: the checksums and blobs, by `find_compared`. `progress`: called with the bytes read
+    since the last call.
+    """
     checksums = compared.checksums
     records = checksums.records if checksums else {}
     for name, record in records.items():

@@ -127,7 +127,10 @@ def place_of(
     *,
     reads: bool = False,
 ) -> Place:
-    """Return a local path, or the URL of a folder in an object store; see `open_folder`."""
+    """Return a local path, or the URL of a folder in an object store.
+
+    `reads`: the path may name one file of weights, as for `open_folder`.
+    """
     if is_url(path) or storage_options is not None:
         url = open_folder(path, storage_options, reads=reads).path
         assert isinstance(url, StoreURL)  # options of a local path are refused
@@ -623,6 +626,7 @@ def _read_entries(path: Path) -> Parts:
 
 
 def _write_entries(target: Target, _parts: Parts) -> None:
+    """Raise CompatibilityError: the format torch_checkpointing is only read."""
     raise CompatibilityError(
         f"{target.path}: folders of torch_checkpointing are only read; choose another format, such "
         "as .pt"
@@ -668,6 +672,7 @@ def convert_lightning(
 
 
 def _write_lightning(target: Target, _parts: Parts) -> None:
+    """Raise CompatibilityError: `convert_lightning` writes these files, from a folder only."""
     raise CompatibilityError(
         f"{target.path}: only a folder of MLStateCheckpointIO can become a checkpoint of "
         "Lightning, whose Trainer needs its own entries; choose another format, such as .pt"

@@ -129,6 +129,7 @@ def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dic
             raise _damage_error(path, name, "is not a .npy entry")
         if name in arrays:
             raise _damage_error(path, name, "appears twice")
+        # 1024: a margin for entries of a few bytes
         if info.file_size > info.compress_size * _MOST_PER_BYTE + 1024:
             raise _damage_error(path, name, "claims more bytes than it can hold")
         try:

@@ -99,7 +99,7 @@ def load_units(
     reported = 0
 
     def load_part(unit: Unit, path: str, begin: int, end: int) -> None:
-        """Fetch one byte range of a unit.
+        """Fetch bytes `begin` to `end` of the object `path` for a unit.
 
         The thread that fetches the unit's last range passes the unit to `read`.
         """
@@ -118,6 +118,7 @@ def load_units(
                 total += nbytes
 
     def report(_: int) -> None:
+        """Pass the bytes read since the last call to the caller's `progress`."""
         nonlocal reported
         nbytes, reported = total - reported, total
         if progress is not None and nbytes:

@@ -138,6 +138,7 @@ def weights_root(names: Iterable[str], suffix: str = SUFFIX) -> str | None:
         if "" not in variants and len(variants) > 1:
             roots = sorted(place.root for place in of_stem)
             raise FormatError(f"the folder holds several variants: {', '.join(roots)}: {_REMEDY}")
+        # The smallest is "", no variant, if there are such files.
         variant = min(variants)
         chosen = [place for place in of_stem if place.variant == variant]
         first = min(place.order for place in chosen)

@@ -311,7 +311,10 @@ def _pack(values: Any, dtype: str) -> bytes:
 
 
 def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
-    """Return positions, values, and the bytes that follow; the inverse of `_pack`."""
+    """Return positions, values, and the bytes that follow; the inverse of `_pack`.
+
+    `dtype`: of the values in `data`.
+    """
     import numpy as np
 
     count = int(np.frombuffer(data[:8], "<u8")[0])
@@ -476,9 +479,10 @@ def export(
     start: Target | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Export a model; see `export_huggingface`.
+    """Export a model; the parameters are as for `export_huggingface`.
 
-    `start` is the target when the caller began: a Hugging Face folder there is replaced.
+    `start`: the target when the caller began: a Hugging Face folder there is replaced. None: the
+    target must be new.
     """
     gathered, plan = gather_parts(request)
     write_folder(

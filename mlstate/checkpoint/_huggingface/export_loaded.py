@@ -51,6 +51,7 @@ def export_loaded(
     plan = make_plan(facts, most)._replace(is_converted=bool(loader.request.dtype))
 
     def shards() -> Iterator[_core.ShardItems]:
+        """Yield the shards of one batch of tensors after the other, as the writer needs them."""
         for batch in _batches(plan):
             state = loader.load_state(section, batch, {})
             content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)

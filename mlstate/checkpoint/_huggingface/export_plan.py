@@ -225,7 +225,7 @@ def _part_keys(names: list[str], state: Mapping[str, Any]) -> Any:
         if part is not None:
             text = repr((part.layout.steps, part.index)).encode()
             digest = hashlib.blake2b(text, digest_size=8).digest()
-            keys[number] = int.from_bytes(digest, "little") | 1
+            keys[number] = int.from_bytes(digest, "little") | 1  # never 0
     return keys
 
 

@@ -89,7 +89,11 @@ def _group_blocks(path: str, group: Any) -> list[Block]:
 
 
 def _parse(path: str, config: dict[str, Any]) -> Quantization:
-    """Return how weights are quantized, by the ``quantization_config`` of the file `path`."""
+    """Return how weights are quantized, by `config`, a ``quantization_config``.
+
+    `path`: of the file with it, for errors. Raises CompatibilityError for an unknown method,
+    FormatError for a malformed one.
+    """
     method = config.get("quant_method")
     if method == "mxfp4":
         return Quantization(method, "_scales")

@@ -113,7 +113,7 @@ class ObjectStore:
     """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
-        """Create the client of a store for the URL of a folder; sends no request."""
+        """Create the client of a store for the folder at `url`; sends no request."""
         self.url = url
         self.timeout = options.timeout_seconds
         self._options = options
@@ -374,7 +374,7 @@ class ObjectStore:
                 self.delete([name])
 
     def delete(self, keys: list[str]) -> None:
-        """Delete objects; a missing object is ignored."""
+        """Delete the objects `keys`; missing ones are ignored."""
         if not keys:
             return
         action, named = "cannot delete objects", keys[0] if len(keys) == 1 else ""

@@ -153,7 +153,8 @@ def _selected_units(
 def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[Any]) -> None:
     """Raise CompatibilityError if a stored tensor and the submodules' tensor differ in dtype.
 
-    With ``cast=True``, two float dtypes may differ. `units`: the submodules.
+    With ``cast=True``, two float dtypes may differ. `section`: of the module. `units`: the
+    submodules of its `contract`.
     """
     memory: dict[str, Any] = {}
     for unit in units:

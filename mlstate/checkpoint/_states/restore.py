@@ -238,7 +238,10 @@ class _Restorer:
     def __init__(
         self, loader: Loader, name: str, stored: _StoredTree, sources: dict[int, _Source]
     ) -> None:
-        """Create a restorer of the state `name`; the restorers of all states share `sources`."""
+        """Create a restorer of the state `name`, whose saved value is `stored`.
+
+        The restorers of all states share `sources`.
+        """
         self.loader = loader
         self.name = name
         self.stored = stored
@@ -375,7 +378,11 @@ class _Restorer:
         self.actions.append(_replacement(where, target, new, dict(target)))
 
     def add_list(self, target: list[Any], node: object, where: str) -> None:
-        """Add the actions for a list: as for a dict, if it has something to restore in place."""
+        """Add the actions for a list; `node`, `where`: as for `add`.
+
+        A list with something to restore in place must have the saved length. The content of any
+        other list is replaced.
+        """
         if not isinstance(node, list):
             raise _mismatch(where, "a list", type(self.decode(node)).__name__)
         if not _is_restorable(target):
@@ -391,7 +398,8 @@ class _Restorer:
     def add_inner(self, current: Any, node: object, where: str) -> Any:
         """Add the actions for the value `current` in a container, and return its new value.
 
-        A value that is restored in place stays; another one is replaced by the saved value.
+        A value that is restored in place stays; another one is replaced by the saved value. `node`,
+        `where`: as for `add`.
         """
         if not _is_restorable(current):
             return self.decode(node)
@@ -415,9 +423,9 @@ def _has_torch(node: object) -> bool:
 
 
 def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -> Any:
-    """Return the state of a generator from its JSON form, for `set_state`.
+    """Return the state of a generator from its JSON form `node`, for `set_state`.
 
-    Generators of torch take tensors in main memory, for any ``device=``.
+    `library`: the target's. Generators of torch take tensors in main memory, for any ``device=``.
     """
     if not library.startswith("torch") or not _has_torch(node):
         return restorer.decode(node)

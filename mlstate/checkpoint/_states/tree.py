@@ -186,7 +186,7 @@ class _Encoder:
     def items(
         self, values: Iterable[Any], where: str, path: tuple[str, ...], levels: int
     ) -> list[Any]:
-        """Return the JSON forms of the items of a sequence or set, in its order."""
+        """Return the JSON forms of `values` in their order; `node` describes the parameters."""
         return [
             self.node(item, f"{where}[{i}]", (*path, str(i)), levels)
             for i, item in enumerate(values)
@@ -401,7 +401,7 @@ def packed(value: Any, where: str) -> NDArray:
 
 
 def leaves_of(node: Any) -> list[Leaf]:
-    """Return the arrays that a JSON form refers to, in its order."""
+    """Return the arrays that the JSON form `node` refers to, in its order."""
     leaves: list[Leaf] = []
     stack = [node]
     while stack:
@@ -427,6 +427,7 @@ class Decoder:
     def __init__(
         self, arrays: Mapping[str, Any], tensor_of: Callable[[Any], Any] | None = None
     ) -> None:
+        """Create a decoder; the class describes the parameters."""
         self.arrays = arrays
         self.tensor_of = tensor_of
 
@@ -454,7 +455,7 @@ class Decoder:
         return self.special(kind, node)
 
     def array(self, node: dict[str, Any]) -> Any:
-        """Return the array of a JSON form in its saved form: a scalar, a tensor, or an array."""
+        """Return the array of the JSON form `node` in its saved form: scalar, tensor or array."""
         array = self.arrays[node["key"]]
         if node["form"] == "scalar":
             return array[()]
@@ -463,7 +464,7 @@ class Decoder:
         return array
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
-        """Return the value of a JSON form of the rarer kind `kind`; raise KeyError if unknown."""
+        """Return the value of the JSON form `node` of a rarer kind; raise KeyError if unknown."""
         if kind == "BytesIO":
             file = BytesIO(self.arrays[node["key"]].tobytes())
             file.seek(node["position"])

@@ -295,7 +295,7 @@ class CheckpointFiles:
     # ---- indexes ----
 
     def load_index(self, record: IndexRecord) -> bytes:
-        """Return the bytes of one rank's index; raise ChecksumError if they have changed."""
+        """Return the bytes of the index of `record`; raise ChecksumError if they have changed."""
         data = self.folder.read(record.path)
         crc = f"{_core.crc32c(data):08x}"
         if len(data) != record.bytes or crc != record.crc32c:
@@ -447,6 +447,7 @@ class CheckpointFiles:
         seen = set()
 
         def add_files(manifest: Manifest) -> None:
+            """Add the files of a root, unless its generation was added before."""
             if manifest.generation not in seen:
                 merged = merged_indexes.get(manifest.generation)
                 merged = self.load_merged_index(manifest) if merged is None else merged

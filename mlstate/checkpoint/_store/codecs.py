@@ -23,6 +23,7 @@ _LEVEL = 1
 
 
 def _zstandard() -> ModuleType:
+    """Return the package zstandard; the ImportError names the extra to install."""
     try:
         import zstandard
     except ImportError:

@@ -161,7 +161,7 @@ def _numbers(values: Any, name: str, count: int, least: int = 0) -> list[int]:
 def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple[IndexRecord, ...]:
     """Return each rank's record of its index file: path, size, checksum, counts.
 
-    `members`: the manifest's JSON object.
+    `members`: the manifest's JSON object, for `world_size` ranks. `generation` is in the paths.
     """
     listed = _member(members, "indexes", dict)
     crcs: str = _member(listed, "crc32c", str, pattern=_CRCS)
@@ -202,7 +202,10 @@ def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] |
 
 
 def _read(document: Any) -> Manifest:
-    """Return the manifest in parsed JSON; raise `_WrongError` at the first invalid member."""
+    """Return the manifest in the parsed JSON `document`; raise `_WrongError` if invalid.
+
+    The error names the first invalid member.
+    """
     if not isinstance(document, dict):
         raise _WrongError("the text is not a JSON object")
     if _member(document, "format", str) != FORMAT:

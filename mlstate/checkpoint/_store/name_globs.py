@@ -57,6 +57,7 @@ class Names:
     """
 
     def __init__(self, listed: list[str] | None, *sections: list[str]) -> None:
+        """Find out which of the listed names are globs; the class describes the parameters."""
         self.listed = listed
         globs = list(filter(GLOB.search, listed or ()))
         ordered = [sorted(keys) for keys in sections if globs]

@@ -133,7 +133,10 @@ def list_set(folder: Folder, root: str) -> WeightFiles:
 
 
 def _check_unlisted(folder: Folder, weights: WeightFiles) -> None:
-    """Raise FormatError if an index lists some files of a set, such as 1 of 3, but not all."""
+    """Raise FormatError if an index lists some files of a set, such as 1 of 3, but not all.
+
+    `weights`: the files of the index.
+    """
     sets = {set_of(name) for name in weights.files} - {None}
     unlisted = [name for name in unlisted_files(folder, weights) if set_of(name) in sets]
     if unlisted:

@@ -178,6 +178,7 @@ class TierMoves:
             raise error
 
     def _open_directory(self) -> None:
+        """Create the folder if it does not exist, and take its lock; raise StoreError."""
         try:
             make_path(self._directory)
         except OSError as error:

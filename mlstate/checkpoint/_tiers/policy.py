@@ -36,7 +36,7 @@ class PlacedUnit:
     __slots__ = ("name", "nbytes", "pins", "score", "tier", "used_at", "uses")
 
     def __init__(self, name: str, nbytes: int, tier: Tier) -> None:
-        """Create a unit without uses, of this size and in this tier."""
+        """Create the unit `name` of `nbytes` bytes in `tier`, without uses."""
         self.name = name
         self.nbytes = nbytes
         self.tier = tier
@@ -64,7 +64,10 @@ class TierPolicy:
     """
 
     def __init__(self, hot_budget: int | None, warm_budget: int | None) -> None:
-        """Create a policy without units; budgets are bytes, None for no limit."""
+        """Create a policy without units.
+
+        `hot_budget`, `warm_budget`: bytes, None for no limit.
+        """
         for label, budget in (("hot", hot_budget), ("warm", warm_budget)):
             if budget is not None and budget < 0:
                 raise ValueError(f"{label}_budget_bytes must not be negative, got {budget}")
@@ -97,7 +100,7 @@ class TierPolicy:
         unit.nbytes = nbytes
 
     def hold(self, name: str) -> None:
-        """Count a use, and pin the unit until `release`."""
+        """Count a use of the unit `name`, and pin it until `release`."""
         unit = self._units[name]
         self._clock += 1
         unit.uses += 1
@@ -112,7 +115,7 @@ class TierPolicy:
     # ---- one move ----
 
     def check_fits(self, name: str, tier: Tier) -> None:
-        """Raise CapacityError if a unit does not fit into `tier` without moving other units."""
+        """Raise CapacityError if the unit `name` does not fit into `tier` as it is now."""
         unit, budget = self._units[name], self._budgets[tier]
         if unit.tier == tier or budget is None:
             return

@@ -158,6 +158,7 @@ def _cells(unit: TierRecord) -> tuple[str, ...]:
 
 
 def _traffic_text(traffic: Traffic) -> str:
+    """Return a line about the moves from one tier to another: number, bytes, seconds."""
     count = count_text(traffic.moves, "move")
     return (
         f"{traffic.source} to {traffic.target}: {count}, {bytes_text(traffic.nbytes)} in "
@@ -215,6 +216,7 @@ def tiers_html(report: TierReport) -> str:
     moved = "".join(f"<p>{_traffic_text(traffic)}</p>" for traffic in report.traffic)
 
     def make(most: int) -> str:
+        """Return the page with at most `most` units."""
         units = _units(report.units, most) if report.units else ""
         return (
             f"<div class=mlstate-tiers><style>{_STYLE}</style><p>{escape(report.summary)}</p>"

@@ -69,7 +69,10 @@ class Part:
     __slots__ = ("array", "dtype", "facts", "is_tensor", "key", "marked", "section", "shape")
 
     def __init__(self, section: int, key: str, value: Any) -> None:
-        """Wrap one array or `Shard`, `value`; `section` is 0 for the model, 1 for the optimizer."""
+        """Wrap one array or `Shard`, `value`, with the name `key`.
+
+        `section`: 0 for the model, 1 for the optimizer.
+        """
         self.section = section
         self.key = key
         self.facts: dict[str, Any] | None = None
@@ -142,6 +145,7 @@ class Unit:
     __slots__ = ("file", "is_durable", "is_moving", "name", "parts", "tier")
 
     def __init__(self, name: str, tier: Tier) -> None:
+        """Create a unit without parts, in `tier`."""
         self.name: str = name
         self.tier: Tier = tier
         self.parts: list[Part] = []
