@@ -211,8 +211,8 @@ class Target(NamedTuple):
     def _swap_by_steps(self, new: str, old: str) -> None:
         """Rename as `_swap` does, for a system that cannot exchange two names at once.
 
-        A file `new`, if it can have links, exists at any moment as the target, even if the process
-        is killed.
+        If files can have links, a file exists at the target at any moment, even if the process is
+        killed.
         """
         if self._is_linked(new, old):
             os.rename(new, self.path)

@@ -84,9 +84,9 @@ class CheckpointBackend(Protocol):
     ) -> Any:
         """Return this rank's memory for an optimizer's states, and create those that it lacks.
 
-        `module`: has the parameters, or None. `records`: the stored states by name. `saved`: the
-        stored state without arrays, for its groups. `read`: returns stored tensors by name.
-        `names`: names of the parameters, or the module that has them. `meant`: returns the names
-        that the user chose. `shapes`: of the stored parameters. `complete`: the user chose all
-        names. `strict`, `cast`: as for `load`.
+        `module`: has the parameters, or None. `records`: the stored states by key. `saved`: their
+        parameter groups and learning rate. `read`: returns stored arrays by key. `names`: names of
+        the parameters in the optimizer's order, or the module that gives them. `meant`: returns
+        those of its keys that the user chose. `shapes`: of the stored parameters, by name.
+        `complete`: the user chose all names. `strict`, `cast`: as for `load`.
         """

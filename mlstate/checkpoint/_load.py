@@ -322,7 +322,7 @@ class Loader:
         return section.restore(arrays, self.folder)
 
     def _pair_values(self, section: Section, keys: list[str]) -> dict[str, Any]:
-        """Return the values of those `keys` that are quantized, by the keys of their codes."""
+        """Return the values of those `keys` of a section that are quantized, by their codes."""
         if self.pairs is None or section.number != 0:
             return {}
         chosen = [pair for key in keys if (pair := self.pairs.by_codes.get(key)) is not None]
@@ -414,7 +414,7 @@ class Loader:
 
 
 def _load_into_targets(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Check all targets of ``into``, fill them, and return them; an early error changes none."""
+    """Check the targets of ``into``, fill and return them; an error undoes changes of objects."""
     loader = Loader(request, manifest)
     prepared = prepare(loader)
     apply_all(prepared.actions)

@@ -179,6 +179,7 @@ class CompatibilityResult:
         )
 
     def _title(self) -> str:
+        """Return the first line of the text: the verdict, and counts of errors and warnings."""
         verdict = self._verdict()
         counts = (("error", self.errors), ("warning", self.warnings))
         counts_text = [f"{len(x)} {name}{'s' if len(x) > 1 else ''}" for name, x in counts if x]

@@ -537,7 +537,7 @@ def _write_npz(target: Target, parts: Parts) -> None:
 
 
 def _read_npz(path: Path) -> Parts:
-    """Read a .npz file of `save_npz` or of NumPy to the parts that are converted."""
+    """Read a .npz file of `write_npz` or of NumPy to the parts that are converted."""
     from .npz import read_npz
 
     arrays, record = read_npz(path)

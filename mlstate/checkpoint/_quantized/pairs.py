@@ -230,6 +230,7 @@ class _Finder:
     """Finds the pairs among the tensors of a folder."""
 
     def __init__(self, path: str, quantization: Quantization, tensors: dict[str, Stored]) -> None:
+        """Prepare to find the pairs among `tensors`, dtype and shape by key; `path`: for errors."""
         self.path = path
         self.tensors = tensors
         self.suffix = quantization.suffix

@@ -180,6 +180,7 @@ class ObjectStore:
         """
 
         def request() -> tuple[object, int, str | None]:
+            """Return bytes, size of the object, and its ETag; raise for an incomplete answer."""
             answer = self._engine.get(self._store, key, options={"range": (begin, end)})
             data, nbytes = answer.bytes(), answer.meta["size"]
             if len(data) != min(end, nbytes) - begin:
@@ -295,7 +296,7 @@ class ObjectStore:
         self._send("cannot write the object", key, request)
 
     def _has_size(self, key: str, nbytes: int) -> bool:
-        """Return whether an object exists with this size; False if the store does not answer."""
+        """Return whether the object `key` has `nbytes` bytes; False if the store fails."""
         try:
             return bool(self._engine.head(self._store, key)["size"] == nbytes)
         except Exception as error:
