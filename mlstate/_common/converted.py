@@ -38,7 +38,7 @@ def is_converted(stored: str, dtype: str) -> bool:
 def converted(array: NDArray, dtype: str) -> NDArray:
     """Return a new array of the float dtype named `dtype`, with the values of `array`.
 
-    They are rounded to nearest.
+    They are rounded to nearest. `array` has another float dtype, also of 8 bits.
     """
     name = name_of(array.dtype)
     values = np.empty(array.shape, numpy_dtype(dtype))

@@ -144,7 +144,7 @@ class Commit:
     # ---- begin: rank 0 takes the claim and chooses the generation ----
 
     def begin(self, *, states: bool) -> None:
-        """Agree on a generation on every rank, or raise on every rank.
+        """Choose a generation (random id of this save) for every rank, or raise on every rank.
 
         `states` tells whether the save has named states, which need their own subfolder.
         """
@@ -423,7 +423,7 @@ class Commit:
         return None
 
     def _delete_old_roots(self, manifest: Manifest) -> dict[str, list[Generation]]:
-        """Delete the roots that a manager does not keep, before their files are deleted.
+        """Delete the roots (manifests of steps) that a manager does not keep, before their files.
 
         `manifest`: the committed one. Returns the generations that ended and those that stay, or {}
         if they are unknown; see `generations_to_delete`.

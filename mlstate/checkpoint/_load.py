@@ -228,9 +228,9 @@ class Loader:
             self.verify = False
 
     def _find_pairs(self) -> Pairs | None:
-        """Return the quantized weights to compute values of, None if `cast` asks for none.
+        """Return the quantized weights that `cast` decodes, with their scales; None without such.
 
-        Their scales are no longer among the names of the model.
+        The names of the scales are removed from the model's.
         """
         if not self.request.dtype or self.manifest.weights is None:
             return None

@@ -86,7 +86,7 @@ def _has_parts(path: str) -> bool:
 def whole_path(folder: Folder) -> WholePath | None:
     """Return path and format of a local file or folder that is read whole; else None.
 
-    These have no index of mlstate, or an optimizer in a safetensors file.
+    These are formats without an index, and safetensors files with an optimizer.
     """
     if not folder.is_local:
         return None

@@ -71,7 +71,7 @@ class PruneReport(NamedTuple):
 
 
 def _old_roots(files: CheckpointFiles, keep: int | None) -> list[Root]:
-    """Return the roots of the steps other than the newest `keep`; none if `keep` is None."""
+    """Return the roots (manifests of steps) except the newest `keep`; none if `keep` is None."""
     if keep is None:
         return []
     manager = CheckpointManager(files.path, keep=keep)
@@ -179,10 +179,10 @@ def prune(
 def delete_roots(
     files: CheckpointFiles, choose: Callable[[], list[Root]], dry_run: bool, timeout: float
 ) -> PruneReport:
-    """Delete the roots that `choose` returns, and unneeded files, under the writers' lock.
+    """Delete the roots (manifests of steps) that `choose` returns, and files that no root needs.
 
-    `dry_run`: delete nothing, and take no lock. `timeout`: seconds to wait for the lock. Returns a
-    report of the deletions.
+    `choose` is called under the writers' lock. `dry_run`: delete nothing, and take no lock.
+    `timeout`: seconds to wait for the lock. Returns a report of the deletions.
     """
     folder = files.folder
     before = folder.orphan_time(local_clock=dry_run)

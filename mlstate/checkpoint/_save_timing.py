@@ -70,7 +70,8 @@ class SignalWatch:
     def __init__(self, signals: tuple[int, ...]) -> None:
         """Install a handler that only records a signal; the old handlers return with `close`.
 
-        Raises ValueError outside the main thread, and without a change if a signal is unknown.
+        Raises ValueError outside the main thread, and OSError or ValueError for an unknown signal;
+        no handler is changed then.
         """
         self._old: dict[int, Any] = {}
         self._pid = os.getpid()

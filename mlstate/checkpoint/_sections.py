@@ -114,7 +114,10 @@ class Section:
 
 
 def sections_of(merged: _core.MergedIndex, manifest: Manifest) -> list[Section]:
-    """Return the sections of model and optimizer, and of named states that are not nested."""
+    """Return the sections of model and optimizer, and of each named state that has tensors.
+
+    Nested values have no section.
+    """
     sections = [
         Section("model", 0, manifest.model, merged.keys(0)),
         Section("optimizer", OPTIMIZER, manifest.optimizer, merged.keys(OPTIMIZER)),

@@ -31,7 +31,7 @@ def read_roots(
     unread: type[MLStateError] = MLStateError,
     newest: Manifest | None = None,
 ) -> Roots:
-    """Return the readable roots with their manifests, oldest first.
+    """Return the readable roots (files of steps) with their manifests, oldest first.
 
     If a step has several roots, only the newest counts. Errors of class `unread` skip a root; other
     errors are raised. The root of `newest` is not read again.
@@ -98,9 +98,10 @@ def no_metric(path: str, monitor: str | None) -> ValueError:
 def choose_root(
     files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str | None
 ) -> str:
-    """Return the path of the root to load for `step`; `root` itself if `step` is None.
+    """Return the path of the manifest to load for `step`; `root` itself if `step` is None.
 
-    `step`: a number, "latest" or "best". `monitor`, `mode`: the metric that "best" compares.
+    `step`: a number, "latest" or "best". `monitor`, `mode`: the metric that "best" compares, and
+    only that. Raises ValueError if they do not fit each other.
     """
     if step == "best":
         if monitor is None:
@@ -123,9 +124,10 @@ def choose_root(
 
 
 def find_root(files: CheckpointFiles, step: int | str) -> str:
-    """Return the path of the root of a step or "latest"; StoreError if the step is missing.
+    """Return the path of the manifest of a step or of "latest".
 
-    In a folder without steps, the only checkpoint is found by its step.
+    In a folder without steps, the only checkpoint is found by its step. Raises StoreError if the
+    step is missing.
     """
     if isinstance(step, str) and step != "latest":
         raise ValueError(f"step must be an int, 'latest' or 'best', got {step!r}")

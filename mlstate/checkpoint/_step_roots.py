@@ -25,7 +25,7 @@ def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
 
 
 def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str]:
-    """Return the paths of the roots that rank 0 lists, oldest first, on all ranks.
+    """Return the paths of the steps' manifests that rank 0 lists, oldest first, on all ranks.
 
     Ranks that list at other times may find others. If rank 0 fails, the others raise
     CollectiveError.
@@ -51,7 +51,7 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
 def try_root(
     files: CheckpointFiles, root: str, options: LoadOptions
 ) -> tuple[LoadedState | None, MLStateError | None]:
-    """Load the root at the path `root` on all ranks; return the state and this rank's error.
+    """Load the manifest `root`, of a step, on all ranks; return the state and this rank's error.
 
     The state is None if any rank cannot read it. The error is None if this rank can. An exception
     other than FormatError and StoreError is raised, and then every rank raises.

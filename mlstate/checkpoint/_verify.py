@@ -314,7 +314,7 @@ def _verify_once(
     progress: Callable[[int], object] | None,
     indexes: dict[str, _core.MergedIndex],
 ) -> Manifest | None:
-    """Verify the root `name`; return its manifest, or None if that cannot be read.
+    """Verify the manifest `name` and its files; return it, or None if it cannot be read.
 
     Problems are added to `report`, and the merged index to `indexes` by its generation. Raises the
     error of a store that does not answer.
@@ -360,10 +360,11 @@ def verify_root(
     progress: Callable[[int], object] | None,
     indexes: dict[str, _core.MergedIndex],
 ) -> None:
-    """Add the problems of the root `name` to the report, and its merged index to `indexes`.
+    """Add the problems of the manifest `name` and its files to `report`.
 
-    If files are missing and a writer has replaced the root meanwhile, start again. Raises
-    StoreError (EBUSY) after `TRIES` such attempts.
+    Its merged index is added to `indexes`, by generation. If files are missing and a writer has
+    replaced the manifest meanwhile, start again. Raises StoreError (EBUSY) after `TRIES` such
+    attempts.
     """
     for _ in range(TRIES):
         fresh_report, read = VerifyReport(files.path), dict[str, Any]()
@@ -507,9 +508,9 @@ def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
 
 
 def _try_root(files: CheckpointFiles, name: str) -> _Trial:
-    """Verify the root `name` for a repair; rewrite damaged headers of files with good tensors.
+    """Verify the manifest `name` for a repair; rewrite damaged headers of files.
 
-    It is verified again after headers were rewritten.
+    Only headers of files with good tensors are rewritten; then all is verified again.
     """
     is_mended = False
     while True:
@@ -528,11 +529,11 @@ def _try_root(files: CheckpointFiles, name: str) -> _Trial:
 
 
 def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
-    """Rewrite damaged headers; if that is not enough, make the newest loadable root current.
+    """Rewrite damaged headers; if that is not enough, make the newest loadable step current.
 
     `report`: of the current root; its result is updated. Newer steps that cannot be loaded are
     deleted; the next save or `prune` deletes their files. Steps that cannot be read now because of
-    an I/O error may be good, so they stay. Without a loadable root nothing changes.
+    an I/O error may be good, so they stay. Without a loadable step only headers change.
     """
     claim = files.folder.claim()
     with claim.holder:

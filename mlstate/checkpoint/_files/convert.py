@@ -403,8 +403,8 @@ def _split_state(
 ) -> tuple[Any, Any]:
     """Return model and optimizer of a file's tensors; one of them may be None.
 
-    `state`: all tensors by name. `record`: the file's own description; with "parts", names have a
-    prefix. Raises FormatError if a name does not.
+    `state`: all tensors by name. `record`: the file's own description; with "parts", the names of
+    both have prefixes. Raises FormatError if a name has neither prefix.
     """
     texts = record.get("parts")
     if texts is None:
@@ -501,7 +501,10 @@ def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> P
 
 
 def _as_arrays(state: StateDict) -> dict[str, NDArray]:
-    """Return all values as NumPy arrays; tensors are viewed, or copied from their device."""
+    """Return all values as NumPy arrays; tensors are viewed, or copied from their device.
+
+    Raises TypeError for a value that is not in memory, or has Python objects.
+    """
     import numpy as np
 
     from ..._common.arrays import is_torch
@@ -592,7 +595,7 @@ def _read_huggingface(path: Place) -> Parts:
 def _write_huggingface(target: Target, parts: Parts) -> None:
     """Write the model as a Hugging Face folder, which has no place for metadata.
 
-    Raises CompatibilityError for an optimizer.
+    Raises CompatibilityError for an optimizer, and without a model.
     """
     from .._huggingface.export import export, take_export
 

@@ -188,8 +188,8 @@ def _irregular_names(
 ) -> list[str]:
     """Return the names of tensors with a part that no rank, or several, hold; all ranks call this.
 
-    `tensors`: of all ranks. `state`: this rank's. The sum of the numbers of all held parts must be
-    the sum over all parts of the layout.
+    `tensors`: of all ranks. `state`: this rank's. Each part has a pseudo-random number: the sum
+    over all ranks' parts must equal the sum over all parts of the layout.
     """
     import numpy as np
 

@@ -120,7 +120,7 @@ class Pair(NamedTuple):
         """Return the values of `box`, a part of a weight whose last two axes have blocks.
 
         `codes`: of the box only. `stored_scales`: of the whole weight, one for each block, or one
-        in all.
+        in all. `dtype`: of the values.
         """
         scales = _scale_numbers(stored_scales)
         # At least two axes: a weight without or with one axis is a row.
@@ -253,7 +253,11 @@ class _Finder:
     # ---- 8-bit floats ----
 
     def find_bytes(self) -> None:
-        """Add the weights of 8-bit floats, and scales without a weight, which become a problem."""
+        """Add the weights of 8-bit floats, and scales without a weight.
+
+        A pair that lacks one of both, or does not fit, has a problem, which is raised when it is
+        loaded.
+        """
         names = {key for key, (dtype, _) in self.tensors.items() if dtype in FLOAT8S - {_EXPONENTS}}
         suffix = ".weight" + self.suffix if self.suffix == "_scale" else self.suffix
         names |= {
@@ -309,7 +313,10 @@ class _Finder:
     # ---- groups of 4-bit floats ----
 
     def find_groups(self) -> None:
-        """Add the weights of MXFP4; blocks without scales, or the reverse, become a problem."""
+        """Add the weights of MXFP4, whose codes are in groups.
+
+        A pair that lacks blocks or scales has a problem, which is raised when it is loaded.
+        """
         names = {
             key.removesuffix(ending)
             for key in self.tensors

@@ -100,7 +100,11 @@ NO_STATES = NamedStates(None, {}, {})
 
 
 def check_names(states: Any) -> Mapping[str, Any]:
-    """Return the user's argument ``states=``; raise if it is not a mapping of valid names."""
+    """Return the user's argument ``states=``; raise if it is not a mapping of valid names.
+
+    TypeError: no mapping, or a name is not a str. ValueError: a name is empty, starts with a dot or
+    has a slash.
+    """
     if not hasattr(states, "keys"):
         raise TypeError(f"states must be a mapping of names to states, got {type(states).__name__}")
     for name in states:

@@ -464,7 +464,10 @@ class Decoder:
         return array
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
-        """Return the value of the JSON form `node` of a rarer kind; raise KeyError if unknown."""
+        """Return the value of the JSON form `node` of the kind `kind`; raise KeyError if unknown.
+
+        These are all kinds that `value` does not handle.
+        """
         if kind == "BytesIO":
             file = BytesIO(self.arrays[node["key"]].tobytes())
             file.seek(node["position"])

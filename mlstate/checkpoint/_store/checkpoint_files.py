@@ -71,7 +71,11 @@ def root_path(manifest: Manifest) -> str:
 
 
 def patterns_of(merged: _core.MergedIndex) -> list[ManifestSummary | None]:
-    """Return digest and parts of each index in `merged`; None for one with too many groups."""
+    """Return digest and parts of the pattern of each index in `merged`.
+
+    Indexes with equal patterns list the same tensors and differ in the parts only. None for an
+    index with too many groups of shards.
+    """
     import hashlib
 
     return [
@@ -151,7 +155,7 @@ class CheckpointFiles:
             raise
 
     def read_manifest(self, name: str = MANIFEST) -> Manifest:
-        """Return the manifest in the root at the path `name`.
+        """Return the manifest in the file `name`, ``manifest.json`` or a step's under ``roots/``.
 
         Raises FormatError if it is malformed or does not match its file name, and StoreError, which
         describes the folder, if it is missing. For weights of another program, a manifest is made
@@ -213,7 +217,7 @@ class CheckpointFiles:
         read: Callable[[Manifest], _Result],
         manifest: Manifest | None = None,
     ) -> _Result:
-        """Call `read` with the manifest in the root at the path `root`; return its result.
+        """Call `read` with the manifest in the file `root`; return its result.
 
         If `read` misses a file and a writer has replaced the root meanwhile, start again: files are
         deleted only after every root that names them. `manifest`: the root's, if already read.
@@ -231,8 +235,9 @@ class CheckpointFiles:
     def next_sequence(self, newest: Manifest | None, roots: Sequence[Root]) -> int:
         """Return the sequence number of the next save: the largest one of a valid root, plus one.
 
-        `newest`: the current manifest or None. `roots`: sorted. A file name alone is not trusted: a
-        stray file would determine all later numbers.
+        `newest`: the current manifest or None. `roots`: of steps, sorted. A file name alone is not
+        trusted: a stray file would determine all later numbers. Raises FormatError after the last
+        number.
         """
         sequence = 0 if newest is None else newest.sequence
         for root in reversed(roots):
@@ -436,11 +441,11 @@ class CheckpointFiles:
         merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
         roots: Mapping[str, Manifest] = _NONE,
     ) -> set[str]:
-        """Return the paths of all shard files and indexes that any root needs; raise if unknown.
+        """Return the paths of all shard files and indexes that any root (manifest) needs.
 
         Roots in `without` do not count. `merged_indexes` (by generation) and `roots` (by path) were
         read before; only a process that holds the lock may pass `roots`, because they can change
-        otherwise.
+        otherwise. Raises if a root cannot be read.
         """
         needed: set[str] = set()
         names = [root.path for root in self.list_roots() if root not in without]
@@ -473,10 +478,10 @@ class CheckpointFiles:
         merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
         roots: Mapping[str, Manifest] = _NONE,
     ) -> list[str]:
-        """Delete the shard files and indexes that no root needs; the caller holds the lock.
+        """Delete the shard files and indexes that no root (manifest) needs.
 
-        `merged_indexes`, `roots`: as for `needed_files`. Returns the deleted paths, in a dry run
-        those that would be deleted.
+        The caller holds the lock. `merged_indexes`, `roots`: as for `needed_files`. Returns the
+        deleted paths, in a dry run those that would be deleted.
         """
         dead = sorted({*self.known_files()} - self.needed_files((), merged_indexes, roots))
         return dead if dry_run else self.remove(dead)
@@ -497,7 +502,7 @@ class CheckpointFiles:
             self.discard(generation)
 
     def delete_roots(self, roots: list[Root]) -> None:
-        """Delete roots and their marks durably; only then may their files be deleted."""
+        """Delete roots (manifests of steps) and their marks durably, before any of their files."""
         if not roots:
             return
         steps = self._steps_of(roots) if is_logged("INFO") else []

@@ -13,7 +13,10 @@ GLOB = re.compile(r"[*?\[]")
 
 
 def listed_names(names: str | Iterable[str] | None) -> list[str] | None:
-    """Return the caller's `names`, one or several, as a list; None for None."""
+    """Return the caller's `names`, one or several, as a list; None for None.
+
+    Raises TypeError for names that are not str.
+    """
     if names is None:
         return None
     if not hasattr(names, "__iter__"):
