@@ -185,7 +185,7 @@ def read_local(path: str) -> Checksums | None:
     """
     try:
         with open_regular(path) as file:
-            return parse(file.read(_MOST_BYTES + 1), path)
+            return parse(file.read(_MOST_BYTES + 1), path)  # `parse` refuses more bytes
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ._store.manifest import Manifest
 
-_GENERATION = "0" * 16
+_GENERATION = "0" * 16  # as long as a save's
 
 
 class SavePlan(NamedTuple):

@@ -154,7 +154,7 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
     def make(rows: int) -> str:
         """Return the page with about `rows` parameters; 0: only layers, and 8 of them at most."""
         first, last = GROUPS if rows else (8, 0)
-        if len(groups) <= first + last + 1:
+        if len(groups) <= first + last + 1:  # a line that counts one layer would save nothing
             first = len(groups)
         hidden = groups[first : len(groups) - last] if first < len(groups) else []
         visible = groups[:first], groups[len(groups) - last :] if hidden and last else []
@@ -295,7 +295,7 @@ def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
             bytes_text(sum(record.data_bytes for record in manifest.indexes)),
             _metadata(manifest.metadata, 200),
         )
-        for manifest in manifests[: -_STEPS - 1 : -1]
+        for manifest in manifests[: -_STEPS - 1 : -1]  # the last ones, in reverse order
     ]
     older = len(manifests) - len(rows)
     count = count_text(len(manifests), "step") + (f", the newest {_STEPS}" if older else "")

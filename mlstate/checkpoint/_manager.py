@@ -636,7 +636,7 @@ class CheckpointManager:
         with if_alone(group):
             roots = [root for root in self._roots(FormatError) if root[1].step != step]
             can_load = self._can_load if look else self._is_undamaged
-            count = count_old(roots, self.keep - 1, can_load)
+            count = count_old(roots, self.keep - 1, can_load)  # the new step is one of `keep`
             rules = self._rules.without_one()  # the new step may become one of the best
             ruled = rules.kept(roots, can_load)
             steps_deleted = [m.step for _, m in roots[:count] if m.generation not in ruled]

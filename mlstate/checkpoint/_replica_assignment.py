@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     _Summary: TypeAlias = dict[str, Any]
     _Group: TypeAlias = dict[str, Any]
 
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of a SHA-256
 # Entries of a group that describe its parameters.
 _OF_PARAMETERS = frozenset({"params", "python_numbers", "packed_states"})
 

@@ -134,7 +134,7 @@ def find_root(files: CheckpointFiles, step: int | str) -> str:
     root = _current_root_of_steps(files)
     if step == "latest":
         return root
-    step = check_int("step", step, -1 << 63)
+    step = check_int("step", step, -1 << 63)  # a negative step does not exist: a clearer error
     if not files.list_roots() and files.read_manifest().step == step:
         return MANIFEST
     return read_step(files, step)[0].path

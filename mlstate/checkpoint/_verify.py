@@ -496,7 +496,7 @@ def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
             break
         try:
             merged = files.load_merged_index(files.read_manifest(name))
-        except MLStateError:
+        except MLStateError:  # another root may have the header too
             continue
         for path in sorted(left):
             header = merged.header(path)

@@ -66,7 +66,7 @@ def state_repr(state: StateDict) -> str:
     """
     copied = dict.copy(state)  # in one step: other threads may change the state
     items = sorted(copied.items(), key=lambda item: number_order(str(item[0])))
-    cut = len(items) > FIRST + LAST + 1
+    cut = len(items) > FIRST + LAST + 1  # a line that counts one tensor would save nothing
     first, last = (items[:FIRST], items[-LAST:]) if cut else (items, [])
     rows = [(shorten(str(name), 60), *_facts(array)) for name, array in first + last]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -217,6 +217,7 @@ def state_html(state: StateDict) -> str:
             break
         most //= 2  # the page is too long, e.g. names whose characters are all escaped
     closed = [row for row in rows if not row.below and len(row.leaves) > 1]
+    # 60 bytes: the tags that make a hidden row foldable.
     room = MOST_BYTES - size - 60 * len(closed)
     can_unfold = len(leaves) <= MOST_TENSORS and all(
         leaf.name.count(".") < MOST_PARTS for leaf in leaves

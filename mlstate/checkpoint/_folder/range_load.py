@@ -195,7 +195,7 @@ def _joined(ranges: list[Range]) -> list[Range]:
     for path, begin, end in sorted(ranges):
         if joined:
             last, first, until = joined[-1]
-            gap = begin - until
+            gap = begin - until  # negative if the ranges overlap
             if last == path and gap <= max(_GAP, (until - first) // 20):
                 joined[-1] = (path, first, max(until, end))
                 continue

@@ -40,7 +40,7 @@ def _boot_id() -> str:
     """Return the identifier of this boot of the machine; "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read(200).strip()
+            return file.read(200).strip()  # a UUID of 36 characters
     except (OSError, ValueError):
         return ""
 

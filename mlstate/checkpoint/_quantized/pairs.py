@@ -40,7 +40,7 @@ WHOLE: Cutting = (None, 0, 0)
 _EXPONENTS = "float8_e8m0fnu"
 _FOUR_BITS = "float4_e2m1fn_x2"
 _GROUP = 32  # values of MXFP4 that share a scale
-_BYTES = _GROUP // 2
+_BYTES = _GROUP // 2  # of a group's codes, two in a byte
 # Names of scales of activations, which values have no use for.
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "activation_scale_inv")
 # Axes of blocks and scales of MXFP4, by the axes of the values: experts, columns, rows.

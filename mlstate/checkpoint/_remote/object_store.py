@@ -73,7 +73,7 @@ def upload_class(nbytes: int) -> int:
     """Return the largest size of the uploads that share the time limit of `nbytes` bytes."""
     size = _SMALL
     while size < nbytes:
-        size *= 8
+        size *= 8  # few sizes, because each needs a client of its own
     return size
 
 

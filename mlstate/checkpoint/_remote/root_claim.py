@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .object_store import ObjectStore, Tag
 
-_MOST_BYTES = 1 << 40
+_MOST_BYTES = 1 << 40  # of a manifest: in effect no limit
 
 
 class RootClaim:

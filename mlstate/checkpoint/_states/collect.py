@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ...collectives import ProcessGroup
 
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of a BLAKE2b; the packed length follows in 8 bytes
 
 
 class NamedStates(NamedTuple):

@@ -222,7 +222,7 @@ class CheckpointFiles:
         If `read` misses a file and a writer has replaced the root meanwhile, start again: files are
         deleted only after every root that names them. `manifest`: the root's, if already read.
         """
-        for _ in range(TRIES - 1):
+        for _ in range(TRIES - 1):  # the last attempt, below, raises its error
             current = self.read_manifest(root) if manifest is None else manifest
             manifest = None
             try:

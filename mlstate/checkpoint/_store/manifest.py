@@ -16,7 +16,7 @@ from .weight_files import WeightFiles
 FORMAT = "mlstate.manifest"
 VERSION = 2
 _START = b'{"checksum":"00000000"'
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 256 << 20  # of a manifest
 _MOST_RANKS = 1 << 24
 _INT64 = (1 << 63) - 1
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)

@@ -35,6 +35,7 @@ def _compile_glob(name: str, state: bool) -> re.Pattern[str]:
     """
     import fnmatch
 
+    # `translate` ends its pattern with \Z or \z, which the suffix must precede.
     suffix = r"(?:\.[^.]*)?" if state else ""
     glob = re.sub(r"\\[Zz]$", "", fnmatch.translate(name))
     return re.compile(rf"(?s:{glob}{suffix})\Z")
