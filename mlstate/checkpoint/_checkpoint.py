@@ -471,7 +471,7 @@ class Checkpoint:
 
 
 def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
-    """Return the description of another program's file or folder, `foreign`, read whole for it."""
+    """Return the Checkpoint of another program's file or folder, `foreign`; reads all of it."""
     from ._load_whole import WholeIndex, manifest_of
 
     parts = foreign.read()

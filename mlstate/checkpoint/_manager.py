@@ -340,7 +340,7 @@ class CheckpointManager:
         return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
 
     def _number_of(self, step: Any) -> int:
-        """Return the number of `step`, also for "latest" and "best"; an int need not exist."""
+        """Return the number of `step`, also for "latest" and "best"; an int is not looked up."""
         if isinstance(step, str) and step in ("latest", "best"):
             number = self.best_step() if step == "best" else self.latest_step()
             if number is not None:

@@ -313,7 +313,7 @@ def _names_of_first_owner(
 ) -> list[str]:
     """Return the names of the whole arrays of `rank` that no lower rank has: it writes these.
 
-    `summaries`: by rank, one for each different summary.
+    `own_summary`: of `rank`. `summaries`: by rank, one for each different summary.
     """
     earlier = {
         name

@@ -127,7 +127,7 @@ def find_root(files: CheckpointFiles, step: int | str) -> str:
     """Return the path of the manifest of a step or of "latest".
 
     In a folder without steps, the only checkpoint is found by its step. Raises StoreError if the
-    step is missing.
+    step is missing, ValueError for another text or a path that cannot have steps.
     """
     if isinstance(step, str) and step != "latest":
         raise ValueError(f"step must be an int, 'latest' or 'best', got {step!r}")

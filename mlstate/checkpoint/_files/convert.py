@@ -102,7 +102,7 @@ class CheckpointTarget(NamedTuple):
     any_suffix: bool = False  # as of `SaveFolder`
 
     def save_folder(self) -> SaveFolder:
-        """Return the folder of the conversion's target as `save` takes it."""
+        """Return the path to pass to `save`, with what it may replace."""
         from .._save import SaveFolder
 
         return SaveFolder(
@@ -203,7 +203,10 @@ def check_format(path: Place, name: str) -> None:
 
 @contextmanager
 def _store_errors(path: Place) -> Iterator[None]:
-    """Convert an OSError in the block, about `path`, to StoreError, as all of mlstate raises."""
+    """Raise an OSError of the block as StoreError, which all of mlstate raises.
+
+    `path`: named in the error if the OSError names none. ENOENT becomes StoreNotFoundError.
+    """
     try:
         yield
     except MLStateError:
@@ -320,7 +323,10 @@ _WITH_STATES = ("mlstate", "torch", "dcp")
 
 
 def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values that JSON can hold from `states`, and return them; warn of the rest."""
+    """Remove the values that JSON can hold from `states`, and return them by name.
+
+    A warning names the others, which the format cannot hold.
+    """
     json_states: dict[str, Any] = {}
     for name, value in [*states.items()]:
         with suppress(TypeError, ValueError):
@@ -351,7 +357,7 @@ def _refuse_parts(*states: StateDict | None) -> None:
 
 
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
-    """Return a copy of the caller's metadata ({} for None); raises TypeError if it is not JSON."""
+    """Return a copy of the caller's metadata ({} for None); raise TypeError if it is not JSON."""
     copied = {} if metadata is None else dict(metadata)
     for key, value in copied.items():
         if not isinstance(key, str):
@@ -462,7 +468,7 @@ def _write_safetensors(target: Target, parts: Parts) -> None:
 
 
 def _read_safetensors(path: Place) -> Parts:
-    """Read a safetensors file, on this machine or in a store, to the parts that are converted."""
+    """Return the content (`Parts`) of a safetensors file, on this machine or in a store."""
     if isinstance(path, Path):
         return read_file(path, mmap=False)
     from ... import checkpoint
@@ -474,7 +480,7 @@ def _read_safetensors(path: Place) -> Parts:
 
 
 def read_file(path: Path, *, mmap: bool) -> Parts:
-    """Read or memory-map a plain safetensors file."""
+    """Return the content (`Parts`) of a safetensors file; `mmap`: with views of the mapped file."""
     from .. import load_file, load_metadata
 
     metadata: dict[str, Any] = dict(load_metadata(path))
@@ -482,10 +488,10 @@ def read_file(path: Path, *, mmap: bool) -> Parts:
 
 
 def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> Parts:
-    """Return the parts of a safetensors file from its tensors, `state`, and its metadata.
+    """Return the content (`Parts`) of a safetensors file from its tensors and its metadata.
 
-    `metadata`: the header's texts by key; the texts of mlstate are removed or decoded in place.
-    Without these, the tensors are a model. `path`: for errors.
+    `state`: the tensors by name. `metadata`: the header's texts by key; the texts of mlstate are
+    removed or decoded in place. Without these, the tensors are a model. `path`: for errors.
     """
     record: Any = {}
     try:
@@ -540,7 +546,10 @@ def _write_npz(target: Target, parts: Parts) -> None:
 
 
 def _read_npz(path: Path) -> Parts:
-    """Read a .npz file of `write_npz` or of NumPy to the parts that are converted."""
+    """Return the content (`Parts`) of a .npz file of `write_npz` or of NumPy.
+
+    Raises FormatError for a damaged file.
+    """
     from .npz import read_npz
 
     arrays, record = read_npz(path)
@@ -561,7 +570,7 @@ def _read_mlstate(path: Place) -> Parts:
 
 
 def parts_of(loaded: LoadedState) -> Parts:
-    """Return a loaded checkpoint as the parts that are converted, in the form of `read_any`.
+    """Return the content (`Parts`) of a loaded checkpoint, in the form of `read_any`.
 
     The step is in the optimizer, or without one in the metadata.
     """

@@ -62,9 +62,9 @@ class _Source(NamedTuple):
 
 
 def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a stored form with digests of its arrays instead of their keys.
+    """Return a JSON form with digests of its arrays instead of their keys, to compare values.
 
-    Forms of equal values are then equal. Sharded arrays, which `arrays` lacks, become None.
+    Forms of equal values are equal. Sharded arrays, which `arrays` lacks, become None.
     """
     if isinstance(node, list):
         return [_with_digests(each, arrays) for each in node]
@@ -408,7 +408,10 @@ class _Restorer:
 
 
 def _is_restorable(value: object) -> bool:
-    """Return whether a value in a target keeps its identity: it is restored, not replaced."""
+    """Return whether a value in a target is restored in place, or has a value in it that is.
+
+    Any other value is replaced.
+    """
     return (
         library_of(value) is not None
         or is_cache(value)

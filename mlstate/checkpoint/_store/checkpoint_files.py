@@ -128,10 +128,10 @@ class CheckpointFiles:
         return sorted(filter(None, map(root_of, self.folder.names("roots"))))
 
     def current_root(self, root: str = MANIFEST) -> str:
-        """Return the path of the root for `root`, without reading it.
+        """Return the path of the manifest, or file of weights, to read for `root`.
 
         For the default it is the file that the caller's path names, or in a Hugging Face folder
-        without a manifest the file that describes the weights.
+        without a manifest the file that describes the weights. No file is read.
         """
         folder = self.folder
         if root != MANIFEST or folder.file:
@@ -139,9 +139,10 @@ class CheckpointFiles:
         return root if folder.exists(root) else folder.find_weights() or root
 
     def open_root(self, root: str = MANIFEST) -> tuple[str, Manifest | None]:
-        """Return the path of the root, as `current_root`, and its manifest if that was read.
+        """Return the path of the manifest to read, as `current_root`, and the manifest or None.
 
-        Reading it at once saves a request to a store. Raises StoreError without a checkpoint.
+        If reading it at once saves a request to a store, it is read. Raises StoreError without a
+        checkpoint.
         """
         if root != MANIFEST or self.folder.file:
             return self.current_root(root), None
@@ -287,7 +288,7 @@ class CheckpointFiles:
             raise store_error(exists, "cannot write the target", self.path)
 
     def is_committed(self, generation: str) -> bool:
-        """Return whether a root names the save `generation`; True if a root cannot be read."""
+        """Return whether a root (manifest) is of the save `generation`; True if one is damaged."""
         try:
             for name in [*(root.path for root in self.list_roots()), MANIFEST]:
                 with suppress(FileNotFoundError):  # the folder has no such root

@@ -249,9 +249,9 @@ class TierMoves:
         self._choose_device([part.array for unit in units for part in unit.parts])
 
     def _undo_constructor(self) -> None:
-        """Undo a failed constructor: tensors get their memory back, and new files are deleted.
+        """Undo a failed constructor: load the units from new files, delete these, and unlock.
 
-        The lock is released.
+        Further errors are ignored, so that the first one is raised.
         """
         written = [unit for unit in self._units.values() if unit.tier == Tier.COLD]
         with suppress(Exception):  # the first error is raised; remaining files stay

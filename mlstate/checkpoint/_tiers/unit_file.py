@@ -184,8 +184,8 @@ def units_of(model: Mapping[str, object] | None, optimizer: Mapping[str, Any] | 
 def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
     """Write a unit's `arrays`, one for each part, to its file durably.
 
-    Nothing is written if the file has these bytes already. After an error, the file's content is
-    unknown to be complete (`is_durable` is False).
+    Nothing is written if the file has these bytes already. After an error, the file may be
+    incomplete, so the next call writes it again.
     """
     import json
 
