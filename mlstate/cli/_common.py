@@ -40,7 +40,11 @@ def add_command(
     run: Callable[[argparse.Namespace], int],
     no: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a parser with the option ``--json``; `no` describes exit status 1 in the help."""
+    """Add the parser of a command, with the option ``--json``, and return it.
+
+    `run`: called with the parsed arguments; returns the exit status. `no`: meaning of exit status 1
+    in the help; None: it does not occur.
+    """
     epilog = EPILOG.format(no="" if no is None else f"1 {no}, ")
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help_text, description=help_text, epilog=epilog
@@ -70,7 +74,10 @@ _step.__name__ = "step"  # argparse: "invalid step value"
 
 
 def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "run") -> None:
-    """Add `--step`, or an option of another name, to a command's parser."""
+    """Add ``--step``, or an option of another `name`, to a command's parser.
+
+    `of`: the folder that the help refers to.
+    """
     parser.add_argument(
         f"--{name}",
         type=_step,
@@ -103,7 +110,11 @@ def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set
 
 
 def number_of_step(path: str, step: int | str | None, arguments: argparse.Namespace) -> int | None:
-    """Return the number of the step that the user chose; None for the newest."""
+    """Return the number of the step that the user chose; None for the newest.
+
+    `step`: a number, "latest", "best" or None. With "best", the metadata of all steps are compared.
+    Raises ValueError for options that do not fit.
+    """
     steps = [value for name, value in vars(arguments).items() if name.endswith("step")]
     for option in ("monitor", "mode"):
         if getattr(arguments, option) is not None and "best" not in steps:

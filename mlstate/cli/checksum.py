@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
 
 
 def _size(path: str) -> int:
-    """Return the bytes of a file, or of the files in a folder."""
+    """Return the bytes of a file, or of the files directly in a folder, for the progress."""
     place = Path(local_path(path))
     files = place.iterdir() if place.is_dir() else [place]
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print the hash of the model; return 1 if the model is damaged."""
+    """Verify a model and print its hash, or the problem; return 1 if it is damaged, else 0."""
     digest, problem = None, None
     try:
         digest = verify(arguments.model)

@@ -61,7 +61,10 @@ def _tensor_data(record: TensorRecord) -> dict[str, Any]:
 
 
 def _shard_data(record: ShardRecord) -> dict[str, Any]:
-    """Return a shard's record as JSON values; its sizes are called "bytes" there."""
+    """Return a shard's record as JSON values, with "bytes" as the name of its size.
+
+    Layers of a sparse or compressed shard are listed too.
+    """
     data = record._asdict()
     data["bytes"] = data.pop("nbytes")
     if record.layers is None:
@@ -76,7 +79,7 @@ def _shard_data(record: ShardRecord) -> dict[str, Any]:
 
 
 def _shard_rows(record: ShardRecord) -> list[list[str]]:
-    """Return a row for the shard, and one for each layer of a sparse or compressed shard."""
+    """Return a table row for the shard, and one for each layer of a sparse or compressed shard."""
     row = [
         f"{record.key} [{record.part}]",
         str(record.rank),
@@ -112,7 +115,10 @@ def _kind(checkpoint: Checkpoint) -> str:
 
 
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
-    """Return the tensors of a checkpoint that the user wants listed."""
+    """Return the tensors of a checkpoint to list: those that ``--names`` selects, in order.
+
+    The list is empty with ``--summary``; wrong names raise all the same.
+    """
     tensors = in_order(checkpoint.tensors())
     keys = [[t.key for t in tensors if t.section == section] for section in SECTIONS]
     chosen = chosen_keys(arguments.names, keys)
@@ -122,7 +128,10 @@ def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Tens
 
 
 def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what `--json` prints of a checkpoint, with the tensors that were asked for."""
+    """Return a checkpoint as the JSON values that ``--json`` prints.
+
+    The options of the command select tensors and shards.
+    """
     tensors = _tensors(checkpoint, arguments)
     data = {
         "path": checkpoint.path,

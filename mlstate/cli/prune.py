@@ -32,7 +32,10 @@ def add(commands: Commands) -> None:
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Delete the files, and print a summary."""
+    """Delete the files that no kept step needs, and print a summary; return 0.
+
+    Raises ValueError for a file, and for a URL without an option that makes deletion safe.
+    """
     if find(arguments.path, None) is None:
         raise ValueError(f"{arguments.path} is a file: there is nothing to prune")
     if arguments.keep is not None and arguments.keep < 1:

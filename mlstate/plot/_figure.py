@@ -34,11 +34,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def bytes_unit(most: float) -> tuple[float, str]:
-    """Return the unit of an axis whose largest value is `most` bytes."""
+    """Return bytes and name of the unit for an axis whose largest value is `most` bytes."""
     power = next((p for p in (3, 2, 1) if most >= 1024**p), 0)
     return 1024.0**power, ("bytes", "KiB", "MiB", "GiB")[power]
 
 
 def seconds_unit(most: float) -> tuple[float, str]:
-    """Return the unit of an axis whose largest value is `most` seconds."""
+    """Return seconds and name of the unit for an axis whose largest value is `most` seconds."""
     return next((u for u in ((1.0, "s"), (1e-3, "ms")) if most >= u[0]), (1e-6, "µs"))

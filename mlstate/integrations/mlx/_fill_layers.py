@@ -271,7 +271,7 @@ def _plan_rotating(at: _Place) -> dict[str, Any]:
 def _plan_chunked(at: _Place) -> dict[str, Any]:
     """Return the new values of a ChunkedKVCache; {} if the state has no tokens for it.
 
-    An array from which tokens were evicted gets into order, and its first position becomes the
+    An array that lacks evicted tokens gets into order, and its first position becomes the
     start.
     """
     entries = at.both("sliding")

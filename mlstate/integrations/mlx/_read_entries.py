@@ -186,7 +186,7 @@ _READ = {
 def layout_of(layer: LayerValues, length: int) -> Layout:
     """Return the values of a layer that stay when the number of tokens changes.
 
-    `length`: tokens of the cache, from which the padding of a batch is counted.
+    `length`: tokens of the cache; the padding of a batch is counted from them.
     """
     name, values = layer.cls.name, layer.values
     names = ("group_size", "bits", "keep", "max_size", "chunk_size")

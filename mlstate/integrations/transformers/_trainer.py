@@ -36,7 +36,7 @@ _FOLDER = "mlstate"  # in the output folder of the Trainer
 def _generators() -> dict[str, Any]:
     """Return the random generators that a training uses, by name.
 
-    Each is a module or object that `library_of` knows; CUDA's are those of all devices.
+    Each is a module or object that `library_of` knows; ``torch.cuda`` means all devices.
     """
     import torch
 

@@ -166,8 +166,8 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
     """Return the newest folder that a training can resume from, or None to start anew.
 
     The folder of the newest step is written again if the Trainer was killed after it had deleted
-    it, or if there is no complete folder. `is_default`: the steps are in the output folder, so
-    without folders there is nothing to resume.
+    it, or if no folder is complete. `is_default`: the steps are in the output folder, so without
+    folders there is nothing to resume.
     """
     folders = _steps_of(output)
     if not folders and is_default:

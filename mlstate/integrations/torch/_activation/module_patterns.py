@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def modules_named(module: torch.nn.Module, pattern: str) -> list[tuple[str, object]]:
-    """Return matching names and modules; patterns match part by part, and ``*`` one part."""
+    """Return names and modules whose names match a pattern, such as ``layers.*``.
+
+    Parts between dots are matched one by one, and ``*`` matches a whole part or a piece of one.
+    """
     parts = pattern.split(".")
     matches = []
     for name, child in module.named_modules(remove_duplicate=False):

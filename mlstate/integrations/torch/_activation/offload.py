@@ -36,7 +36,10 @@ class Host:
         self._back: dict[int, torch.Tensor] = {}
 
     def put(self, tensor: torch.Tensor) -> Offloaded:
-        """Copy a tensor's storage to the host, unless it was copied; return its place there."""
+        """Copy a tensor's storage to the host, unless it was copied; return its position there.
+
+        Other tensors of the storage share this copy.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._index:
@@ -51,7 +54,10 @@ class Host:
         )
 
     def get(self, away: Offloaded) -> torch.Tensor:
-        """Return a copy on the original device; tensors that shared memory share it again."""
+        """Return a tensor that was offloaded, on its original device, with its strides.
+
+        Tensors that shared memory share it again.
+        """
         import torch
 
         raw = self._back.get(away.copy)
@@ -85,7 +91,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _file(folder: str, count: int) -> torch.Tensor:
-    """Return a tensor of `count` bytes in a new file of `folder` that has no name."""
+    """Return a tensor of `count` bytes in a new file of `folder` that has no name.
+
+    The system deletes the file with the tensor, also if the process is killed.
+    """
     import torch
 
     if not count:

@@ -23,7 +23,10 @@ _NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_st
 
 
 def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits."""
+    """Return whether two tensors have the same bits, shape and dtype.
+
+    Tensors without comparable memory (sparse or meta) count as equal.
+    """
     import torch
 
     if first.shape != second.shape or first.dtype != second.dtype:
@@ -45,7 +48,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
-    """Return a text on the difference of two tensors with different bits, for the user."""
+    """Return a text for the user on the difference of two tensors with different bits."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{_describe(first)}, then {_describe(second)}"
     different = first.detach() != second.detach()
@@ -69,7 +72,7 @@ class _Where:
                     self._watch(name, module)
 
     def _watch(self, name: str, module: Any) -> None:
-        """Put hooks on a submodule that record its name while it runs."""
+        """Hook a submodule, so that its `name` is on top of the stack while it runs."""
 
         def enter(*_: Any) -> None:
             self._stack.append(name)
@@ -92,7 +95,10 @@ class _Run:
     """Tensors that one run of a block saved and returned."""
 
     def __init__(self, call: BlockCall, where: _Where) -> None:
-        """Run a block; record its outputs, saved tensors, and which submodule saved each."""
+        """Run a block; record its outputs and saved tensors, and the submodule that saved each.
+
+        `written`: numbers of saved tensors that were changed in place later in the run.
+        """
         import torch
 
         self.saved: list[torch.Tensor] = []
@@ -125,7 +131,10 @@ class _Checker:
         self._next = 0
 
     def __call__(self, call: BlockCall) -> None:
-        """Check the next call of a block, if it is a chosen one; an exception becomes a finding."""
+        """Check the next block's call, if the block was chosen.
+
+        An MLStateError of the check becomes a finding.
+        """
         i = self._next
         self._next += 1
         if i not in self._blocks:
@@ -142,7 +151,8 @@ class _Checker:
     def _check(self, name: str, module: Any, call: BlockCall, where: _Where) -> None:
         """Run a block twice as a recomputation does, and add a finding for each difference.
 
-        `where`: tells which submodule runs.
+        `name`, `module`: of the block. `where`: tracks the running submodule. Arguments that the
+        block changes in place are restored.
         """
         entering = [tensor for tensor, _ in call.tensors()]
         before = [tensor.clone() for tensor in entering]
@@ -184,7 +194,7 @@ class _Checker:
         self.findings.append(Finding(name, place, kind, text))
 
     def _check_random(self, name: str, before: tuple[Any, ...]) -> None:
-        """Add a finding if the block drew from `random` or NumPy.
+        """Add a finding if the block `name` drew from `random` or NumPy.
 
         `before`: the states of both generators before the block ran.
         """
@@ -206,7 +216,10 @@ class _Checker:
         where: _Where,
         surroundings: Surroundings,
     ) -> _Trace:
-        """Run the block twice more, and return a trace with the first operator that differs."""
+        """Run the block twice more, and return a trace with the first operator that differs.
+
+        `surroundings`: the state from before the first run, which is restored for both.
+        """
         trace = _Trace(where)
         with surroundings.restored(name, module), trace:
             call()
@@ -231,7 +244,11 @@ def _place(module: str, label: str) -> str:
 
 
 def _find_difference(first: _Run, second: _Run) -> tuple[str, str, str] | None:
-    """Return the place, kind and description of the first difference of two runs, or None."""
+    """Return (place, kind, description) of the first difference of two runs, or None.
+
+    The kind is "saved" for another number or form of saved tensors or outputs, and "values" for
+    other bits.
+    """
     for k, (left, right) in enumerate(zip(first.saved, second.saved, strict=False)):
         place = _place(first.places[k], f"saved tensor {k}, {_describe(left)}")
         if left.shape != right.shape or left.dtype != right.dtype:
@@ -257,7 +274,11 @@ class _Trace:
     def __init__(
         self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
     ) -> None:
-        """Trace one run; `record`: operators of the first run to compare with, or None."""
+        """Prepare to trace one run.
+
+        `record`: operators of the first run to compare with, as (submodule, operator, results);
+        None: record this run.
+        """
         self.made: list[tuple[str, str, list[torch.Tensor]]] = []
         self.found: tuple[str, str] | None = None  # first operator with other results, and how
         self.routing: tuple[str, str] | None = None  # first operator with other indices
@@ -288,7 +309,11 @@ class _Trace:
         self._mode.__exit__(*error)
 
     def record_result(self, func: Any, out: torch.Tensor) -> None:
-        """Record the tensors of an operator's result, or compare them with the first run's."""
+        """Record the tensors of an operator's result, or compare them with the first run's.
+
+        Operators whose results have no values yet, such as ``empty``, are skipped. After the runs
+        call different operators, nothing is compared.
+        """
         if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
             return
         k, operator = len(self.made), f"aten.{func.__name__}"

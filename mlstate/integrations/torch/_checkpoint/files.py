@@ -216,7 +216,7 @@ def write_tree(tree: Any, file: IO[bytes]) -> None:
 def _empty_array(cls: Any, shape: Any, code: Any) -> Any:
     """Return an array for a pickle to fill: the next instruction of the pickle sets its size.
 
-    The arguments are those of NumPy's own function, which could allocate any memory.
+    It takes the arguments of NumPy's own function, which could allocate any memory.
     """
     return np.empty(0, np.uint8)
 

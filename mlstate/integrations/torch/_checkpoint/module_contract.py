@@ -130,7 +130,7 @@ def _entries_match(
 
 
 def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
-    """Return the ids `chosen` with those of all modules that share memory with one of them.
+    """Return the ids `chosen`, and the ids of all modules that share memory with one of them.
 
     Tied modules must load by their own methods too: the last write to shared memory counts.
     """

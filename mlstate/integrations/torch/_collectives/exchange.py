@@ -170,7 +170,7 @@ class Link(ExchangeLink):
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of `dtype` are summed: float32 for narrower floats."""
+    """Return the dtype for sums of tensors of `dtype`: float32 for narrower floats."""
     import torch
 
     if dtype.is_floating_point and dtype.itemsize < 4:

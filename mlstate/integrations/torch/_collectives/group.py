@@ -240,7 +240,7 @@ class TorchGroup(Engine):
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
         """Return a flat tensor for a result; it is over `place` if its memory allows that.
 
-        Else it is new memory, from which `_put` copies.
+        Else it is new memory, and `_put` copies it to `place`.
         """
         import torch
 

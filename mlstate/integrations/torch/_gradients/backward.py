@@ -112,7 +112,7 @@ class ModuleHooks(Hooks):
         return change and f"{change} after register_hooks: close() and register them again"
 
     def keep_unsent(self, name: str) -> None:
-        """Note that a `no_sync` pass has added to a parameter's gradient."""
+        """Note that a `no_sync` pass has added to a parameter's gradient, which stays unreduced."""
         gradient: Any = self.parameters[name].grad
         self.unsent[name] = gradient._version
 
@@ -330,7 +330,7 @@ class PassErrors:
         call_at_end(self.raise_first)  # after the callbacks of DDP and FSDP2
 
     def raise_first(self) -> None:
-        """Raise the first error, with the others as notes."""
+        """Raise the first error, with the texts of the others as notes, if there are errors."""
         if self.errors:
             first, *others = self.errors
             for error in others:

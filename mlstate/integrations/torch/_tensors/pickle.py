@@ -55,7 +55,10 @@ def _is_portable(dtype: NumpyDType) -> bool:
 
 
 def _dtype_text(dtype: NumpyDType) -> Any:
-    """Return a text (for records a list) that `_dtype_of` reads."""
+    """Return a text (for records a list) that `_dtype_of` reads.
+
+    It also describes dtypes that torch lacks.
+    """
     if label_of(dtype) or dtype.type.__module__.startswith("ml_dtypes"):
         return "ml_dtypes." + name_of(dtype)
     return np.lib.format.dtype_to_descr(dtype)

@@ -82,7 +82,7 @@ def _cache_classes() -> tuple[type, ...]:
 def new_layer(layout: Layout, **options: int) -> Any:
     """Create a layer without tensors, of a layout's class.
 
-    `options`: arguments of the constructor that replace those of the layout.
+    `options`: arguments of the constructor, which replace the layout's.
     """
     from transformers import cache_utils
 
