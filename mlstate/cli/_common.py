@@ -40,7 +40,7 @@ def add_command(
     run: Callable[[argparse.Namespace], int],
     no: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add the parser of a command, with the option ``--json``, and return it.
+    """Add the parser of the command `name` to `commands`, with the option ``--json``; return it.
 
     `run`: called with the parsed arguments; returns the exit status. `no`: meaning of exit status 1
     in the help; None: it does not occur.
@@ -112,8 +112,9 @@ def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set
 def number_of_step(path: str, step: int | str | None, arguments: argparse.Namespace) -> int | None:
     """Return the number of the step that the user chose; None for the newest.
 
-    `step`: a number, "latest", "best" or None. With "best", the metadata of all steps are compared.
-    Raises ValueError for options that do not fit.
+    `path`: of the run. `step`: a number, "latest", "best" or None. With "best", the metadata of all
+    steps are compared, by the options ``--monitor`` and ``--mode`` in `arguments`. Raises
+    ValueError for options that do not fit.
     """
     steps = [value for name, value in vars(arguments).items() if name.endswith("step")]
     for option in ("monitor", "mode"):
@@ -165,11 +166,12 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 
 
 def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
-    """Return what commands read at `path`.
+    """Return the checkpoint or file that commands read at `path`.
 
     A RootPath for a checkpoint (a run, a step, a bucket, a Hugging Face folder), a WholePath for
     one file without an index, such as a ``.npz``, if `reads_whole`, and None for one safetensors
-    file. Raises StoreError if nothing can be read, and ValueError for a `step` of one file.
+    file. `step`: number; None: the newest. Raises StoreError if nothing can be read, and ValueError
+    for a `step` of one file.
     """
     if is_url(path):
         store = open_files(path, reads=True)
@@ -204,7 +206,10 @@ def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | Whole
 
 
 def _reader_hint(place: Path) -> str | None:
-    """Return which command reads a file or folder of another program; None if none does."""
+    """Return a text with the command that reads another program's file or folder, or None.
+
+    `place`: its path.
+    """
     suffix = place.suffix.lower()
     if suffix in (".mlpackage", ".mlmodel"):
         return f"mlstate coreml states reads a {suffix}"
@@ -220,7 +225,7 @@ def _reader_hint(place: Path) -> str | None:
 def check_is_safetensors(path: str) -> None:
     """Raise ValueError for a file of another kind, with the command that reads it.
 
-    A damaged ``.safetensors`` file passes: the caller reports its damage.
+    A damaged ``.safetensors`` file, and a path without a file, pass: the caller reports the reason.
     """
     place = Path(local_path(path))
     if place.suffix.lower() == ".safetensors" or not place.is_file():

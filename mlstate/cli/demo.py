@@ -28,7 +28,11 @@ def add(commands: Commands) -> None:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the demo; return the status, 1 if a check failed or damage was not repaired."""
+    """Run the demo and write its picture.
+
+    Return 1 if a check failed or damage was not repaired, else 0. An existing picture is refused
+    before the demo, unless ``--force`` is given.
+    """
     if arguments.picture:
         refuse_existing(LocalFolder(os.fsdecode(local_path(arguments.picture))), arguments.force)
     from ..demo.story import run

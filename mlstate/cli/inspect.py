@@ -170,7 +170,10 @@ def _print_value(label: str, value: object) -> None:
 
 
 def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> None:
-    """Print a checkpoint: a line with counts, its states and metadata, a table of tensors."""
+    """Print a checkpoint: a line with counts, its states and metadata, a table of tensors.
+
+    With ``--shards``, also print a table of the shards of these tensors.
+    """
     tensors = _tensors(checkpoint, arguments)
     kind = _kind(checkpoint)
     label = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
@@ -208,7 +211,10 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
 
 
 def _inspect_file(arguments: argparse.Namespace) -> None:
-    """Print one safetensors file, as text or as JSON."""
+    """Print one safetensors file, as text or as JSON; no tensor is read.
+
+    States of an optimizer do not count as parameters.
+    """
     path = arguments.path
     place = local_folder(path)
     header = read_header(place)
@@ -257,7 +263,7 @@ def _inspect_file(arguments: argparse.Namespace) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Print the contents of the checkpoint or file."""
+    """Print the contents of the user's checkpoint or file; return 0."""
     step = number_of_step(arguments.path, arguments.step, arguments)
     where = find_any(arguments.path, step)
     if where is None:

@@ -152,7 +152,7 @@ def _verify_file(path: str) -> tuple[_Verified, bool]:
 def _verify_foreign(path: str) -> VerifyReport | None:
     """Return the report on files with checksums next to them, or in the Hub's cache.
 
-    None without such checksums, or the path is a URL or does not exist.
+    None without such checksums, for a URL, and for a path that does not exist.
     """
     place = None if is_url(path) else Path(local_folder(path))
     if place is None or not place.exists():
@@ -261,7 +261,7 @@ def _print_files(label: str, names: list[str]) -> None:
 
 
 def _reason(report: VerifyReport) -> str:
-    """Return why nothing was repaired."""
+    """Return the reason why nothing was repaired, as a text for the user."""
     if {problem.kind for problem in report.problems} == {"header"}:
         return "every tensor loads, and the next save writes files with damaged headers again"
     return "there is no older step that is good"

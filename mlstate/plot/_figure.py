@@ -14,7 +14,10 @@ AGAIN, AWAY, BUDGET, LIGHT = "#dd8a2c", "#8e5bb8", "#c94f63", "#90b4dc"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure that notebooks display; raise ImportError if matplotlib is missing."""
+    """Return an empty figure that notebooks display; `width` and `height`: in inches.
+
+    Raises ImportError, with a remedy, if matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

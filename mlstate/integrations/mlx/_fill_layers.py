@@ -27,6 +27,10 @@ class Filler(EntryPlan):
     """Collects the writes that bring the tokens of a state into layers."""
 
     def __init__(self, state: CacheState) -> None:
+        """Start without writes.
+
+        Raises CompatibilityError unless all arrays of the state are NumPy's.
+        """
         super().__init__(state)
         self._layers: dict[int, str] = {}  # the places of the layers by identity
         self._targets: list[Any] = []  # the layers to write to
@@ -57,7 +61,8 @@ class Filler(EntryPlan):
         """Do as `plan`, also for the children of a CacheList.
 
         `current` has the layer's values, and `where` is its place, such as "3.1". A `layout` of
-        another class is ignored, unless its padding would be lost: then this raises.
+        another class is ignored, unless its padding would be lost: then this raises
+        CompatibilityError. So it does for a layer that is in the cache twice.
         """
         first = self._layers.setdefault(id(layer), where)
         if first != where:
@@ -166,7 +171,7 @@ class _Place(NamedTuple):
         }
 
     def in_order(self, entries: list[CacheEntry]) -> dict[str, Any]:
-        """Return the tokens of keys and values for mlx, by increasing position.
+        """Return the tokens of `entries` (keys and values) for mlx, by increasing position.
 
         The tokens are copied unless they are one run of the array.
         """
@@ -222,10 +227,10 @@ def _plan_quantized(at: _Place) -> dict[str, Any]:
 
 
 def _check_window(at: _Place, entries: list[CacheEntry], window: int, keep: int) -> None:
-    """Raise if a layer needs tokens that the state has evicted.
+    """Raise CompatibilityError if a layer needs tokens that the state has evicted.
 
-    `window`: number of newest tokens that the layer needs. `keep`: number of first tokens that
-    stay.
+    `entries`: of keys and values. `window`: number of newest tokens that the layer needs. `keep`:
+    number of first tokens that stay.
     """
     stored, length = at.stored(entries), at.length
     for entry in entries:
@@ -319,7 +324,7 @@ def _vector(numbers: list[int]) -> Any:
 def _padding(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
     """Return the vectors ``left_padding`` and ``offset`` of a batch, with an element per sequence.
 
-    Raises CompatibilityError if the number of sequences differs.
+    `entries`: of keys and values. Raises CompatibilityError if the number of sequences differs.
     """
     evicted = at.length - at.stored(entries)
     before = at.before.values["left_padding"].tolist()

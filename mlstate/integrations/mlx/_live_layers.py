@@ -51,7 +51,7 @@ def check_cache(cache: object, label: str) -> None:
 def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
     """Return the exception for an attribute that no known version of mlx-lm has like this.
 
-    `text`: how it differs, such as "is absent".
+    `where`: place of the layer. `text`: how the attribute differs, such as "is absent".
     """
     from importlib.metadata import version
 
@@ -106,9 +106,9 @@ def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
 
 
 def _read_value(value: Any, kind: FieldKind) -> Any:
-    """Return an attribute with NumPy arrays in place of mlx arrays.
+    """Return an attribute of the kind `kind` with NumPy arrays in place of mlx arrays.
 
-    Vectors are copied, because mlx-lm changes them in place.
+    Vectors are copied, other arrays are views.
     """
     import mlx.core as mx
 

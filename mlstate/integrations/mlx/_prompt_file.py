@@ -159,6 +159,7 @@ class _NewParser(_Parser):
     """Reads files of mlx-lm 0.32 and later."""
 
     def __init__(self, arrays: Mapping[str, Any], texts: Mapping[str, str], path: str) -> None:
+        """Read the list of scalars from the texts; raise FormatError if it is not complete."""
         super().__init__(arrays, texts, path)
         self.kinds: dict[str, str] = {}  # of scalars, by the names of their arrays
         number = 1  # "2.0" is the mark of the new form
@@ -177,7 +178,10 @@ class _NewParser(_Parser):
         return names
 
     def take(self, name: str) -> Any:
-        """Return an array, or the number, text or None that mlx-lm has stored as one."""
+        """Return the array `name`, or the number, text or None that mlx-lm has stored as it.
+
+        Raises FormatError for an array that does not fit its kind in the list of scalars.
+        """
         array = super().take(name)
         kind = self.kinds.get(name)
         if kind is None:
@@ -243,7 +247,7 @@ class _OldParser(_Parser):
         return ".".join(["0", first, *(part for each in rest for part in ("1", each))])
 
     def _numbers(self, cls: LayerClass, where: str) -> dict[str, Any]:
-        """Return the numbers and flags of a layer by field, from the texts of the file.
+        """Return the numbers and flags of the layer at `where` by field, from the file's texts.
 
         Raises FormatError unless there are as many as the class stores.
         """
@@ -357,7 +361,10 @@ def _flatten_new(
 def _add_value(
     value: Any, place: str, arrays: dict[str, Any], scalars: list[tuple[str, str]]
 ) -> None:
-    """Add an array, or the array that mlx-lm stores for a number, a text or None."""
+    """Add an array at `place`, or the array that mlx-lm stores for a number, a text or None.
+
+    For these, `scalars` gets (place, kind) too.
+    """
     if isinstance(value, np.ndarray):
         arrays[place] = value
     elif value is None:

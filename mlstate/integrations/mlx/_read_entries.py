@@ -72,9 +72,10 @@ class Reader(EntryReader):
         self._cut_to_common_capacity()
 
     def _cut_to_common_capacity(self) -> None:
-        """Leave out free positions that a window below its size, or another layer, lacks.
+        """Leave out free positions that not all layers have: entries must have one capacity.
 
-        mlx allocates positions for each layer when it needs them.
+        mlx allocates positions for each layer when it needs them. A window counts while it has
+        fewer positions than its size.
         """
         limits = [
             entry.seq_length or 0

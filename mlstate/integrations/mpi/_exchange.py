@@ -177,7 +177,10 @@ class Link(ExchangeLink):
     )
 
     def __init__(self, channel: Channel, operation: str, tag: int, timeout: float) -> None:
-        """Begin one operation; `tag`: of its messages. `timeout`: seconds."""
+        """Begin one operation on the channel's ranks.
+
+        `tag`: of all its messages. `timeout`: seconds from now until it fails.
+        """
         self.channel = channel
         self.operation = operation
         self.tag = tag
@@ -194,9 +197,10 @@ class Link(ExchangeLink):
         )
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        """Send and receive messages; implements `ExchangeLink.exchange`.
+        """Send `sends[i]` to rank i, and receive `receives[i]` from it, until all is done.
 
-        After an error, the memory of unfinished messages is kept alive until the process ends.
+        It implements `ExchangeLink.exchange`. After an error, the memory of unfinished messages is
+        kept alive until the process ends.
         """
         self.began = True
         messages = _Messages(self, sends, receives)

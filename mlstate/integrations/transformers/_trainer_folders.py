@@ -87,8 +87,8 @@ def is_same_position(first: str, second: str) -> bool:
 def _has_weights(folder: Path) -> bool:
     """Return whether a folder has weights that the Trainer can load.
 
-    Safetensors files are opened, which finds truncated ones; of other formats, one file has to
-    exist.
+    Safetensors files must be readable, and complete if there is an index; of other formats, one
+    file has to exist.
     """
     try:
         files = [folder / name for name in _SAFETENSORS if (folder / name).is_file()]

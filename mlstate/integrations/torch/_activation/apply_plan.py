@@ -105,7 +105,10 @@ class Interceptor:
             self.calls.append(wrappers[id(block)])
 
     def _intercept(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
-        """Replace the call of one block, and return its own function, which runs it directly."""
+        """Replace the call of one block by `enter`, and return the block's own function.
+
+        `name`: of the block, for errors. A callable that is not a module is returned itself.
+        """
         import torch
 
         if not isinstance(block, torch.nn.Module):

@@ -70,7 +70,10 @@ class Host:
         return target.set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
 
     def _copied(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a storage, copied to memory (pinned for CUDA) or to a file."""
+        """Return a copy of `raw`, all bytes of a storage.
+
+        It is in memory, pinned for CUDA, or in a file of the folder.
+        """
         import torch
 
         if self._folder is None:

@@ -57,7 +57,7 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[object]:
 
 
 def _make_recorder(device: torch.device, look: bool) -> Any:
-    """Return a mode of torch that records each operator in `calls`.
+    """Return a mode of torch that records each operator in `calls`; `device`: to wait for.
 
     `look`: also record new bytes, and which outputs can be kept; without, only times.
     """
@@ -319,7 +319,10 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
 
 
 def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return names of operators (all calls are saved), and names of single calls."""
+    """Return names of operators, of which all calls are saved, and names of single calls.
+
+    A single call has its number after a space: "aten.mm.default 3".
+    """
     kinds, single = set(), set()
     for name in names:
         operator, space, number = name.rpartition(" ")

@@ -383,7 +383,11 @@ def check_recompute(
 
 
 def _gradients_of(model: SampledModel, planned: Any = None) -> dict[str, torch.Tensor]:
-    """Run the model forward and backward; return gradients and outputs by name."""
+    """Run a model forward and backward; return gradients and outputs by name.
+
+    `planned`: the same model with a plan, whose blocks run by it; None: without. Gradients of
+    parameters are removed from them.
+    """
     args, kwargs = detach_all(copy_objects((model.args, model.kwargs)))
     out = model.run(None if planned is None else planned._enter, args, kwargs)
     loss = seed_of(out)
@@ -412,7 +416,10 @@ def _parameters(model: SampledModel) -> dict[str, Any]:
 
 
 def _compare_gradients(model: SampledModel, plan: Any) -> list[Finding]:
-    """Return a finding for each gradient that differs between runs with and without the plan."""
+    """Return a finding for each gradient that differs between runs with and without the plan.
+
+    If two runs without it differ already, the only finding is on this.
+    """
 
     def run(planned: Any = None) -> dict[str, torch.Tensor]:
         with model.untouched():

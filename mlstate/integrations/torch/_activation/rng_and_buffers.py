@@ -70,7 +70,10 @@ def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
 
 
 def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a non-leaf tensor that requires a gradient, so that it may be changed in place."""
+    """Return a non-leaf tensor over the memory of `tensor`, which then requires a gradient.
+
+    Unlike a leaf, it may be changed in place while gradients are recorded.
+    """
     import torch
 
     class Enter(torch.autograd.Function):
@@ -129,7 +132,10 @@ def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_object(value: Any, memo: dict[int, object]) -> Any:
-    """Return a copy of an object and its content, or the object if it cannot be copied."""
+    """Return a copy of an object and its content, or the object if it cannot be copied.
+
+    `memo`: copies by id of the original; it gets this one before its content is copied.
+    """
     try:
         copied = copy.copy(value)
     except Exception:  # locks, generators, handles of devices: all runs share them

@@ -188,7 +188,10 @@ class _StepSimulation:
     """
 
     def __init__(self, plan: Plan, again: list[_Recompute]) -> None:
-        """Start before the first step; `again`: measurements of each block's recomputation."""
+        """Start before the first step of `plan`.
+
+        `again`: measurements of each block's recomputation.
+        """
         self._chain = plan.chain
         self._again = again
         self._program = Program(plan.steps())

@@ -154,7 +154,8 @@ def _detached_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def part_of(name: str, value: Any, replica: int = 0) -> Any:
     """Return this rank's part of a value in torch's state dict, over the value's own memory.
 
-    `replica` is the replica number for a ShardedTensor, which does not record it.
+    `name`: for errors. `replica`: number of this copy for a ShardedTensor, which does not record
+    it. Raises TypeError for a value that is not a tensor, or whose sharding cannot be stored.
     """
     if hasattr(value, "local_shards"):
         return _part_of_sharded(name, value, replica)

@@ -201,7 +201,10 @@ def read_ranks(paths: list[Path]) -> Any:
 
 
 def write_tree(tree: Any, file: IO[bytes]) -> None:
-    """Write any value with ``torch.save``; an OSError of `file` is raised as itself."""
+    """Write any value to an open file with ``torch.save``.
+
+    If `file` raises an OSError, this is raised itself; torch would replace it by another error.
+    """
     import torch
 
     try:
@@ -258,9 +261,10 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
 
 
 def _load_pickle(path: Path, *, maps: bool) -> Any:
-    """Return the content of a torch file, read without running code in it; raises FormatError.
+    """Return the content of the torch file at `path`, read without running code in it.
 
-    `maps`: map the file's tensors into memory instead of reading them.
+    `maps`: map the tensors into memory instead of reading them, if the file is in the zip format.
+    Raises FormatError for damage and for objects that are not plain.
     """
     from pickle import UnpicklingError
 

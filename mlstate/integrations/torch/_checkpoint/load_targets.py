@@ -77,7 +77,10 @@ def _place(name: str, value: Any) -> Place:
 
 
 def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise if elements of a target share memory, as after expand(): torch refuses the write."""
+    """Raise CompatibilityError if elements of the target `tensor` share memory.
+
+    This is so after expand(); torch refuses such writes too. `name`: for the error.
+    """
     if overlaps_itself(tensor):
         error = CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
@@ -253,7 +256,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill_module(module: torch.nn.Module) -> Filling:
-    """Return this rank's memory for a module's state, by the names of `saved_module`."""
+    """Return this rank's memory for a module's state, by the names of `saved_module`.
+
+    Gathered parameters of FSDP are freed first: a load into them would be lost. Raises
+    CompatibilityError for submodules of FSDP1 that load themselves.
+    """
     wrappers = flat_wrappers(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
@@ -323,7 +330,7 @@ def _convert_nested(key: str, slot: ParameterSlot, group: dict[str, Any], value:
     """Return a nested state as torch's ``load_state_dict`` converts it.
 
     As in torch, a tensor in a dict is converted by its key, such as "step", and one in a list as a
-    state without a name. Arguments are as for `_converted`.
+    state without a name. The arguments are as for `_converted`, except that `value` may be nested.
     """
     import torch
 

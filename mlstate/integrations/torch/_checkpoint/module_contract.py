@@ -90,7 +90,7 @@ def _has_extra_state(module: torch.nn.Module) -> bool:
 
 
 def _memory_of(value: Any) -> tuple[object, ...] | None:
-    """Return a key that is equal for tensors over the same elements; None if there is none."""
+    """Return a key that is equal for tensors over the same elements; None for other values."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -150,7 +150,10 @@ def _modules_of(unit: Unit) -> Iterable[torch.nn.Module]:
 
 
 def _copy_of(name: str, value: Any) -> Any:
-    """Return a copy of an entry of a state, to undo a load with; raises if it cannot be copied."""
+    """Return a copy of an entry of a state, to undo a load with.
+
+    `name`: of the entry, for the CompatibilityError if `value` cannot be copied.
+    """
     import torch
 
     try:
@@ -179,7 +182,11 @@ class ModuleContract:
     """
 
     def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Find the submodules that load their own entries, and those that are tied to them."""
+        """Find the submodules that load their own entries, and those that are tied to them.
+
+        `state`: see the class. If a module saves by its own methods, its entries are compared with
+        the modules' memory too.
+        """
         self.module = module
         self._keys = by_name(module, {key: key for key in state})
         self.entries = {name: state[key] for name, key in self._keys.items()}

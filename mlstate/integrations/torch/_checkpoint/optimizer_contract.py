@@ -223,7 +223,10 @@ def has_standard_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_contract(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError if ``state_dict()`` has more than `state` and `param_groups`."""
+    """Raise TypeError if ``state_dict()`` has more than `state` and `param_groups`.
+
+    A checkpoint stores only these two, so the rest would be lost.
+    """
     if not has_own_state_dict(optimizer):
         return
     own_dict, torch_dict = _own_state_dict(optimizer), torch_form(optimizer)

@@ -257,7 +257,10 @@ class TorchGroup(Engine):
     def _gather_overlapped(
         self, data: bytes, task: Callable[[], None], timeout: float | None
     ) -> list[bytes]:
-        """Return the bytes of all ranks, and run `task` while they are transferred."""
+        """Return the bytes `data` of all ranks in rank order; run `task` during the transfer.
+
+        `timeout`: seconds; None: the torch group's.
+        """
 
         def perform(link: Link) -> Any:
             link.overlapped_task = task

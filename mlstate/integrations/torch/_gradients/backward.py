@@ -56,7 +56,8 @@ class ModuleHooks(Hooks):
     ) -> None:
         """Check the parameters that have units, and hook each of them.
 
-        `units`: by name of the parameter. Raises ValueError if a unit does not fit its parameter.
+        `units`: by name of the parameter. `receive`, `is_full`, `keep`: see the class. Raises
+        ValueError if a unit does not fit its parameter.
         """
         parameters = parameters_of(module)
         for name, unit in units.items():
@@ -158,7 +159,7 @@ class ModuleHooks(Hooks):
             self._earlier[name], parameter.grad = parameter.grad, None
 
     def _drop_zeroed(self, name: str) -> None:
-        """Forget an earlier reduced gradient if zero_grad was called since it was set aside.
+        """Forget a parameter's reduced gradient that was set aside if zero_grad was called since.
 
         With ``set_to_none=False``, zero_grad fills the gradient of the later passes with zeros,
         which its version and its content show.
@@ -372,9 +373,10 @@ def why_not_reduced(tensor: torch.Tensor) -> str:
 def reduce_on_device(
     group: Any, entry: Entry, terms: Terms, timeout: float | None
 ) -> tuple[float, int]:
-    """Reduce a gradient on a device to `entry.out`, this rank's part of it.
+    """Reduce a gradient on a device over the ranks of `group` to `entry.out`, this rank's part.
 
     Return its sum of squares and its number of non-finite elements. `terms`: operation and divisor.
+    `timeout`: seconds, or None.
     """
     import torch
 

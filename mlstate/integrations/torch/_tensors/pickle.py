@@ -132,9 +132,9 @@ def _dtype_of(text: Any) -> NumpyDType:
 
 
 def _decode_array(name: str, form: Any, tensor: Any) -> Any:
-    """Return the original value of a loaded tensor, by its stored `form`.
+    """Return the original value of the loaded tensor `name`, by its stored `form`.
 
-    On a device it stays a tensor if possible.
+    `restore_state` describes the forms. On a device it stays a tensor if possible.
     """
     import torch
 

@@ -52,7 +52,10 @@ def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _split(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the int32 codes of `bits` bits that `_join` packed into words."""
+    """Return the int32 codes of `bits` bits that `_join` packed into `words`.
+
+    Codes and words are along the last axis.
+    """
     step = gcd(bits, 32)  # 32 / step codes fill bits / step words
     parts = _divide(words, bits // step)
     codes = words.new_empty((*parts.shape[:-1], 32 // step))

@@ -143,7 +143,7 @@ def layer_class(layer: object, where: str) -> LayerClass:
 def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
     """Return the error for a layer's attribute that is not as in known versions.
 
-    `text`: how it differs, such as "is absent, not a tensor".
+    `where`: place of the layer, such as "3". `text`: how the attribute differs.
     """
     import transformers
 
