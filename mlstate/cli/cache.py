@@ -31,7 +31,7 @@ _NO_VERIFY = "--no-verify"
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``cache`` and its actions."""
+    """Add the parser of ``mlstate cache`` and its actions to `commands`; it sets ``run``."""
     help_text = "show and convert prompt cache files of mlx-lm"
     parser = commands.add_parser("cache", help=help_text, description=help_text)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)

@@ -16,7 +16,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``checksum``."""
+    """Add the parser of ``mlstate checksum`` to `commands`; it sets ``run``."""
     help_text = "write checksums next to files of another program, for load and verify"
     parser = add_command(commands, "checksum", help_text, run_checksum)
     parser.add_argument("path", help="a folder, or a file of any format; it does not change")

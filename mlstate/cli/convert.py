@@ -57,7 +57,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``convert``."""
+    """Add the parser of ``mlstate convert`` to `commands`; it sets ``run``."""
     help_text = "convert between checkpoints and files of torch, Lightning, Hugging Face, NumPy"
     parser = add_command(commands, "convert", help_text, run_convert)
     parser.add_argument("source", help=f"a folder, a URL, or a file: {' '.join(SUFFIXES)}")

@@ -16,7 +16,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``coreai`` and its sub-commands."""
+    """Add the parser of ``mlstate coreai`` and its actions to `commands`; it sets ``run``."""
     path_help = "an .aimodel folder"
     models = ModelFormat("coreai", "model", path_help, read_functions, plan_transition)
     default = "default: the dynamic or the differing dimension"

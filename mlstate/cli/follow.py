@@ -29,7 +29,7 @@ _REPLACED = (".safetensors", ".safetensors.index.json", CHECKSUMS)  # files of e
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``follow``."""
+    """Add the parser of ``mlstate follow`` to `commands`; it sets ``run``."""
     text = "keep a Hugging Face folder at the newest version that a Publisher wrote"
     parser = add_command(commands, "follow", text, run_follow)
     parser.add_argument("path", help="the folder of the versions, or its URL")

@@ -276,8 +276,8 @@ def _plan_rotating(at: _Place) -> dict[str, Any]:
 def _plan_chunked(at: _Place) -> dict[str, Any]:
     """Return the new values of a ChunkedKVCache; {} if the state has no tokens for it.
 
-    An array that lacks evicted tokens gets into order, and its first position becomes the
-    start.
+    If tokens were evicted, the others are brought into order, and ``start_position`` is the number
+    of evicted ones.
     """
     entries = at.both("sliding")
     if not entries:

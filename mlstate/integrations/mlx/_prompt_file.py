@@ -269,9 +269,10 @@ class _OldParser(_Parser):
         return values
 
     def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
-        """Return the values of a layer; counters that the file lacks are the number of positions.
+        """Return the values of the layer at `where`.
 
-        Raises FormatError for a ChunkedKVCache that dropped tokens, whose number the file lacks.
+        Counters that the file lacks are the number of positions. Raises FormatError for a
+        ChunkedKVCache that dropped tokens, since the file lacks their number.
         """
         values = self._numbers(cls, where)
         if cls.name == "ArraysCache":

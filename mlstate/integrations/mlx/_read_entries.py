@@ -198,7 +198,8 @@ def layout_of(layer: LayerValues, length: int) -> Layout:
             options[vector] = None if values[vector] is None else values[vector].tolist()
     elif "left_padding" in values:
         evicted = length - min(length, layer.positions)
-        # Counted from the first token, also after it was evicted.
+        # By sequence: positions that it does not count, and the position of its first token. Both
+        # are counted from the first position of the batch, also after it was evicted.
         options["padding"] = (length - values["offset"]).tolist()
         options["first"] = (values["left_padding"] + evicted).tolist()
     return Layout(name, options, tuple([layout_of(child, length) for child in layer.children]))

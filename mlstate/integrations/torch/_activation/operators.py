@@ -319,7 +319,7 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
 
 
 def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return names of operators, of which all calls are saved, and names of single calls.
+    """Return names of operators, whose calls are all saved, and names of single calls.
 
     A single call has its number after a space: "aten.mm.default 3".
     """

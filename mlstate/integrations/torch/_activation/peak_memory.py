@@ -126,7 +126,8 @@ class Allocations:
     def _read_events(self, roots: Any) -> None:
         """Add bytes held and peak at each mark to `_read`, and the live bytes over time to `curve`.
 
-        `roots`: the profiler's tree of events. Allocations before the first mark do not count.
+        `roots`: the profiler's tree of events. Only allocations and releases after the first mark
+        are added up.
         """
         live_bytes = peak = 0
         began = None

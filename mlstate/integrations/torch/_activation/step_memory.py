@@ -291,10 +291,12 @@ class _StepSimulation:
         entering = self._is_live(i)  # also true if only the block's saved memory holds it
         del self._saved_bytes[i]
         before = self._total()
+        # the backward run still reads an input that only the saved memory held
         if entering and not self._is_live(i):
             before += self._activations[i]
         gradient = int(chain.gradient_bytes[i])
         created = gradient
+        # the result's gradient, unless it exists already
         if i + 1 == chain.blocks and not self._seeded:
             created += int(chain.gradient_bytes[i + 1])
         self._gradient = gradient

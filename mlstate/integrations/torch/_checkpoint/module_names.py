@@ -30,7 +30,7 @@ _WRAPPERS = (
 
 
 def wrapped_attribute(module: torch.nn.Module) -> str:
-    """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
+    """Return the attribute with a wrapper's module; "" for another module."""
     cls: object = type(module)
     return _attribute_of(cls)
 

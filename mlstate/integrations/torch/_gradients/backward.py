@@ -144,7 +144,7 @@ class ModuleHooks(Hooks):
         if name in self.unsent:
             self._drop_zeroed(name)
             return self.take(name, token)
-        if self.is_full:
+        if self.is_full:  # `gather_full` restores it after other ranks' parts were added
             self._set_aside(name)
         return None, None
 
