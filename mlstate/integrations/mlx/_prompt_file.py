@@ -238,10 +238,10 @@ class _OldParser(_Parser):
         return [(name, f"{where}.{i}") for i, name in enumerate(names)]
 
     def _number_place(self, where: str) -> str:
-        """Return the place of a layer's numbers among the texts.
+        """Return the place among the texts of the numbers of the layer at `where`.
 
-        The arrays of a child are at ``3.1``, its numbers at ``0.3.1.1``: a list of numbers follows
-        a list of class names, which is branch 0.
+        The arrays of a child are at ``3.1``, its numbers at ``0.3.1.1``: each CacheList has branch
+        0, the names of its classes, and branch 1, the numbers of its children.
         """
         first, *rest = where.split(".")
         return ".".join(["0", first, *(part for each in rest for part in ("1", each))])

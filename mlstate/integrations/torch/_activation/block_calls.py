@@ -159,9 +159,9 @@ class SampledModel:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restore generators, buffers and gradients at the end of the block.
+        """Restore generators, buffers and gradients at the end of a ``with`` statement.
 
-        Inside, gradients are zeros.
+        Inside, the gradients of all parameters are zeros.
         """
         import torch
 

@@ -111,7 +111,10 @@ class Allocations:
             self._profile = None
 
     def mark(self) -> None:
-        """End one span of measuring and start the next; see `spans`."""
+        """End one span of measuring and start the next; see `spans`.
+
+        On CUDA it waits for the device and resets torch's peak.
+        """
         import torch
 
         self._marks += 1

@@ -288,7 +288,7 @@ class _Trace:
         self._mode: Any = None
 
     def __enter__(self) -> _Trace:
-        """Start to see each operator that torch runs in this thread."""
+        """Start to call `record_result` for each operator that torch runs in this thread."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         trace = self

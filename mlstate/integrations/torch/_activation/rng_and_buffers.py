@@ -167,6 +167,7 @@ class Buffers:
         self._changing: set[_Place] | None = None
 
     def _places(self) -> Iterator[_Place]:
+        """Yield module and name of each buffer."""
         for module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:

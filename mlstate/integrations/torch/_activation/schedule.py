@@ -41,10 +41,10 @@ class Program:
                 f"{unknown!r} is not a kind of step that torch can run, expected one of {_KINDS}"
             )
         n = self.blocks = 1 + max(i for kind, i in self.steps if kind == "backward")
-        self.runs = [0] * n
+        self.runs = [0] * n  # number of steps that run each block
         self.first = [-1] * n  # first step that runs each block
-        self.backward_at = [-1] * n
-        self.offloads = [False] * n
+        self.backward_at = [-1] * n  # backward step of each block
+        self.offloads = [False] * n  # whether a block's saved tensors are offloaded
         self.input_leaves = [False] * n  # whether a saved block's input is dropped
         self._read_steps()
         self.keeps = [False] * len(self.steps)  # whether a later step uses the step's output
@@ -524,7 +524,10 @@ class Run:
             host.outputs = [host.put(leaf.value) for leaf in self._activation(i + 1)]
 
     def _load(self, i: int, output: bool) -> None:
-        """Bring back what `_offload` moved; `output`: the block's output too."""
+        """Bring the saved tensors of block `i` that `_offload` moved back to the device.
+
+        `output`: the block's output too.
+        """
         call = self._call_of(i)
         host = call.host
         if host is None:
@@ -649,7 +652,10 @@ class _SavedTensor:
         self.version = version_of(tensor)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the kept tensor; raise, naming the block `name`, if it was changed in place."""
+        """Return the kept tensor, detached.
+
+        Raises MLStateError, with the block `name`, if it was changed in place since it was kept.
+        """
         if version_of(self.value) != self.version:
             raise refusal(
                 name,
@@ -720,7 +726,10 @@ class _Packer:
             raise StopRecompute
 
     def finish(self) -> None:
-        """Raise after a recomputation if it saved another number of tensors than the first run."""
+        """Raise MLStateError if a recomputation saved another number of tensors than the first run.
+
+        Call it after the recomputation has run to its end.
+        """
         if self._slots is not None and self._count != len(self._slots):
             raise refusal(
                 self._name,

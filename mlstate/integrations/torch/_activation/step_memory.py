@@ -197,10 +197,10 @@ class _StepSimulation:
         self._program = Program(plan.steps())
         self._activations: list[int] = plan.chain.activation_bytes.tolist()
         self._live_activations = {0} if self._program.keeps_input else set()
-        self._passing = 0
+        self._passing = 0  # number of the activation that the next first run takes
         self._twice = 0  # bytes of a dropped and recomputed activation that the model still holds
         self._saved_bytes: dict[int, int] = {}  # saved bytes by block
-        self._gradient = 0
+        self._gradient = 0  # bytes of the gradient that the backward pass holds
         self._seeded = False  # the result's gradient exists before the last block's backward step
         self._alone: set[int] = set()  # activations that the plan counts separately
 

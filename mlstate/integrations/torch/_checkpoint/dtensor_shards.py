@@ -173,7 +173,11 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
 
 
 def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
-    """Return why all ranks must collect a state together; empty if each can do so alone."""
+    """Return why all ranks must collect a state together; empty if each can do so alone.
+
+    `source`: `module` itself, or its optimizer. The reason continues a sentence, as in "of a module
+    of FSDP1".
+    """
     if not flat_wrappers(module):
         return ""
     if source is module:

@@ -377,8 +377,8 @@ def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
 def parts_of(tree: Any, path: Path) -> Parts:
     """Divide a file's content into model, optimizer, metadata and named states.
 
-    The model or optimizer is None if the file has none, or several with optimizers. `path`: of the
-    file, for the FormatError if the content is malformed.
+    Model and optimizer are None if the file has none, or several models with optimizers. `path`: of
+    the file, for the FormatError if the content is malformed.
     """
     if isinstance(tree, OptimizerStateDict):
         return Parts(None, tree, {}, {})

@@ -136,8 +136,8 @@ def tree_of(
     """Return a tree that torch can store, of the parts of a state.
 
     For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the entries
-    ``model``, ``optimizer``, ``metadata``, one for each named state, and ``mlstate``, which
-    records the classes of the states.
+    ``model``, ``optimizer``, ``metadata``, one for each named state, and ``mlstate``, which records
+    the classes of the states. Raises ValueError if a state has the name of another entry.
     """
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}

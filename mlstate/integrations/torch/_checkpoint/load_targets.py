@@ -726,7 +726,11 @@ class OptimizerFilling(Filling):
             group.update(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the argument of the optimizer's ``load_state_dict``: loaded states and groups."""
+        """Return the argument of the optimizer's ``load_state_dict``: loaded states and groups.
+
+        States that were not saved stay, except those that `rest` lists. This is for optimizers with
+        their own load methods.
+        """
         form = torch_form(self.optimizer)
         parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}

@@ -137,6 +137,7 @@ def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
     modules = list(module.modules())
     storages = {id(m): {(_memory_of(t) or (0,))[0] for _, t in _tensors_of(m)} for m in modules}
     count = -1
+    # until no module is added: a tied one may share memory with further ones
     while count != len(chosen):
         count = len(chosen)
         shared = set().union(*(storages[number] for number in chosen))

@@ -136,7 +136,8 @@ def _as_tuples(value: Any) -> Any:
 def decode_value(form: Any, where: str) -> Any:
     """Return the value of a form that `encode_value` returned.
 
-    Raises FormatError, with `where`, for a malformed form.
+    Of a plain JSON value, lists become tuples. Raises FormatError, with `where`, for a malformed
+    form.
     """
     if not (isinstance(form, dict) and form.get("$") == "tree"):
         return _as_tuples(form)

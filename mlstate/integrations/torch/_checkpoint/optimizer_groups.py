@@ -75,10 +75,10 @@ def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any
 
 
 def _by_position(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> list[int]:
-    """Return the number of the saved group for each group, matched by position.
+    """Return the number of the saved group for each group of an optimizer, by position.
 
-    For saved groups without names; `members`: names of the parameters of each group. Warns if there
-    are several groups; raises CompatibilityError if the numbers of parameters differ.
+    This is for saved groups without names. `members`: names of the parameters of each group. Warns
+    if there are several groups; raises CompatibilityError if the numbers of parameters differ.
     """
     have = [
         len(group.get("params", members_of))
