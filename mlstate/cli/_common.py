@@ -87,7 +87,7 @@ def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "
 
 
 def add_monitor(parser: argparse.ArgumentParser) -> None:
-    """Add the options that tell which step is the best."""
+    """Add the options ``--monitor`` and ``--mode``, which define the best step."""
     parser.add_argument("--monitor", metavar="KEY", help="the metadata that --step best compares")
     text = "which value is best (default: min)"
     parser.add_argument("--mode", choices=("min", "max"), help=text)
@@ -135,14 +135,20 @@ def number_of_step(path: str, step: int | str | None, arguments: argparse.Namesp
 
 
 def kind_of(root: str) -> str:
-    """Return what a root describes: ``checkpoint``, ``huggingface``, or one file in a store."""
+    """Return the format of a root: ``checkpoint``, ``huggingface`` or ``safetensors``.
+
+    The last is one file in a store.
+    """
     if weights_root([root]) is not None:
         return "huggingface"
     return "safetensors" if is_weights_root(root) else "checkpoint"
 
 
 def stat_path(path: str) -> None:
-    """Raise the error for a missing path; it names the command that downloads a model."""
+    """Raise the OSError for a path that does not exist or cannot be accessed.
+
+    For a missing path that looks like a model of the Hub, it names the command that downloads it.
+    """
     try:
         Path(local_path(path)).stat()
     except FileNotFoundError as error:
@@ -151,7 +157,10 @@ def stat_path(path: str) -> None:
 
 
 def find(path: str, step: int | None) -> RootPath | None:
-    """Return the checkpoint for a path and step; None if `path` is a file."""
+    """Return the root of the checkpoint at a path; None if `path` is a file.
+
+    `step`: number; None: the newest. Raises StoreError if the folder has no checkpoint.
+    """
     where = _find(path, step, reads_whole=False)
     assert not isinstance(where, WholePath)
     return where

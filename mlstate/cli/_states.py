@@ -59,6 +59,7 @@ def add_actions(
 
 
 def _add_states(actions: Commands, which: ModelFormat) -> None:
+    """Add the action ``states`` for the models of one format."""
     text = f"list the states that a {which.model} declares, by function"
     states = actions.add_parser("states", help=text, description=text)
     states.add_argument(which.model, help=which.path_help)

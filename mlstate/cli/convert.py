@@ -216,7 +216,10 @@ def _changes(arguments: argparse.Namespace) -> Changes:
 
 
 def _load_folder(arguments: argparse.Namespace) -> Any:
-    """Return the checkpoint of the source, with tensors of torch."""
+    """Return the checkpoint of the source with tensors of torch, for Lightning.
+
+    Raises ValueError if the source is a file.
+    """
     where = find(arguments.source, arguments.step)
     if where is None:
         raise ValueError(f"{arguments.source} is not an mlstate checkpoint")
@@ -247,6 +250,7 @@ def _is_same(source: Place, target: Place) -> bool:
 
 
 def _absolute(place: Place) -> str:
+    """Return the absolute path of a source or target, or its URL, for the JSON output."""
     if isinstance(place, Path):
         return str(place.absolute())
     return f"{place}/{place.folder.file}" if place.folder.file else str(place)

@@ -111,6 +111,7 @@ class _FileSide:
     step = None
 
     def __init__(self, path: str, parts: Parts | None = None) -> None:
+        """Map the file at `path`, or use the `parts` that were read from it."""
         self.path = local_folder(path)
         model, optimizer, *_ = parts or read_file(Path(self.path), mmap=True)
         self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), {})

@@ -54,6 +54,7 @@ def add(commands: Commands) -> None:
 
 
 def _tensor_data(record: TensorRecord) -> dict[str, Any]:
+    """Return a tensor's record as JSON values; its sizes are called "bytes" there."""
     data = record._asdict()
     data["bytes"] = data.pop("nbytes")
     data["stored_bytes"] = data.pop("stored_nbytes")

@@ -82,7 +82,10 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def _choose(prompts: list[StoredPrompt], prefix: str) -> StoredPrompt:
-    """Return the prompt whose key begins with `prefix`; raise ValueError unless it is one."""
+    """Return the prompt whose key begins with `prefix`.
+
+    Raises ValueError if no prompt, or several, begin with it.
+    """
     chosen = [each for each in prompts if each.key.startswith(prefix.lower())]
     if len(chosen) != 1:
         count = "no prompt begins" if not chosen else f"{len(chosen)} prompts begin"

@@ -121,9 +121,9 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
 
 
 def _verify_one(where: RootPath, repair: bool) -> tuple[list[_Verified], VerifyReport]:
-    """Verify one root, and repair it if `repair`; return its report in two roles.
+    """Verify one root, and repair it if `repair`.
 
-    It is the report on the checkpoint, and on the whole folder.
+    Return its report twice: as the report on the only checkpoint, and on the whole folder.
     """
     with progress_of("verify", lambda: _size(where.files, [where.root])) as progress:
         report = verify(where, repair=repair, progress=progress)
@@ -209,7 +209,10 @@ def _step_text(report: VerifyReport) -> str:
 
 
 def _problem_row(problem: Problem, folder: str) -> list[str]:
-    """Return a row of the table; folder and file are removed from the problem's text."""
+    """Return a row of the table of problems; folder and file are removed from the text.
+
+    `folder`: of the checkpoint. The bytes are a range: begin and end in the file.
+    """
     place = f"{folder}/{problem.path}"
     text = problem.text.replace(place, problem.path).removeprefix(f"{problem.path}: ")
     span = f"{problem.offset}-{problem.offset + problem.length}" if problem.length else ""
@@ -254,6 +257,7 @@ def _print_all(path: str, verified: list[_Verified]) -> None:
 
 
 def _print_files(label: str, names: list[str]) -> None:
+    """Print the number of files and their names, after a title with `label`; nothing for none."""
     if names:
         print(f"{count_text(len(names), 'file')} {label}:")
         for name in names:

@@ -99,7 +99,7 @@ class EntryReader:
             )
 
     def require_entries(self) -> None:
-        """Raise if no layer has an array."""
+        """Raise CompatibilityError if no layer has an array."""
         if not self.entries:
             text = "no layer of the cache has a token: there is nothing to move"
             raise incompatible(text, None, "a cache after a prefill", "an empty cache")
@@ -167,7 +167,10 @@ class EntryPlan:
         return entries
 
     def require_empty(self, where: str, has_tokens: object) -> None:
-        """Raise if a layer has tokens, although the state has none for it."""
+        """Raise CompatibilityError if a layer has tokens, although the state has none for it.
+
+        `where`: place of the layer. `has_tokens`: whether it has, as a value that is true or false.
+        """
         if has_tokens:
             text = f"layer {where} has tokens, but the state has none for it"
             raise incompatible(text, where, "an array of the layer", "none")

@@ -203,6 +203,7 @@ def check_dtype(name: str, new: Any, old: Any, where: str) -> None:
 
 
 def _plan_full(at: _Place) -> dict[str, Any]:
+    """Return the new values of a KVCache; {} if the state has no tokens for it."""
     entries = at.both("full")
     return {**at.whole(entries), "offset": at.length} if entries else {}
 
@@ -266,6 +267,7 @@ def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], 
 
 
 def _plan_rotating(at: _Place) -> dict[str, Any]:
+    """Return the new values of a RotatingKVCache; {} if the state has no tokens for it."""
     entries = at.both("sliding")
     if not entries:
         return {}
@@ -339,6 +341,7 @@ def _padding(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
 
 
 def _plan_batch(at: _Place) -> dict[str, Any]:
+    """Return the new values of a BatchKVCache; {} if the state has no tokens for it."""
     entries = at.both("full")
     if not entries:
         return {}

@@ -72,6 +72,7 @@ def parse_prompt(arrays: Mapping[str, Any], texts: Mapping[str, str], path: str)
 
 
 def _fail(path: str, name: str | None, text: str) -> NoReturn:
+    """Raise FormatError for the file at `path`; `name`: of the tensor or layer, or None."""
     error = FormatError(f"{path}: {text}")
     error.path, error.name = path, name
     raise error
@@ -124,7 +125,7 @@ class _Parser:
         return LayerValues(cls, {}, [self.layer(*part, depth + 1) for part in parts])
 
     def check_used(self) -> None:
-        """Raise if an array does not belong to a layer."""
+        """Raise FormatError if an array of the file does not belong to a layer."""
         left = [name for name in self.arrays if name not in self.used]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -172,6 +173,7 @@ class _NewParser(_Parser):
             self.fail(None, "its list of scalars is not complete")
 
     def class_names(self) -> list[str]:
+        """Return the names of the layers' classes; raise FormatError if a number is missing."""
         names = self.text_list("1", self.texts)
         if len(names) != sum(key.startswith("1.") for key in self.texts):
             self.fail(None, "its list of classes is not complete")
@@ -227,12 +229,14 @@ class _OldParser(_Parser):
     """Reads files of mlx-lm 0.31 and earlier."""
 
     def class_names(self) -> list[str]:
+        """Return the names of the layers' classes; raise FormatError if a number is missing."""
         names = self.text_list("2", self.texts)
         if len(names) != sum(key.startswith("2.") for key in self.texts):
             self.fail(None, "its list of classes is not complete")
         return names
 
     def children(self, where: str) -> list[tuple[str, str]]:
+        """Return class and place of each layer of a CacheList, from the names among its texts."""
         at = self._number_place(where)
         names = self.text_list(f"{at}.0", self.texts)
         return [(name, f"{where}.{i}") for i, name in enumerate(names)]
@@ -414,7 +418,10 @@ def _flatten_old(layer: LayerValues, where: str, arrays: dict[str, Any]) -> Any:
 
 
 def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
-    """Return the arrays of a value by name."""
+    """Return name and array of each array in a value: an array, or a list of arrays.
+
+    `where`: name of the value, with a number after it in a list.
+    """
     if isinstance(value, np.ndarray):
         return [(where, value)]
     return [(f"{where}.{i}", part) for i, part in enumerate(value)]

@@ -21,7 +21,10 @@ class Layout(NamedTuple):
 
     @property
     def has_padding(self) -> bool:
-        """Whether sequences of a batch have own numbers, which masks and positions need."""
+        """Whether sequences of a batch differ in padding or length.
+
+        Masks and positions need these numbers, so another class of layer cannot take the tokens.
+        """
         values = (self.options.get(name) for name in ("padding", "first", "left_padding"))
         own = any(any(each) for each in values if each is not None)
         lengths = self.options.get("lengths") is not None

@@ -191,7 +191,7 @@ class Link(ExchangeLink):
         self._deadline = monotonic() + timeout
 
     def error(self, reason: str) -> Exception:
-        """Return the error of this operation."""
+        """Return the CollectiveError of this operation; `reason`: for the user."""
         return failed(
             self.operation, self.rank, f"{reason}; the group is unusable: create a new one"
         )
@@ -275,6 +275,7 @@ class Link(ExchangeLink):
         return self.error(f"{reason}; all ranks must call the same in the same order")
 
     def _departure_error(self, source: int, operation: str) -> Exception:
+        """Return the error if rank `source` gave up in an operation, or aborted the group."""
         how = "aborted the group" if operation == "abort" else f"gave up in {operation}"
         return self.error(f"rank {source} {how}: see its error")
 

@@ -26,7 +26,7 @@ def modules_named(module: torch.nn.Module, pattern: str) -> list[tuple[str, obje
 
 
 def refuse_overlap(blocks: Sequence[tuple[str, object]]) -> None:
-    """Raise ValueError if a block is inside another one."""
+    """Raise ValueError if a block is inside another one; `blocks`: names and blocks."""
     ids = {id(block): name for name, block in blocks}
     for name, block in blocks:
         for path, inner in block.named_modules() if hasattr(block, "named_modules") else ():

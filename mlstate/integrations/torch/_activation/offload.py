@@ -29,6 +29,7 @@ class Host:
     """
 
     def __init__(self, folder: str | None) -> None:
+        """Start without copies; `folder`: of the files, or None for main memory."""
         self.outputs: list[Offloaded] = []  # the block's output, if it is needed again
         self._folder = folder
         self._copies: list[tuple[torch.Tensor, torch.device]] = []

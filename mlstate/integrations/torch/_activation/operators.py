@@ -47,7 +47,7 @@ def _storages(values: object) -> dict[int, int]:
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[object]:
-    """Return the arguments that an operator modifies in place."""
+    """Return the arguments that an operator modifies in place, from its schema."""
     places = enumerate(func._schema.arguments)
     return [
         args[i] if i < len(args) else kwargs.get(place.name)

@@ -37,6 +37,7 @@ def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements in C order, as a flat tensor."""
     import torch
 
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -125,6 +126,7 @@ class _Checker:
     """Runs each block twice when it is called, and records differences."""
 
     def __init__(self, model: SampledModel, blocks: set[int]) -> None:
+        """Prepare to check the blocks with these numbers when `model` runs."""
         self.findings: list[Finding] = []
         self._model = model
         self._blocks = blocks
@@ -335,6 +337,10 @@ class _Trace:
                 self._record_difference(_place(place, operator), recorded, tensor)
 
     def _record_difference(self, place: str, recorded: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Note the first operator whose result differs, and the first one that chose other indices.
+
+        `place`: submodule and operator. `recorded`: result of the first run.
+        """
         operator = place.rpartition("aten.")[2].split(".")[0]
         text = _describe_difference(recorded, tensor)
         self.found = self.found or (place, text)

@@ -116,7 +116,10 @@ class Program:
         return Program([(kind, i) for kind, i in self.steps if i < count])
 
     def hooked(self, i: int) -> bool:
-        """Return whether this module holds the first run's saved tensors, rather than the graph."""
+        """Return whether slots of this module hold block `i`'s saved tensors, not the graph.
+
+        This is so if they are recomputed or offloaded, or the block's input is dropped.
+        """
         first = self.steps[self.first[i]][0]
         return first == "forward" or self.offloads[i] or self.input_leaves[i]
 
@@ -137,7 +140,7 @@ class _SavedSlot:
     __slots__ = ("__weakref__", "block", "looks", "run", "value")
 
     def __init__(self, run: Run, block: int, looks: tuple[Any, ...]) -> None:
-        """Create an empty slot of a block (its number); `looks`: dtype, shape and device."""
+        """Create an empty slot of block number `block`; `looks`: dtype, shape and device."""
         self.run = run
         self.block = block
         self.looks = looks
@@ -182,7 +185,10 @@ def _text(looks: tuple[Any, ...]) -> str:
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return the leaves of arguments and their tree spec; None for tensors by position."""
+    """Return the leaves of arguments and their tree spec.
+
+    The spec is None if all are tensors by position.
+    """
     import torch
     from torch.utils import _pytree
 
@@ -192,6 +198,7 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
 
 
 def _unflatten(leaves: list[Any], spec: Any) -> tuple[Any, Any]:
+    """Return positional and keyword arguments from leaves and a spec of `flatten`."""
     from torch.utils import _pytree
 
     if spec is None:
@@ -237,7 +244,10 @@ class Run:
         return self._watching
 
     def can_continue(self, leaves: list[Any]) -> bool:
-        """Return whether the arguments contain the previous block's output, still in memory."""
+        """Return whether the arguments contain the previous block's output, still in memory.
+
+        The pass cannot continue after a backward pass has begun.
+        """
         if self._watching:
             return False
         came = [tensor for tensor in (ref() for ref, _ in self._came_out) if tensor is not None]
@@ -272,6 +282,7 @@ class Run:
         return out
 
     def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the tensors among arguments, in order."""
         import torch
 
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -750,6 +761,7 @@ def _refuse_inner(name: str, _: Any) -> Any:
 
 
 def _empty_slots(call: _Call | None) -> None:
+    """Free the saved tensors of a call's slots; None: do nothing."""
     for ref in call.slots if call is not None else ():
         slot = ref()
         if slot is not None:
@@ -782,6 +794,7 @@ def _difference_error(name: str, label: str, first: list[Any], now: list[Any]) -
 
 
 def _freed_error(name: str) -> MLStateError:
+    """Return the error of block `name` if its saved tensors were used in a backward pass before."""
     return refusal(
         name,
         f"{name}: what it had saved was used and freed. A second backward pass through "
@@ -790,6 +803,7 @@ def _freed_error(name: str) -> MLStateError:
 
 
 def _double_backward_error(name: str) -> MLStateError:
+    """Return the error of block `name` for ``create_graph=True``."""
     return refusal(
         name,
         f"{name}: create_graph=True does not work through a planned model: recomputed tensors "
@@ -798,6 +812,7 @@ def _double_backward_error(name: str) -> MLStateError:
 
 
 def _inner_gradient_error(name: str) -> MLStateError:
+    """Return the error of block `name` if it needs saved tensors during its own forward run."""
     return refusal(
         name,
         f"{name} takes gradients inside its own forward, or keeps a tensor of a recomputation "

@@ -480,6 +480,7 @@ class OptimizerFilling(Filling):
         return state_value if slot.run or fits else None
 
     def _add_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
+        """Note a new state of a parameter's tensor, which `done` adds to the optimizer."""
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
     def _is_number(self, key: str, slot: ParameterSlot, saved: Any, numbers: set[str]) -> bool:
@@ -537,7 +538,10 @@ class OptimizerFilling(Filling):
     def _convert(
         self, key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
     ) -> torch.Tensor:
-        """Return a state for the optimizer, which converts it if it has its own load methods."""
+        """Return a state as torch would load it; see `_converted` for the arguments.
+
+        An optimizer with its own load methods converts it itself: then only the device changes.
+        """
         converted = _converted(key, slot, group, value)
         return value.to(converted.device) if self.own_loader else converted
 

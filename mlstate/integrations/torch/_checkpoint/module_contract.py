@@ -72,7 +72,10 @@ def _loads_itself(module: torch.nn.Module) -> bool:
 
 
 def saves_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module's entries may be other than its parameters and buffers."""
+    """Return whether a module's entries may be other than its parameters and buffers.
+
+    This is so if it overrides torch's methods for saving, or has hooks on them.
+    """
     return (
         not _is_torch_method(module, "state_dict")
         or not _is_torch_method(module, "_save_to_state_dict")
@@ -168,6 +171,7 @@ def _copy_of(name: str, value: Any) -> Any:
 
 
 def _refusal(name: str, text: str) -> CompatibilityError:
+    """Return a CompatibilityError about the entry or module `name`."""
     error = CompatibilityError(text)
     error.name = name
     return error
@@ -264,7 +268,10 @@ class ModuleContract:
         return foreign
 
     def _owner_of(self, name: str) -> str:
-        """Return the name of the innermost submodule that an entry belongs to."""
+        """Return the name of the innermost submodule that the entry `name` belongs to.
+
+        It is "" for entries of the module itself.
+        """
         parts = name.split(".")[:-1]
         while parts and ".".join(parts) not in self._unit_of:
             parts.pop()

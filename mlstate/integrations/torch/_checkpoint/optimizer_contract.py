@@ -172,7 +172,10 @@ def _has_hooks(optimizer: torch.optim.Optimizer, name: str) -> bool:
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``state_dict()`` may have more than `state` and `param_groups`."""
+    """Return whether ``state_dict()`` may have more than `state` and `param_groups`.
+
+    This is so with a method or hooks that are not torch's, or a `state` that is a property.
+    """
     has_property = isinstance(vars(type(optimizer)).get("state"), property)
     return (
         has_property or _overridden(optimizer, "state_dict") or _has_hooks(optimizer, "state_dict")
@@ -180,7 +183,10 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_own_loader(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's ``load_state_dict`` does more than torch's own."""
+    """Return whether the optimizer's ``load_state_dict`` does more than torch's own.
+
+    This is so with methods or hooks that are not torch's, also for saving.
+    """
     names = ("load_state_dict", "__setstate__", "_process_value_according_to_param_policy")
     return (
         any(_overridden(optimizer, name) for name in names)

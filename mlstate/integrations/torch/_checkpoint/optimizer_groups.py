@@ -37,6 +37,7 @@ def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mismatch(problem: str, name: str | None = None) -> CompatibilityError:
+    """Return the error for groups that do not match; `name`: of a parameter, or None."""
     error = CompatibilityError(
         f"the optimizer's groups do not match the saved ones: {problem}; create the optimizer "
         "with the saved groups"

@@ -111,6 +111,7 @@ def _name(keys: tuple[Any, ...]) -> str:
 
 
 def _difference(keys: tuple[Any, ...], path: Path) -> CompatibilityError:
+    """Return the error for values at `keys` that differ between ranks."""
     where = f" at {_name(keys)!r}" if keys else ""
     return CompatibilityError(
         f"{path} and the files of the other ranks hold different values{where}: only DTensors tell "

@@ -295,7 +295,10 @@ class TorchGroup(Engine):
 
 
 def _rows_between(calls: list[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for each pair of ranks the rows that one sends and the other expects."""
+    """Yield (rank, other rank, rows that the first sends, rows that the other expects).
+
+    `calls`: name, rows to send and rows to expect by rank, of each rank.
+    """
     for rank, (_, sent, _) in enumerate(calls):
         for to, (_, _, expected) in enumerate(calls):
             yield rank, to, sent[to], expected[rank]

@@ -201,7 +201,7 @@ class ModuleHooks(Hooks):
 def _put_back(
     parameter: torch.nn.Parameter, gradient: Any, token: Callable[[], object] | None
 ) -> None:
-    """Restore a parameter's gradient if its pass is still running."""
+    """Restore a parameter's gradient if the backward pass of `token` is still running."""
     if token is not None and token() is not None:
         parameter.grad = gradient
 

@@ -106,7 +106,7 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
 
 
 def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
-    """Return tokens as the dtype `target`; raise ValueError if a value does not fit."""
+    """Return CPU tokens as the dtype named `target`; raise ValueError if a value does not fit."""
     import torch
 
     if target == "bfloat16":  # same range as float32

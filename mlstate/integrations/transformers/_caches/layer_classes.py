@@ -74,6 +74,7 @@ def _layer_classes() -> dict[type, LayerClass]:
 
 @cache
 def _cache_classes() -> tuple[type, ...]:
+    """Return the known classes of caches that this transformers has."""
     from transformers import cache_utils
 
     return tuple(getattr(cache_utils, name) for name in _CACHES if hasattr(cache_utils, name))
