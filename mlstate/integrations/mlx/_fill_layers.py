@@ -256,7 +256,7 @@ def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], 
     slots = {at.filler.ring_of(entry).next_slot for entry in entries}
     # mlx cuts an array beyond the window at its next token, which must be in order and full.
     fits = positions <= window or (is_ordered and at.length >= positions)
-    # below its window, the next token's slot must be the end, or the first one after the sinks
+    # without evicted tokens, the next slot is the end, or in a full array the one after the sinks
     if at.length <= positions:
         fits = fits and ring.next_slot in (at.length, keep if at.length == positions else -1)
     if len(slots) > 1 or not fits or (entries[0].sinks != keep and at.length > positions):
