@@ -58,7 +58,7 @@ def _with_conversion(load: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(load)
     def load_file(path: Any, *args: Any, **keywords: Any) -> Any:
-        """Load a file as Lightning does."""
+        """Load a file as Lightning does; name the remedy if `path` is a folder of the plugin."""
         try:
             return load(path, *args, **keywords)
         except IsADirectoryError as error:

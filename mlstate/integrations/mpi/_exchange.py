@@ -177,7 +177,10 @@ class Link(ExchangeLink):
     )
 
     def __init__(self, channel: Channel, operation: str, tag: int, timeout: float) -> None:
-        """Begin one operation; `tag`: of its messages. `timeout`: seconds."""
+        """Begin one operation on the channel's ranks.
+
+        `tag`: of all its messages. `timeout`: seconds from now until it fails.
+        """
         self.channel = channel
         self.operation = operation
         self.tag = tag
@@ -188,15 +191,16 @@ class Link(ExchangeLink):
         self._deadline = monotonic() + timeout
 
     def error(self, reason: str) -> Exception:
-        """Return the error of this operation."""
+        """Return the CollectiveError of this operation; `reason`: for the user."""
         return failed(
             self.operation, self.rank, f"{reason}; the group is unusable: create a new one"
         )
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        """Send and receive messages; implements `ExchangeLink.exchange`.
+        """Send `sends[i]` to rank i, and receive `receives[i]` from it, until all is done.
 
-        After an error, the memory of unfinished messages is kept alive until the process ends.
+        It implements `ExchangeLink.exchange`. After an error, the memory of unfinished messages is
+        kept alive until the process ends.
         """
         self.began = True
         messages = _Messages(self, sends, receives)
@@ -271,6 +275,7 @@ class Link(ExchangeLink):
         return self.error(f"{reason}; all ranks must call the same in the same order")
 
     def _departure_error(self, source: int, operation: str) -> Exception:
+        """Return the error if rank `source` gave up in an operation, or aborted the group."""
         how = "aborted the group" if operation == "abort" else f"gave up in {operation}"
         return self.error(f"rank {source} {how}: see its error")
 

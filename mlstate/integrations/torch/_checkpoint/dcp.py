@@ -155,7 +155,10 @@ def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> A
 
 
 def planner() -> Any:
-    """Return a plan that loads the whole checkpoint and accepts only tensors and plain values."""
+    """Return a plan for torch's loader: it loads all that the reader lists.
+
+    Values other than tensors and plain ones raise FormatError.
+    """
     import torch
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner

@@ -154,7 +154,8 @@ def _detached_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def part_of(name: str, value: Any, replica: int = 0) -> Any:
     """Return this rank's part of a value in torch's state dict, over the value's own memory.
 
-    `replica` is the replica number for a ShardedTensor, which does not record it.
+    `name`: for errors. `replica`: number of this copy for a ShardedTensor, which does not record
+    it. Raises TypeError for a value that is not a tensor, or whose sharding cannot be stored.
     """
     if hasattr(value, "local_shards"):
         return _part_of_sharded(name, value, replica)
@@ -172,7 +173,11 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
 
 
 def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
-    """Return why all ranks must collect a state together; empty if each can do so alone."""
+    """Return why all ranks must collect a state together; empty if each can do so alone.
+
+    `source`: `module` itself, or its optimizer. The reason continues a sentence, as in "of a module
+    of FSDP1".
+    """
     if not flat_wrappers(module):
         return ""
     if source is module:

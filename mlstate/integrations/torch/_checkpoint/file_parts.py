@@ -73,7 +73,10 @@ def _check_size(tree: Mapping[Any, Any], path: Path) -> None:
 
 
 def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree, with keys joined by dots, as in torch's checkpoints."""
+    """Yield name and value of the leaves of a tree; names are keys joined by dots.
+
+    `prefix`: name of the tree itself, or "".
+    """
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
         name = f"{prefix}.{key}" if prefix else str(key)
@@ -311,7 +314,11 @@ def _restore_model(
 
 
 def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> OptimizerStateDict:
-    """Return the optimizer in a file as a state; `texts`: attributes that mlstate recorded."""
+    """Return the optimizer in a file as a state.
+
+    `texts`: descriptions that mlstate recorded in the file, such as its type and step. Raises
+    FormatError if `value` is malformed.
+    """
     if isinstance(value, OptimizerStateDict):
         return value
     tree = _unflatten(value, path) if _is_flat_optimizer(value) else value
@@ -370,8 +377,8 @@ def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
 def parts_of(tree: Any, path: Path) -> Parts:
     """Divide a file's content into model, optimizer, metadata and named states.
 
-    The model or optimizer is None if the file has none, or several with optimizers. `path`: of the
-    file, for the FormatError if the content is malformed.
+    Model and optimizer are None if the file has none, or several models with optimizers. `path`: of
+    the file, for the FormatError if the content is malformed.
     """
     if isinstance(tree, OptimizerStateDict):
         return Parts(None, tree, {}, {})
@@ -415,7 +422,10 @@ def parts_of(tree: Any, path: Path) -> Parts:
 
 
 def _outline(paths: list[tuple[Any, ...]]) -> Any:
-    """Return a nested tree of None whose values have these paths of keys and list indices."""
+    """Return a nested tree whose values are None, and whose leaves have the given `paths`.
+
+    A path is a tuple of keys and list indices; a level with indices only becomes a list.
+    """
     if paths == [()]:
         return None
     inner: dict[Any, list[tuple[Any, ...]]] = {}

@@ -136,8 +136,8 @@ def tree_of(
     """Return a tree that torch can store, of the parts of a state.
 
     For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the entries
-    ``model``, ``optimizer``, ``metadata``, one for each named state, and ``mlstate``, which
-    records the classes of the states.
+    ``model``, ``optimizer``, ``metadata``, one for each named state, and ``mlstate``, which records
+    the classes of the states. Raises ValueError if a state has the name of another entry.
     """
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
@@ -201,7 +201,10 @@ def read_ranks(paths: list[Path]) -> Any:
 
 
 def write_tree(tree: Any, file: IO[bytes]) -> None:
-    """Write any value with ``torch.save``; an OSError of `file` is raised as itself."""
+    """Write any value to an open file with ``torch.save``.
+
+    If `file` raises an OSError, this is raised itself; torch would replace it by another error.
+    """
     import torch
 
     try:
@@ -216,7 +219,7 @@ def write_tree(tree: Any, file: IO[bytes]) -> None:
 def _empty_array(cls: Any, shape: Any, code: Any) -> Any:
     """Return an array for a pickle to fill: the next instruction of the pickle sets its size.
 
-    The arguments are those of NumPy's own function, which could allocate any memory.
+    It takes the arguments of NumPy's own function, which could allocate any memory.
     """
     return np.empty(0, np.uint8)
 
@@ -258,9 +261,10 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
 
 
 def _load_pickle(path: Path, *, maps: bool) -> Any:
-    """Return the content of a torch file, read without running code in it; raises FormatError.
+    """Return the content of the torch file at `path`, read without running code in it.
 
-    `maps`: map the file's tensors into memory instead of reading them.
+    `maps`: map the tensors into memory instead of reading them, if the file is in the zip format.
+    Raises FormatError for damage and for objects that are not plain.
     """
     from pickle import UnpicklingError
 

@@ -77,7 +77,10 @@ def _place(name: str, value: Any) -> Place:
 
 
 def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise if elements of a target share memory, as after expand(): torch refuses the write."""
+    """Raise CompatibilityError if elements of the target `tensor` share memory.
+
+    This is so after expand(); torch refuses such writes too. `name`: for the error.
+    """
     if overlaps_itself(tensor):
         error = CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
@@ -253,7 +256,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill_module(module: torch.nn.Module) -> Filling:
-    """Return this rank's memory for a module's state, by the names of `saved_module`."""
+    """Return this rank's memory for a module's state, by the names of `saved_module`.
+
+    Gathered parameters of FSDP are freed first: a load into them would be lost. Raises
+    CompatibilityError for submodules of FSDP1 that load themselves.
+    """
     wrappers = flat_wrappers(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
@@ -323,7 +330,7 @@ def _convert_nested(key: str, slot: ParameterSlot, group: dict[str, Any], value:
     """Return a nested state as torch's ``load_state_dict`` converts it.
 
     As in torch, a tensor in a dict is converted by its key, such as "step", and one in a list as a
-    state without a name. Arguments are as for `_converted`.
+    state without a name. The arguments are as for `_converted`, except that `value` may be nested.
     """
     import torch
 
@@ -473,6 +480,7 @@ class OptimizerFilling(Filling):
         return state_value if slot.run or fits else None
 
     def _add_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
+        """Note a new state of a parameter's tensor, which `done` adds to the optimizer."""
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
     def _is_number(self, key: str, slot: ParameterSlot, saved: Any, numbers: set[str]) -> bool:
@@ -530,7 +538,10 @@ class OptimizerFilling(Filling):
     def _convert(
         self, key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
     ) -> torch.Tensor:
-        """Return a state for the optimizer, which converts it if it has its own load methods."""
+        """Return a state as torch would load it; see `_converted` for the arguments.
+
+        An optimizer with its own load methods converts it itself: then only the device changes.
+        """
         converted = _converted(key, slot, group, value)
         return value.to(converted.device) if self.own_loader else converted
 
@@ -719,7 +730,11 @@ class OptimizerFilling(Filling):
             group.update(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the argument of the optimizer's ``load_state_dict``: loaded states and groups."""
+        """Return the argument of the optimizer's ``load_state_dict``: loaded states and groups.
+
+        States that were not saved stay, except those that `rest` lists. This is for optimizers with
+        their own load methods.
+        """
         form = torch_form(self.optimizer)
         parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}

@@ -72,7 +72,10 @@ def _loads_itself(module: torch.nn.Module) -> bool:
 
 
 def saves_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module's entries may be other than its parameters and buffers."""
+    """Return whether a module's entries may be other than its parameters and buffers.
+
+    This is so if it overrides torch's methods for saving, or has hooks on them.
+    """
     return (
         not _is_torch_method(module, "state_dict")
         or not _is_torch_method(module, "_save_to_state_dict")
@@ -90,7 +93,7 @@ def _has_extra_state(module: torch.nn.Module) -> bool:
 
 
 def _memory_of(value: Any) -> tuple[object, ...] | None:
-    """Return a key that is equal for tensors over the same elements; None if there is none."""
+    """Return a key that is equal for tensors over the same elements; None for other values."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -130,13 +133,14 @@ def _entries_match(
 
 
 def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
-    """Return the ids `chosen` with those of all modules that share memory with one of them.
+    """Return the ids `chosen`, and the ids of all modules that share memory with one of them.
 
     Tied modules must load by their own methods too: the last write to shared memory counts.
     """
     modules = list(module.modules())
     storages = {id(m): {(_memory_of(t) or (0,))[0] for _, t in _tensors_of(m)} for m in modules}
     count = -1
+    # until no module is added: a tied one may share memory with further ones
     while count != len(chosen):
         count = len(chosen)
         shared = set().union(*(storages[number] for number in chosen))
@@ -150,7 +154,10 @@ def _modules_of(unit: Unit) -> Iterable[torch.nn.Module]:
 
 
 def _copy_of(name: str, value: Any) -> Any:
-    """Return a copy of an entry of a state, to undo a load with; raises if it cannot be copied."""
+    """Return a copy of an entry of a state, to undo a load with.
+
+    `name`: of the entry, for the CompatibilityError if `value` cannot be copied.
+    """
     import torch
 
     try:
@@ -164,6 +171,7 @@ def _copy_of(name: str, value: Any) -> Any:
 
 
 def _refusal(name: str, text: str) -> CompatibilityError:
+    """Return a CompatibilityError about the entry or module `name`."""
     error = CompatibilityError(text)
     error.name = name
     return error
@@ -179,7 +187,11 @@ class ModuleContract:
     """
 
     def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Find the submodules that load their own entries, and those that are tied to them."""
+        """Find the submodules that load their own entries, and those that are tied to them.
+
+        `state`: see the class. If a module saves by its own methods, its entries are compared with
+        the modules' memory too.
+        """
         self.module = module
         self._keys = by_name(module, {key: key for key in state})
         self.entries = {name: state[key] for name, key in self._keys.items()}
@@ -256,7 +268,10 @@ class ModuleContract:
         return foreign
 
     def _owner_of(self, name: str) -> str:
-        """Return the name of the innermost submodule that an entry belongs to."""
+        """Return the name of the innermost submodule that the entry `name` belongs to.
+
+        It is "" for entries of the module itself.
+        """
         parts = name.split(".")[:-1]
         while parts and ".".join(parts) not in self._unit_of:
             parts.pop()

@@ -30,14 +30,14 @@ _WRAPPERS = (
 
 
 def wrapped_attribute(module: torch.nn.Module) -> str:
-    """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
+    """Return the attribute with a wrapper's module; "" for another module."""
     cls: object = type(module)
     return _attribute_of(cls)
 
 
 @lru_cache(256)
 def _attribute_of(cls: type) -> str:
-    """Return the attribute in which instances of a wrapper class have the wrapped module, or ""."""
+    """Return the attribute that has the wrapped module in a wrapper of class `cls`, or ""."""
     for path, kind, name in _WRAPPERS:
         loaded = sys.modules.get(path)  # a program with such a wrapper has imported it
         if loaded is not None and issubclass(cls, getattr(loaded, kind)):
@@ -48,7 +48,7 @@ def _attribute_of(cls: type) -> str:
 def unwrapped_name(module: torch.nn.Module, name: str) -> str:
     """Return the name of a parameter, buffer or submodule without the parts that wrappers add.
 
-    Names from which a wrapper has removed its part already are accepted. A user's submodule called
+    A wrapper may have removed its part from the name already. A user's submodule called
     ``module`` keeps its name.
     """
     current: Any = module

@@ -112,7 +112,7 @@ def _name_parameters(
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a Python number that an array can hold."""
+    """Return whether a value is a Python number that an array can hold: an int must fit 64 bits."""
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 63
     return type(value) in (bool, float, complex)
@@ -170,7 +170,7 @@ def _collect_states(
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer type of the first known class in the optimizer's MRO."""
+    """Return the optimizer type of the first known class in the MRO; "other" without one."""
     from ....state._optimizer_state import OptimizerType
 
     kinds = set(OptimizerType)

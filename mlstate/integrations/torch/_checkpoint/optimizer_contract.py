@@ -136,7 +136,8 @@ def _as_tuples(value: Any) -> Any:
 def decode_value(form: Any, where: str) -> Any:
     """Return the value of a form that `encode_value` returned.
 
-    Raises FormatError, with `where`, for a malformed form.
+    Of a plain JSON value, lists become tuples. Raises FormatError, with `where`, for a malformed
+    form.
     """
     if not (isinstance(form, dict) and form.get("$") == "tree"):
         return _as_tuples(form)
@@ -171,7 +172,10 @@ def _has_hooks(optimizer: torch.optim.Optimizer, name: str) -> bool:
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``state_dict()`` may have more than `state` and `param_groups`."""
+    """Return whether ``state_dict()`` may have more than `state` and `param_groups`.
+
+    This is so with a method or hooks that are not torch's, or a `state` that is a property.
+    """
     has_property = isinstance(vars(type(optimizer)).get("state"), property)
     return (
         has_property or _overridden(optimizer, "state_dict") or _has_hooks(optimizer, "state_dict")
@@ -179,7 +183,10 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_own_loader(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's ``load_state_dict`` does more than torch's own."""
+    """Return whether the optimizer's ``load_state_dict`` does more than torch's own.
+
+    This is so with methods or hooks that are not torch's, also for saving.
+    """
     names = ("load_state_dict", "__setstate__", "_process_value_according_to_param_policy")
     return (
         any(_overridden(optimizer, name) for name in names)
@@ -223,7 +230,10 @@ def has_standard_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_contract(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError if ``state_dict()`` has more than `state` and `param_groups`."""
+    """Raise TypeError if ``state_dict()`` has more than `state` and `param_groups`.
+
+    A checkpoint stores only these two, so the rest would be lost.
+    """
     if not has_own_state_dict(optimizer):
         return
     own_dict, torch_dict = _own_state_dict(optimizer), torch_form(optimizer)

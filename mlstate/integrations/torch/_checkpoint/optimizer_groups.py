@@ -37,6 +37,7 @@ def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mismatch(problem: str, name: str | None = None) -> CompatibilityError:
+    """Return the error for groups that do not match; `name`: of a parameter, or None."""
     error = CompatibilityError(
         f"the optimizer's groups do not match the saved ones: {problem}; create the optimizer "
         "with the saved groups"
@@ -75,10 +76,10 @@ def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any
 
 
 def _by_position(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> list[int]:
-    """Return the number of the saved group for each group, matched by position.
+    """Return the number of the saved group for each group of an optimizer, by position.
 
-    For saved groups without names; `members`: names of the parameters of each group. Warns if there
-    are several groups; raises CompatibilityError if the numbers of parameters differ.
+    This is for saved groups without names. `members`: names of the parameters of each group. Warns
+    if there are several groups; raises CompatibilityError if the numbers of parameters differ.
     """
     have = [
         len(group.get("params", members_of))
@@ -131,9 +132,9 @@ def _by_name(
 ) -> list[int | None]:
     """Return the number of the saved group for each group of an optimizer, by parameter names.
 
-    Raises CompatibilityError if no saved group fits. If the load is not strict, or the saved groups
-    lack parameters that have states (old checkpoints of several ranks), this warns instead, and the
-    number is None.
+    `members`: names of the parameters of each group. Raises CompatibilityError if no saved group
+    fits. If the load is not strict, or the saved groups lack parameters that have states (old
+    checkpoints of several ranks), this warns instead, and the number is None.
     """
     groups_of = {str(name): i for i, group in enumerate(saved) for name in group["params"]}
     present = set(chain.from_iterable(members))
@@ -156,6 +157,7 @@ def _by_name(
 
 
 def _is_numbered(saved: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether saved groups have no names of parameters, or only ``param_0`` and so on."""
     listed = [str(name) for group in saved for name in group.get("params", ())]
     named = all("params" in group for group in saved)
     return not named or (bool(listed) and listed == [f"param_{i}" for i in range(len(listed))])
@@ -201,6 +203,7 @@ def _with_defaults(
 
 
 def _refuse_ambiguous_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Raise CompatibilityError if an optimizer has several groups for one saved rate."""
     if len(optimizer.param_groups) > 1:
         raise _mismatch(
             f"the state has no groups, only the learning rate {rate} of the first one, and the "

@@ -57,7 +57,10 @@ def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
 
 
 def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.Tensor:
-    """Return the whole tensor of DTensors, one for each rank; ranks may hold equal parts."""
+    """Return the whole tensor of `values`: DTensors, one for each rank, which may hold equal parts.
+
+    `keys`, `path`: for errors. Raises CompatibilityError if a part is missing or two copies differ.
+    """
     name, shape = _name(keys), tuple(values[0].shape)
     parts: dict[int, Any] = {}
     layout = None
@@ -91,7 +94,7 @@ def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.T
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    """Return whether two values are equal, arrays bit for bit."""
+    """Return whether two values are equal: arrays and tensors bit for bit; NaN equals NaN."""
     if is_tensor(first):
         import torch
 
@@ -108,6 +111,7 @@ def _name(keys: tuple[Any, ...]) -> str:
 
 
 def _difference(keys: tuple[Any, ...], path: Path) -> CompatibilityError:
+    """Return the error for values at `keys` that differ between ranks."""
     where = f" at {_name(keys)!r}" if keys else ""
     return CompatibilityError(
         f"{path} and the files of the other ranks hold different values{where}: only DTensors tell "

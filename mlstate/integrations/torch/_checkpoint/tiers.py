@@ -69,7 +69,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def on_device(array: Array, device: torch.device) -> torch.Tensor:
-    """Copy an array or a tensor to new memory on a device; a tensor keeps its strides."""
+    """Return a copy of an array or tensor in new memory on a device; a tensor keeps its strides."""
     if isinstance(array, np.ndarray):
         array = tensors_of({"": array})[""]
     return _copy_tensor(array, device)

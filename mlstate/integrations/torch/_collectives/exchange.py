@@ -38,7 +38,10 @@ class Link(ExchangeLink):
     )
 
     def __init__(self, group: Any, device: torch.device, timeout: float | None) -> None:
-        """Begin one operation on torch's `group`; `timeout`: seconds, None for torch's own."""
+        """Begin one operation on torch's `group`; `timeout`: seconds, None for torch's own.
+
+        `device`: of the bytes that this link creates itself.
+        """
         self._group = group
         self._deadline = None if timeout is None else monotonic() + timeout
         self.began = False  # communication was started
@@ -138,7 +141,7 @@ class Link(ExchangeLink):
         self.wait(self._group.broadcast([as_bytes(memory)], options))
 
     def barrier(self) -> None:
-        """Wait for every rank; with torch's barrier on a device."""
+        """Wait until every rank has called this; on a device with torch's barrier."""
         if self._device.type == "cpu":
             super().barrier()
             return
@@ -170,7 +173,7 @@ class Link(ExchangeLink):
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of `dtype` are summed: float32 for narrower floats."""
+    """Return the dtype for sums of tensors of `dtype`: float32 for narrower floats."""
     import torch
 
     if dtype.is_floating_point and dtype.itemsize < 4:

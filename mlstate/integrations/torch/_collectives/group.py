@@ -240,7 +240,7 @@ class TorchGroup(Engine):
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
         """Return a flat tensor for a result; it is over `place` if its memory allows that.
 
-        Else it is new memory, from which `_put` copies.
+        Else it is new memory, and `_put` copies it to `place`.
         """
         import torch
 
@@ -257,7 +257,10 @@ class TorchGroup(Engine):
     def _gather_overlapped(
         self, data: bytes, task: Callable[[], None], timeout: float | None
     ) -> list[bytes]:
-        """Return the bytes of all ranks, and run `task` while they are transferred."""
+        """Return the bytes `data` of all ranks in rank order; run `task` during the transfer.
+
+        `timeout`: seconds; None: the torch group's.
+        """
 
         def perform(link: Link) -> Any:
             link.overlapped_task = task
@@ -292,7 +295,10 @@ class TorchGroup(Engine):
 
 
 def _rows_between(calls: list[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for each pair of ranks the rows that one sends and the other expects."""
+    """Yield (rank, other rank, rows that the first sends, rows that the other expects).
+
+    `calls`: name, rows to send and rows to expect by rank, of each rank.
+    """
     for rank, (_, sent, _) in enumerate(calls):
         for to, (_, _, expected) in enumerate(calls):
             yield rank, to, sent[to], expected[rank]

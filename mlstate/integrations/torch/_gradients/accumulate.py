@@ -51,7 +51,10 @@ def tensor_in(memory: np.ndarray, dtype: str, like: torch.Tensor) -> torch.Tenso
 
 
 def add_gradient(total: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Add with torch's operation, for other devices, layouts and subclasses."""
+    """Add `tensor` to `total` in place, with torch's operation.
+
+    This is for other devices, layouts and subclasses, whose memory the core cannot access.
+    """
     import torch
 
     with torch.no_grad():

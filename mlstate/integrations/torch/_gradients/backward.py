@@ -56,7 +56,8 @@ class ModuleHooks(Hooks):
     ) -> None:
         """Check the parameters that have units, and hook each of them.
 
-        `units`: by name of the parameter. Raises ValueError if a unit does not fit its parameter.
+        `units`: by name of the parameter. `receive`, `is_full`, `keep`: see the class. Raises
+        ValueError if a unit does not fit its parameter.
         """
         parameters = parameters_of(module)
         for name, unit in units.items():
@@ -112,7 +113,7 @@ class ModuleHooks(Hooks):
         return change and f"{change} after register_hooks: close() and register them again"
 
     def keep_unsent(self, name: str) -> None:
-        """Note that a `no_sync` pass has added to a parameter's gradient."""
+        """Note that a `no_sync` pass has added to a parameter's gradient, which stays unreduced."""
         gradient: Any = self.parameters[name].grad
         self.unsent[name] = gradient._version
 
@@ -143,7 +144,7 @@ class ModuleHooks(Hooks):
         if name in self.unsent:
             self._drop_zeroed(name)
             return self.take(name, token)
-        if self.is_full:
+        if self.is_full:  # `gather_full` restores it after other ranks' parts were added
             self._set_aside(name)
         return None, None
 
@@ -158,7 +159,7 @@ class ModuleHooks(Hooks):
             self._earlier[name], parameter.grad = parameter.grad, None
 
     def _drop_zeroed(self, name: str) -> None:
-        """Forget an earlier reduced gradient if zero_grad was called since it was set aside.
+        """Forget a parameter's reduced gradient that was set aside if zero_grad was called since.
 
         With ``set_to_none=False``, zero_grad fills the gradient of the later passes with zeros,
         which its version and its content show.
@@ -200,7 +201,7 @@ class ModuleHooks(Hooks):
 def _put_back(
     parameter: torch.nn.Parameter, gradient: Any, token: Callable[[], object] | None
 ) -> None:
-    """Restore a parameter's gradient if its pass is still running."""
+    """Restore a parameter's gradient if the backward pass of `token` is still running."""
     if token is not None and token() is not None:
         parameter.grad = gradient
 
@@ -330,7 +331,7 @@ class PassErrors:
         call_at_end(self.raise_first)  # after the callbacks of DDP and FSDP2
 
     def raise_first(self) -> None:
-        """Raise the first error, with the others as notes."""
+        """Raise the first error, with the texts of the others as notes, if there are errors."""
         if self.errors:
             first, *others = self.errors
             for error in others:
@@ -372,9 +373,10 @@ def why_not_reduced(tensor: torch.Tensor) -> str:
 def reduce_on_device(
     group: Any, entry: Entry, terms: Terms, timeout: float | None
 ) -> tuple[float, int]:
-    """Reduce a gradient on a device to `entry.out`, this rank's part of it.
+    """Reduce a gradient on a device over the ranks of `group` to `entry.out`, this rank's part.
 
     Return its sum of squares and its number of non-finite elements. `terms`: operation and divisor.
+    `timeout`: seconds, or None.
     """
     import torch
 

@@ -196,6 +196,7 @@ class _Buckets:
             active = [header for header in headers if not header.flags & IDLE]
             self._average(buffer, len(headers) if divides_by_all else len(active))
             return
+        # ranks with another bucket number or other parameters cannot agree on later buckets either
         current.is_lost = len({header[1:3] for header in headers}) > 1
         problems = dict.fromkeys(bad, "NaN or infinite elements")
         listed = [(n, fact, problems.get(n, "")) for n, fact in zip(parts, facts, strict=True)]

@@ -149,7 +149,7 @@ class _Reduction:
         terms = self._terms._replace(divisor=divisor)
         session = Session(self._reducer)
         try:
-            while rest:
+            while rest:  # again with the entries on which all ranks agree, if some differ
                 _, rest = session.reduce([FullBucket(rest, terms)], rest)
             session.finish("backward pass")
         except CollectiveError as error:
@@ -181,7 +181,7 @@ class _ReduceScatter:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
-        """Return memory for `size` elements, in alternating calls for an input and its output.
+        """Return memory of the shape `size`: in alternating calls for an input and for its output.
 
         torch fills the input with the gradients of all ranks' parts. Only inputs on the CPU are
         reused.

@@ -76,6 +76,7 @@ def tensor_crc32c(tensor: torch.Tensor) -> int:
 
 
 def _check_pair(base: torch.Tensor, new: torch.Tensor) -> None:
+    """Raise CompatibilityError unless two tensors have the same shape, dtype and device."""
     for label, left, right in (
         ("shapes", tuple(base.shape), tuple(new.shape)),
         ("dtypes", base.dtype, new.dtype),

@@ -40,9 +40,10 @@ def _fits(length: int, move: KVMove, position: int) -> bool:
 
 
 def _are_core_readable(source: torch.Tensor, out: torch.Tensor) -> bool:
-    """Return whether the core can do the move: it can access both, and autograd records nothing.
+    """Return whether the core can do the move from `source` to `out`.
 
-    The dtypes must not need a conversion of integers either.
+    It must be able to access both, autograd must record nothing, and the dtypes must not need a
+    conversion of integers.
     """
     return (
         _core.can_view(source, False)
@@ -105,7 +106,7 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
 
 
 def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
-    """Return tokens as the dtype `target`; raise ValueError if a value does not fit."""
+    """Return CPU tokens as the dtype named `target`; raise ValueError if a value does not fit."""
     import torch
 
     if target == "bfloat16":  # same range as float32
@@ -117,8 +118,9 @@ def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
 def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
     """Move a torch KV cache; see `mlstate.kv.transition_kv_state`.
 
-    The core handles CPU tensors that need no gradient. torch operations handle all other tensors,
-    so that device and autograd graph are kept.
+    Return `out` if it was passed (a tensor or an array), else a tensor, which is `source` itself if
+    nothing changes. The core handles CPU tensors that need no gradient. torch operations handle all
+    other tensors, so that device and autograd graph are kept.
     """
     import torch
 

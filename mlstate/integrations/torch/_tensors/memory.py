@@ -150,7 +150,10 @@ def has_given_away() -> bool:
 
 
 def is_given_away(tensor: torch.Tensor) -> bool:
-    """Return whether `give_memory` removed a tensor's elements; needs a true `has_given_away`."""
+    """Return whether `give_memory` removed a tensor's elements.
+
+    Call it only if `has_given_away` returns true: before that, there is nothing to compare with.
+    """
     import torch
 
     if torch.nn.parameter.is_lazy(tensor):  # it has no shape and no memory yet

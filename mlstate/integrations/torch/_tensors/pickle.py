@@ -55,7 +55,10 @@ def _is_portable(dtype: NumpyDType) -> bool:
 
 
 def _dtype_text(dtype: NumpyDType) -> Any:
-    """Return a text (for records a list) that `_dtype_of` reads."""
+    """Return a text (for records a list) that `_dtype_of` reads.
+
+    It also describes dtypes that torch lacks.
+    """
     if label_of(dtype) or dtype.type.__module__.startswith("ml_dtypes"):
         return "ml_dtypes." + name_of(dtype)
     return np.lib.format.dtype_to_descr(dtype)
@@ -129,9 +132,9 @@ def _dtype_of(text: Any) -> NumpyDType:
 
 
 def _decode_array(name: str, form: Any, tensor: Any) -> Any:
-    """Return the original value of a loaded tensor, by its stored `form`.
+    """Return the original value of the loaded tensor `name`, by its stored `form`.
 
-    On a device it stays a tensor if possible.
+    `restore_state` describes the forms. On a device it stays a tensor if possible.
     """
     import torch
 

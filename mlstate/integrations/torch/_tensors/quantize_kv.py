@@ -38,7 +38,7 @@ def _divide(tensor: torch.Tensor, size: int) -> torch.Tensor:
 def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return int32 words that hold the codes of the last axis, `bits` bits each, without gaps.
 
-    The last axis must be a multiple of 32 codes, or of a number of codes that fills whole words.
+    The number of codes must fill whole words: a multiple of ``32 / gcd(bits, 32)``.
     """
     step = gcd(bits, 32)  # 32 / step codes fill bits / step words
     parts = _divide(codes, 32 // step)
@@ -52,7 +52,10 @@ def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _split(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the int32 codes of `bits` bits that `_join` packed into words."""
+    """Return the int32 codes of `bits` bits that `_join` packed into `words`.
+
+    Codes and words are along the last axis.
+    """
     step = gcd(bits, 32)  # 32 / step codes fill bits / step words
     parts = _divide(words, bits // step)
     codes = words.new_empty((*parts.shape[:-1], 32 // step))
@@ -92,7 +95,8 @@ def kv_quantize(
     levels = (1 << bits) - 1
     from_low = low.abs() > high.abs()
     size = ((high - low) / torch.full_like(low, levels)).clamp_min(1e-7)
-    # the element of the largest magnitude becomes exact: the scale is an integer part of it
+    # The bias is the limit of larger magnitude. It becomes a multiple of the scale, so that 0 is
+    # exact too.
     edge, scale = torch.where(from_low, low, high), torch.where(from_low, size, -size)
     steps = (edge / scale).round()
     moves = steps.abs() > 0
@@ -109,7 +113,7 @@ def _values_of(
 ) -> torch.Tensor:
     """Return the values of codes in float32, before they are rounded to another dtype.
 
-    Arguments are those of `kv_quantize`.
+    For the arguments, see `kv_quantize`.
     """
     import torch
 

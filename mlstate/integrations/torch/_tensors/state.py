@@ -34,6 +34,10 @@ def _dtypes() -> frozenset[torch.dtype]:
 
 
 def _unstorable(name: str, label: str, reason: str, tensor: torch.Tensor) -> UnstorableError:
+    """Return the error for the tensor `name`; `reason`: why it cannot be stored, and a remedy.
+
+    `label`: replaces the name in the message, or "".
+    """
     error = UnstorableError(f"{label or repr(name)} is {reason}")
     error.name, error.got = name, name_of(tensor.dtype)
     return error
@@ -330,6 +334,7 @@ def sharable(array: NDArray) -> bool:
 
 
 def _dtype_error(name: str, dtype: object) -> CompatibilityError:
+    """Return the error for the array `name` with a dtype that torch lacks."""
     error = CompatibilityError(
         f"{name!r} is {dtype}, for which torch has no dtype: convert it, or take it out of "
         "the state first"

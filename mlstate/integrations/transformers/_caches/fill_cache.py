@@ -299,7 +299,7 @@ def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) ->
     layer = at.layer
     keys, values = (at.tensor(entry) for entry in entries)
     if _is_adopted(at, entries[0], positions) and _is_adopted(at, entries[1], positions):
-        layer.max_cache_len = 0
+        layer.max_cache_len = 0  # the layer allocates this many positions
     try:
         layer.lazy_initialization(keys, values)
     finally:

@@ -172,7 +172,10 @@ def _static_tensors(at: _Place) -> tuple[Any, Any, int]:
 
 
 def _read_static(at: _Place) -> None:
-    """Add the entries of a layer of fixed size to the reader, without copying."""
+    """Add the entries of a layer of fixed size to the reader, without copying.
+
+    The arrays keep their free positions.
+    """
     keys, values, tokens = _static_tensors(at)
     kind, options = "full", {}
     if at.cls.is_sliding:
