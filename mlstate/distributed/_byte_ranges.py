@@ -25,7 +25,11 @@ PACKED = 1 << 20  # bytes of a non-contiguous array that are packed at a time
 
 
 def array_of(value: Any) -> Any:
-    """Return an ndarray, or a torch tensor detached from autograd, that holds the elements."""
+    """Return the elements of a state's value as an ndarray or a detached torch tensor.
+
+    `value`: an array, a tensor, a `Shard` of one, or an object with ``__dlpack__``. Shares its
+    memory.
+    """
     if isinstance(value, Shard):
         value = value.array
     if is_torch(value):
@@ -43,7 +47,7 @@ def dtype_of(array: Any) -> str:
 
 
 def item_bytes(array: Any) -> int:
-    """Return the bytes of one element."""
+    """Return the size of one element of an array or tensor, in bytes."""
     return int(array.element_size() if is_torch(array) else array.dtype.itemsize)
 
 
@@ -61,7 +65,11 @@ def place_key(array: Any) -> tuple[object, ...]:
 
 
 class Part:
-    """A box of a tensor, and a range `begin` to `end` of the box's elements in C order."""
+    """A box of a tensor, and a range `begin` to `end` of the box's elements in C order.
+
+    It is part `index` of a tensor of `shape` that is divided by the layout `steps`; None: not
+    divided, so part 0 is the whole tensor. `starts` and `lengths` of the box are by axis.
+    """
 
     __slots__ = ("begin", "end", "lengths", "starts")
 
@@ -86,6 +94,9 @@ class Part:
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[object, ...]]:
     """Split a range of elements in C order into boxes, at most two for each axis plus one.
 
+    Yields an index for an array of `shape` for each box, in C order; `end` is excluded. Trailing
+    axes that the index omits are whole.
+
     Examples
     --------
     >>> list(boxes((3, 4), 2, 9))
@@ -96,7 +107,8 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[object
     if not shape:
         yield ()
         return
-    inner = math.prod(shape[1:])
+    inner = math.prod(shape[1:])  # elements of one index of the first axis
+    # the range begins `head` elements into row `first`, and ends `tail` elements into row `last`
     first, head = divmod(begin, inner)
     last, tail = divmod(end, inner)
     if head:
@@ -110,7 +122,10 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[object
 
 
 def _memory(array: Any) -> NDArray | None:
-    """Return an array's memory as bytes, or None if its elements are not in C order there."""
+    """Return an array's memory as a flat uint8 view.
+
+    None if it is not in main memory, or not its elements in C order and native byte order.
+    """
     if is_torch(array):
         import torch
 
@@ -128,7 +143,10 @@ def _memory(array: Any) -> NDArray | None:
 
 
 def _elements(array: Any, data: NDArray) -> Any:
-    """Return bytes as elements of an array's dtype."""
+    """Return the flat bytes `data` as elements of the dtype of `array`, in native byte order.
+
+    A view, of NumPy or torch as `array`.
+    """
     if is_torch(array):
         import torch
 
@@ -141,7 +159,7 @@ def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any
     if begin >= end:
         return
     elements = _elements(array, data)
-    at = 0
+    at = 0  # elements of `data` before the box
     for box in boxes(tuple(array.shape), begin, end):
         view = array[(*box, ...)]
         count = math.prod(view.shape)
@@ -150,14 +168,17 @@ def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any
 
 
 def place_of(array: Array, begin: int, end: int) -> NDArray | None:
-    """Return the memory of a range, to be filled directly, or None if it is not contiguous."""
+    """Return the memory of the elements `begin` to `end` as a byte view, to read or fill.
+
+    None if they are not contiguous bytes in main memory.
+    """
     memory = _memory(array)
     size = item_bytes(array)
     return None if memory is None else memory[begin * size : end * size]
 
 
 def bytes_of(array: Any, begin: int, end: int) -> NDArray:
-    """Return the bytes of a range of elements: a view of the array, or a packed copy."""
+    """Return the bytes of the elements `begin` to `end` in C order: a view, or a packed copy."""
     data = place_of(array, begin, end)
     if data is None:
         data = np.empty((end - begin) * item_bytes(array), np.uint8)
@@ -166,7 +187,7 @@ def bytes_of(array: Any, begin: int, end: int) -> NDArray:
 
 
 def take(array: Array, begin: int, end: int, data: NDArray) -> None:
-    """Copy the elements `begin` to `end` of an array, in C order, to the bytes `data`."""
+    """Copy the elements `begin` to `end` of an array, in C order, to `data`, bytes of equal size."""
     place = place_of(array, begin, end)
     if place is not None:
         data[:] = place
@@ -176,7 +197,7 @@ def take(array: Array, begin: int, end: int, data: NDArray) -> None:
 
 
 def put(array: Any, begin: int, end: int, data: NDArray) -> None:
-    """Copy the bytes `data` to the elements `begin` to `end` of an array, in C order."""
+    """Copy `data`, bytes of equal size, to the elements `begin` to `end` of an array in C order."""
     place = place_of(array, begin, end)
     if place is not None:
         place[:] = data
@@ -186,14 +207,20 @@ def put(array: Any, begin: int, end: int, data: NDArray) -> None:
 
 
 def steps_of(array: Array, count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Split elements into ranges of at most `most` bytes, but at least one element."""
+    """Split `count` elements of an array into ranges of at most `most` bytes.
+
+    Yields (begin, end) pairs; a range has at least one element.
+    """
     step = max(1, most // max(1, item_bytes(array)))
     for begin in range(0, count, step):
         yield begin, min(count, begin + step)
 
 
 def copy_part(part: Part, source: Any, target: Array) -> None:
-    """Copy a part's elements from `source`, in C order, to their position in the tensor."""
+    """Copy a part's elements from `source`, in C order, to their position in `target`.
+
+    `source`: an array with the elements of the part, of any shape. `target`: the whole tensor.
+    """
     box = part.box_of(target)
     memory = _memory(source)
     if memory is not None:

@@ -74,7 +74,7 @@ class ModelHooks(Hooks):
 def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None:
     """Raise ValueError if `gradients` is unknown or contradicts other arguments.
 
-    The arguments are those of `FSDPBackwardHook.register_hooks`. `is_module`: the model is a torch
+    See `FSDPBackwardHook.register_hooks`. `is_module`: the model is a torch
     module. `keeps_others`: `keep_full_gradient` or `accumulate` is set.
     """
     if gradients not in ("shard", "full"):

@@ -109,8 +109,8 @@ class ConsistencyCheck:
 
         Returns the headers by rank, and how many buckets all ranks reduce now: 0 if they disagree
         on the first one, more than one if all ranks have these ready and have equal plans. If the
-        group can exchange bytes without this thread, `pack` runs meanwhile. `settings`: those of
-        this bucket. `nonfinite`, `flags`, `ready`, `plan`: members of this rank's header.
+        group can exchange bytes without this thread, `pack` runs meanwhile. `settings`: of this
+        bucket. `nonfinite`, `flags`, `ready`, `plan`: members of this rank's header.
         """
         digest = digest_of(facts, {**self._settings, **settings})
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
@@ -290,7 +290,7 @@ class Session:
             self._pending_terms = bucket.terms
             self._unused += [entry for entry in bucket.entries if entry.is_unused]
             self._record_event(bucket.entries, bucket.since or started, started, agreed, headers)
-            # the next bucket needs no header of its own
+            # the next bucket has no header
             started = agreed = perf_counter()
             headers = []
         return count, None
@@ -586,7 +586,7 @@ class Reducer:
     def prepare(self, buckets: Sequence[FullBucket]) -> list[Any]:
         """Return core handles of the first bucket and of the following ones that need no copies.
 
-        None stands for a first bucket that the core cannot reduce: an entry has a problem, or is
+        None is for a first bucket that the core cannot reduce: an entry has a problem, or is
         not in main memory. At most one bucket is copied at a time, to bound the memory of copies.
         """
         self._packed = None
@@ -692,7 +692,7 @@ class Reducer:
         """Sum the gradients of a bucket, sent in the dtype `compression`, into its outputs.
 
         Returns each one's sum of squares and number of non-finite elements. Rounding errors go to
-        the units' residuals. This rank's own message is rounded too, so all ranks count alike.
+        the units' residuals. This rank's own part is encoded too, in `_own_message`.
         """
         sizes, own_bytes = _core.bucket_sizes(handle, compression)
         self._send = _ensure_size(self._send, sum(sizes))
