@@ -234,7 +234,7 @@ class DistributedStateCollector:
         return self._group
 
     def _options(self, operation: str, root: int, max_bytes: MemorySize) -> dict[str, Any]:
-        """Return the options that every rank must pass identically, by name, after checking them."""
+        """Check the options that every rank must pass identically, and return them by name."""
         return {
             "operation": operation,
             "root": check_root(operation, root, self._group.world_size),
@@ -431,7 +431,7 @@ class DistributedStateCollector:
         operation = Gathering.operation
 
         def options() -> dict[str, Any]:
-            """Return this rank's options, which must be equal on all ranks; raise if one is wrong."""
+            """Return this rank's options, equal on all ranks; raise if one is wrong."""
             same = self._options(operation, root, max_bytes)
             check_flags(verify_replicas=verify_replicas)
             manner = _collection_mode(source, model)
@@ -505,7 +505,7 @@ class DistributedStateCollector:
         operation = Broadcasting.operation
 
         def options() -> dict[str, Any]:
-            """Return this rank's options, which must be equal on all ranks; raise if one is wrong."""
+            """Return this rank's options, equal on all ranks; raise if one is wrong."""
             same = self._options(operation, root, max_bytes)
             return {**same, "the state": _collection_mode(target, model)}
 

@@ -187,7 +187,7 @@ def bytes_of(array: Any, begin: int, end: int) -> NDArray:
 
 
 def take(array: Array, begin: int, end: int, data: NDArray) -> None:
-    """Copy the elements `begin` to `end` of an array, in C order, to `data`, bytes of equal size."""
+    """Copy an array's elements `begin` to `end` in C order to `data`, bytes of equal size."""
     place = place_of(array, begin, end)
     if place is not None:
         data[:] = place
@@ -197,7 +197,7 @@ def take(array: Array, begin: int, end: int, data: NDArray) -> None:
 
 
 def put(array: Any, begin: int, end: int, data: NDArray) -> None:
-    """Copy `data`, bytes of equal size, to the elements `begin` to `end` of an array in C order."""
+    """Copy `data`, bytes of equal size, to an array's elements `begin` to `end` in C order."""
     place = place_of(array, begin, end)
     if place is not None:
         place[:] = data

@@ -145,7 +145,7 @@ class Piece(NamedTuple):
         return data[at : at + (self.end - self.begin) * self.job.size]
 
     def in_part(self, parts: Mapping[str, object]) -> tuple[Any, int, int]:
-        """Return the array of the job's part, and the range in it, as arguments of `take` and `put`.
+        """Return the array of the job's part, and the range in it, as `take` and `put` need them.
 
         `parts`: by tensor name, a rank's part of each tensor.
         """
@@ -192,7 +192,7 @@ def _take_ranges(queue: deque[tuple[Job, int]], room: int) -> tuple[list[Piece],
 
 
 def split_messages(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Piece], int]]]:
-    """Divide jobs into messages of at most `max_bytes`, as few as possible in job order.
+    """Divide jobs, in their order, into messages of at most `max_bytes`.
 
     Yields, for each message, (ranges, bytes) by peer. Peers share a message equally. Every rank
     computes the same messages, as all have the same jobs.

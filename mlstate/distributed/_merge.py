@@ -365,8 +365,8 @@ def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[Ran
 def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> StateDict:
     """Return the merged state of all ranks, with the class and attributes of the first state.
 
-    Whole arrays are those of the first rank that has them, not copies. Shards are assembled in new
-    arrays in main memory. `tensors`: as `match_entries` returns them, without gaps.
+    Whole arrays are not copied: they are from the first rank that has them. Shards are assembled in
+    new arrays in main memory. `tensors`: as `match_entries` returns them, without gaps.
     """
     merged = like(states[0])
     for tensor in tensors:
