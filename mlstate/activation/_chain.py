@@ -173,6 +173,7 @@ class Chain:
                 name,
                 np.zeros(n, np.int64) if values is None else values,
                 "int64",
+                # one activation more than blocks: the output of the chain
                 n + (name in ("activation_bytes", "gradient_bytes")),
             )
             for name, values in zip(_BYTES, numbers, strict=True)

@@ -87,11 +87,13 @@ class OperatorSelection:
         _check_costs(operator_seconds, operator_bytes, budget_bytes)
         search = _KnapsackSearch(operator_seconds, operator_bytes, budget_bytes)
         most_seconds = search.add_items(states or _STATES)  # upper bound of the seconds saved
+        # the search leaves out operators of 0 bytes
         self.is_saved: NDArray = search.chosen_items() | (operator_bytes == 0)
         self.is_saved.flags.writeable = False
         self.bytes: int = int(operator_bytes[self.is_saved].sum())
         self.seconds: float = float(operator_seconds[~self.is_saved].sum())
         exact = not most_seconds > search.best.seconds + search.slack
+        # seconds of all operators that may be recomputed, minus the most that a choice saves
         least = float(operator_seconds[operator_bytes > 0].sum()) - most_seconds
         self.least_seconds: float = self.seconds if exact else min(max(least, 0.0), self.seconds)
         self.exact: bool = exact
@@ -332,7 +334,11 @@ class _KnapsackSearch:
     """
 
     def __init__(self, seconds: NDArray, sizes: NDArray, budget: int) -> None:
-        """Sort the items that fit the budget by seconds per byte, the best first."""
+        """Sort the operators that fit the budget by seconds per byte, the largest rate first.
+
+        `seconds` and `sizes`: time and bytes of each operator. `budget`: bytes. Operators that need
+        no bytes or save no seconds are left out.
+        """
         self._count = len(seconds)  # of operators
         self._room = min(budget, int(sizes.sum()))  # bytes
         items = np.flatnonzero((sizes > 0) & (sizes <= self._room) & (seconds > 0))

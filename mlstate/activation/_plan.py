@@ -227,7 +227,7 @@ class Plan:
     @cached_property
     def _runs(self) -> NDArray:
         """Number of forward runs of each block."""
-        forward = self._steps[:, 0] <= _SAVE
+        forward = self._steps[:, 0] <= _SAVE  # kinds forward and save
         return np.bincount(self._steps[forward, 1], minlength=self.chain.blocks)
 
     @property

@@ -71,14 +71,15 @@ def plan_html(
 ) -> str:
     """Return an HTML table of a plan's phases, which unfolds to its steps.
 
-    `steps`: (kind, index) pairs. `names`: of the blocks. `nbytes`: arrays with the memory before,
-    at the peak of and after each step, in bytes. `seconds`: time of each step.
+    `title`: text above the table. `steps`: (kind, index) pairs. `names`: of the blocks. `nbytes`:
+    arrays with the memory before, at the peak of and after each step, in bytes. `seconds`: time of
+    each step.
     """
     before, peak, after = nbytes
     names = [*names, "output"]  # a drop frees the input of the block with this name, or the output
 
     def row(phase: Phase) -> list[str]:
-        """Return the table row of a phase, steps of alike kinds: blocks, bytes, seconds."""
+        """Return the table row of a phase, as texts in the columns `_HEADERS`."""
         part = slice(phase.first_step, phase.last_step + 1)
         ends = [names[phase.first_block]]
         if phase.last_block != phase.first_block:

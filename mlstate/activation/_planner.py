@@ -202,6 +202,7 @@ class Pareto:
             chain._arrays, number, offload
         )
         self.budget_bytes.flags.writeable = self.seconds.flags.writeable = False
+        # `used`: slots of the core's search, also by default; 0 if it was to the byte
         self.method: str = _METHODS[method].format(used)
         self.exact: bool = method == "bytes"
         self._slots = used

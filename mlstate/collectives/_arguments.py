@@ -59,9 +59,9 @@ _REDUCIBLE = {
 
 
 def check_group(group: Any) -> Any:
-    """Return a process group; a group of torch.distributed is wrapped, always by the same object.
+    """Return `group` itself if it has the methods of a process group.
 
-    Raises TypeError for other objects.
+    A group of torch.distributed is wrapped, always by the same object. Raises TypeError for others.
     """
     if hasattr(group, "gather_bytes") and hasattr(group, "world_size"):
         return group
@@ -305,7 +305,10 @@ def check_rows(operation: str, array: Any) -> int:
 
 
 def check_own_rows(operation: str, array: Array, counts: Sequence[int], rank: int) -> None:
-    """Raise CompatibilityError if the array's length differs from this rank's count."""
+    """Raise CompatibilityError unless the length of an array's first axis is ``counts[rank]``.
+
+    `rank`: this rank.
+    """
     rows = check_rows(operation, array)
     if rows != counts[rank]:
         raise _mismatch_error(

@@ -348,7 +348,10 @@ class Engine(ProcessGroup, ABC):
         return self._run(call, task)
 
     def _check_open(self, operation: str) -> None:
-        """Raise CollectiveError if the group has ended, or belongs to the process before a fork."""
+        """Raise CollectiveError if the group has ended, or this process was forked from its owner.
+
+        `operation`: its name, for the error.
+        """
         if self._process and self._process != os.getpid():
             raise failed(
                 operation,

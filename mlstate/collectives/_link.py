@@ -101,7 +101,10 @@ class ExchangeLink(ABC):
         reduce_parts(parts, op, out)
 
     def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
-        """Send each rank its part of `source`, and reduce this rank's parts into `target`."""
+        """Send each rank its part of `source`, and reduce all ranks' parts for this one.
+
+        The result is in `target`, reduced by `op` in rank order. ``rows[r]``: rows of rank r.
+        """
         sends = split(source, rows)
         # this rank's own part needs no memory for receiving
         lengths = [0 if r == self.rank else len(sends[self.rank]) for r in range(self.world_size)]

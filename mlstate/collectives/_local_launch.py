@@ -111,6 +111,7 @@ class _Rank:
     """A rank as the parent sees it: its process, the pipe from it, and its message."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
+        """Keep the rank's process, which need not be started, and the pipe's end for receiving."""
         self.rank = rank
         self.process = process
         self.pipe = pipe

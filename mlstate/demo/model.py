@@ -183,7 +183,8 @@ class CharModel:
         """Run one token of a cache whose slots are in any order, such as a ring.
 
         The token's key and value are written to `slot`; the first `slots` slots are attended to.
-        `position` may exceed the model's context: keys depend on distances only.
+        `position` may exceed the model's context: keys depend on distances only. Returns the
+        logits for the next character, (vocabulary,).
         """
         places = self._check_tokens([token])
         self._check_cache(cache, slot, 1)
@@ -195,7 +196,7 @@ class CharModel:
     def sample(
         self, logits: Floats, generator: np.random.Generator, *, temperature: float = 0.5
     ) -> int:
-        """Return a random next token, by the chances of `logits` divided by `temperature`.
+        """Return a token drawn by `generator`, with the chances of `logits` over `temperature`.
 
         A `temperature` of 0 selects the most likely token, without a random number. Raises
         ValueError if it is negative.
@@ -209,7 +210,7 @@ class CharModel:
         return min(drawn, len(self.vocabulary) - 1)  # rounding may give the number above the last
 
     def _angles(self, position: int, end: int) -> tuple[Floats, Floats]:
-        """Return cosines and sines of positions `position` to `end`, from the tables if possible."""
+        """Return cosines and sines of positions `position` to `end`, from tables if possible."""
         if end <= self.max_context:
             return self._cosine[position:end], self._sine[position:end]
         return self._rotary_tables(position, end)

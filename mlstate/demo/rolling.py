@@ -62,7 +62,10 @@ class RollingContext:
         self._sink_keys = self._row[: self._layers, :, :0]  # original keys; empty until complete
 
     def step(self, token: int) -> Floats:
-        """Run a token at the next position; return the logits for the character after it."""
+        """Run a token at the next position; return the logits for the character after it.
+
+        If the cache is full, its oldest token is evicted.
+        """
         state = self.state
         position = state.next_position
         if position == state.sinks:  # all sinks are written now

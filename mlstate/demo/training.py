@@ -161,7 +161,7 @@ def _bits(tiers: TieredState, names: list[str]) -> bytes:
 def _move(
     model: ModelStateDict, optimizer: OptimizerStateDict, folder: Path, say: Callable[[str], None]
 ) -> tuple[list[str], bool]:
-    """Move one expert to a file in `folder` and back.
+    """Move one expert of `model`, and its moments in `optimizer`, to a file in `folder` and back.
 
     Returns the tier of each expert while it was there, and whether all bits are equal afterwards.
     """

@@ -94,8 +94,8 @@ class Part:
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[object, ...]]:
     """Split a range of elements in C order into boxes, at most two for each axis plus one.
 
-    Yields an index for an array of `shape` for each box, in C order; `end` is excluded. Trailing
-    axes that the index omits are whole.
+    The range is from `begin` up to `end`, which is excluded, in an array of `shape`. Yields each
+    box as an index of the array, in C order. Axes that the index omits at its end are whole.
 
     Examples
     --------
@@ -131,7 +131,7 @@ def _memory(array: Any) -> NDArray | None:
 
         if array.device.type != "cpu" or not array.is_contiguous():
             return None
-        if array.is_conj() or array.is_neg():
+        if array.is_conj() or array.is_neg():  # memory differs from the elements' values
             return None
         if not array.numel():
             return np.empty(0, np.uint8)

@@ -350,12 +350,12 @@ class Gathering(_Transfer):
         me, world = self.group.rank, self.group.world_size
         room = MessageBuffer()  # of what this rank sends, or the root receives
         for message in split_messages(jobs, self.max_bytes):
-            pieces, count = message.get(me, ([], 0))
+            pieces, count = message.get(me, ([], 0))  # this rank's share of the message
             data = _memory_of(pieces, state)
             if data is None:
                 data = _pack(pieces, state, room.of(count))
             counts = [count if rank == self.root else 0 for rank in range(world)]
-            sizes = [0] * world
+            sizes = [0] * world  # bytes from each rank
             if me == self.root:
                 sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             received = room.of(sum(sizes))
@@ -584,6 +584,7 @@ class Broadcasting(_Transfer):
             sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             sends = sizes if me == self.root else [0] * world
             data = room.of(sum(sends))
+            # the root packs the parts of all ranks
             for piece, start in _pieces_of(message, sizes) if me == self.root else ():
                 assert source is not None
                 take(*piece.in_whole(source), piece.in_message(data, start))

@@ -232,6 +232,7 @@ def match_entries(
         name_differences = _compare_metadata(name, by_rank)
         first = next(iter(by_rank.values()))
         holders: dict[int, list[int]] = {}
+        # replica 0 first, then by rank: the first holder of a part sends it
         for rank, entry in sorted(by_rank.items(), key=lambda item: (item[1].replica, item[0])):
             holders.setdefault(entry.part, []).append(rank)
         tensor = Tensor(name, first.shape, first.steps, holders)

@@ -102,7 +102,7 @@ class Entry:
         """Set `source`, a packed copy if necessary, and `out`, the memory of this rank's part.
 
         An error becomes this entry's `problem`, which all ranks raise together. Does nothing if
-        the entry has a problem already.
+        the entry has a problem already. `terms`: of the reduction.
         """
         if self.problem:
             return
