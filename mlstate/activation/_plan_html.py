@@ -30,7 +30,7 @@ def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
     Merges consecutive steps of one block, then consecutive blocks with equal kinds of steps.
     `steps`: (kind, index) pairs as in `Plan.steps`.
     """
-    blocks: list[Phase] = []
+    blocks: list[Phase] = []  # phases of one block each
     for place, (kind, block) in enumerate(steps):
         last = blocks[-1] if blocks else None
         # After several saves, a backward step begins a phase: the last save belongs to the others.

@@ -40,6 +40,7 @@ def agree(
 
     `about`: a text that describes this rank's view of the matter, and must be equal on all ranks.
     `error`: this rank's failure, or None.
+
     All must retry if `about` differs between ranks, or if a rank has an `error` that a retry by
     all can resolve (`again`). Other errors are final: raises `error`, or the error of the first
     other rank that cannot continue.

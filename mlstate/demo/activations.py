@@ -68,6 +68,7 @@ class _Block:
         """
         inner = gradient @ self.second.T
         np.matmul(hidden.T, gradient, out=self.gradients[1])
+        # the derivative of tanh
         np.square(hidden, out=hidden)
         np.subtract(1, hidden, out=hidden)
         inner *= hidden

@@ -52,7 +52,10 @@ def item_bytes(array: Any) -> int:
 
 
 def place_key(array: Any) -> tuple[object, ...]:
-    """Return a key that is equal for arrays over the same elements in the same memory."""
+    """Return a key that is equal for arrays over the same elements in the same memory.
+
+    It is valid while the arrays exist.
+    """
     if 0 in array.shape:
         return (id(array),)  # empty arrays have no memory to share
     if is_torch(array):
@@ -155,7 +158,10 @@ def _elements(array: Any, data: NDArray) -> Any:
 
 
 def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any, Any]]:
-    """Yield views of the array for the elements `begin` to `end`, each with its part of `data`."""
+    """Yield pairs of views that divide the elements `begin` to `end` of an array, in C order.
+
+    One is of the array; the other has the same shape, and is of `data`, the bytes of these elements.
+    """
     if begin >= end:
         return
     elements = _elements(array, data)

@@ -174,9 +174,10 @@ def _take_ranges(queue: deque[tuple[Job, int]], room: int) -> tuple[list[Piece],
     that exceeds `room`.
     """
     pieces: list[Piece] = []
-    at = 0
+    at = 0  # byte offset of the next range
     while queue:
         job, begin = queue[0]
+        # Elements that fit: all of them if they have no bytes, and at least one in each message.
         fits = max((room - at) // job.size if job.size else job.length, 0 if pieces else 1)
         if not fits:
             break
@@ -187,7 +188,7 @@ def _take_ranges(queue: deque[tuple[Job, int]], room: int) -> tuple[list[Piece],
             queue.popleft()
         else:
             queue[0] = job, end
-    last = pieces[-1]
+    last = pieces[-1]  # no padding follows it
     return pieces, last.at + (last.end - last.begin) * last.job.size
 
 

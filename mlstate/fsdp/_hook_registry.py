@@ -80,8 +80,8 @@ class ModelHooks(Hooks):
 def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None:
     """Raise ValueError if `gradients` is unknown or contradicts other arguments.
 
-    See `FSDPBackwardHook.register_hooks`. `is_module`: the model is a torch
-    module. `keeps_others`: `keep_full_gradient` or `accumulate` is set.
+    See `FSDPBackwardHook.register_hooks`. `is_module`: the model is a torch module. `keeps_others`:
+    `keep_full_gradient` or `accumulate` is set.
     """
     if gradients not in ("shard", "full"):
         raise ValueError(f"gradients must be 'shard' or 'full', got {gradients!r}")

@@ -116,6 +116,7 @@ class ConsistencyCheck:
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
         headers = self._exchange(header, pack)
         same = {other[1:3] for other in headers}  # sequence and digest
+        # an idle rank reduces zeros like the others
         if len(same) > 1 or any(other.flags & ~IDLE for other in headers):
             return headers, 0
         if any(other.plan != headers[0].plan for other in headers):
