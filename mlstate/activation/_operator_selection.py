@@ -417,7 +417,7 @@ class _KnapsackSearch:
         first = np.append(0, np.cumsum([len(parents) for parents in self._parents]))
         state = self.best.state
         while state >= 0:
-            at = int(np.searchsorted(first, state, "right")) - 1  # item of which this is a state
+            at = int(np.searchsorted(first, state, "right")) - 1  # the item that the state added
             chosen[self._items[at]] = True
             state = int(self._parents[at][state - first[at]])
         return chosen

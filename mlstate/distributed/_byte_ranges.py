@@ -160,7 +160,7 @@ def _elements(array: Any, data: NDArray) -> Any:
 def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of views that divide the elements `begin` to `end` of an array, in C order.
 
-    One is of the array; the other has the same shape, and is of `data`, the bytes of these elements.
+    One is of the array. The other has the same shape, and is of `data`, the elements' bytes.
     """
     if begin >= end:
         return
