@@ -31,6 +31,7 @@ class _Link:
     def all_to_all(
         self, source: Array, target: Array, sent: list[int], expected: list[int]
     ) -> None:
+        """Copy the source to the target; raise if this rank expects other rows than it sends."""
         check_counts("all_to_all", "out_counts", expected, sum(sent), 1)
         assign(target, source)
 
@@ -105,7 +106,7 @@ class SingleGroup(Engine):
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
         return perform(_LINK)
 
-    # the array itself, on any device, with its shape
+    # memory is the array itself, on any device, with its shape
     def _source(self, operation: str, array: Array, *, reduced: bool) -> Any:
         return array
 

@@ -86,7 +86,7 @@ def _is_convertible(array: Any, dtype: str) -> bool:
 
 
 def _count_references(total: _Sum) -> int:
-    """Return the reference count of a sum's memory, including those of the sum and of this call."""
+    """Return the reference count of a sum's memory, including the sum's and this call's."""
     return getrefcount(total.memory)
 
 

@@ -113,8 +113,9 @@ class GradientBackend(Protocol):
         is_full: bool,
         keep: bool,
     ) -> ModuleHooks:
-        """Register hooks on a module's parameters that have a unit, by name.
+        """Register hooks on those parameters of `module` that have a sharding unit.
 
-        `receive` is called with a name and its parameter when its gradient is computed. `is_full`:
-        reduced gradients are stored in ``parameter.grad``. `keep`: unreduced ones stay there.
+        `units`: sharding units by parameter name. `receive` is called with a name and its parameter
+        when its gradient is computed. `is_full`: reduced gradients are stored in
+        ``parameter.grad``. `keep`: unreduced ones stay there.
         """

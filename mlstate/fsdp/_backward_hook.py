@@ -244,7 +244,8 @@ class FSDPBackwardHook:
     def _scatter_in_hook(self, name: str, gradient: Any) -> Any:
         """Scatter the gradient of parameter `name` of a model that is not a torch module.
 
-        Returns this rank's part; the gradient itself inside `no_sync`, or after `close`.
+        `gradient`: the full gradient of this rank. Returns this rank's part of the sum; `gradient`
+        itself inside `no_sync`, or after `close`.
         """
         if not self._sync:
             self._sums.add(name, gradient)

@@ -102,7 +102,7 @@ class Entry:
         """Set `source`, a packed copy if necessary, and `out`, the memory of this rank's part.
 
         An error becomes this entry's `problem`, which all ranks raise together. Does nothing if
-        the entry has a problem already.
+        the entry has a problem already. `terms`: of the reduction.
         """
         if self.problem:
             return
@@ -141,8 +141,8 @@ class Entry:
     def undo_unused(self) -> None:
         """Undo `store` for a parameter that no rank used, whose stored sum is zeros.
 
-        The local gradient becomes None; with `accumulate`, it keeps the sum of earlier passes. The
-        error of compression becomes what it was before this pass.
+        The local gradient becomes None, or keeps the sum of earlier passes if `store` added to it.
+        The error of compression is restored from before this pass.
         """
         if self.replaces:
             self.unit.local_gradient = None

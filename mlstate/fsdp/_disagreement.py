@@ -87,6 +87,7 @@ def compare_descriptions(texts: Sequence[bytes]) -> Result:
     for _, _, _, listed in described:
         entries.append({entry[0]: entry for entry in listed})
         names.update(dict.fromkeys(entry[0] for entry in listed))
+    # problems that ranks reported, and differences; both by name: (rank at fault or None, reason)
     reported: dict[str, tuple[int | None, str]] = {}
     failures: dict[str, tuple[int | None, str]] = {}
     for name in names:

@@ -50,10 +50,10 @@ def packed(gradient: Any) -> Any:
 
 
 def memory_of(gradient: Any) -> Any:
-    """Return an array over a tensor's memory, if NumPy or ml_dtypes has its dtype; else the tensor.
+    """Return the tensor `gradient` as an array of its memory, if NumPy or ml_dtypes has the dtype.
 
-    The core reads arrays faster than tensors. The tensor must not require gradients. An array is
-    returned unchanged.
+    Otherwise it is returned unchanged, as are arrays. The core reads arrays faster than tensors.
+    The tensor must not require gradients.
     """
     if not is_torch(gradient):
         return gradient

@@ -23,7 +23,10 @@ class Hooks:
     """
 
     def __init__(self, names: Mapping[Hashable, str]) -> None:
-        """Check that no other set has hooks on these parameters; the caller adds the hooks."""
+        """Check that no other set has hooks on these parameters; the caller adds the hooks.
+
+        `names`: see the class.
+        """
         self._names = names
         self._handles: list[Any] = []
         for other in live_hooks():
@@ -61,7 +64,10 @@ class ModelHooks(Hooks):
     def __init__(
         self, model: Any, names: Iterable[str], scatter: Callable[[str, Any], Any]
     ) -> None:
-        """Register `scatter(name, gradient)` as the model's backward hook of each parameter."""
+        """Register `scatter(name, gradient)` as the model's backward hook of each parameter.
+
+        `names`: of the parameters. `scatter` returns the value that replaces the gradient.
+        """
         super().__init__({(id(model), name): name for name in names})
         self._model = model  # keeps the id from being reused
         for name in names:
@@ -74,8 +80,8 @@ class ModelHooks(Hooks):
 def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None:
     """Raise ValueError if `gradients` is unknown or contradicts other arguments.
 
-    The arguments are those of `FSDPBackwardHook.register_hooks`. `is_module`: the model is a torch
-    module. `keeps_others`: `keep_full_gradient` or `accumulate` is set.
+    See `FSDPBackwardHook.register_hooks`. `is_module`: the model is a torch module. `keeps_others`:
+    `keep_full_gradient` or `accumulate` is set.
     """
     if gradients not in ("shard", "full"):
         raise ValueError(f"gradients must be 'shard' or 'full', got {gradients!r}")

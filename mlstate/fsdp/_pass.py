@@ -27,7 +27,11 @@ class BucketPlan:
     def __init__(
         self, units: Mapping[str, FSDPShardingUnit], reducer: Reducer, *, accumulate: bool
     ) -> None:
-        """Divide the units into buckets; `accumulate`: sums are added to the local gradients."""
+        """Divide the units into buckets.
+
+        `units`: by parameter name, in order of the forward pass. `accumulate`: sums are added to
+        the local gradients.
+        """
         self.units = dict(units)
         self.accumulate = accumulate
         self.buckets = list(reducer.divide(reversed(self.units.values())))
@@ -52,7 +56,10 @@ class BackwardPass:
     """
 
     def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
-        """Start a pass without gradients. It locks the reductions of this FSDP until it ends."""
+        """Start a pass without gradients; it locks the reductions of `reducer` until it ends.
+
+        Raises CollectiveError if another session of that reducer is open.
+        """
         self.session = Session(reducer)
         self.arrived: dict[str, Entry] = {}
         self.token: Callable[[], object] | None = (
@@ -76,8 +83,9 @@ class BackwardPass:
     ) -> None:
         """Add the gradient of parameter `name`, and submit the buckets that are now full, in order.
 
-        `on_failure`: called if this rank's part is not stored. `problem`: why the gradient cannot
-        be reduced, or "". Raises ValueError for a second gradient of a parameter.
+        `gradient`: full gradient, or None. `on_failure`: called if this rank's part is not stored.
+        `problem`: why the gradient cannot be reduced, or "". Raises ValueError for a second
+        gradient of a parameter.
         """
         if name in self.arrived:
             if on_failure is not None:

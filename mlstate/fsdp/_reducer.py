@@ -109,13 +109,14 @@ class ConsistencyCheck:
 
         Returns the headers by rank, and how many buckets all ranks reduce now: 0 if they disagree
         on the first one, more than one if all ranks have these ready and have equal plans. If the
-        group can exchange bytes without this thread, `pack` runs meanwhile. `settings`: those of
-        this bucket. `nonfinite`, `flags`, `ready`, `plan`: members of this rank's header.
+        group can exchange bytes without this thread, `pack` runs meanwhile. `settings`: of this
+        bucket. `nonfinite`, `flags`, `ready`, `plan`: members of this rank's header.
         """
         digest = digest_of(facts, {**self._settings, **settings})
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
         headers = self._exchange(header, pack)
         same = {other[1:3] for other in headers}  # sequence and digest
+        # an idle rank reduces zeros like the others
         if len(same) > 1 or any(other.flags & ~IDLE for other in headers):
             return headers, 0
         if any(other.plan != headers[0].plan for other in headers):
@@ -147,8 +148,8 @@ class ConsistencyCheck:
     def _exchange(self, header: Header, pack: Callable[[], Any] | None) -> list[Header]:
         """Exchange headers with all ranks; raise CollectiveError if a rank sends something else.
 
-        Returns the headers by rank. If the group can, `pack` runs while the headers travel.
-        Otherwise it does not run, and the caller packs the bucket.
+        `header`: of this rank. Returns the headers by rank. If the group can, `pack` runs while the
+        headers travel. Otherwise it does not run, and the caller packs the bucket.
         """
         began = perf_counter()
         packing = 0.0
@@ -195,7 +196,7 @@ class Session:
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        """Begin a session; raises if another one of this FSDP is under way."""
+        """Open a session of `reducer`; raise CollectiveError if it has one already."""
         if not reducer.lock.acquire(blocking=False):
             raise failed(
                 "reduce_scatter",
@@ -265,8 +266,10 @@ class Session:
         reduced: the caller reduces the returned entries in its place. `started`: time of the call,
         by `perf_counter`.
         """
-        first, terms, _ = buckets[0]
+        first, terms, _ = buckets[0]  # `first`: its entries
         handles = self._reducer.prepare(buckets)
+        # others are packed after the exchange: compression changes residuals, so it must not run if
+        # the ranks disagree
         can_pack = handles[0] is not None and not terms.compression
         settings = {"gradient_divide_factor": terms.divisor, "accumulate": terms.accumulate}
         headers, count = self._check.exchange_buckets(
@@ -290,7 +293,7 @@ class Session:
             self._pending_terms = bucket.terms
             self._unused += [entry for entry in bucket.entries if entry.is_unused]
             self._record_event(bucket.entries, bucket.since or started, started, agreed, headers)
-            # the next bucket needs no header of its own
+            # the next bucket has no header
             started = agreed = perf_counter()
             headers = []
         return count, None
@@ -300,7 +303,8 @@ class Session:
     ) -> list[Entry]:
         """Return the entries that are equal on all ranks, none if refused; fail the others.
 
-        `settings`: of the bucket. `headers`: of all ranks, which tell whether one refuses the call.
+        `entries`: this rank's gradients. `settings`: of the bucket. `headers`: of all ranks, which
+        show whether one refuses the call.
         """
         listed = [(e.unit.parameter_name, e.unit.fact, e.problem) for e in entries]
         result = self._check.find_failures(listed, settings, has_ended=False)
@@ -498,7 +502,7 @@ class Reducer:
             yield bucket
 
     def scatter(self, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any]) -> None:
-        """Reduce the gradients of units that are bound to the group; both dicts are by name.
+        """Reduce full `gradients` and store this rank's parts in `units`; both dicts are by name.
 
         If a name is in only one dict, all ranks refuse the call; this one by GradientNamesError.
         """
@@ -526,7 +530,7 @@ class Reducer:
         *,
         accumulate: bool = False,
     ) -> Any:
-        """Reduce the gradient of `unit`, and return this rank's part.
+        """Reduce `gradient`, the full gradient of `unit`, and return this rank's part.
 
         `problem`: why it cannot be reduced, or ""; then all ranks raise it. `accumulate`: add to
         an existing local gradient.
@@ -560,10 +564,10 @@ class Reducer:
             session.close()
 
     def reduce_entries(self, session: Session, entries: list[Entry], *, accumulate: bool) -> None:
-        """Divide gradients into buckets and reduce them in an open session.
+        """Divide the gradients `entries` into buckets and reduce them in the open `session`.
 
         If ranks disagree, those on which they agree are divided again. The caller finishes the
-        session, which raises the failures.
+        session, which raises the failures. `accumulate`: add to existing local gradients.
         """
         while entries:
             buckets, start = [], 0
@@ -586,7 +590,7 @@ class Reducer:
     def prepare(self, buckets: Sequence[FullBucket]) -> list[Any]:
         """Return core handles of the first bucket and of the following ones that need no copies.
 
-        None stands for a first bucket that the core cannot reduce: an entry has a problem, or is
+        None is for a first bucket that the core cannot reduce: an entry has a problem, or is
         not in main memory. At most one bucket is copied at a time, to bound the memory of copies.
         """
         self._packed = None
@@ -601,7 +605,7 @@ class Reducer:
         return prepared
 
     def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
-        """Find memory for all entries; return the core's handle of the bucket.
+        """Find memory for all entries of one bucket; return the core's handle of the bucket.
 
         None if an entry has a problem, or is not in main memory. An error of the core becomes the
         problem of the entry that causes it.
@@ -692,7 +696,7 @@ class Reducer:
         """Sum the gradients of a bucket, sent in the dtype `compression`, into its outputs.
 
         Returns each one's sum of squares and number of non-finite elements. Rounding errors go to
-        the units' residuals. This rank's own message is rounded too, so all ranks count alike.
+        the units' residuals. This rank's own part is encoded too, in `_own_message`.
         """
         sizes, own_bytes = _core.bucket_sizes(handle, compression)
         self._send = _ensure_size(self._send, sum(sizes))

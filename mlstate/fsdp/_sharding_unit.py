@@ -295,7 +295,11 @@ class FSDPShardingUnit:
 
 
 def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
-    """Bind a unit to a group; raise TypeError or ValueError if it is not a unit of this rank."""
+    """Set the number of ranks of a unit, and check that it is a unit of this `rank`.
+
+    `world_size`: number of ranks of the group. Raises TypeError if `unit` is not a sharding unit,
+    ValueError if it is for another rank or number of ranks.
+    """
     if not isinstance(unit, FSDPShardingUnit):
         raise TypeError(f"a unit must be an FSDPShardingUnit, got {type(unit).__name__}")
     unit.bind(world_size)

@@ -186,7 +186,7 @@ def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
     """Return the signed sum of packed elements (an AMS sketch), and their norm.
 
     `array`: flat and packed. `start`: index of its first element in the flattened parameter, which
-    determines the signs; a part has the same signs on every rank. The norm is that of L2.
+    determines the signs; a part has the same signs on every rank. The norm is L2.
     """
     near = array.cpu() if is_torch(array) else array
     ((squares, _),) = _core.norm_partials(["gradient"], [near])
@@ -246,7 +246,7 @@ def _rounding_bound(world: int, dtype: str, count: int, norms: float, atol: floa
 def compare_sums(
     fsdp: FSDP, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
 ) -> GradientReport:
-    """Compare signed sums of the local gradients with those of all ranks' unreduced gradients.
+    """Compare signed sums of local gradients with signed sums of all ranks' unreduced ones.
 
     All ranks must call this. `gradients`: this rank's unreduced full gradients by parameter.
     `atol`: tolerance of an element. Raises ValueError for minima and maxima.
