@@ -816,7 +816,7 @@ def _check_array(
 
 
 def _check_length(spec: CacheSpec, length: int) -> None:
-    """Raise CapacityError unless every entry has `length` positions, or a full window."""
+    """Raise CapacityError unless every entry has `length` positions, or as many as its window."""
     for entry in spec:
         size = entry.seq_length
         if size is None or length <= size or (entry.window is not None and entry.window <= size):

@@ -22,7 +22,7 @@ class History:
     def __init__(self) -> None:
         self._taken = 0
         # Number of the newest snapshot at that time, and the lowest length from it until now; both
-        # increase along the list. Lengths that never fell are not in it.
+        # increase along the list. `advance` never lowers the length and adds no item.
         self._lows: list[tuple[int, int]] = []
 
     def take(self) -> int:
