@@ -31,7 +31,8 @@ int mlstate_kv_version(void)
     return MLSTATE_KV_VERSION;
 }
 
-/* Return a constant English text for a code, also for unknown ones. */
+/* Return a constant English text for a code, also for unknown ones. The codes index the
+ * texts. */
 const char *mlstate_kv_error_text(int code)
 {
     static const char *const texts[] = {
@@ -48,7 +49,7 @@ const char *mlstate_kv_error_text(int code)
 }
 
 /* Convert a code of the core to a public one. Functions of kv that need no file return
- * only these. */
+ * only these; all others become MLSTATE_KV_ERROR_VALUE. */
 static int public_code(mls_code code)
 {
     switch (code) {
@@ -69,7 +70,7 @@ static int public_code(mls_code code)
     }
 }
 
-/* Convert a public dtype; returns false if it is unknown. */
+/* Set `*out` to the core's dtype for a public one; returns false if it is unknown. */
 static bool find_dtype(int dtype, mls_dtype *out)
 {
     static const mls_dtype dtypes[] = {[MLSTATE_KV_FLOAT16] = MLS_F16,
@@ -100,7 +101,8 @@ size_t mlstate_kv_dtype_bytes(int dtype)
     return find_dtype(dtype, &item_dtype) ? mls_dtype_of(item_dtype)->item_bytes : 0;
 }
 
-/* Return the fastest kernels of this machine. */
+/* Return the fastest kernels of this machine, without choices of stores: nothing is
+ * measured. */
 static const mls_kernels *best_kernels(void)
 {
     mls_cpu cpu = MLS_CPU_SCALAR;
@@ -111,8 +113,8 @@ static const mls_kernels *best_kernels(void)
 
 /* ---- views ---- */
 
-/* Set the strides of a view, in bytes, from strides in elements; NULL keeps them.
- * MLSTATE_KV_ERROR_SIZE: an address is not a valid number. */
+/* Set the strides of a view, in bytes, from `strides` in elements; NULL keeps its
+ * strides, of packed memory. MLSTATE_KV_ERROR_SIZE: an address is not a valid number. */
 static int set_strides(mls_tensor *view, const int64_t *strides)
 {
     const int64_t item = (int64_t)mls_tensor_item_bytes(view);
@@ -128,8 +130,8 @@ static int set_strides(mls_tensor *view, const int64_t *strides)
 }
 
 /* Make a view of an array that is only read; `strides` are in elements, NULL for packed.
- * Returns a public code: the pointer, dtype, rank, shape and strides are all unchecked
- * arguments. */
+ * Pointer, dtype, rank, shape and strides are all unchecked arguments of the caller.
+ * Returns a public code; `*out` is undefined after an error. */
 static int input_view(mls_tensor *out, const void *data, int dtype, int rank,
                       const int64_t *shape, const int64_t *strides)
 {
@@ -161,8 +163,8 @@ static int input_view(mls_tensor *out, const void *data, int dtype, int rank,
     return code == MLS_OK ? set_strides(out, strides) : public_code(code);
 }
 
-/* Make a view of an array that is written, as input_view does: its elements must not
- * share memory. */
+/* input_view for an array that is written: its elements must not share memory
+ * (MLSTATE_KV_ERROR_OVERLAP). */
 static int output_view(mls_tensor *out, void *data, int dtype, int rank,
                        const int64_t *shape, const int64_t *strides)
 {
@@ -197,8 +199,8 @@ typedef struct move_arrays {
     int rank, seq_axis;
 } move_arrays;
 
-/* Check the numbers of a request against the source, and set its axis to 0 .. rank -
- * 1. */
+/* Check the numbers of `request` against the source, and complete it: names, and the axis
+ * 0 .. rank - 1 for `seq_axis`. Returns a public code. */
 static int check_request(const mls_tensor *source, int seq_axis, mls_kv_request *request)
 {
     mls_status st;
@@ -212,7 +214,8 @@ static int check_request(const mls_tensor *source, int seq_axis, mls_kv_request 
 }
 
 /* Check all arguments of a move, make the views, and move. The target has the source's
- * shape, but `target_length` along the sequence axis; the padding is `pad`. */
+ * shape, but request.target_length positions; the others get `pad`. Returns a public
+ * code. */
 static int move_cache(const move_arrays *a, mls_kv_request request, double pad)
 {
     int64_t shape[MLS_KV_MAX_RANK];
@@ -245,8 +248,8 @@ static int move_cache(const move_arrays *a, mls_kv_request request, double pad)
     return code;
 }
 
-/* Copy the first `position` tokens to a longer cache, and fill the rest with `pad`.
- * Strides are in elements; the declaration in the public header is the contract of all
+/* Copy the first `position` tokens to a longer cache, and fill the other positions with
+ * `pad`. The declaration in the public header is the contract of this and all public
  * functions below. */
 int mlstate_kv_expand(const void *source, int source_dtype, const int64_t *source_strides,
                       void *target, int target_dtype, const int64_t *target_strides,
@@ -261,7 +264,8 @@ int mlstate_kv_expand(const void *source, int source_dtype, const int64_t *sourc
     return move_cache(&arrays, request, pad);
 }
 
-/* Copy the first `position` tokens to a shorter cache, and zero the rest. */
+/* Copy the first `position` tokens to a cache that may be shorter, and zero its other
+ * positions. */
 int mlstate_kv_compact(const void *source, int source_dtype,
                        const int64_t *source_strides, void *target, int target_dtype,
                        const int64_t *target_strides, const int64_t *shape, int rank,
@@ -277,8 +281,8 @@ int mlstate_kv_compact(const void *source, int source_dtype,
 
 /* ---- masks ---- */
 
-/* Fill rows `first_row` .. `end_row` - 1 of an attention mask; `row_stride` is in
- * elements. */
+/* Fill rows first_row .. end_row - 1 of an attention mask, as a view of two axes.
+ * `row_stride` is in elements; a negative one counts as a number outside its range. */
 int mlstate_kv_mask(void *mask, int dtype, int64_t row_stride, int64_t seq_length,
                     int64_t attention_size, int64_t sinks, int64_t first_row,
                     int64_t end_row, double fill)
@@ -316,8 +320,8 @@ int mlstate_kv_mask(void *mask, int dtype, int64_t row_stride, int64_t seq_lengt
 
 /* ---- rotation ---- */
 
-/* Complete a rotation with axis and rotary_dim, and check it. `rotary_dim` 0 means the
- * whole last axis. */
+/* Complete a rotation with the axis for `seq_axis` and with `rotary_dim` (0: the whole
+ * last axis), and check it against the keys and the target. Returns a public code. */
 static int check_rotation(const mls_tensor *target, const mls_tensor *keys, int seq_axis,
                           int64_t rotary_dim, mls_rotation *rotation)
 {
@@ -336,7 +340,7 @@ static int check_rotation(const mls_tensor *target, const mls_tensor *keys, int 
 }
 
 /* Rotate keys to other positions. The target may be the keys themselves, but must not
- * overlap the shifts. */
+ * overlap the shifts, which become a view for this check. */
 int mlstate_kv_rotate(const void *keys, const int64_t *keys_strides, void *target,
                       const int64_t *target_strides, int dtype, const int64_t *shape,
                       int rank, int seq_axis, const int64_t *shifts, int64_t shift_count,
@@ -369,7 +373,8 @@ int mlstate_kv_rotate(const void *keys, const int64_t *keys_strides, void *targe
 
 /* ---- quantization ---- */
 
-/* Compute the lengths of the last axes; length, bits and group may be any numbers. */
+/* mls_quantized_lengths for arguments of the caller: length, bits and group may be any
+ * numbers. Returns a public code. */
 static int quantized_lengths(int64_t length, int bits, int64_t group, size_t *words,
                              size_t *groups)
 {
@@ -386,8 +391,8 @@ static int quantized_lengths(int64_t length, int bits, int64_t group, size_t *wo
         (size_t)length, bits < 0 ? 0 : (unsigned)bits, size, words, groups, &st));
 }
 
-/* Compute the lengths of the last axes of codes (`*words`) and of scales and biases
- * (`*groups`). */
+/* Set the lengths of the last axes of codes (`*words`) and of scales and biases
+ * (`*groups`), only on success. */
 int mlstate_kv_quantized_lengths(int64_t length, int bits, int64_t group, int64_t *words,
                                  int64_t *groups)
 {
@@ -411,8 +416,9 @@ typedef struct quantization {
     int64_t group;
 } quantization;
 
-/* Make views of packed codes, scales and biases for values of a shape that is valid: the
- * last axis is words of codes, or groups. */
+/* Make views of packed codes, scales and biases in `out`, for values of `rank` axes with
+ * the lengths `shape`, which are valid: the last axis has words of codes, or groups.
+ * Returns a public code. */
 static int quantized_views(const quantization *a, int rank, const int64_t *shape,
                            mls_quantized *out)
 {
@@ -438,14 +444,15 @@ static int quantized_views(const quantization *a, int rank, const int64_t *shape
     return code;
 }
 
-/* Return an error if two of the four arrays share memory. */
+/* Return MLSTATE_KV_ERROR_OVERLAP if two of the four arrays share memory. */
 static int check_separate(const mls_tensor *values, const mls_quantized *q)
 {
     const mls_tensor *const all[] = {values, &q->codes, &q->scales, &q->biases};
     return any_overlap(all, 4) ? MLSTATE_KV_ERROR_OVERLAP : MLSTATE_KV_OK;
 }
 
-/* Make views of codes, scales and biases for values that have a view, and check all. */
+/* Make views of codes, scales and biases in `out` for `values`, which have the lengths
+ * `shape`, and check all four. Returns a public code. */
 static int whole_views(const quantization *a, const mls_tensor *values,
                        const int64_t *shape, mls_quantized *out)
 {
@@ -457,7 +464,8 @@ static int whole_views(const quantization *a, const mls_tensor *values,
     return code == MLSTATE_KV_OK ? check_separate(values, out) : code;
 }
 
-/* Quantize a whole array; codes, scales and biases are packed. */
+/* Quantize a whole array to packed codes, scales and biases. An error after the checks
+ * can only come from a value. */
 int mlstate_kv_quantize(const void *values, int dtype, const int64_t *strides,
                         const int64_t *shape, int rank, int bits, int64_t group,
                         uint32_t *codes, void *scales, void *biases)
@@ -475,7 +483,8 @@ int mlstate_kv_quantize(const void *values, int dtype, const int64_t *strides,
                : code;
 }
 
-/* Write the values of a whole quantized array. */
+/* Write the values of a whole quantized array to `values`, whose elements must not share
+ * memory. */
 int mlstate_kv_dequantize(void *values, int dtype, const int64_t *strides,
                           const int64_t *shape, int rank, int bits, int64_t group,
                           const uint32_t *codes, const void *scales, const void *biases)
@@ -504,7 +513,8 @@ typedef struct quantized_move {
 } quantized_move;
 
 /* Check the numbers of a move along an axis that is not the last, and write the shape of
- * its target. `out` receives axis and position. */
+ * its target to `target_shape`. Sets the axis and the position of `out`. Returns a public
+ * code. */
 static int check_move(const int64_t *shape, int rank, int seq_axis, int64_t target_length,
                       int64_t position, int64_t *target_shape, quantized_move *out)
 {
@@ -537,7 +547,9 @@ static int check_move(const int64_t *shape, int rank, int seq_axis, int64_t targ
     return MLSTATE_KV_OK;
 }
 
-/* Make views of codes, scales and biases, views of the tokens, and check all. */
+/* Make views of codes, scales and biases of `coded_shape`, and of the tokens in all
+ * arrays, and check them. `m` has axis, position and values already. Returns a public
+ * code. */
 static int check_move_views(const quantization *a, const int64_t *coded_shape,
                             quantized_move *m)
 {
@@ -557,7 +569,7 @@ static int check_move_views(const quantization *a, const int64_t *coded_shape,
     return public_code(mls_quantize_check(&m->tokens, &m->quantized, &st));
 }
 
-/* Set the positions of a target that have no token to 0. */
+/* Set the positions of `target` from m->position on, which have no token, to 0. */
 static void clear_rest(const quantized_move *m, const mls_tensor *target)
 {
     const size_t rest = target->shape[m->axis] - m->position;
@@ -566,8 +578,8 @@ static void clear_rest(const quantized_move *m, const mls_tensor *target)
     mls_fill(best_kernels(), &padding, zero, mls_cached());
 }
 
-/* Quantize the first `position` tokens into the arrays of a longer or shorter cache, and
- * zero the rest of these. */
+/* Quantize the first `position` tokens into the arrays of a cache of another length, and
+ * then zero the other positions of these: only a valid result is completed. */
 int mlstate_kv_quantize_move(const void *values, int dtype, const int64_t *strides,
                              const int64_t *shape, int rank, int seq_axis,
                              int64_t target_length, int64_t position, int bits,
@@ -597,8 +609,9 @@ int mlstate_kv_quantize_move(const void *values, int dtype, const int64_t *strid
     return code;
 }
 
-/* Write the values of the first `position` tokens to a longer or shorter cache, and zero
- * the rest of it. */
+/* Write the values of the first `position` tokens to a cache of another length, and zero
+ * its other positions. Codes, scales and biases are packed for `shape`; `values` has the
+ * target's shape. */
 int mlstate_kv_dequantize_move(void *values, int dtype, const int64_t *strides,
                                const int64_t *shape, int rank, int seq_axis,
                                int64_t target_length, int64_t position, int bits,

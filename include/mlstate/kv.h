@@ -79,36 +79,39 @@ enum {
 /* Return MLSTATE_KV_VERSION of the compiled library. */
 MLSTATE_KV_API int mlstate_kv_version(void);
 
-/* Return a constant English text for a result; never NULL. */
+/* Return a constant English text for the result `code` of a function, also for an unknown
+ * number; never NULL. */
 MLSTATE_KV_API const char *mlstate_kv_error_text(int code);
 
 /* Return the bytes of an element, or 0 for an unknown dtype. */
 MLSTATE_KV_API size_t mlstate_kv_dtype_bytes(int dtype);
 
-/* Move a cache of the given shape to at least as many positions: copy the first
- * `position` positions of the sequence, and set all others to `pad`.
+/* Move a cache to at least as many positions: copy the first `position` positions of the
+ * sequence from `source` to `target`, and set all others of `target` to `pad`.
  *
- * The target has the shape of the source, except for `target_length` positions. Floats of
- * 16, 32 and 64 bits convert into one another, rounded to nearest even; any other dtype
- * must be the same on both sides. A cache has 2 to 8 axes.
- * ERROR_CAPACITY: the target is shorter than the source, or `position` is outside
- * 0..length. ERROR_OVERLAP: source and target share memory. ERROR_VALUE: the dtype cannot
- * hold `pad`. */
+ * `shape` has the `rank` lengths of the source. The target has the same, except that its
+ * sequence has `target_length` positions. Floats of 16, 32 and 64 bits convert into one
+ * another, rounded to nearest even; any other dtype must be the same on both sides. A
+ * cache has 2 to 8 axes. ERROR_CAPACITY: the target is shorter than the source, or
+ * `position` is outside 0..length. ERROR_OVERLAP: source and target share memory.
+ * ERROR_VALUE: the dtype cannot hold `pad`. */
 MLSTATE_KV_API int mlstate_kv_expand(const void *source, int source_dtype,
                                      const int64_t *source_strides, void *target,
                                      int target_dtype, const int64_t *target_strides,
                                      const int64_t *shape, int rank, int seq_axis,
                                      int64_t target_length, int64_t position, double pad);
 
-/* As mlstate_kv_expand, but the target may be shorter if the tokens fit, and the padding
- * is 0. ERROR_CAPACITY: `position` exceeds either length. */
+/* As mlstate_kv_expand, but the target may be shorter than the source if `position`
+ * positions fit, and all others are set to 0. ERROR_CAPACITY: `position` exceeds the
+ * source's or the target's length. */
 MLSTATE_KV_API int mlstate_kv_compact(const void *source, int source_dtype,
                                       const int64_t *source_strides, void *target,
                                       int target_dtype, const int64_t *target_strides,
                                       const int64_t *shape, int rank, int seq_axis,
                                       int64_t target_length, int64_t position);
 
-/* Write rows first_row .. end_row-1 of an attention mask of `seq_length` columns.
+/* Write rows first_row .. end_row - 1 of an attention mask of `seq_length` columns to
+ * `mask`, the address of the first of these rows.
  *
  * Row i is 0 at columns max(0, i - attention_size) .. i and at the first `sinks` columns
  * up to i; it is `fill` elsewhere. The mask is a float of 16, 32 or 64 bits; its rows are
@@ -121,7 +124,8 @@ MLSTATE_KV_API int mlstate_kv_mask(void *mask, int dtype, int64_t row_stride,
                                    double fill);
 
 /* Move keys with rotary position embeddings to other positions: turn pair i of each key
- * by shift * base**(-2 * i / rotary_dim) / scaling.
+ * by the angle shift * base**(-2 * i / rotary_dim) / scaling, in radians, and write the
+ * result to `target`.
  *
  * The last axis is the head dimension. Its first `rotary_dim` elements turn, or all if it
  * is 0; the others are copied. Pair i is elements 2i and 2i + 1 if `interleaved` is not
@@ -139,11 +143,11 @@ MLSTATE_KV_API int mlstate_kv_rotate(const void *keys, const int64_t *keys_strid
                                      int64_t shift_count, double base, double scaling,
                                      int64_t rotary_dim, int interleaved);
 
-/* Compute the lengths of the last axis of codes, and of scales and biases, for values
- * whose last axis has `length` elements.
- * ERROR_VALUE: bits are not 2, 3, 4, 5, 6 or 8, or `group` is not a multiple of 32 up to
- * 4096 (of 8 for 4 and 8 bits).
- * ERROR_SHAPE: the group does not divide the length, or the length is negative. */
+/* Compute the lengths of the last axis of codes (`*words`, in 32-bit words) and of scales
+ * and biases (`*groups`), for values whose last axis has `length` elements. ERROR_VALUE:
+ * bits are not 2, 3, 4, 5, 6 or 8, or `group` is not a multiple of 32 up to 4096 (of 8
+ * for 4 and 8 bits). ERROR_SHAPE: the group does not divide the length, or the length is
+ * negative. */
 MLSTATE_KV_API int mlstate_kv_quantized_lengths(int64_t length, int bits, int64_t group,
                                                 int64_t *words, int64_t *groups);
 
@@ -163,16 +167,17 @@ MLSTATE_KV_API int mlstate_kv_quantize(const void *values, int dtype,
                                        int rank, int bits, int64_t group, uint32_t *codes,
                                        void *scales, void *biases);
 
-/* Write scale * code + bias, computed in float and rounded once, to `values`. Arguments
- * and errors: see mlstate_kv_quantize. */
+/* Write scale * code + bias of each code, computed in float and rounded once, to
+ * `values`, which has `shape` and `strides`. Arguments and errors: see
+ * mlstate_kv_quantize. */
 MLSTATE_KV_API int mlstate_kv_dequantize(void *values, int dtype, const int64_t *strides,
                                          const int64_t *shape, int rank, int bits,
                                          int64_t group, const uint32_t *codes,
                                          const void *scales, const void *biases);
 
-/* Move a cache to another length and quantize its tokens on the way, in one pass: write
- * what mlstate_kv_quantize writes for the result of mlstate_kv_compact, but set codes,
- * scales and biases of positions without a token to 0.
+/* Move a cache to another length and quantize its first `position` tokens on the way, in
+ * one pass: write the bits that mlstate_kv_quantize writes for the result of
+ * mlstate_kv_compact, but set codes, scales and biases of positions without a token to 0.
  *
  * `values` is the source of the given shape, with 2 to 8 axes; codes, scales and biases
  * have `target_length` positions. Errors as for mlstate_kv_quantize, and
@@ -184,9 +189,9 @@ MLSTATE_KV_API int mlstate_kv_quantize_move(const void *values, int dtype,
                                             int64_t position, int bits, int64_t group,
                                             uint32_t *codes, void *scales, void *biases);
 
-/* The reverse: codes, scales and biases are the source, packed for values of the given
- * shape; `values` is the target with `target_length` positions. Values of positions
- * without a token become 0. */
+/* The reverse of mlstate_kv_quantize_move, with its errors: codes, scales and biases are
+ * the source, packed for values of `shape`; `values` is the target with `target_length`
+ * positions. Values of positions from `position` on become 0. */
 MLSTATE_KV_API int mlstate_kv_dequantize_move(
     void *values, int dtype, const int64_t *strides, const int64_t *shape, int rank,
     int seq_axis, int64_t target_length, int64_t position, int bits, int64_t group,

@@ -106,11 +106,13 @@ class LoadedState:
         self.step: int | None = step
 
     def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
+        """Restore a pickled state."""
         self.states = {}  # pickles of older versions lack it
         for name, value in state[1].items():
             setattr(self, name, value)
 
     def __getitem__(self, name: object) -> Any:
+        """Raise TypeError: a caller who indexes the result must choose one of its states."""
         where = f'["{name}"]'
         raise TypeError(
             f"a LoadedState holds several states: use .model{where}, .optimizer{where} or "
@@ -154,8 +156,9 @@ def chosen_names(
     """Return the name matcher and, for model and optimizer, the names to load.
 
     `sections`: all names of both. `listed`: names or globs of the caller, None for all; raises
-    TensorNotFoundError for one without a match. `weights`: of a folder of Hugging Face.
-    `is_renamed`: the names in `sections` are new ones, which the index of `weights` lacks.
+    TensorNotFoundError for one without a match. `folder`: path for errors. `weights`: of a Hugging
+    Face folder. `is_renamed`: the names in `sections` are new ones, which the index of `weights`
+    lacks.
     """
     if listed is None:
         return ALL_NAMES, sections
@@ -203,9 +206,7 @@ class Loader:
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
         """Read the indexes that `request` needs and choose the names to load.
 
-        No tensor is read yet.
-
-        With `verify="first"`, all files are verified here.
+        With `verify="first"`, all files are verified here; otherwise no tensor is read yet.
         """
         if request.options["rename"] is None:
             manifest = without_missing(request.files.folder, manifest, request.names)
@@ -229,7 +230,7 @@ class Loader:
     def _find_pairs(self) -> Pairs | None:
         """Return the quantized weights to compute values of, None if `cast` asks for none.
 
-        Their scales are hidden from the names of the model.
+        Their scales are no longer among the names of the model.
         """
         if not self.request.dtype or self.manifest.weights is None:
             return None
@@ -249,7 +250,7 @@ class Loader:
 
     @property
     def named(self) -> dict[str, Section]:
-        """The named states that are not nested values."""
+        """The sections of the named states with tensors, by name; nested values have none."""
         tensors = (name for name, kind in self.states.items() if kind["kind"] != "tree")
         return dict(zip(tensors, self.sections[STATES:], strict=True))
 
@@ -269,7 +270,7 @@ class Loader:
         self.indexes.need((each.number, each.keys(names), cuts) for each, names, cuts in requests)
 
     def load_keys(self, section: int, keys: list[str], cutting: Cutting) -> dict[str, Any]:
-        """Return new arrays of tensors that `need` was not called for, by their keys."""
+        """Read the tensors `keys` into new arrays, by key, and first the indexes that list them."""
         self.indexes.need([(section, keys, cutting)])
         return self._load(section, keys, cutting, mmap=False)
 
@@ -299,7 +300,10 @@ class Loader:
         return facts
 
     def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
-        """Return a new state of the class that was saved; `extra` has further arrays."""
+        """Return a new state of the class that was saved, of the tensors `names`.
+
+        `extra`: further arrays to add to it.
+        """
         keys = section.keys(names)
         arrays_loaded = self._pair_values(section, keys)
         others = [key for key in keys if key not in arrays_loaded] if arrays_loaded else keys
@@ -331,10 +335,10 @@ class Loader:
         return {pair.codes: pair.load(read, cutting, dtype) for pair in chosen}
 
     def _batches(self, section: Section, keys: list[str]) -> list[tuple[list[str], str]]:
-        """Return the keys of tensors to load at the same time, and the dtype to convert them to.
+        """Return batches of keys to load at the same time, each with a dtype to convert to, or "".
 
-        Each batch to convert holds one tensor, or tensors of few bytes. Optimizers keep their
-        dtypes: their states are more precise than the weights, and count steps.
+        A batch to convert has one tensor, or tensors of few bytes. Optimizers keep their dtypes:
+        their states are more precise than the weights, and count steps.
         """
         dtype = "" if section.is_optimizer else self.request.dtype
         if not dtype:
@@ -354,12 +358,11 @@ class Loader:
         return batches
 
     def lacking(self, names: list[list[str]]) -> dict[str, tuple[str, str]]:
-        """Return the optimizer states that the checkpoint lacks.
+        """Return the optimizer states that the checkpoint lacks: {key: (parameter, existing key)}.
 
         A parameter lacks a state if another parameter has it, with that parameter's shape. The
-        result maps the lacking key to its parameter and to the key of an existing state of that
-        name. `names` are the loaded names of both sections. If the saved optimizer lists the
-        parameters that it trains, only these are considered.
+        existing key is of such a state. `names`: the loaded names of model and optimizer. If the
+        saved optimizer lists the parameters that it trains, only these are considered.
         """
         saved = self.sections[OPTIMIZER].restore({}, self.folder)
         groups = getattr(saved, "param_groups", ())
@@ -446,7 +449,7 @@ def warn_of_whole_tensors(options: LoadOptions, path: str) -> None:
 
 
 def _is_whole(loader: Loader) -> bool:
-    """Return whether a checkpoint has tensors, and no rank saved a part or a state of its own."""
+    """Return whether a checkpoint has tensors, and each rank saved all of them and equal states."""
     if any("ranks" in kind for kind in loader.states.values()):
         return False
     layouts = [
@@ -456,7 +459,7 @@ def _is_whole(loader: Loader) -> bool:
 
 
 def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Load the requested part to new arrays or, with mmap, views of the files."""
+    """Load the requested tensors into new arrays or, with ``mmap``, as views of the files."""
     loader = Loader(request, manifest)
     manifest = loader.manifest
     if expects_parts(request.options) and _is_whole(loader):
@@ -551,7 +554,7 @@ def ranks_of(
 ) -> Cutting:
     """Return the part to load: steps of a layout, index, number of ranks (0: whole tensors).
 
-    Raises if the caller's arguments contradict each other.
+    Steps of None: as the tensors were saved. Raises if the arguments contradict each other.
     """
     if group is not None:
         if rank is not None or world_size is not None:
@@ -578,9 +581,9 @@ def ranks_of(
 
 
 def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
-    """Check the user's ``cast=``; return whether targets are converted, and a dtype or "".
+    """Check the user's ``cast=``; return whether to convert to the dtypes of `into`, and a dtype.
 
-    The dtype is that of new arrays.
+    The dtype is for the floats of new arrays; "" keeps the stored ones.
     """
     if is_flag(cast):
         if cast and into is None:
@@ -630,7 +633,7 @@ def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: _core.Merged
 def find_whole(
     path: object, files: CheckpointFiles, error: StoreError | None = None
 ) -> WholePath | None:
-    """Return the path if its file or folder of another program is read whole, else None.
+    """Return the content of another program's file or folder that is read whole, else None.
 
     `error`: why it is not a checkpoint; raised if it is not of another program either. Folders are
     looked at only after such an error.
@@ -703,7 +706,7 @@ def _check_request(
 
 
 def open_loader(where: RootPath, options: LoadOptions) -> Loader:
-    """Return a loader of all tensors of a root, for reading them one after the other."""
+    """Return a loader of all tensors of a root, for a caller that reads one after the other."""
     request, manifest = _check_request(
         where, None, None, None, complete_options(load, options, LOAD_DEFAULTS)
     )
@@ -730,11 +733,10 @@ def load(
         Folder of the checkpoint, or of a Hugging Face model (``model.safetensors``, or
         ``model.safetensors.index.json`` with its files, or the names of PEFT, diffusers and
         Mistral); or one ``.safetensors`` file or index; or the URL of one of these in an object
-        store. An index that differs from the headers of its files causes a warning.
-        Or the path of a file ``.safetensors``, ``.npz``, ``.pt`` (weights only: no code of it runs)
-        or ``.ckpt``, or of a folder of torch.distributed.checkpoint. All but the first are read
-        whole; ``mmap``, ``missing``, ``verify="first"`` and torch optimizers in ``into`` are
-        refused for these.
+        store. An index that differs from the headers of its files causes a warning. Or the path of
+        a file ``.safetensors``, ``.npz``, ``.pt`` (weights only: no code of it runs) or ``.ckpt``,
+        or of a folder of torch.distributed.checkpoint. All but the first are read whole; ``mmap``,
+        ``missing``, ``verify="first"`` and torch optimizers in ``into`` are refused for these.
     step : int, "latest" or "best", optional
         The step of a run, the folder of a `CheckpointManager`. Default: the newest.
     monitor : str, optional
@@ -744,54 +746,52 @@ def load(
         Default: the smallest.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
-        (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
-        other string is a glob such as ``"layers.*.weight"``.
+        (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any other
+        string is a glob such as ``"layers.*.weight"``.
     rank, world_size : int, optional
-        Load only the part of one rank. Without `layout`, tensors are cut as they were saved,
-        for `world_size` ranks; tensors that were saved whole are loaded whole, with a
+        Load only the part of one rank. Without `layout`, tensors are cut as they were saved, for
+        `world_size` ranks; tensors that were saved whole are loaded whole, with a
         `CheckpointWarning` if none was saved in parts.
     layout : Layout or str, optional
         Layout to load, independent of the saved layout. Optimizer states are cut along the same
         axes as their parameter, as far as they have these axes.
     group : ProcessGroup, optional
         Alternative to `rank` and `world_size`. The ranks do not wait for each other, except if
-        `into` holds torch modules or optimizers. Then all ranks must call `load`; before
-        anything is changed, they check together that every target matches and that all read
-        the same checkpoint.
+        `into` holds torch modules or optimizers. Then all ranks must call `load`; before anything
+        is changed, they check together that every target matches and that all read the same
+        checkpoint.
     into : mapping or object, optional
         ``{"model": state, "optimizer": state, "states": {name: state}}``, an object with these
-        attributes, or a torch module, which receives the model. Existing
-        arrays of the right shape and dtype are filled, and no new ones are made. Torch modules
-        and optimizers are filled in place, including DDP, FSDP2 and FSDP1 modules. Sharded modules
-        know their part of each tensor, so `group`, `rank` and `layout` do not cut for them; a
-        given `rank` or `layout` cuts for modules that are not sharded. Submodules with extra
-        states, own load methods or hooks are loaded by their own methods, before any array is
-        filled, as their ``load_state_dict`` does. Optimizer states that do
-        not exist yet are created, and the optimizer's groups receive the saved values. A
-        section without a target is not loaded. With `names`, the selected names must exist in
-        the checkpoint and in `into`; everything else in `into` is unchanged. Named states may
-        also be random generators, caches of `mlstate.kv`, objects with ``load_state_dict``, and
-        dicts and lists, whose content is replaced; generators, caches and objects in them are
-        restored themselves, and a list of such values must have the saved length. All
-        objects are restored before the arrays, or none: if one refuses its state, those before
-        it get their old states back, and no array is changed.
+        attributes, or a torch module, which receives the model. Existing arrays of the right shape
+        and dtype are filled, and no new ones are made. Torch modules and optimizers are filled in
+        place, including DDP, FSDP2 and FSDP1 modules. Sharded modules know their part of each
+        tensor, so `group`, `rank` and `layout` do not cut for them; a given `rank` or `layout` cuts
+        for modules that are not sharded. Submodules with extra states, own load methods or hooks
+        are loaded by their own methods, before any array is filled, as their ``load_state_dict``
+        does. Optimizer states that do not exist yet are created, and the optimizer's groups receive
+        the saved values. A section without a target is not loaded. With `names`, the selected names
+        must exist in the checkpoint and in `into`; everything else in `into` is unchanged. Named
+        states may also be random generators, caches of `mlstate.kv`, objects with
+        ``load_state_dict``, and dicts and lists, whose content is replaced; generators, caches and
+        objects in them are restored themselves, and a list of such values must have the saved
+        length. All objects are restored before the arrays, or none: if one refuses its state, those
+        before it get their old states back, and no array is changed.
     mmap : bool, default False
         Return read-only arrays over memory-mapped files: data is read on first access. Tensors
-        whose part spans several shards, or a sparse or compressed one, are assembled in new
-        memory.
+        whose part spans several shards, or a sparse or compressed one, are assembled in new memory.
     verify : bool or "first", default True
-        Verify checksums while reading. Mapped arrays are not verified. With ``"first"``, the
-        whole checkpoint is read and verified before anything is loaded.
+        Verify checksums while reading. Mapped arrays are not verified. With ``"first"``, the whole
+        checkpoint is read and verified before anything is loaded.
     missing : {"skip", "zeros", "error"}, default "skip"
-        How to treat optimizer states that the checkpoint lacks: leave them out, make them
-        zeros, or raise. A parameter lacks a state if another parameter has it with that
-        parameter's shape. If the saved optimizer lists the parameters that it trains, only
-        these are considered. With `into`, states that exist in `into` and were not saved are
-        lacking too: ``"skip"`` leaves such arrays unchanged, and removes such states from a
-        torch optimizer, which then creates them anew.
+        How to treat optimizer states that the checkpoint lacks: leave them out, make them zeros, or
+        raise. A parameter lacks a state if another parameter has it with that parameter's shape. If
+        the saved optimizer lists the parameters that it trains, only these are considered. With
+        `into`, states that exist in `into` and were not saved are lacking too: ``"skip"`` leaves
+        such arrays unchanged, and removes such states from a torch optimizer, which then creates
+        them anew.
     strict : bool, default True
-        Require the same names in the checkpoint and in each target of `into`. If False, fill
-        only the tensors that both have. A shape mismatch always raises.
+        Require the same names in the checkpoint and in each target of `into`. If False, fill only
+        the tensors that both have. A shape mismatch always raises.
     cast : bool or dtype, default False
         With True, convert between float16, bfloat16, float32 and float64 if a target of `into` has
         another dtype, rounding to nearest. This needs memory for these tensors. With one of these
@@ -801,9 +801,8 @@ def load(
         has a ``quantization_config``, the result has the values of weights with scales instead of
         both: of the methods fp8, mxfp4, and compressed-tensors with 8-bit floats. Integers, bool
         and complex numbers keep their dtypes, and so do all tensors of optimizers and of other
-        named states. Besides the result
-        this needs memory for one tensor, or 64 MiB. A dtype cannot be combined with `into` or
-        `mmap`.
+        named states. Besides the result this needs memory for one tensor, or 64 MiB. A dtype cannot
+        be combined with `into` or `mmap`.
     device : torch.device or str, optional
         Return torch tensors on this device instead of NumPy arrays. Targets in `into` keep their
         own devices; objects with ``load_state_dict`` get their tensors on this one. Needs
@@ -827,20 +826,20 @@ def load(
     StoreError
         The operating system refused. Also a `FileNotFoundError` if there is no checkpoint.
     FormatError
-        The manifest, an index or a file is malformed, or a part of a tensor was not stored. With
-        a dtype as `cast`, the scales of a quantized weight are missing or have a wrong shape.
+        The manifest, an index or a file is malformed, or a part of a tensor was not stored. With a
+        dtype as `cast`, the scales of a quantized weight are missing or have a wrong shape.
     ChecksumError
         Bytes changed since they were written. (A `FormatError`.)
     TensorNotFoundError
         One of `names` matches no tensor. (A `KeyError`.)
     CompatibilityError
-        `into` has other names, shapes or dtypes, or an object refuses its state; or two names
-        would become the same by `rename`; or two named states have different values and the same
-        object of `into` as their target. `into` is unchanged. With a dtype as `cast`, a Hugging
-        Face folder is quantized by a method whose values mlstate cannot compute.
+        `into` has other names, shapes or dtypes, or an object refuses its state; or two names would
+        become the same by `rename`; or two named states have different values and the same object
+        of `into` as their target. `into` is unchanged. With a dtype as `cast`, a Hugging Face
+        folder is quantized by a method whose values mlstate cannot compute.
     TypeError, ValueError
-        A torch object in `into` is refused for one of the reasons of `save`, or arrays of
-        `into` are read-only or overlap without being the same array. `into` is unchanged.
+        A torch object in `into` is refused for one of the reasons of `save`, or arrays of `into`
+        are read-only or overlap without being the same array. `into` is unchanged.
 
     Notes
     -----

@@ -42,7 +42,10 @@ ALL_NAMES = Names(None)
 
 
 class _Ready(NamedTuple):
-    """A target of tensors, checked: names to read, and how their tensors are cut."""
+    """A target of tensors, checked: names to read, and how their tensors are cut.
+
+    `filling`: the target's memory, with `arrays` by name. `cuts`: one for all `names`, or a list.
+    """
 
     section: Section
     filling: Any
@@ -63,18 +66,21 @@ class Prepared:
         self.ready: list[_Ready] = []
 
     def fill(self, loader: Loader) -> None:
-        """Read all tensors into their targets."""
+        """Read all tensors into their targets; after an error, their content is undefined."""
         for ready_target in self.ready:
             _fill(loader, ready_target)
 
 
 def _target(into: Any, name: str) -> Any:
-    """Return the object in `into` that receives one section."""
+    """Return the user's target for the section `name` ("model", ...); None without one."""
     return into.get(name) if hasattr(into, "get") else getattr(into, name, None)
 
 
 def check_into(into: Any) -> None:
-    """Raise TypeError if `into` is neither a mapping nor an object with `model` and `optimizer`."""
+    """Raise TypeError if `into` is neither a mapping nor an object with `model` and `optimizer`.
+
+    A mapping may have only the keys model, optimizer and states.
+    """
     if hasattr(into, "get"):
         unknown = [key for key in into if key not in ("model", "optimizer", "states")]
         if unknown:
@@ -111,9 +117,11 @@ class _ArrayTarget:
         self.zeros: list[str] = []
 
     def zero(self, name: str) -> None:
+        """Note that the array `name` becomes zero in `done`: the checkpoint lacks it."""
         self.zeros.append(name)
 
     def done(self) -> None:
+        """Zero the noted arrays, and note the writes for torch's autograd."""
         for name in self.zeros:
             self.arrays[name][...] = 0
         if self.tensors:
@@ -125,7 +133,9 @@ def names_error(
 ) -> CompatibilityError:
     """Return an error, in torch's words, that lists mismatched names and suggests a rename.
 
-    `missing`: names without a value. `unexpected`: without a target. `unfilled`: of the target.
+    `missing`: names without a stored value. `unexpected`: stored names without a target.
+    `unfilled`: all names of the target without a value, for the suggestion. `path`: of the
+    checkpoint.
     """
     lines = [f"Error(s) in loading {path}:"]
     for words, names in (("Missing", missing), ("Unexpected", unexpected)):
@@ -150,7 +160,7 @@ def _fit_names(
     """Return the names to read into a target; raise if its names and the stored ones differ.
 
     `selected`: stored names. `filling`: the target's memory. `names`: the user's choice; each of
-    these must exist in both.
+    these must exist in both. With ``strict=False``, only shared names are returned.
     """
     request = loader.request
     have = set(selected)
@@ -159,6 +169,7 @@ def _fit_names(
     missing = _without_tied(loader, unfilled, selected, filling)
     lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
     unexpected = [name for name in selected if name not in target_names]
+    # States that an optimizer lacks are created, zeroed or left out, as `missing` requests.
     lenient = section.is_optimizer and request.options["missing"] != "error"
     if request.options["strict"] and (unexpected or (lacking and not lenient)):
         raise names_error([] if lenient else lacking, unexpected, unfilled, loader.folder)
@@ -173,7 +184,7 @@ def _without_tied(
 ) -> list[str]:
     """Return the names of `unfilled` whose memory receives no value under another name.
 
-    Hugging Face folders store tied weights under one of their names.
+    `selected`: stored names. Hugging Face folders store tied weights under one of their names.
     """
     if not unfilled or loader.manifest.weights is None:
         return unfilled
@@ -189,7 +200,8 @@ def _shape_of(
 ) -> tuple[int, ...]:
     """Return the shape of the part to load into a target that does not know its own part.
 
-    `shape`, `layout`, `axes`: of the stored tensor.
+    `shape`, `layout`, `axes`: of the stored tensor. `axes` has the parameter's axis for each axis
+    of a state whose axes differ; None: the same axes.
     """
     steps, index, world = loader.request.cutting
     if loader.request.by_target or (steps is None and (world == 0 or len(layout) != 1)):
@@ -214,7 +226,8 @@ def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
 def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> dict[str, Any]:
     """Replace targets in `filling` that have another float dtype by arrays of the stored one.
 
-    Returns the replaced targets by name, which receive the converted values after the read.
+    Returns the replaced targets by name; they receive the converted values after the read. Without
+    ``cast=True`` nothing is replaced.
     """
     casts: dict[str, Any] = {}
     if not loader.request.cast:
@@ -266,9 +279,8 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
 def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> bool:
     """Return whether an optimizer's stored states are named by the order of parameters.
 
-    Raises if they have names and the user's optimizer has none.
-
-    `module`: of the parameters; None: the user passed none.
+    `module`: of the parameters; None: the user passed none. Raises CompatibilityError if the states
+    are named by parameters, whose names neither `module` nor the optimizer gives.
     """
     groups = (section.kind or {}).get("param_groups", ())
     names = section.names or [f"{name}." for g in groups for name in g.get("params", ())]
@@ -295,10 +307,12 @@ def _optimizer_target(
 ) -> Any:
     """Return memory for the states of a torch optimizer; states that it lacks are created.
 
-    `selected`: stored names. `module`: owns the parameters, or None.
+    `selected`: stored names. `module`: has the parameters, or None. `chosen_names`: the user's
+    choice.
     """
     names = module
     if _is_numbered(section, loader.folder, optimizer, module):
+        # torch numbers the parameters of all groups in their order.
         names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
     chosen = set(selected)
     by_key = section.names_by_key()
@@ -317,6 +331,7 @@ def _optimizer_target(
             records[name] = OptimizerRecord(record_key[0], record_key[1], fitting, dtype, axes)
 
     def read(names_read: list[str]) -> dict[str, Any]:
+        """Return whole tensors as new arrays, by name."""
         arrays = loader.load_keys(section.number, section.keys(names_read), (None, 0, 0))
         return dict(zip(names_read, (arrays[key] for key in section.keys(names_read)), strict=True))
 
@@ -325,6 +340,7 @@ def _optimizer_target(
         saved = OptimizerStateDict()
 
     def meant(others: list[str]) -> list[str]:
+        """Return those names of `others` that the user chose."""
         return chosen_names.select(others, OPTIMIZER)[0]
 
     request = loader.request
@@ -364,10 +380,10 @@ def _choose_entries(
 def _prepare_tensors(
     loader: Loader, section: Section, selected: list[str], target: Any, module: Any, names: Names
 ) -> tuple[_Ready, list[Action]]:
-    """Return memory of a target for tensors, checked except for shapes and dtypes, and actions.
+    """Return the checked target of a section's tensors, and actions; shapes are checked later.
 
-    `selected`: stored names. `module`: of an optimizer, or None. The actions load the submodules
-    that must load their own entries.
+    `selected`: stored names. `module`: has the parameters of an optimizer, or None. `names`: the
+    user's choice. The actions load the submodules that must load their own entries.
     """
     filling: Any
     actions: list[Action] = []
@@ -391,7 +407,7 @@ def _prepare_tensors(
 
 
 def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
-    """Drop names whose memory a later name shares, from the targets: one read fills both."""
+    """Drop those names from the targets whose memory a later name shares: one read fills both."""
     tied = _core.targets_tied(
         [(ready_target.names, ready_target.filling.arrays) for ready_target in ready]
     )
@@ -411,7 +427,7 @@ def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
 
 
 def _targets(loader: Loader) -> Prepared:
-    """Return the caller's targets of `into`; raise if the state of one was not saved.
+    """Return the caller's targets of `into`; raise CompatibilityError if one was not saved.
 
     Without `strict`, named states that were not saved are left out.
     """
@@ -447,7 +463,7 @@ def _prepare_state(
 ) -> None:
     """Check one named state against its target, and add to `prepared` how to fill it.
 
-    `modules`: of the other targets, which may own the parameters of an optimizer.
+    `modules`: all torch modules of the load, which may have the parameters of an optimizer.
     """
     section = loader.named.get(name)
     if section is None:
@@ -480,7 +496,10 @@ def _prepare_state(
 
 
 def prepare(loader: Loader) -> Prepared:
-    """Check all targets of ``into``, and read the nested values; raise if one does not match."""
+    """Check all targets of ``into``, and read the nested values; raise if one does not match.
+
+    No target is changed yet.
+    """
     prepared = _targets(loader)
     names, chosen = loader.chosen()
     module = prepared.model if is_module(prepared.model) else None

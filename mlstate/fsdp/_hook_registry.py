@@ -18,14 +18,12 @@ class Hooks:
     """The hooks of one `FSDPBackwardHook` on a model.
 
     Raises ValueError if another object has a hook on one of the parameters. `names` maps keys
-    to parameter names. The key of a parameter is the same for all `FSDPBackwardHook` objects.
+    to parameter names. The key identifies a parameter in this process, and is the same for all
+    `FSDPBackwardHook` objects.
     """
 
     def __init__(self, names: Mapping[Hashable, str]) -> None:
-        """Start a set of hooks, without any; raises if another set has one on the same parameter.
-
-        `names`: for each parameter, by a key that identifies it in this process, its name.
-        """
+        """Check that no other set has hooks on these parameters; the caller adds the hooks."""
         self._names = names
         self._handles: list[Any] = []
         for other in live_hooks():
@@ -36,6 +34,7 @@ class Hooks:
                 )
 
     def _make_live(self) -> None:
+        """Let later sets of hooks see this one, until `remove`; called after the last hook."""
         with _lock:
             _live.add(self)
 
@@ -48,7 +47,7 @@ class Hooks:
 
 
 def live_hooks() -> list[Hooks]:
-    """Return the hooks on all models."""
+    """Return the sets of hooks of all `FSDPBackwardHook` objects in this process."""
     with _lock:
         return list(_live)
 
@@ -73,7 +72,11 @@ class ModelHooks(Hooks):
 
 
 def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None:
-    """Raise ValueError if `gradients` is unknown or contradicts the other arguments."""
+    """Raise ValueError if `gradients` is unknown or contradicts other arguments.
+
+    The arguments are those of `FSDPBackwardHook.register_hooks`. `is_module`: the model is a torch
+    module. `keeps_others`: `keep_full_gradient` or `accumulate` is set.
+    """
     if gradients not in ("shard", "full"):
         raise ValueError(f"gradients must be 'shard' or 'full', got {gradients!r}")
     if gradients == "shard":

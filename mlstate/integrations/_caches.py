@@ -67,7 +67,11 @@ class EntryReader:
         seq_axis: int = 2,
         **options: Any,
     ) -> None:
-        """Add an array of a layer."""
+        """Add an array of a layer as an entry with the name ``"<where>.<part>"``.
+
+        `where`: place of the layer, such as "3" or "3.0". `layer`: its index in the cache.
+        `options`: further arguments of `CacheEntry`.
+        """
         name, role = f"{where}.{part}", part.partition(".")[0]
         shape = tuple(array.shape)
         entry = CacheEntry(
@@ -77,7 +81,10 @@ class EntryReader:
         self.arrays[name] = array
 
     def count(self, tokens: int, where: str) -> None:
-        """Note the number of tokens of a layer, or raise if another layer has another number."""
+        """Note the number of tokens of the layer at `where`.
+
+        Raises CompatibilityError if an earlier layer has another number.
+        """
         if self.length is None:
             self.length, self._counted_by = tokens, where
         elif self.length != tokens:
@@ -93,7 +100,10 @@ class EntryReader:
             raise incompatible(text, None, "a cache after a prefill", "an empty cache")
 
     def checked_length(self, passed: int | None) -> int:
-        """Return the number of tokens that the layers count, or else the one that was passed."""
+        """Return the number of tokens that the layers count, or else the `passed` one.
+
+        Raises CompatibilityError if both exist and differ, or neither exists.
+        """
         counted = self.length
         if passed is not None:
             passed = as_count("length", passed)
@@ -115,10 +125,14 @@ class EntryPlan:
         self.spec, self.arrays, self.length = state.spec, state.arrays, state.length
         self.ring_of = state._cache.ring
         self.writes: list[Callable[[], object]] = []
-        self.used: set[str] = set()
+        self.used: set[str] = set()  # names of arrays that a layer takes
 
     def entry(self, where: str, owner: str, part: str, *kinds: str) -> CacheEntry | None:
-        """Return the entry of an array of a layer, or None if the state does not have it."""
+        """Return the entry of the array ``"<where>.<part>"``, or None if the state lacks it.
+
+        The array counts as used. Raises CompatibilityError if its kind is not in `kinds`. `owner`:
+        class of the layer, for errors.
+        """
         name = f"{where}.{part}"
         if name not in self.arrays:
             return None
@@ -131,7 +145,11 @@ class EntryPlan:
         return entry
 
     def both(self, where: str, owner: str, *kinds: str, prefix: str = "") -> list[CacheEntry]:
-        """Return the entries of keys and values, or no entry."""
+        """Return the entries of keys and values of the layer at `where`, or [] if it has neither.
+
+        `prefix`: of the names "keys" and "values". Raises CompatibilityError if only one exists, or
+        their shapes before the last axis differ.
+        """
         parts = f"{prefix}keys", f"{prefix}values"
         entries_or_none = [self.entry(where, owner, part, *kinds) for part in parts]
         entries = [each for each in entries_or_none if each is not None]
@@ -150,7 +168,10 @@ class EntryPlan:
             raise incompatible(text, where, "an array of the layer", "none")
 
     def write_all(self) -> None:
-        """Write everything, or raise if the target has no place for an array."""
+        """Make all planned writes.
+
+        Raises CompatibilityError before the first one if no layer used some array of the state.
+        """
         left = [name for name in self.arrays if name not in self.used]
         if left:
             text = f"the cache has no place for {left[0]!r}"

@@ -39,8 +39,8 @@ const mls_dtype_info *mls_dtype_of(mls_dtype dtype)
     return &infos[dtype];
 }
 
-/* Look up NumPy's name of a dtype, or its safetensors name (`in_files`); false: unknown.
- * Linear search: the table is short, and each name is looked up once. */
+/* Set `*out` to the dtype with this name of `length` bytes: its safetensors name if
+ * `in_files`, else NumPy's. Returns false if the name is unknown. */
 static bool find_dtype(const char *name, size_t length, bool in_files, mls_dtype *out)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
@@ -63,8 +63,8 @@ bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out)
     return find_dtype(name, length, true, out);
 }
 
-/* Convert `count` units of `from` bits each to units of `to` bits; false: not a whole
- * number of units, or too large. */
+/* Set `*out` to the number of units of `to` bits that have as many bits as `count` units
+ * of `from` bits. Returns false if that is not a whole number, or too large. */
 static bool convert_count(size_t count, size_t from, size_t to, size_t *out)
 {
     size_t bits;

@@ -42,14 +42,14 @@ typedef struct mls_dtype_info {
 /* Return name and size of a dtype; never NULL for a valid one. */
 const mls_dtype_info *mls_dtype_of(mls_dtype dtype);
 
-/* Find a dtype by one of its names (`length` bytes, no NUL needed). Returns false if the
- * name is unknown. */
+/* Set `*out` to the dtype whose `name` or `file_name` is these `length` bytes (no NUL
+ * needed). Returns false if the name is unknown. */
 bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out);
 bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out);
 
-/* Convert the length of a tensor's last axis between the elements that a safetensors file
- * counts and the items of an array; both are equal unless the dtype is packed. Returns
- * false if the result is not a whole number or does not fit. */
+/* Convert the length of a tensor's last axis from the elements that a safetensors file
+ * counts to the items of an array, or back; both are equal unless the dtype is packed.
+ * Return false if the result is not a whole number or does not fit. */
 bool mls_dtype_items(mls_dtype dtype, size_t elements, size_t *items);
 bool mls_dtype_elements(mls_dtype dtype, size_t items, size_t *elements);
 

@@ -104,8 +104,8 @@ static inline uint16_t mls_f16_from_f32(float value)
     return (uint16_t)(sign | half);
 }
 
-/* Return the bits of the nearest float16, ties to even. Not by way of float: rounding
- * twice could give the wrong result at a tie. */
+/* Return the bits of the nearest float16, ties to even. Converts without a float in
+ * between: rounding twice could give the wrong result at a tie. */
 static inline uint16_t mls_f16_from_f64(double value)
 {
     const uint64_t bits = mls_f64_bits(value);
@@ -118,7 +118,8 @@ static inline uint16_t mls_f16_from_f64(double value)
         half = 0x7C00U;
     } else if (magnitude >= 0x3F10000000000000U) { /* 2**-14 and up */
         half = mls_round_shift(magnitude - 0x3F00000000000000U, 42);
-    } else if (magnitude >= 0x3E60000000000000U) { /* 2**-25 and up */
+    } else if (magnitude >=
+               0x3E60000000000000U) { /* 2**-25 and up: multiples of 2**-24 */
         const uint64_t mantissa = (magnitude & 0xFFFFFFFFFFFFFU) | 0x10000000000000U;
         half = mls_round_shift(mantissa, 1051U - (unsigned)(magnitude >> 52));
     } else {
@@ -127,7 +128,7 @@ static inline uint16_t mls_f16_from_f64(double value)
     return (uint16_t)(sign | half);
 }
 
-/* Exact: a bfloat16 is the upper half of a float. */
+/* Convert the bits of a bfloat16. Exact: a bfloat16 is the upper half of a float. */
 static inline float mls_f32_from_bf16(uint16_t bf16)
 {
     return mls_f32_from_bits((uint32_t)bf16 << 16);
@@ -150,8 +151,9 @@ static inline double mls_f64_power(int exponent)
     return mls_f64_from_bits((uint64_t)(exponent + 1023) << 52);
 }
 
-/* Decode 8 bits with sign, exponent and `digits` bits of mantissa; `bias` is subtracted
- * from the exponent. Special codes (infinity, NaN) are not recognised here. */
+/* Decode 8 bits: a sign, an exponent, and `digits` bits of mantissa. `bias` is subtracted
+ * from the exponent. Infinity and NaN are not recognised here: the caller handles their
+ * bytes. */
 static inline double mls_f64_from_f8(uint8_t bits, unsigned digits, int bias)
 {
     const unsigned exponent = (bits & 0x7FU) >> digits;
@@ -164,31 +166,33 @@ static inline double mls_f64_from_f8(uint8_t bits, unsigned digits, int bias)
     return (bits & 0x80U) != 0 ? -value : value;
 }
 
-/* A quiet NaN. */
+/* Return a quiet NaN. */
 static inline double mls_f64_nan(void)
 {
     return mls_f64_from_bits(0x7FF8000000000000U);
 }
 
-/* The two codes of all ones are NaN; this format has no infinity. */
+/* Decode an E4M3 byte. The two bytes with all bits but the sign set are NaN; the format
+ * has no infinity. */
 static inline double mls_f64_from_e4m3(uint8_t bits)
 {
     return (bits & 0x7FU) == 0x7FU ? mls_f64_nan() : mls_f64_from_f8(bits, 3, 7);
 }
 
-/* The upper half of a float16, infinity and NaN included. */
+/* Decode an E5M2 byte: the upper half of a float16, infinity and NaN included. */
 static inline double mls_f64_from_e5m2(uint8_t bits)
 {
     return (double)mls_f32_from_f16((uint16_t)(bits << 8));
 }
 
-/* 2**-127 to 2**127; all ones is NaN. */
+/* Decode an E8M0 byte, an exponent alone: 2**-127 to 2**127; all ones is NaN. */
 static inline double mls_f64_from_e8m0(uint8_t bits)
 {
     return bits == 0xFFU ? mls_f64_nan() : mls_f64_power((int)bits - 127);
 }
 
-/* The FNUZ formats have a bias that is larger by one. */
+/* Decode an E4M3 byte of the FNUZ formats: their bias is larger by one, and only 0x80 is
+ * NaN. */
 static inline double mls_f64_from_e4m3fnuz(uint8_t bits)
 {
     return bits == 0x80U ? mls_f64_nan() : mls_f64_from_f8(bits, 3, 8);

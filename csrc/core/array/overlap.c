@@ -15,8 +15,8 @@ enum {
     MAX_STEPS = 1 << 18, /* of a search; some milliseconds */
 };
 
-/* A sum of terms: step * factor, with factors from 0 to `most`. Steps are positive,
- * distinct and descend. */
+/* A sum of `count` terms: term i is step[i] * factor, with any factor from 0 to most[i].
+ * Steps are positive, distinct and descend. */
 typedef struct sum {
     int count;
     bool is_huge; /* the sum does not fit; only for views that are not in memory */
@@ -25,8 +25,9 @@ typedef struct sum {
     int64_t common[MAX_TERMS + 1]; /* their greatest common divisor; 0 without terms */
 } sum;
 
-/* Add the term step * n, with n from 0 to `most`. Terms stay sorted by descending step; a
- * term with the same step is joined. */
+/* Add the term step * n, with n from 0 to `most`, to the sum. Terms stay sorted by
+ * descending step; a term with the same step is joined, and one that is always 0 is left
+ * out. */
 static void add_term(sum *s, int64_t step, int64_t most)
 {
     int at = s->count;
@@ -48,8 +49,8 @@ static void add_term(sum *s, int64_t step, int64_t most)
     s->most[at] = most;
 }
 
-/* Euclid's algorithm. Returns the greatest common divisor of two numbers that are not
- * negative. */
+/* Return the greatest common divisor of two numbers that are not negative (0 divides
+ * none: the other number), with Euclid's algorithm. */
 static int64_t common_divisor(int64_t a, int64_t b)
 {
     while (b != 0) {
@@ -60,8 +61,8 @@ static int64_t common_divisor(int64_t a, int64_t b)
     return a;
 }
 
-/* Compute, for each index, the largest sum of the terms from it on, and their common
- * divisor. `is_huge` is set on overflow. */
+/* Compute `reach` and `common` for each index from the terms. Sets `is_huge` on overflow;
+ * both arrays are then incomplete. */
 static void finish_terms(sum *s)
 {
     s->reach[s->count] = s->common[s->count] = 0;
@@ -77,7 +78,9 @@ static void finish_terms(sum *s)
     }
 }
 
-/* Return whether the terms from `from` on may have a sum in an interval. */
+/* Return false only if the terms from index `from` on cannot have a sum in low .. high:
+ * none of the multiples of their common divisor up to their largest sum is in it. True
+ * does not prove that a sum is. */
 static bool is_possible(const sum *s, int from, int64_t low, int64_t high)
 {
     low = low < 0 ? 0 : low;
@@ -88,14 +91,15 @@ static bool is_possible(const sum *s, int from, int64_t low, int64_t high)
 
 /* Return whether some sum of the terms is in the interval low .. high, both included.
  * Also true if that takes more than MAX_STEPS steps to decide. A search by backtracking:
- * term by term, only factors from which the interval can still be reached. */
+ * term by term, it tries only factors that can still lead to the interval. */
 static bool has_sum(sum *s, int64_t low, int64_t high)
 {
     int64_t factor[MAX_TERMS],
         last[MAX_TERMS]; /* the factor of a term, and the last to try */
-    int64_t used = 0;    /* the sum of the terms before `k` */
+    int64_t used = 0;    /* the sum of the terms before index `k`, the current one */
     int k = 0;
-    bool enters = true;
+    bool enters =
+        true; /* term `k` is reached from the term before it, not from the next */
     finish_terms(s);
     if (s->is_huge) {
         return true;
@@ -112,7 +116,7 @@ static bool has_sum(sum *s, int64_t low, int64_t high)
             last[k] = last[k] > s->most[k] ? s->most[k] : last[k];
             enters = false;
         }
-        if (factor[k] > last[k]) {
+        if (factor[k] > last[k]) { /* no factor is left: go on with the term before */
             if (k == 0) {
                 return false;
             }
@@ -140,10 +144,9 @@ static int64_t step_of(const mls_tensor *t, int axis)
     return stride < 0 ? -stride : stride;
 }
 
-/* Return whether two views share a byte: whether any two of their element addresses are
- * close enough. A negative stride has the elements of a positive one from the lowest
- * address on. The factors of `b` are counted from its highest address, so that all terms
- * are positive. */
+/* Search for elements of `a` and `b` whose addresses are closer than an item. A negative
+ * stride has the elements of a positive one from the lowest address on. The factors of
+ * `b` are counted from its highest address, so that all terms are positive. */
 bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
 {
     uintptr_t low_a, high_a, low_b, high_b;
@@ -165,8 +168,8 @@ bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
     return has_sum(&s, distance - (items_a - 1), distance + items_b - 1);
 }
 
-/* Sort the axes with several elements by descending stride into `axes`, which has room
- * for all axes; return their number. The sign of a stride does not matter. */
+/* Write the axes with more than one index to `axes`, which has room for all axes, by
+ * descending stride without regard to signs. Returns their number. */
 static int sort_axes(const mls_tensor *t, int *axes)
 {
     int count = 0;
@@ -182,8 +185,9 @@ static int sort_axes(const mls_tensor *t, int *axes)
     return count;
 }
 
-/* Return whether each stride exceeds the extent of all smaller ones: true for slices,
- * transposes and reversals of packed arrays. `axes` are sorted by descending stride. */
+/* Return whether each stride is at least the bytes that all smaller strides span, so that
+ * elements cannot overlap: true for slices, transposes and reversals of packed arrays.
+ * `axes` are `count` axes of `t`, sorted by descending stride. */
 static bool is_nested(const mls_tensor *t, const int *axes, int count)
 {
     int64_t reach = (int64_t)mls_tensor_item_bytes(t);
@@ -198,9 +202,10 @@ static bool is_nested(const mls_tensor *t, const int *axes, int count)
     return true;
 }
 
-/* Return whether two elements of a view share a byte. Two different elements differ in a
- * first axis, where the second one has the higher index. Along the later axes their
- * indices may differ in both directions. */
+/* Search for two elements that share a byte, by the outermost axis (`first`) along which
+ * their indices differ. The second element has the higher index there. Along the later
+ * axes their indices may differ in both directions, so factors go from 0 to twice the
+ * largest difference. */
 bool mls_tensor_overlaps_itself(const mls_tensor *t)
 {
     uintptr_t low, high;
@@ -219,6 +224,8 @@ bool mls_tensor_overlaps_itself(const mls_tensor *t)
         if (middle == 0) {
             return true;
         }
+        /* their distance is at least one stride, which `middle` has: at most shape - 2
+         * more */
         add_term(&s, -middle, (int64_t)t->shape[axes[first]] - 2);
         for (int i = first + 1; i < count; i++) {
             const int64_t step = step_of(t, axes[i]);

@@ -15,8 +15,8 @@ static size_t magnitude(ptrdiff_t stride)
     return stride < 0 ? (size_t)0 - (size_t)stride : (size_t)stride;
 }
 
-/* Insert an axis so that the first view's strides stay in descending order, without
- * regard to signs. Strides are in bytes. */
+/* Insert an axis of `length` indices, with its strides in bytes in both views, so that
+ * the first view's strides stay in descending order, without regard to signs. */
 static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
                         ptrdiff_t b_stride)
 {
@@ -33,11 +33,11 @@ static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
     w->rank++;
 }
 
-/* Merge an axis with the one inside it (the next one: strides descend) if its stride
- * equals the length of the inner axis times the inner stride, in both views. */
+/* Merge each axis with the next inner one if its stride equals the length of the inner
+ * axis times the inner stride, in both views. */
 static void merge_axes(mls_strided_iter *w)
 {
-    int axis_count = 0;
+    int axis_count = 0; /* the last axis so far of the result */
     for (int axis = 1; axis < w->rank; axis++) {
         const ptrdiff_t length = (ptrdiff_t)w->shape[axis];
         if (w->a_strides[axis_count] == w->a_strides[axis] * length &&
@@ -53,9 +53,8 @@ static void merge_axes(mls_strided_iter *w)
     w->rank = axis_count + 1;
 }
 
-/* Sort and merge the axes, and start at the first run; false: the views are empty. `b`
- * NULL means the strides of `a`. The innermost axis becomes the run;
- * mls_strided_iter_next counts the others. */
+/* Sort and merge the axes. The innermost axis becomes the run; mls_strided_iter_next
+ * counts the others. */
 bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b)
 {
     w->rank = 0;
@@ -83,8 +82,7 @@ bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_t
 
 /* ---- stepping ---- */
 
-/* Split the run's number into one index for each axis, the last axis fastest. `*a` and
- * `*b` are the byte offsets of the run in the two views. */
+/* Split the run's number into one index for each axis, the last axis fastest. */
 void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
 {
     ptrdiff_t a_at = 0, b_at = 0;
@@ -100,8 +98,8 @@ void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdif
 
 /* ---- items ---- */
 
-/* Collect `count` items of `item` bytes that are `stride` bytes apart. Inlined with a
- * constant `item`, so that each copy is one load and one store. */
+/* mls_gather for one item size: inlined with a constant `item`, so that each copy is one
+ * load and one store. */
 static inline __attribute__((always_inline)) void gather_items(unsigned char *packed,
                                                                const unsigned char *from,
                                                                ptrdiff_t stride,
@@ -112,8 +110,7 @@ static inline __attribute__((always_inline)) void gather_items(unsigned char *pa
     }
 }
 
-/* Collect `count` items of 1, 2, 4 or 8 bytes, `stride` bytes apart. Each item size has
- * its own loop; the default is 8. */
+/* Choose a loop for the item size; the default is 8 bytes. */
 void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
                 size_t item, size_t count)
 {
@@ -133,7 +130,7 @@ void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stri
     }
 }
 
-/* Real and imaginary part are swapped separately. */
+/* Real and imaginary part of a complex number are swapped separately. */
 size_t mls_swap_unit(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? 4 : mls_dtype_of(dtype)->item_bytes;

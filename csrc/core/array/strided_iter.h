@@ -19,21 +19,21 @@ typedef struct mls_strided_iter {
     size_t length;            /* elements in each run, at least 1 */
     ptrdiff_t a_step, b_step; /* bytes between neighbouring elements of a run */
     int rank;                 /* number of axes outside the run; 0 if there is one run */
-    size_t shape[MLS_MAX_RANK];
+    size_t shape[MLS_MAX_RANK]; /* of the axes outside the run, as are the strides */
     ptrdiff_t a_strides[MLS_MAX_RANK];
     ptrdiff_t b_strides[MLS_MAX_RANK];
     size_t index[MLS_MAX_RANK]; /* position on each outer axis */
 } mls_strided_iter;
 
-/* Start at the first run, at offset 0 of both views. `b` must have the shape of `a`; NULL
- * means a view with the strides of `a`. Returns false if the views are empty; `w` must
- * then not be used. */
+/* Start at the first run, at offset 0 of the views `a` and `b`. `b` must have the shape
+ * of `a`; NULL means a view with the strides of `a`. Returns false if the views are
+ * empty; `w` must then not be used. */
 bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b);
 
-/* Advance to the next run and update both offsets, in bytes from the views' `data`.
- * Returns false at the end; the offsets are then invalid. Counts like an odometer: an
- * axis at its end returns to 0 and the next outer axis advances. Inline, because runs may
- * be very short. */
+/* Advance to the next run and update `*a` and `*b`, its offsets in bytes from the data of
+ * both views. Returns false after the last run; the offsets are then invalid. Counts like
+ * an odometer: an axis at its end returns to 0 and the next outer axis advances. Inline,
+ * because runs may be very short. */
 static inline bool mls_strided_iter_next(mls_strided_iter *w, ptrdiff_t *a, ptrdiff_t *b)
 {
     for (int axis = w->rank - 1; axis >= 0; axis--) {
@@ -49,15 +49,17 @@ static inline bool mls_strided_iter_next(mls_strided_iter *w, ptrdiff_t *a, ptrd
     return false;
 }
 
-/* Move to run number `run`, counted from 0, and set both offsets. The caller ensures that
- * the run exists. */
+/* Move to run number `run`, counted from 0, and set `*a` and `*b` to its offsets in bytes
+ * from the data of both views. The caller ensures that the run exists. */
 void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b);
 
-/* Collect `count` items of `item` bytes, `stride` bytes apart, into `packed`. */
+/* Copy `count` items of `item` bytes (1, 2, 4 or 8), which start `stride` bytes apart at
+ * `from`, to adjacent memory at `packed`. */
 void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
                 size_t item, size_t count);
 
-/* The inverse of mls_gather. */
+/* The inverse of mls_gather: copy `count` adjacent items of `item` bytes from `packed` to
+ * addresses `stride` bytes apart, from `to` on. */
 static inline void mls_scatter(unsigned char *to, ptrdiff_t stride,
                                const unsigned char *packed, size_t item, size_t count)
 {
@@ -66,10 +68,12 @@ static inline void mls_scatter(unsigned char *to, ptrdiff_t stride,
     }
 }
 
-/* Return the unit of byte swapping: the item size, or half of it for complex numbers. */
+/* Return how many bytes are reversed together to change the byte order of a dtype: the
+ * item size, or half of it for complex numbers. */
 size_t mls_swap_unit(mls_dtype dtype);
 
-/* Reverse the bytes of each `unit` in place. */
+/* Reverse the bytes of each `unit` bytes in place, which changes the byte order. `bytes`
+ * is the size of all items, a multiple of `unit`. */
 void mls_swap_items(unsigned char *items, size_t bytes, size_t unit);
 
 #endif

@@ -5,8 +5,8 @@
  */
 #include "base/address_ranges.h"
 
-/* Return the end of the run that starts at `from`: ranges whose `low` does not decrease.
- * `from` may be `count`. */
+/* Return the end of the run that starts at index `from`: ranges whose `low` does not
+ * decrease. `from` may be `count`. */
 static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
 {
     size_t end = from < count ? from + 1 : count;
@@ -16,8 +16,8 @@ static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
     return end;
 }
 
-/* Merge the ascending runs [0, half) and [half, count) of `from` into `to`; of equal
- * ranges the left one comes first. */
+/* Merge the ascending runs [0, half) and [half, count) of `from` into `to`; of ranges
+ * with equal `low` the left one comes first. */
 static void merge_runs(const mls_address_range *from, size_t half, size_t count,
                        mls_address_range *to)
 {
@@ -29,8 +29,8 @@ static void merge_runs(const mls_address_range *from, size_t half, size_t count,
     }
 }
 
-/* Sort the ranges by `low`, with a merge sort that uses existing runs. Each pass merges
- * neighbouring pairs into the other array, until one sequence is left. */
+/* A merge sort that uses existing runs: each pass merges neighbouring pairs of them into
+ * the other array, until one run is left. */
 mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
                                            mls_address_range *spare, size_t count)
 {
@@ -49,8 +49,7 @@ mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
     return spans;
 }
 
-/* Find owners that share memory. Packed arrays overlap only if they are tied, so the
- * inner loop mostly ends at once. */
+/* Packed arrays overlap only if they are tied, so the inner loop mostly ends at once. */
 bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
                              mls_sharing (*compare)(const void *data, size_t a, size_t b),
                              const void *data, bool *tied, size_t *pair)

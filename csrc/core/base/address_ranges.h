@@ -17,8 +17,9 @@ typedef struct mls_address_range {
     bool written;
 } mls_address_range;
 
-/* Sort by `low`; the sort is stable. `spare` must have room for `count` ranges. Both
- * arrays are overwritten. Returns the one that holds the result. */
+/* Sort the `count` ranges of `spans` by `low`; the sort is stable. `spare` must have room
+ * for `count` ranges. Both arrays are overwritten. Returns the one that holds the
+ * result. */
 mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
                                            mls_address_range *spare, size_t count);
 
@@ -29,9 +30,11 @@ typedef enum mls_sharing {
     MLS_MIXED, /* in another way */
 } mls_sharing;
 
-/* Find owners of the same memory. Calls `compare` for each two owners whose ranges
- * overlap, the lower or earlier one first. Sets `tied[owner]` for each owner that a later
- * one is tied to. Returns false at the first mixed pair, and stores it in `pair`. */
+/* Find owners of the same memory. `sorted` has `count` ranges, sorted by `low`. Calls
+ * compare(data, a, b) for each two owners whose ranges overlap, `a` being the one with
+ * the lower or earlier range. Sets tied[owner] for each owner that a later one is tied
+ * to. Returns false at the first mixed pair, and stores its owners in pair[0] and
+ * pair[1]. */
 bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
                              mls_sharing (*compare)(const void *data, size_t a, size_t b),
                              const void *data, bool *tied, size_t *pair);

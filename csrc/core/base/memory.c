@@ -14,8 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* Allocate a zeroed block. A block of one byte represents an empty one, so that NULL
- * always means failure. */
+/* A block of one byte represents an empty one, so that NULL always means failure. */
 void *mls_alloc(size_t count, size_t size)
 {
     size_t bytes;
@@ -25,8 +24,7 @@ void *mls_alloc(size_t count, size_t size)
     return calloc(bytes == 0 ? 1 : bytes, 1);
 }
 
-/* Resize a block; new bytes are not initialised. Never asks for 0 bytes: realloc may then
- * free the block and return NULL. */
+/* Never asks for 0 bytes: realloc may then free the block and return NULL. */
 void *mls_realloc(void *block, size_t count, size_t size)
 {
     size_t bytes;
@@ -36,8 +34,7 @@ void *mls_realloc(void *block, size_t count, size_t size)
     return realloc(block, bytes == 0 ? 1 : bytes);
 }
 
-/* Grow a block to at least 16 elements, or to twice its `*room`; `size` is the size of an
- * element. */
+/* `*room` changes only if the block does. */
 void *mls_double(void *block, size_t *room, size_t size)
 {
     size_t more = 16;
@@ -54,7 +51,8 @@ void mls_free(void *block)
     free(block);
 }
 
-/* Round up to whole pages, at least one. Returns false on overflow. */
+/* Set `*out` to `bytes` rounded up to whole pages, at least one. Returns false on
+ * overflow. */
 static bool round_to_pages(size_t bytes, size_t *out)
 {
     const size_t page = mls_page_bytes();
@@ -91,7 +89,7 @@ static void unmap(void *data, size_t bytes)
     munmap(data, bytes);
 }
 
-/* Map `bytes` bytes of zero pages, in whole pages; at least one. */
+/* An empty range still maps one page. */
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {
     size_t mapped;
@@ -103,8 +101,7 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
     return MLS_OK;
 }
 
-/* Grow a mapping; new bytes are zero, and the address may change. Never shrinks: a
- * smaller size fails like one that the system refuses. */
+/* Never shrinks: a smaller size fails like one that the system refuses. */
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     size_t mapped;
@@ -148,8 +145,8 @@ void mls_pages_fini(mls_pages *pages)
 }
 
 #if defined(__linux__)
-/* Give advice for the whole pages of `page` bytes inside the range. The partial pages at
- * both ends may hold other data. */
+/* Give `advice` (a constant of madvise) for the whole pages of `page` bytes inside
+ * `bytes` bytes at `data`. The partial pages at both ends may hold other data. */
 static void advise_pages(void *data, size_t bytes, size_t page, int advice)
 {
     const uintptr_t start = ((uintptr_t)data + page - 1) / page * page;
@@ -167,8 +164,7 @@ static void advise(void *data, size_t bytes, int advice)
 }
 #endif
 
-/* Ask for the huge pages that are completely inside the range; a no-op on other
- * systems. */
+/* Does nothing on systems other than Linux. */
 void mls_advise_inner_huge_pages(void *data, size_t bytes)
 {
 #if defined(__linux__)
@@ -181,8 +177,7 @@ void mls_advise_inner_huge_pages(void *data, size_t bytes)
 #endif
 }
 
-/* Ask for huge pages, or for none, in the whole pages of the range; a no-op on other
- * systems. */
+/* Does nothing on systems other than Linux. */
 void mls_advise_pages(void *data, size_t bytes, bool huge)
 {
 #if defined(__linux__)
@@ -192,8 +187,7 @@ void mls_advise_pages(void *data, size_t bytes, bool huge)
 #endif
 }
 
-/* Ask the system to provide memory for a range at once. Systems without this request
- * clear each page when it is first accessed. */
+/* Systems without this request clear each page when it is first accessed. */
 void mls_populate_pages(void *data, size_t bytes)
 {
 #if defined(MADV_POPULATE_WRITE) /* Linux 5.14 */

@@ -11,20 +11,23 @@
 #include <stddef.h>
 
 /* Allocate a zeroed block of `count * size` bytes. Returns NULL if memory runs out or the
- * product overflows. The caller frees the block with mls_free. A count of 0 returns a
- * block of one byte, so NULL always means failure. */
+ * product overflows. The caller frees the block with mls_free. An empty block has one
+ * byte, so NULL always means failure. */
 void *mls_alloc(size_t count, size_t size);
 
-/* Resize a block from mls_alloc, or allocate one if `block` is NULL. New bytes are not
- * initialised. Returns NULL on failure, and the old block stays valid. */
+/* Resize a block from mls_alloc to `count * size` bytes, or allocate one if `block` is
+ * NULL. New bytes are not initialised. Returns NULL on failure, and the old block stays
+ * valid. */
 void *mls_realloc(void *block, size_t count, size_t size);
 
-/* Resize a block to twice its `*room`, so that n appends copy O(n) elements. `block` may
- * be NULL if `*room` is 0. Returns NULL on failure, and the old block stays valid. */
+/* Resize a block of `*room` elements of `size` bytes to twice as many (16 if `*room` is
+ * 0), and set `*room` to their number, so that n appends copy O(n) elements. `block` may
+ * be NULL if `*room` is 0. Returns NULL on failure; the old block and `*room` stay
+ * valid. */
 void *mls_double(void *block, size_t *room, size_t size);
 
-/* Return a block that holds `count` elements and has room for one more: double it if it
- * is full. */
+/* Return a block that holds the `count` elements of `block` and has room for one more:
+ * mls_double is called if it is full. */
 static inline void *mls_grow(void *block, size_t count, size_t *room, size_t size)
 {
     return count < *room ? block : mls_double(block, room, size);

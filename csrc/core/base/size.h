@@ -16,9 +16,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Add sizes in memory. Returns false on overflow; `*out` is then unchanged. The
- * compiler's builtins read the processor's carry or overflow flag, so the check costs no
- * extra comparison. */
+/* Set `*out` to a + b, sizes in memory. Returns false on overflow; `*out` is then
+ * unchanged. The compiler's builtins read the processor's carry or overflow flag, so the
+ * check costs no extra comparison. */
 static inline bool mls_size_add(size_t a, size_t b, size_t *out)
 {
     size_t sum;
@@ -29,7 +29,8 @@ static inline bool mls_size_add(size_t a, size_t b, size_t *out)
     return true;
 }
 
-/* Multiply sizes in memory. Returns false on overflow; `*out` is then unchanged. */
+/* Set `*out` to a * b, sizes in memory. Returns false on overflow; `*out` is then
+ * unchanged. */
 static inline bool mls_size_mul(size_t a, size_t b, size_t *out)
 {
     size_t product;
@@ -40,7 +41,8 @@ static inline bool mls_size_mul(size_t a, size_t b, size_t *out)
     return true;
 }
 
-/* Add sizes in files. Returns false on overflow; `*out` is then unchanged. */
+/* Set `*out` to a + b, sizes in files. Returns false on overflow; `*out` is then
+ * unchanged. */
 static inline bool mls_u64_add(uint64_t a, uint64_t b, uint64_t *out)
 {
     /* a local result: the builtin stores the wrapped value even if it overflows */
@@ -52,7 +54,8 @@ static inline bool mls_u64_add(uint64_t a, uint64_t b, uint64_t *out)
     return true;
 }
 
-/* Multiply sizes in files. Returns false on overflow; `*out` is then unchanged. */
+/* Set `*out` to a * b, sizes in files. Returns false on overflow; `*out` is then
+ * unchanged. */
 static inline bool mls_u64_mul(uint64_t a, uint64_t b, uint64_t *out)
 {
     uint64_t product;
@@ -63,7 +66,8 @@ static inline bool mls_u64_mul(uint64_t a, uint64_t b, uint64_t *out)
     return true;
 }
 
-/* Add `count` sizes in memory. Returns false on overflow. */
+/* Set `*out` to the sum of `count` sizes in memory. Returns false on overflow; `*out` is
+ * then unchanged. */
 static inline bool mls_size_sum(const size_t *sizes, size_t count, size_t *out)
 {
     size_t sum = 0;
@@ -76,7 +80,8 @@ static inline bool mls_size_sum(const size_t *sizes, size_t count, size_t *out)
     return true;
 }
 
-/* Convert a file size to a memory size. Returns false if size_t is too small for it. */
+/* Convert a file size to a memory size. Returns false if size_t is too small for it;
+ * `*out` is then unchanged. */
 static inline bool mls_size_from_u64(uint64_t value, size_t *out)
 {
     /* never true if size_t has 64 bits */
@@ -97,7 +102,7 @@ static inline size_t mls_size_most(size_t a, size_t b)
     return a > b ? a : b;
 }
 
-/* Read a little-endian integer, byte by byte, at any alignment. */
+/* Read a little-endian integer of eight bytes, at any alignment. */
 static inline uint64_t mls_load_le64(const unsigned char *bytes)
 {
     /* from the highest byte down, so that the machine's byte order does not matter */

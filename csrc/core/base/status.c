@@ -17,9 +17,9 @@ void mls_status_clear(mls_status *st)
     memset(st, 0, sizeof *st);
 }
 
-/* Truncate `text` to its last whole UTF-8 character if it filled its `room`. Shorter text
- * was not truncated and stays as it is. Only the last character is examined: its first
- * byte tells how many should follow. */
+/* Cut off an incomplete UTF-8 character at the end of `text` if the text fills its `room`
+ * (bytes with the NUL). Shorter text was not truncated and stays as it is. Only the last
+ * character is examined: its first byte gives the number of bytes that should follow. */
 static void cut_at_character(char *text, size_t room)
 {
     size_t end = strlen(text);
@@ -40,6 +40,7 @@ static void cut_at_character(char *text, size_t room)
     }
 }
 
+/* Print to `text`, cut off at `room` bytes; an encoding error gives an empty text. */
 MLS_PRINTF(3, 0)
 static void print_into(char *text, size_t room, const char *format, va_list args)
 {
@@ -58,7 +59,8 @@ static void set_failure(mls_status *st, mls_code code, const char *format, va_li
     print_into(st->text, sizeof st->text, format, args);
 }
 
-/* Fill a status with code and text, clear its other fields, and return the code. */
+/* The status is cleared before the text is formatted, so no argument may point into
+ * it. */
 mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
 {
     va_list args;
@@ -68,9 +70,9 @@ mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
     return code;
 }
 
-/* strerror without its shared static buffer. The XSI and GNU variants of strerror_r
- * return different types, so the text is taken from the result or from the buffer. */
-/* The XSI variant fills the buffer and returns 0, or an error number. */
+/* strerror_r is strerror without its shared static buffer. Its XSI and GNU variants
+ * return different types, so the text comes from the result or from the buffer. The XSI
+ * variant fills the buffer and returns 0, or an error number. */
 static const char *choose_xsi_text(int result, const char *buffer)
 {
     return result == 0 ? buffer : "unknown error";
@@ -83,7 +85,8 @@ static const char *choose_gnu_text(const char *result, const char *buffer)
     return result;
 }
 
-/* The type of the result picks the variant at compile time. */
+/* Return the system's text for `os_error`, perhaps in `buffer`, which has `room` bytes.
+ * The type of the result picks the variant at compile time. */
 static const char *error_text(int os_error, char *buffer, size_t room)
 {
     return _Generic(strerror_r(os_error, buffer, room),
@@ -91,8 +94,7 @@ static const char *error_text(int os_error, char *buffer, size_t room)
         char *: choose_gnu_text)(strerror_r(os_error, buffer, room), buffer);
 }
 
-/* Fill a status with MLS_E_IO, a text, and the system's reason for errno `os_error`. The
- * message comes first and the reason is appended as far as there is room. */
+/* The message comes first, and the reason is appended as far as there is room. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
 {
     va_list args;
@@ -108,7 +110,7 @@ mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
     return MLS_E_IO;
 }
 
-/* Fill a status with MLS_E_FORMAT, a text, and the byte offset of the failure. */
+/* The offset is set after set_failure, which clears it. */
 mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
 {
     va_list args;
@@ -120,8 +122,7 @@ mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
     return MLS_E_FORMAT;
 }
 
-/* Add to a filled status the name of the tensor or member that it is about, and return
- * its code. Names from files may hold a NUL; the part after it is not shown. */
+/* Names from files may hold a NUL; the characters after it are not shown. */
 mls_code mls_status_name(mls_status *st, const char *name, size_t length)
 {
     const size_t stored_length =

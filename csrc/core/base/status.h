@@ -1,9 +1,10 @@
 /* status: how the core reports failure.
  *
  * Every fallible function returns an mls_code (MLS_OK is 0). On failure it fills the
- * caller's mls_status with what a user needs to fix the call: what failed, where, the
- * expected and the actual value. Results are returned through out-parameters, which a
- * failing function leaves untouched. A status owns no memory: there is nothing to free.
+ * caller's mls_status with the facts that a user needs to fix the call: the failure, its
+ * offset, the expected and the actual value. Results are returned through out-parameters,
+ * which a failing function leaves untouched. A status owns no memory: there is nothing to
+ * free.
  */
 #ifndef MLS_STATUS_H
 #define MLS_STATUS_H
@@ -62,16 +63,18 @@ void mls_status_clear(mls_status *st);
 mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
     MLS_PRINTF(3, 4);
 
-/* As mls_fail with MLS_E_IO. Stores `os_error` and appends its strerror text. */
+/* mls_fail with MLS_E_IO. Stores the errno `os_error` and appends its strerror text. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
     MLS_PRINTF(3, 4);
 
-/* As mls_fail with MLS_E_FORMAT. Stores the byte `offset` of the failure. */
+/* mls_fail with MLS_E_FORMAT. Stores the byte `offset` of the failure in the file. */
 mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
     MLS_PRINTF(3, 4);
 
-/* Add details to a status that mls_fail filled, and return its code. Each is truncated to
- * fit. The phrases continue the message, such as "at least 4"; they are not sentences. */
+/* Add details to a status that mls_fail filled, and return its code: the name of the
+ * tensor, state or key (`length` bytes), the expected value, the actual one, or both.
+ * Each is truncated to fit. The phrases continue the message, such as "at least 4"; they
+ * are not sentences. */
 mls_code mls_status_name(mls_status *st, const char *name, size_t length);
 mls_code mls_status_expected(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
 mls_code mls_status_got(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);

@@ -6,10 +6,8 @@
 
 #include <string.h>
 
-/* Return the length of the first character, 1 to 4 bytes; 0 if it is invalid or exceeds
- * `room` bytes. Follows the Unicode standard's table of well-formed sequences: the lead
- * byte determines the length, and four lead bytes restrict the range of the second
- * byte. */
+/* Follow the Unicode standard's table of well-formed sequences: the lead byte determines
+ * the length, and four lead bytes restrict the range of the second byte. */
 size_t mls_utf8_length(const unsigned char *bytes, size_t room)
 {
     if (room == 0) {
@@ -35,7 +33,7 @@ size_t mls_utf8_length(const unsigned char *bytes, size_t room)
     return bad ? 0 : length;
 }
 
-/* Return whether all bytes are UTF-8. A NUL character is valid UTF-8. */
+/* Return whether all bytes are UTF-8, character by character. */
 bool mls_utf8_valid(const char *text, size_t length)
 {
     size_t at = 0;
@@ -50,8 +48,7 @@ bool mls_utf8_valid(const char *text, size_t length)
     return true;
 }
 
-/* Write a code point as UTF-8, without a NUL, and return its 1 to 4 bytes. The reverse of
- * mls_utf8_length. The caller has checked the code point. */
+/* The reverse of mls_utf8_length. The caller has checked the code point. */
 size_t mls_utf8_put(char *out, unsigned long code)
 {
     if (code < 0x80) {
@@ -76,8 +73,8 @@ size_t mls_utf8_put(char *out, unsigned long code)
     return 4;
 }
 
-/* Return whether a text equals a C string. Byte by byte: the expected keys and words are
- * short, and most others differ in the first byte. */
+/* Compare byte by byte: the expected keys and words are short, and most others differ in
+ * the first byte. */
 bool mls_str_is(mls_str text, const char *expected)
 {
     size_t same = 0;
@@ -120,9 +117,7 @@ size_t mls_str_count(mls_str text, char character)
     return count;
 }
 
-/* Read the next number of a comma-separated list, and move `*at` behind its comma; false:
- * the text is not such a list. Each number has one spelling, so equal lists are equal
- * strings. */
+/* Each number has one spelling, so equal lists are equal strings. */
 bool mls_str_next_number(const char **at, const char *end, uint64_t *out)
 {
     const char *p = *at;
@@ -144,17 +139,16 @@ bool mls_str_next_number(const char **at, const char *end, uint64_t *out)
     return true;
 }
 
-/* Mix `word` into the hash: each bit of `word` reaches the upper half of the product, and
- * the shift copies the upper half down. */
+/* Return the hash with `word` mixed in: each bit of `word` reaches the upper half of the
+ * product, and the shift copies the upper half down. */
 static uint64_t mix_word(uint64_t hash, uint64_t word)
 {
     hash = (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
     return hash ^ (hash >> 32);
 }
 
-/* Return the last 0 to 8 bytes of a text of `length` bytes as a number, for hashing.
- * Lengths below 8 use overlapping reads; the length, mixed in elsewhere, distinguishes
- * them. */
+/* Return the `length` bytes at `data`, 0 to 8, as a number for hashing. Lengths below 8
+ * use overlapping reads; the length, mixed in elsewhere, distinguishes them. */
 static uint64_t tail_word(const char *data, size_t length)
 {
     if (length >= 4) {
@@ -171,8 +165,7 @@ static uint64_t tail_word(const char *data, size_t length)
            ((unsigned)bytes[length - 1] << 16);
 }
 
-/* Return a 64-bit hash of a text, eight bytes at a time. Byte order does not matter: no
- * hash leaves the process. */
+/* Read eight bytes at a time. Byte order does not matter: no hash leaves the process. */
 uint64_t mls_str_hash(uint64_t seed, mls_str text)
 {
     uint64_t hash = mix_word(seed, text.length);

@@ -18,14 +18,15 @@ typedef struct mls_str {
 } mls_str;
 
 /* Return the length of the UTF-8 character at `bytes` (1 to 4), or 0 if the bytes are not
- * a valid character: truncated by `room`, overlong, a surrogate, or beyond U+10FFFF. */
+ * a valid character: it does not fit into `room` bytes, or is overlong, a surrogate, or
+ * beyond U+10FFFF. */
 size_t mls_utf8_length(const unsigned char *bytes, size_t room);
 
-/* Write a code point as UTF-8 and return the number of bytes written, 1 to 4. `code` must
- * be at most U+10FFFF and not a surrogate. */
+/* Write the code point `code` as UTF-8 to `out`, without a NUL, and return the number of
+ * bytes written, 1 to 4. `code` must be at most U+10FFFF and not a surrogate. */
 size_t mls_utf8_put(char *out, unsigned long code);
 
-/* Return whether all of `text` is UTF-8. */
+/* Return whether the `length` bytes of `text` are UTF-8. A NUL character is valid. */
 bool mls_utf8_valid(const char *text, size_t length);
 
 /* Return whether `text` equals the C string `expected`. */
@@ -44,8 +45,9 @@ bool mls_str_starts(mls_str text, mls_str prefix);
 /* Return how often a character occurs. */
 size_t mls_str_count(mls_str text, char character);
 
-/* Return a hash of all bytes of a string, for tables in memory. It depends on the
- * machine's byte order. */
+/* Return a hash of all bytes of a string, for tables in memory. Another `seed` gives
+ * another hash, for example the number of the parent in a tree of names. The result
+ * depends on the machine's byte order. */
 uint64_t mls_str_hash(uint64_t seed, mls_str text);
 
 /* Return how many of the eight characters at `text` precede the first special one; all
@@ -69,10 +71,10 @@ static inline size_t mls_str_eight_printable(const char *text)
     return lifted == 0 ? 8 : (size_t)__builtin_ctzll(lifted) / 8;
 }
 
-/* Read the decimal number at `*at` and move `*at` past it and the comma after it, if any;
- * used for number lists stored in one string. Returns false if the text is not a number,
- * if the number has a sign or leading zeros, if it is 2^64 or more, or if the list ends
- * after a comma. */
+/* Set `*out` to the decimal number at `*at`, in a list of numbers separated by commas
+ * that ends at `end`, and move `*at` past it and its comma. Returns false if the text is
+ * not a number, if the number has a sign or leading zeros, if it is 2^64 or more, or if
+ * the list ends after a comma; `*at` and `*out` are then unchanged. */
 bool mls_str_next_number(const char **at, const char *end, uint64_t *out);
 
 #endif

@@ -37,9 +37,10 @@ static mls_code fail_not_regular(mls_status *st)
     return mls_status_expected(st, "a regular file");
 }
 
-/* Accept only a regular file; `*length` is its size in bytes. Examines the opened file
- * instead of the path, which could name another file by now. `opened` is negative if
- * opening failed with `reason`. Takes `opened`: it becomes `*fd` or is closed. */
+/* Accept the descriptor `opened` only if it is of a regular file, and set `*fd` to it and
+ * `*length` to the file's size in bytes. Examines the opened file instead of the path,
+ * which could name another file by now. `opened` is negative if opening failed with the
+ * errno `reason`. On failure `opened` is closed and the outputs are untouched. */
 static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length,
                                mls_status *st)
 {
@@ -65,16 +66,15 @@ static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length
     return st->code;
 }
 
-/* Follows links: the path is the user's own. */
+/* Follows links: the user chose the path. */
 mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st)
 {
     const int opened = open(path, READ_FLAGS);
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* Open a regular file in an open folder for reading; `*length` is its size in bytes. Does
- * not follow links in a folder of ours: it may contain files of others, and a link could
- * point out of it. */
+/* Without `links`, a link is refused because the folder, which mlstate made, may contain
+ * files of others, and a link could point out of it. */
 mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
                           uint64_t *length, mls_status *st)
 {
@@ -86,9 +86,8 @@ mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* Check that a path is a regular file of `bytes` bytes, without opening it. Only saves
- * work and memory for a file that cannot be right. The result is not binding: the file is
- * examined again when it is opened. */
+/* Compare type and size without opening the file. Only saves work and memory for a file
+ * that cannot be right: the file is examined again when it is opened. */
 mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t bytes,
                          mls_status *st)
 {
@@ -110,7 +109,7 @@ mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t byte
     return MLS_E_FORMAT;
 }
 
-/* pread does not use the descriptor's position, so threads may share a descriptor. */
+/* Fail with MLS_E_FORMAT because the `missing` bytes from `offset` on do not exist. */
 static mls_code fail_shorter(uint64_t offset, size_t missing, mls_status *st)
 {
     return mls_fail_at(st, offset,
@@ -119,7 +118,7 @@ static mls_code fail_shorter(uint64_t offset, size_t missing, mls_status *st)
                        missing);
 }
 
-/* Read exactly `bytes` bytes at `offset`. */
+/* pread does not use the descriptor's position, so threads may share a descriptor. */
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st)
 {
@@ -145,8 +144,8 @@ mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
     return MLS_OK;
 }
 
-/* Return the loaded range of the source's file that contains byte `offset`, or NULL.
- * Ranges are few, so they are searched one by one. */
+/* Compare the ranges one by one, since they are few. A range may be in memory only in
+ * part: the caller compares with its `bytes`. */
 const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset)
 {
     for (size_t i = 0; i < source->range_count; i++) {
@@ -159,7 +158,8 @@ const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset
     return NULL;
 }
 
-/* Read from the source: from its file, or from the loaded ranges if it has any. */
+/* Copy from range to range until `bytes` bytes are complete; adjacent ranges may share a
+ * read. */
 mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
                             uint64_t offset, mls_status *st)
 {
@@ -183,8 +183,8 @@ mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
     return MLS_OK;
 }
 
-/* Write exactly `bytes` bytes at `offset`. A write of 0 bytes is an error: some file
- * systems return 0 when they are full, and retrying would never end. */
+/* A write of 0 bytes is an error: some file systems return 0 when they are full, and
+ * retrying would never end. */
 mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offset,
                            mls_status *st)
 {
@@ -207,8 +207,8 @@ mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offs
     return MLS_OK;
 }
 
-/* Make a file or folder durable; returns 0 or errno. On macOS F_FULLFSYNC also flushes
- * the drive's cache, if the file system supports it. */
+/* On macOS fsync leaves bytes in the drive's cache; F_FULLFSYNC flushes it, if the file
+ * system supports that. */
 int mls_file_sync(int fd)
 {
     int result;
@@ -232,9 +232,10 @@ int mls_folder_sync(int fd)
 
 /* ---- renaming without replacing ---- */
 
-/* Rename with the flag of `mode`: replace nothing, or exchange both. Returns 0, or -1
- * with errno. By number: the C libraries of older systems have no function for it. The
- * flags are those of <linux/fs.h>, which not every system with the call has. */
+/* Rename `from` to `to` with the flag of `mode`: replace nothing, or exchange both.
+ * Returns 0, or -1 with errno. Uses the number of the system call, because the C
+ * libraries of older systems have no function for it, and the numbers of the flags,
+ * because not every system with the call has their names (<linux/fs.h>). */
 static int rename_by_mode(const char *from, const char *to, mls_rename_mode mode)
 {
 #if defined(__APPLE__)
@@ -251,8 +252,7 @@ static int rename_by_mode(const char *from, const char *to, mls_rename_mode mode
 #endif
 }
 
-/* Rename without replacing anything; returns 0 or errno, with ENOTSUP for systems that
- * lack the operation. */
+/* Report all errors of a missing operation as ENOTSUP. */
 int mls_path_rename(const char *from, const char *to, mls_rename_mode mode)
 {
     if (rename_by_mode(from, to, mode) == 0) {
@@ -264,10 +264,11 @@ int mls_path_rename(const char *from, const char *to, mls_rename_mode mode)
 
 /* ---- mappings: to read a part of a large file, or to share its pages ---- */
 
-/* A private mapping, so that a write (torch has no read-only tensors) changes a copy of
- * the page, neither the file nor the process's fate. Unwritten pages belong to the
- * system's cache and reserve no memory. If the system refuses such a mapping, a read-only
- * one is used. */
+/* Map `length` bytes of a file and return their address, or MAP_FAILED with errno. The
+ * mapping is private, so that a write (torch has no read-only tensors) changes a copy of
+ * the page, and neither changes the file nor ends the process. Unwritten pages belong to
+ * the system's cache and reserve no memory. If the system refuses such a mapping, a
+ * read-only one is used. */
 static void *map_private(size_t length, int fd)
 {
     void *data =
@@ -275,8 +276,7 @@ static void *map_private(size_t length, int fd)
     return data != MAP_FAILED ? data : mmap(NULL, length, PROT_READ, MAP_SHARED, fd, 0);
 }
 
-/* Map the first `bytes` bytes of an open file for reading. An empty file has no mapping,
- * because mmap refuses a length of 0. */
+/* An empty file has no mapping, because mmap refuses a length of 0. */
 mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *st)
 {
     size_t length;
@@ -295,7 +295,8 @@ mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *
     return MLS_OK;
 }
 
-/* Map a file in an open folder, which must have exactly `bytes` bytes. */
+/* Open, compare the length, map, and close the descriptor, which a mapping does not
+ * need. */
 mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path, bool links,
                              uint64_t bytes, mls_status *st)
 {
@@ -336,8 +337,8 @@ enum {
         0777 /* permission bits without set-user-id, set-group-id and sticky bit */
 };
 
-/* Return `folder_length` bytes of `folder` followed by `name` as a new string, or NULL if
- * memory runs out. */
+/* Return the first `folder_length` bytes of `folder` followed by `name` as a new string,
+ * or NULL if memory runs out. The caller frees it. */
 static char *join_path(const char *folder, size_t folder_length, const char *name)
 {
     const size_t name_length = strlen(name);
@@ -351,15 +352,16 @@ static char *join_path(const char *folder, size_t folder_length, const char *nam
     return path;
 }
 
-/* Return the length of a path's folder with its last slash, or 0 without a slash. */
+/* Return the length of the folder in `path`, with its last slash; 0 without a slash. */
 static size_t folder_length(const char *path)
 {
     const char *slash = strrchr(path, '/');
     return slash == NULL ? 0 : (size_t)(slash - path) + 1;
 }
 
-/* Return the target of the link `path` as a path; a relative target is relative to the
- * link's own folder. Returns MLS_OK with NULL if `path` is not a link. */
+/* Set `*out` to the target of the link `path` as a new path, or to NULL if `path` is not
+ * a link. A relative target is relative to the link's folder. The caller frees `*out`.
+ * MLS_E_MEMORY. */
 static mls_code read_link(const char *path, char **out, mls_status *st)
 {
     char target[PATH_MAX];
@@ -374,9 +376,10 @@ static mls_code read_link(const char *path, char **out, mls_status *st)
     return *out != NULL ? MLS_OK : mls_fail(st, MLS_E_MEMORY, "no memory for a path");
 }
 
-/* Copy `path` with the links at its end followed, as opening it for writing would;
- * dangling links too. The system follows links among the folders. The caller frees
- * `*out`. */
+/* Set `*out` to a copy of `path` with the links at its end followed, as opening it for
+ * writing would; dangling links too. The system follows links among the folders. The
+ * caller frees `*out`.
+ * MLS_E_IO: more than MAX_LINKS links. MLS_E_MEMORY. */
 static mls_code resolve_links(const char *path, char **out, mls_status *st)
 {
     char *current = join_path(path, 0, path);
@@ -416,9 +419,9 @@ static mls_code open_folder(const char *path, int *out, mls_status *st)
     return *out >= 0 ? MLS_OK : mls_fail_os(st, reason, "cannot open the file's folder");
 }
 
-/* Check that the file to be replaced is regular and writable; `*exists` tells whether it
- * exists, and `info` is filled then. Renaming would also replace a file without write
- * permission, but users rely on that protection. */
+/* Check that the file to be replaced is regular and writable. Sets `*exists` to whether
+ * it exists, and fills `info` then. Renaming would also replace a file without write
+ * permission, but users rely on that protection. MLS_E_IO, MLS_E_VALUE. */
 static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
                                bool *exists, mls_status *st)
 {
@@ -446,9 +449,10 @@ static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
 
 /* ---- the temporary ---- */
 
-/* Create the temporary file in the open folder. A random name prevents an attack with a
- * prepared file; O_EXCL covers a guessed name. The mode of a replaced file is set
- * afterwards (copy_owner_and_mode). */
+/* Create the temporary file in the open folder, and set the descriptor and the name in
+ * `file`; after a failure the name is empty. A random name prevents an attack with a
+ * prepared file; O_EXCL covers a guessed name. `mode` has the permission bits of a new
+ * file; copy_owner_and_mode later sets the bits of a replaced file. */
 static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status *st)
 {
     for (int tries = 0; tries < NAME_TRIES; tries++) {
@@ -477,8 +481,9 @@ static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status 
                        "cannot create a temporary file in the folder of the target");
 }
 
-/* Give the temporary the owner and permissions of the file that it replaces. Only root
- * may change the owner; other users keep all that they can. */
+/* Give the temporary `fd` the owner and the permissions of `old`, the file that it
+ * replaces. Only root may change the owner, so being refused that (EPERM) is not an
+ * error. */
 static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *st)
 {
     struct stat now;
@@ -500,7 +505,8 @@ static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *
     return mls_fail_os(st, reason, "cannot keep the old file's permissions");
 }
 
-/* Begin in the folder and with the name that `file` has. */
+/* Examine the target `name` in the open folder of `file`, and create the temporary for
+ * it. On failure the caller aborts `file`. `mode` as in mls_atomic_begin. */
 static mls_code begin_named(mls_atomic_file *file, unsigned mode, mls_status *st)
 {
     struct stat old;
@@ -515,9 +521,8 @@ static mls_code begin_named(mls_atomic_file *file, unsigned mode, mls_status *st
     return code == MLS_OK && exists ? copy_owner_and_mode(file->fd, &old, st) : code;
 }
 
-/* Begin to replace the file `path`, in a temporary file in the same folder. All refusals
- * happen here, before any byte is written. `file` can be aborted at every step, and a
- * failure does so. */
+/* All refusals happen here, before any byte is written. `file` can be aborted after every
+ * step, and a failure does so. */
 mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
                           mls_status *st)
 {
@@ -540,6 +545,7 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     return code;
 }
 
+/* The folder is opened again, so that `out` owns a descriptor that its end closes. */
 mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
                              mls_atomic_file *out, mls_status *st)
 {
@@ -556,6 +562,8 @@ mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
     return code;
 }
 
+/* Compare with the start, 16 hexadecimal digits, and the end of such a name. `strnlen`
+ * keeps a short name from being read beyond its NUL. */
 bool mls_atomic_is_temporary(const char *name)
 {
     static const char begin[] = ".mlstate-", end[] = ".tmp";
@@ -565,8 +573,8 @@ bool mls_atomic_is_temporary(const char *name)
            strcmp(name + sizeof begin - 1 + digits, end) == 0;
 }
 
-/* Start to write bytes `*started` .. `end` to the disk, once they are at least
- * START_STEP; a no-op on other systems. */
+/* Does nothing on systems without sync_file_range, and ignores its errors: the sync
+ * reports them. */
 void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end)
 {
 #if defined(__linux__)
@@ -580,9 +588,8 @@ void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end)
 #endif
 }
 
-/* Write bytes of the new file at `offset`. Writes to the temporary: other processes still
- * see the old file. After a failure the temporary holds an unknown part of the bytes and
- * can only be aborted. */
+/* Writes to the temporary: other processes still see the old file. After a failure the
+ * temporary has an unknown number of the bytes and can only be aborted. */
 mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
                           uint64_t offset, mls_status *st)
 {
@@ -621,10 +628,9 @@ void mls_atomic_abort(mls_atomic_file *file)
     release_file(file);
 }
 
-/* Replace the file by its new content, durably. The order makes the commit safe: the
- * bytes are on the disk before the name refers to them, and the name is on the disk
- * before success is reported. An interrupted close has closed the file, so it counts as
- * done. */
+/* The order makes the commit safe: the bytes are on the disk before the name refers to
+ * them, and the name is on the disk before success is reported. An interrupted close has
+ * closed the file, so it counts as done. */
 mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
 {
     int reason = mls_file_sync(file->fd);
@@ -655,6 +661,8 @@ failed:
     return st->code;
 }
 
+/* Write all of `data` to a file that has begun, and commit it; abort it if writing
+ * fails. */
 static mls_code write_whole(mls_atomic_file *file, const void *data, size_t bytes,
                             mls_status *st)
 {

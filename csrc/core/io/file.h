@@ -14,14 +14,15 @@
 /* The largest number of bytes that one system call is asked to transfer. */
 #define MLS_FILE_STEP ((size_t)1 << 30)
 
-/* Open a regular file for reading. Does not block on a FIFO. The caller closes `*fd`.
- * Outputs are untouched on failure.
+/* Open the regular file `path` for reading, and set `*fd` to a descriptor that the caller
+ * closes and `*length` to its size in bytes. Does not block on a FIFO. Outputs are
+ * untouched on failure.
  * MLS_E_IO: cannot be opened (os_error gives the reason; EISDIR for a folder).
  * MLS_E_FORMAT: not a regular file. */
 mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st);
 
-/* The same for `path` relative to an open folder. Unless `links`, a symbolic link as the
- * last part of the path counts as not a regular file. */
+/* mls_file_open for `path` relative to the open folder `folder`. Unless `links`, a
+ * symbolic link as the last name of the path counts as not a regular file. */
 mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
                           uint64_t *length, mls_status *st);
 
@@ -31,7 +32,8 @@ mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
 mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t bytes,
                          mls_status *st);
 
-/* Read exactly `bytes` bytes at `offset`; continues after interruptions and short reads.
+/* Read exactly `bytes` bytes at `offset` into `data`; continues after interruptions and
+ * short reads. Threads may share `fd`. `data` has unknown content after a failure.
  * MLS_E_IO; MLS_E_FORMAT: the file ends earlier. */
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st);
@@ -39,7 +41,7 @@ mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
 /* Bytes `begin` .. `end` of a file, in memory; the last ones are missing if the file ends
  * earlier. */
 typedef struct mls_file_range {
-    const char *file;
+    const char *file; /* its name; compared with the `file` of a source */
     uint64_t begin, end;
     uint64_t file_bytes; /* length of the whole file */
     const unsigned char *data;
@@ -54,21 +56,24 @@ typedef struct mls_source {
     size_t range_count;
 } mls_source;
 
-/* Return the range that contains byte `offset` of the source's file, else NULL. */
+/* Return the range with the name of the source's file that contains byte `offset`, or
+ * NULL. */
 const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset);
 
-/* The same as mls_file_read_at for a source. MLS_E_FORMAT also if a byte is in no range.
- */
+/* mls_file_read_at for a source: reads its descriptor, or copies from its ranges.
+ * MLS_E_FORMAT also if a byte is in none of the ranges. */
 mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
                             uint64_t offset, mls_status *st);
 
-/* Write all of `bytes` bytes at `offset`; continues after interruptions and short writes.
+/* Write exactly `bytes` bytes of `data` at `offset`; continues after interruptions and
+ * short writes. After a failure the file has an unknown number of them.
  * MLS_E_IO. */
 mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offset,
                            mls_status *st);
 
 /* Start to write bytes `*started` .. `end` of a file to the disk if there are enough of
- * them, and advance `*started`. A hint, so that the final sync has little left to do. */
+ * them (8 MiB), and then set `*started` to `end`. A hint, so that the final sync has
+ * little left to do. */
 void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end);
 
 /* Make a file, or the names in a folder, durable. Returns 0 or errno. Do not retry after
@@ -76,7 +81,7 @@ void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end);
  * then report success. */
 int mls_file_sync(int fd);
 
-/* The same for a folder. Returns 0 on file systems that cannot sync folders. */
+/* mls_file_sync for a folder. Returns 0 on file systems that cannot sync folders. */
 int mls_folder_sync(int fd);
 
 /* What mls_path_rename does with the name `to`. */
@@ -104,8 +109,9 @@ typedef struct mls_mapping {
  * more than the address space. `*out` is untouched on failure. */
 mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *st);
 
-/* The same for the file that mls_file_open_at opens. MLS_E_FORMAT also if it does not
- * have exactly `bytes` bytes. */
+/* mls_mapping_init for all bytes of the file that mls_file_open_at opens with the same
+ * parameters, and with its errors. MLS_E_FORMAT also if the file does not have exactly
+ * `bytes` bytes. */
 mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path, bool links,
                              uint64_t bytes, mls_status *st);
 
@@ -130,21 +136,24 @@ typedef struct mls_atomic_file {
     uint64_t started; /* end of the bytes whose writeback has started */
 } mls_atomic_file;
 
-/* Begin to write `path`; `mode` is 0666 for an ordinary file. The caller ends it with
- * mls_atomic_commit or mls_atomic_abort.
+/* Begin to replace or create the file `path`; `mode` has the permission bits of a new
+ * file, 0666 for an ordinary one. The caller ends it with mls_atomic_commit or
+ * mls_atomic_abort. After a failure nothing needs to be ended.
  * MLS_E_IO: the folder or the file is not writable (os_error gives the reason).
  * MLS_E_VALUE: the target exists and is not a regular file. MLS_E_MEMORY. */
 mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
                           mls_status *st);
 
-/* The same for `name` in an open folder. A link is refused. */
+/* mls_atomic_begin for the file `name` in the open folder `folder`, which stays open for
+ * the caller. A symbolic link is refused with MLS_E_VALUE. */
 mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
                              mls_atomic_file *out, mls_status *st);
 
-/* Return whether a name is that of a temporary file. */
+/* Return whether a file's name is one that mls_atomic_begin gives to its temporary. */
 bool mls_atomic_is_temporary(const char *name);
 
-/* Write all of `bytes` bytes at `offset`; continues after interruptions and short writes.
+/* Write exactly `bytes` bytes of `data` at `offset` of the temporary; continues after
+ * interruptions and short writes. Bytes may be written in any order.
  * MLS_E_IO; the caller must then abort. */
 mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
                           uint64_t offset, mls_status *st);
@@ -158,12 +167,14 @@ mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st);
 /* Remove the temporary and release `file`. */
 void mls_atomic_abort(mls_atomic_file *file);
 
-/* Replace `path` by a file of `bytes` bytes, in the three steps above and with their
- * errors. */
+/* Replace or create the file `path` with the `bytes` bytes of `data`: mls_atomic_begin
+ * (with `mode`), mls_atomic_write and mls_atomic_commit, with their errors. */
 mls_code mls_file_replace(const char *path, unsigned mode, const void *data, size_t bytes,
                           mls_status *st);
 
-/* The same for `name` in an open folder. A link is refused. */
+/* mls_file_replace for the file `name` in the open folder `folder`. A symbolic link is
+ * refused with
+ * MLS_E_VALUE. */
 mls_code mls_file_replace_at(int folder, const char *name, unsigned mode,
                              const void *data, size_t bytes, mls_status *st);
 

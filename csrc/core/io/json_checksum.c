@@ -22,9 +22,8 @@ void mls_crc_to_digits(uint32_t crc, char *digits)
     }
 }
 
-/* Convert 8 hexadecimal digits to a checksum; false: they are not such digits. Accepts
- * exactly the output of mls_crc_to_digits. Capitals are refused, so that a flipped bit
- * that turns a small letter into a capital is noticed. All eight digits are tested at
+/* Accept exactly the output of mls_crc_to_digits. Capitals are refused, so that a flipped
+ * bit that turns a small letter into a capital is noticed. All eight digits are tested at
  * once, since an index has a checksum for each shard. Each sum sets the top bit of every
  * byte that is at least a given character. ASCII bytes plus less than 0x80 never carry
  * into the next byte. */
@@ -39,8 +38,8 @@ bool mls_crc_from_digits(const char *digits, uint32_t *out)
     if ((x & tops) != 0 || ((digit | letter) & tops) != tops) {
         return false;
     }
-    /* only letters have bit 0x40, and 'a' ends in 1; the first digit is the lowest byte
-     */
+    /* Value of each byte: only letters have bit 0x40, and 'a' ends in 1, so 9 is added
+     * for a letter. Then join neighbours; the first digit is the lowest byte. */
     uint64_t value = (x & ones * 0x0FU) + (x >> 6 & ones) * 9;
     value = (value << 4 | value >> 8) & 0x00FF00FF00FF00FFU;
     value = (value << 8 | value >> 16) & 0x0000FFFF0000FFFFU;
@@ -48,8 +47,8 @@ bool mls_crc_from_digits(const char *digits, uint32_t *out)
     return true;
 }
 
-/* Return the checksum of a text that starts with MLS_JSON_CHECKSUM_START and any digits.
- */
+/* Return the checksum of a text that starts with MLS_JSON_CHECKSUM_START and any digits:
+ * computed as if the digits were zeros. */
 static uint32_t checksum_text(const char *text, size_t length, const mls_crc_kernels *crc)
 {
     const size_t start = sizeof MLS_JSON_CHECKSUM_START - 1;
@@ -57,7 +56,7 @@ static uint32_t checksum_text(const char *text, size_t length, const mls_crc_ker
     return crc->update(first, text + start, length - start);
 }
 
-/* The digits are not part of the sum; the constant start replaces them. */
+/* The zeros of the constant start take the place of the digits in the checksum. */
 uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels *crc)
 {
     const uint32_t checksum = checksum_text(text, length, crc);
@@ -65,9 +64,8 @@ uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels 
     return checksum;
 }
 
-/* Verify the checksum at the start of a text, which covers all other bytes. The start
- * must be compared, because the checksum is computed over the expected start. A changed
- * byte in the start is reported as a missing checksum. */
+/* Compare the start of the text too, because the checksum is computed over the expected
+ * start. A changed byte in the start is reported as a missing checksum. */
 mls_code mls_json_checksum_check(const char *text, size_t length,
                                  const mls_crc_kernels *crc, mls_status *st)
 {

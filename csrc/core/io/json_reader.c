@@ -89,7 +89,7 @@ static inline void skip_space(json_parser *p)
     }
 }
 
-/* Return whether two keys of equal length are the same. Most keys have 4 to 16 bytes: two
+/* Return whether two keys of `length` bytes are equal. Most keys have 4 to 16 bytes: two
  * loads from the start and two from the end, which may overlap, compare them without a
  * call. */
 static inline bool same_bytes(const char *a, const char *b, size_t length)
@@ -119,9 +119,9 @@ static int byte_at(const json_parser *p, size_t at)
     return at < p->end ? (unsigned char)p->doc->text[at] : -1;
 }
 
-/* Report the unexpected byte at p->at; `expected` is a noun phrase. Printable characters
- * are shown as they are, others as numbers, so that a message never contains a control
- * character or half a UTF-8 character. Returns MLS_E_FORMAT. */
+/* Report the unexpected byte at p->at; `expected` is a noun phrase. Returns MLS_E_FORMAT.
+ * A byte that is not printable is shown as a number, so that a message never contains a
+ * control character or half a UTF-8 character. */
 static mls_code fail_unexpected(json_parser *p, const char *expected)
 {
     const int c = byte_at(p, p->at);
@@ -141,7 +141,8 @@ static mls_code fail_unexpected(json_parser *p, const char *expected)
 
 /* ---- strings ---- */
 
-/* Read the four hexadecimal digits of a \u escape, and move p->at behind them. */
+/* Read the four hexadecimal digits of a \u escape into `*out`, and move p->at behind
+ * them. */
 static mls_code read_hex4(json_parser *p, unsigned long *out)
 {
     unsigned long value = 0;
@@ -164,9 +165,9 @@ static mls_code read_hex4(json_parser *p, unsigned long *out)
     return MLS_OK;
 }
 
-/* Read a \u escape as a code point; p->at is after the 'u'. A high surrogate needs its
- * low half. A lone half has no UTF-8 form and is refused; other readers insert a
- * replacement character, which could make two names equal. */
+/* Read a \u escape into `*out` as a code point; p->at is after the 'u'. A high surrogate
+ * needs its low half. A lone half has no UTF-8 form and is refused; other readers insert
+ * a replacement character, which could make two names equal. */
 static mls_code read_unicode(json_parser *p, unsigned long *out)
 {
     const size_t start = p->at - 2;
@@ -193,9 +194,9 @@ static mls_code read_unicode(json_parser *p, unsigned long *out)
     return MLS_OK;
 }
 
-/* Read an escape; p->at is on the backslash. The character overwrites text that has been
- * read, at `*write`, which advances: every escape is at least as long as its
- * character. */
+/* Read an escape; p->at is on the backslash. Its character is stored at offset `*write`
+ * of the text, which advances. It overwrites only text that has been read: an escape is
+ * at least as long as its character. */
 static mls_code read_escape(json_parser *p, size_t *write)
 {
     static const char letters[] = "\"\\/bfnrt";
@@ -221,8 +222,8 @@ static mls_code read_escape(json_parser *p, size_t *write)
     return MLS_OK;
 }
 
-/* Move the characters up to the next special one from p->at to `*write`, and advance
- * both: most texts are plain ASCII. */
+/* Move the plain ASCII characters at p->at, up to a quote, a backslash or any other byte,
+ * to offset `*write` of the text, and advance both. */
 static inline void copy_unescaped(json_parser *p, size_t *write)
 {
     char *text = p->doc->text;
@@ -244,9 +245,9 @@ static inline void copy_unescaped(json_parser *p, size_t *write)
     p->at = at;
 }
 
-/* Read a string and unescape it in place; p->at is on the opening quote. `write` never
- * overtakes p->at. The text before `write` is final; the bytes from there to p->at are
- * not used again. */
+/* Read a string into `*out` and unescape it in place; p->at is on the opening quote.
+ * `write` never overtakes p->at. The text before `write` is final; the bytes from there
+ * to p->at are not used again. */
 static mls_code read_string(json_parser *p, mls_str *out)
 {
     char *text = p->doc->text;
@@ -291,8 +292,8 @@ static mls_code fail_memory(json_parser *p)
     return mls_fail(p->st, MLS_E_MEMORY, "no memory for %zu JSON values", p->doc->count);
 }
 
-/* Make room for more values; the next one is at offset `at` of the text. Grows by half,
- * so that the unused part stays below half of the used part. */
+/* Make room for more nodes; `at` is the offset of the next value, for the message. Grows
+ * by half, so that the unused part stays below half of the used part. */
 static mls_code add_room(json_parser *p, size_t at)
 {
     mls_json *doc = p->doc;
@@ -310,8 +311,9 @@ static mls_code add_room(json_parser *p, size_t at)
     return MLS_OK;
 }
 
-/* Add a value at offset `at` to the open container, after its last member and with the
- * key read before, which is then used up. Offsets fit 32 bits because MAX_TEXT does. */
+/* Add a node for the value at offset `at` to the open container, after its last member
+ * and with the key read before, which is then used up. Offsets fit 32 bits because
+ * MAX_TEXT does. */
 static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
 {
     mls_json *doc = p->doc;
@@ -356,7 +358,7 @@ static mls_code open_container(json_parser *p, mls_json_type type)
     if (type == MLS_JSON_OBJECT) {
         p->guess = p->seen != MLS_JSON_NONE && !p->escaped
                        ? mls_json_first(p->doc, p->seen)
-                       : MLS_JSON_NONE;
+                       : MLS_JSON_NONE; /* an escaped key has another text in the file */
         p->alike = p->guess != MLS_JSON_NONE;
     }
     p->doc->nodes[p->last].next = p->open;
@@ -371,8 +373,8 @@ static mls_code open_container(json_parser *p, mls_json_type type)
 /* ---- duplicate keys: members are sorted by key, so that a hostile file cannot make the
  * search quadratic ---- */
 
-/* Compare the keys of two members, for sorting. Any total order works; comparing the
- * length first is cheap. Only equal keys compare equal. */
+/* Compare the keys of nodes `a` and `b`, for sorting. Any total order works; comparing
+ * the length first is cheap. Only equal keys compare equal. */
 static int compare_keys(const mls_json *doc, uint32_t a, uint32_t b)
 {
     const json_node *x = &doc->nodes[a], *y = &doc->nodes[b];
@@ -382,7 +384,8 @@ static int compare_keys(const mls_json *doc, uint32_t a, uint32_t b)
     return memcmp(doc->text + x->key, doc->text + y->key, x->key_length);
 }
 
-/* Merge the sorted ranges [0, half) and [half, count) of `from` into `to`; stable. */
+/* Merge the ranges [0, half) and [half, count) of `from`, each sorted by key, into `to`;
+ * stable. */
 static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
                        size_t count, uint32_t *to)
 {
@@ -395,9 +398,9 @@ static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
     }
 }
 
-/* Sort `count` members by key. `spare` has the same length; the result is in the array
- * that is returned. Bottom-up merge sort: no recursion, n log n at worst, and stable, so
- * that of two equal keys the later one in the file comes second. */
+/* Sort `count` nodes by key. `spare` has the same length; returns the one of both arrays
+ * that has the result. Bottom-up merge sort: no recursion, n log n at worst, and stable,
+ * so that of two equal keys the later one in the file comes second. */
 static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *spare,
                               size_t count)
 {
@@ -415,8 +418,9 @@ static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *
     return members;
 }
 
-/* Return whether two neighbouring objects have the same keys in the same order. An
- * object's first member, if any, is the next node. */
+/* Return whether objects `a` and `b` have the same keys in the same order. `b` has
+ * members, so the node after each object is its first member once both numbers are
+ * equal. */
 static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
 {
     bool same = doc->nodes[a].length == doc->nodes[b].length;
@@ -427,9 +431,10 @@ static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
     return same;
 }
 
-/* Refuse an object with a duplicate key. Readers disagree on which one counts, so such a
- * file can look harmless to one program and not to another. Lists usually contain objects
- * with equal keys, so an object with the keys of the previous one is not sorted. */
+/* Refuse an object with a duplicate key (MLS_E_FORMAT). Readers disagree on which one
+ * counts, so such a file can look harmless to one program and not to another. Lists
+ * usually contain objects with equal keys, so an object with the keys of the last one
+ * that passed is not sorted. */
 static mls_code check_duplicates(json_parser *p, mls_json_node object)
 {
     const mls_json *doc = p->doc;
@@ -541,8 +546,8 @@ static mls_code read_number(json_parser *p)
     return code;
 }
 
-/* Read `word`, which is true, false or null, as a value of `type`. read_separator checks
- * the character after it. */
+/* Read `word`, which is true, false or null, and add a node of `type`. The caller's loop
+ * then checks the character after it. */
 static mls_code read_literal(json_parser *p, const char *word, mls_json_type type)
 {
     const size_t start = p->at;
@@ -570,7 +575,7 @@ static mls_code read_text_value(json_parser *p)
 }
 
 /* Read the value at p->at; its first character decides its type. Sets `*state` to the
- * token that may come next: the members of a container, or the token after a whole
+ * next item to expect: a member after an opening bracket, or the token after a whole
  * value. */
 static mls_code read_value(json_parser *p, json_state *state)
 {
@@ -595,9 +600,9 @@ static mls_code read_value(json_parser *p, json_state *state)
     }
 }
 
-/* Return whether the next key and its colon equal, byte for byte, those of the
- * corresponding member of the previous object; if so, skip them. Lists usually contain
- * objects with equal keys. */
+/* Return whether the next key and its colon equal, byte for byte, the key of member
+ * `guess` of the object `seen`; if so, read them. Lists usually contain objects with
+ * equal keys. */
 static bool match_guessed_key(json_parser *p)
 {
     const mls_json *doc = p->doc;
@@ -621,7 +626,7 @@ static bool match_guessed_key(json_parser *p)
 }
 
 /* Read the key of an object's next member and its colon. Reads nothing inside an array.
- * Sets `escaped` if a key has an escape: its text is then shorter than in the file. */
+ * Sets `escaped` if the key has an escape: its text is then shorter than in the file. */
 static mls_code read_key(json_parser *p)
 {
     if (!p->object || match_guessed_key(p)) {
@@ -643,8 +648,9 @@ static mls_code read_key(json_parser *p)
     return MLS_OK;
 }
 
-/* Read the token after a value, or after an opening bracket if `first`: a comma or the
- * closing bracket. Sets `*state` to the token that may come next. */
+/* Read the token after a value: a comma, with the key after it, or the closing bracket.
+ * `first`: right after an opening bracket, so no comma precedes a member. Sets `*state`
+ * to the next item to expect. */
 static mls_code read_separator(json_parser *p, bool first, json_state *state)
 {
     const int closer = p->object ? '}' : ']';
@@ -664,8 +670,8 @@ static mls_code read_separator(json_parser *p, bool first, json_state *state)
     return read_key(p);
 }
 
-/* Parse the whole text. The state machine needs only its state and the innermost open
- * container, so depth costs no stack. */
+/* Parse the whole text. The loop needs only its state and the innermost open container,
+ * so depth costs no stack. */
 static mls_code parse_document(json_parser *p)
 {
     json_state state = JSON_WANTS_VALUE;
@@ -685,9 +691,9 @@ static mls_code parse_document(json_parser *p)
     }
 }
 
-/* Parse a text into a document, which the caller frees. Nodes grow on demand, the scratch
- * array to the largest object. A text of n bytes costs n bytes for the copy, at most 30
- * for each value, and 8 for each member of the largest object. */
+/* Nodes grow on demand, the scratch array to the largest object. A text of n bytes costs
+ * n bytes for the copy, at most 30 for each value, and 8 for each member of the largest
+ * object. */
 mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                         mls_json **out, mls_status *st)
 {
@@ -730,8 +736,7 @@ void mls_json_forget(mls_json *doc)
     doc->count = doc->room = 0;
 }
 
-/* Free a document and all texts borrowed from it; accepts NULL. It has three blocks,
- * regardless of the number of values. */
+/* A document has three blocks, regardless of the number of values. */
 void mls_json_free(mls_json *doc)
 {
     if (doc != NULL) {
@@ -781,8 +786,7 @@ size_t mls_json_size(const mls_json *doc, mls_json_node parent)
     return is_container(node) ? node->length : 0;
 }
 
-/* Return the member of an object with this key, or MLS_JSON_NONE. Keys are compared after
- * unescaping. A key with a NUL character equals no C string. */
+/* Keys are compared after unescaping. A key with a NUL character equals no C string. */
 mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key)
 {
     if (mls_json_type_of(doc, object) != MLS_JSON_OBJECT) {
@@ -795,8 +799,8 @@ mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const cha
     return member;
 }
 
-/* Return the index of the entry with that key, searched from `next` on; `count` if none
- * matches. */
+/* Return the index of the entry of `table` with that key, searched from index `next` on
+ * and then from the start; `count` if none matches. */
 static size_t find_table_entry(mls_str key, const mls_json_member *table, size_t count,
                                size_t next)
 {
@@ -810,9 +814,8 @@ static size_t find_table_entry(mls_str key, const mls_json_member *table, size_t
     return count;
 }
 
-/* Set the node of each entry of `table`, and return the index of the first one that is
- * missing or of another type. Members usually come in the order of the table, so each is
- * compared about once. */
+/* Search for each member from the entry after the last match on. Members usually come in
+ * the order of the table, so each is compared about once. */
 size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_member *table,
                         size_t count)
 {
@@ -845,8 +848,8 @@ mls_str mls_json_key(const mls_json *doc, mls_json_node node)
     return (mls_str){.data = doc->text + n->key, .length = n->key_length};
 }
 
-/* Return the text of a string or number, borrowed from the document. A string starts
- * after its quote and was unescaped from there; a number starts at its offset. */
+/* A string starts after its quote and was unescaped from there; a number starts at its
+ * offset. */
 mls_str mls_json_text(const mls_json *doc, mls_json_node node)
 {
     const json_node *n = &doc->nodes[node];
@@ -857,8 +860,8 @@ mls_str mls_json_text(const mls_json *doc, mls_json_node node)
     return (mls_str){.data = doc->text + n->at, .length = number ? n->length : 0};
 }
 
-/* Convert a number to an unsigned integer; false: it is not one. Digits only: a number
- * with a sign, a fraction or an exponent is neither a count nor an offset. */
+/* Accept digits only: a number with a sign, a fraction or an exponent is neither a count
+ * nor an offset. Only the digits after the first SAFE_DIGITS can overflow. */
 bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out)
 {
     const mls_str text = mls_json_text(doc, node);

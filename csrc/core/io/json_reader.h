@@ -35,9 +35,10 @@ typedef struct mls_json_limits {
 typedef uint32_t mls_json_node;
 #define MLS_JSON_NONE UINT32_MAX
 
-/* Parse `length` bytes, which need not outlive the call. The caller frees the document
- * with mls_json_free. Memory: a copy of the text and 20 to 30 bytes for each value. Time:
- * n log n at worst, for any text. `*out` is untouched on failure.
+/* Parse `length` bytes of `text`, which need not outlive the call, and set `*out` to the
+ * document. The caller frees it with mls_json_free. Memory: a copy of the text and 20 to
+ * 30 bytes for each value. Time: n log n at worst, for any text. `*out` is untouched on
+ * failure.
  * MLS_E_FORMAT: not JSON, a duplicate key, a limit exceeded, or more than 512 MiB. The
  * status has the byte offset from the start of `text`; the message does not repeat it,
  * because callers add the text's position in the file. MLS_E_MEMORY. */
@@ -53,17 +54,19 @@ void mls_json_forget(mls_json *doc);
 /* Return the type of a value, which must not be MLS_JSON_NONE. */
 mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node);
 
-/* Return the byte offset of a value in the parsed text, for error messages. */
+/* Return the byte offset of a value in the parsed text (for a member, of its value, not
+ * its key), for error messages. */
 size_t mls_json_offset(const mls_json *doc, mls_json_node node);
 
-/* Iterate over the members of an object or array in file order: the first member, the
- * next one, or MLS_JSON_NONE; and the number of members. */
+/* Iterate over the members of an object or array in file order: mls_json_first and
+ * mls_json_next return the first and the next member, or MLS_JSON_NONE; mls_json_size
+ * returns their number, 0 for any other value. */
 mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent);
 mls_json_node mls_json_next(const mls_json *doc, mls_json_node node);
 size_t mls_json_size(const mls_json *doc, mls_json_node parent);
 
-/* Return the member of an object with a key, or MLS_JSON_NONE, also if `object` is not an
- * object. The search is linear: iterate over objects with many members instead. */
+/* Return the member of `object` with this key, or MLS_JSON_NONE, also if `object` is not
+ * an object. The search is linear: iterate over objects with many members instead. */
 mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key);
 
 /* A member that an object may have, for mls_json_members. */
@@ -75,20 +78,20 @@ typedef struct mls_json_member {
     mls_json_node node; /* the member found, or MLS_JSON_NONE */
 } mls_json_member;
 
-/* Find the members of an object that a table lists, in one pass; other members are
- * ignored. Fastest if they occur in the order of the table. Returns the index of the
- * first entry that is needed and missing, or has another type; `count` if all are good.
- */
+/* Set the node of each of the `count` entries of `table` to the member of `object` with
+ * its key, in one pass; other members are ignored. Fastest if members occur in the order
+ * of the table. Returns the index of the first entry that is needed and missing, or has
+ * another type; `count` if all are good. */
 size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_member *table,
                         size_t count);
 
-/* Key of an object's member; text of a string or number. Borrowed from the document.
- * Empty for any other node. */
+/* Return the key of an object's member (mls_json_key), or the text of a string or number
+ * (mls_json_text). Borrowed from the document. Empty for any other node. */
 mls_str mls_json_key(const mls_json *doc, mls_json_node node);
 mls_str mls_json_text(const mls_json *doc, mls_json_node node);
 
-/* Convert a number that is a non-negative integer below 2**64, written without fraction
- * or exponent. Returns false for any other value. */
+/* Set `*out` to a number that is a non-negative integer below 2**64, written without
+ * fraction or exponent. Returns false for any other value. */
 bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out);
 
 #endif

@@ -18,8 +18,7 @@ void mls_json_writer_fini(mls_json_writer *b)
     *b = (mls_json_writer){0};
 }
 
-/* Append bytes. After a failure, which `code` records, all further appends are ignored.
- * The limit is checked before memory, so that a text that is too long always fails in the
+/* Check the limit before the memory, so that a text that is too long always fails in the
  * same way. */
 void mls_json_writer_put(mls_json_writer *b, const char *bytes, size_t length)
 {
@@ -51,8 +50,7 @@ void mls_json_writer_text(mls_json_writer *b, const char *text)
     mls_json_writer_put(b, text, strlen(text));
 }
 
-/* Append a number in decimal digits. Faster than snprintf: an index has several numbers
- * for each shard. */
+/* Faster than snprintf: an index has several numbers for each shard. */
 void mls_json_writer_number(mls_json_writer *b, uint64_t number)
 {
     char text[NUMBER_ROOM];
@@ -64,8 +62,8 @@ void mls_json_writer_number(mls_json_writer *b, uint64_t number)
     mls_json_writer_put(b, text + at, sizeof text - at);
 }
 
-/* Append a JSON string with its quotes. Escapes quotes, backslashes and control
- * characters; copies the bytes between them at once. */
+/* Escape quotes, backslashes and control characters; copy the bytes between them at
+ * once. */
 void mls_json_writer_json(mls_json_writer *b, mls_str text)
 {
     size_t unescaped = 0; /* start of the bytes not yet appended */

@@ -22,7 +22,7 @@ typedef struct mls_json_writer {
 
 void mls_json_writer_fini(mls_json_writer *b); /* accepts a zeroed struct; zeroes it */
 
-/* Append bytes, a C string, or a number in decimal digits. */
+/* Append `length` bytes, a C string, or a number in decimal digits. */
 void mls_json_writer_put(mls_json_writer *b, const char *bytes, size_t length);
 void mls_json_writer_text(mls_json_writer *b, const char *text);
 void mls_json_writer_number(mls_json_writer *b, uint64_t number);

@@ -36,9 +36,9 @@ static bool is_device(mls_str name)
     return false;
 }
 
-/* Return whether byte `at` of a name stays as it is in a file name. `device`: the name is
- * one of a device on Windows, so its first letter is escaped. Two dots never follow each
- * other. */
+/* Return whether byte number `at` of a name stays as it is in a file name. `device`: the
+ * name is the name of a Windows device, so its first letter is escaped. Two dots never
+ * follow each other. */
 static bool is_unescaped(mls_str name, size_t at, bool device)
 {
     const char c = name.data[at];
@@ -51,9 +51,9 @@ static bool is_unescaped(mls_str name, size_t at, bool device)
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
 }
 
-/* Encode as much of `name` as fits into `room` bytes, without splitting an escape.
- * Returns the bytes written; `*consumed` is the number of bytes of the name that they
- * encode. */
+/* Encode as many bytes of `name` as fit into `room` bytes of `out`, without splitting an
+ * escape or adding a NUL. Returns the number of bytes written, and sets `*consumed` to
+ * the number of bytes of the name that they encode. */
 static size_t encode_name(mls_str name, char *out, size_t room, size_t *consumed)
 {
     static const char digits[] = "0123456789abcdef";
@@ -77,8 +77,8 @@ static size_t encode_name(mls_str name, char *out, size_t room, size_t *consumed
     return length;
 }
 
-/* Write the file name for a tensor's name, and return its length. A name that is too long
- * is encoded again with less room, so that the mark with its number fits. */
+/* Encode a name that is too long again with less room, so that the mark with its number
+ * fits. */
 size_t mls_filename_encode(mls_str name, uint64_t number,
                            char out[MLS_FILENAME_BYTES + 1])
 {

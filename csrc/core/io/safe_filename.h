@@ -19,8 +19,9 @@
 /* The longest result without its NUL; leaves room for suffixes within 255 bytes. */
 enum { MLS_FILENAME_BYTES = 160 };
 
-/* Write the file name of `name` to `out`, with a NUL. Returns its length. `number` is
- * used only if the name is truncated, and must be unique among truncated names. */
+/* Write the file name for the tensor `name` to `out`, with a NUL. Returns its length
+ * without it. `number` is used only if the name is truncated, and must be unique among
+ * truncated names. */
 size_t mls_filename_encode(mls_str name, uint64_t number,
                            char out[MLS_FILENAME_BYTES + 1]);
 

@@ -10,7 +10,8 @@
 
 #include <inttypes.h>
 
-/* MLS_E_CAPACITY if a number is negative. */
+/* Fail with MLS_E_CAPACITY if `number`, the value of the caller's parameter `name`, is
+ * negative. */
 static mls_code check_sign(const char *name, int64_t number, mls_status *st)
 {
     if (number >= 0) {
@@ -51,7 +52,8 @@ mls_code mls_mask_check(const mls_mask_request *request, const mls_mask_names *n
     return code;
 }
 
-/* Store `element` in columns start .. end-1 of a row, if there are any. */
+/* Store `element` in columns start .. end - 1 of `row`, a view with one index in every
+ * axis but the last. Does nothing if `end` is not above `start`. */
 static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size_t start,
                          size_t end, mls_element element)
 {
@@ -61,9 +63,9 @@ static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size
     }
 }
 
-/* Fill rows of a mask: row p gets 0 for the `sinks` first columns and for columns p -
- * attention_size .. p, and `fill` for all others. A row may be beyond the last column;
- * its parts are then clipped to the columns. */
+/* Fill one row of `dst` for each token: the row of the token at position p gets 0 in the
+ * first `sinks` columns and in columns p - attention_size .. p, and `fill` in all others.
+ * p may be beyond the last column; the ranges are then clipped to the columns. */
 void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t first_row,
                    size_t attention_size, size_t sinks, mls_element fill)
 {
@@ -74,7 +76,7 @@ void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t fir
         const size_t position = first_row + i;
         const size_t earliest = position > attention_size ? position - attention_size : 0;
         const size_t start = mls_size_least(earliest, columns);
-        const size_t sunk = mls_size_least(sinks, start);
+        const size_t sunk = mls_size_least(sinks, start); /* end of the visible sinks */
         const size_t end = mls_size_least(position + 1, columns);
         fill_columns(kernels, &row, 0, sunk, zero);
         fill_columns(kernels, &row, sunk, start, fill);

@@ -10,8 +10,10 @@
 
 #include <string.h>
 
-/* View all `capacity` positions of a buffer, before or after it has this capacity.
- * MLS_E_SIZE: they exceed the address space. */
+/* Set `*out` to a view of `capacity` positions in each row of the buffer. `capacity` may
+ * be one that the buffer does not have yet: the view then gives only the size and the
+ * strides.
+ * MLS_E_SIZE: the bytes exceed the address space. */
 static mls_code view_capacity(const mls_kv_buffer *b, size_t capacity, mls_tensor *out,
                               mls_status *st)
 {
@@ -21,8 +23,8 @@ static mls_code view_capacity(const mls_kv_buffer *b, size_t capacity, mls_tenso
     return mls_tensor_init(out, b->pages.data, b->dtype, b->rank, shape, st);
 }
 
-/* Fail with MLS_E_CAPACITY: `label` is `got`, but `most`, the value of `limit`, is the
- * largest possible. */
+/* Fail with MLS_E_CAPACITY because `got`, the value that messages call `label`, exceeds
+ * `most`, the value that they call `limit`. */
 static mls_code fail_capacity(mls_status *st, const char *label, size_t got,
                               const char *limit, size_t most)
 {
@@ -31,8 +33,8 @@ static mls_code fail_capacity(mls_status *st, const char *label, size_t got,
     return mls_status_got(st, "%zu", got);
 }
 
-/* Reserve zeroed pages for a buffer. Invariant: all positions behind the length are zero.
- * New pages are zero, so the invariant holds for every length. */
+/* Reserve pages for `capacity` positions. New pages are zero, so the invariant of this
+ * file holds for the initial length. */
 mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, int axis,
                             size_t capacity, mls_dtype dtype, mls_status *st)
 {
@@ -63,7 +65,7 @@ void mls_kv_buffer_fini(mls_kv_buffer *buffer)
     *buffer = (mls_kv_buffer){0};
 }
 
-/* Return positions start .. start+length-1 of every row. */
+/* Return a view of positions start .. start + length - 1 in every row. */
 static mls_tensor slice_positions(const mls_kv_buffer *b, size_t start, size_t length)
 {
     mls_tensor full_view = {0};
@@ -77,16 +79,16 @@ mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
     return slice_positions(buffer, 0, mls_kv_buffer_length(buffer));
 }
 
-/* Request the pages, and copy `src` into the buffer's view. If length and capacity are
- * equal, rows are adjacent and huge pages may span them. */
+/* Copy `src` into the view, and request its pages meanwhile. If length and capacity are
+ * equal, rows have no gaps between them, so huge pages may span several rows. */
 void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
                         mls_pool *pool, const mls_tensor *src)
 {
     const mls_tensor dst = mls_kv_buffer_view(buffer);
     const size_t length = mls_kv_buffer_length(buffer);
     if (length == buffer->capacity && buffer->pages.bytes > 0) {
-        /* A range that was written before it is split can be joined again: see reserve.
-         */
+        /* A range that was written before it is split can be joined again: see
+         * mls_kv_buffer_reserve. */
         buffer->pages.data[0] = 0;
         mls_advise_inner_huge_pages(buffer->pages.data, buffer->pages.bytes);
     }
@@ -122,21 +124,23 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     return MLS_OK;
 }
 
-/* Move `rows` rows from `old` to `now` bytes apart, and zero their old memory. The last
- * row moves first: its new place is beyond all rows that are still to be moved. Only the
- * `used` first bytes of a row can be nonzero, so only those move. */
+/* Move rows apart: row i moves from byte i * old to byte i * now of `data` (`now` is at
+ * least `old`), and its old memory becomes zero. Only the first `used` bytes of a row can
+ * be nonzero, so only those move. The last row moves first: its target is beyond all rows
+ * that still have to move. */
 static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t old,
                         size_t now)
 {
     const size_t old_total = rows * old;
     const bool is_dense =
         now - used < mls_page_bytes(); /* every page has some of a row */
-    if (is_dense) {
+    if (is_dense) { /* all new pages will be written: request them in one call */
         mls_populate_pages(data + old_total, rows * now - old_total);
     }
     for (size_t row = rows; row-- > 0;) {
         const size_t end = row * now + used;
         const size_t next = (row + 1) * now;
+        /* zeros are needed up to the next row, or to the end of the old memory */
         const size_t stale = next < old_total ? next : old_total;
         if (row * now >= old_total && !is_dense) { /* these pages were never touched */
             mls_advise_inner_huge_pages(data + row * now, used);

@@ -36,28 +36,31 @@ static inline size_t mls_kv_buffer_length(const mls_kv_buffer *buffer)
     return buffer->shape[buffer->axis];
 }
 
-/* Return the cache at its current length. The view borrows the buffer's memory. */
+/* Return a tensor of the positions below the current length. It borrows the buffer's
+ * memory, and is valid until mls_kv_buffer_reserve or mls_kv_buffer_fini. */
 mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer);
 
-/* Copy `src` into the view. It must have the view's shape and a dtype that converts.
- * Pages are requested in large ranges, which is faster than one fault for each. Cannot
- * fail. */
+/* Copy `src` into the view of all positions below the length. `src` must have the view's
+ * shape and a dtype that converts to the buffer's. `pool` may be NULL: one thread copies
+ * then. Pages are requested in large ranges, which is faster than one fault for each.
+ * Cannot fail. */
 void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
                         mls_pool *pool, const mls_tensor *src);
 
-/* Change the length, keep the first `position` positions and zero the others in the old
- * view. Copies nothing; the cost is the zeroing. Messages call the position
- * `position_name`. MLS_E_CAPACITY: the length exceeds the capacity, or the position
- * exceeds either length. */
+/* Change the length to `length` positions, keep the first `position` of them, and zero
+ * the other positions of the old view. Copies nothing: the cost is the zeroing.
+ * `position_name` names `position` in messages.
+ * MLS_E_CAPACITY: `length` exceeds the capacity, or `position` exceeds the old or the new
+ * length; the buffer is unchanged then. */
 mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
                               size_t length, size_t position, const char *position_name,
                               mls_status *st);
 
-/* Raise the capacity. The rows move apart inside the one buffer, last row first, so the
- * peak is the new size, not the sum of both. (The pages are copied if the system cannot
- * move them, see memory.h.) Views of the old memory become invalid.
- * MLS_E_CAPACITY: below the current capacity. MLS_E_SIZE, MLS_E_MEMORY. The buffer is
- * unchanged on failure. */
+/* Raise the capacity to `capacity` positions. The rows move apart inside the one buffer,
+ * last row first, so the peak is the new size, not the sum of both. (The pages are copied
+ * if the system cannot move them, see memory.h.) Views of the old memory become invalid.
+ * MLS_E_CAPACITY: `capacity` is below the current one. MLS_E_SIZE, MLS_E_MEMORY. The
+ * buffer is unchanged on failure. */
 mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_status *st);
 
 #endif

@@ -17,16 +17,16 @@
 #include <string.h>
 
 enum {
-    TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile in a buffer, */
-    PACKED_TILE = 8 * TILE,         /* and of another one */
+    TILE = MLS_QUANTIZE_MOST_GROUP, /* most elements of a tile in a buffer, */
+    PACKED_TILE = 8 * TILE,         /* and of a tile in the arrays of the caller */
     MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT,
-    LANES = 8 /* sums of a loss */
+    LANES = 8 /* independent sums of add_tile_loss */
 };
 
 /* ---- checks ---- */
 
-/* Check bits and group, and compute how many 32-bit words of codes (`*words`) and groups
- * (`*groups`) the last axis gets. */
+/* Check `bits` and `group` before `length`, and set `*words` and `*groups` only on
+ * success. */
 mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_t *words,
                                size_t *groups, mls_status *st)
 {
@@ -53,12 +53,12 @@ mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_
         return mls_status_got(st, "%zu", length);
     }
     *groups = length / group;
-    *words = *groups * (group * bits / 32); /* less than the length */
+    *words = *groups * (group * bits / 32); /* no overflow: less than the length */
     return MLS_OK;
 }
 
-/* Check that a view has the values' shape, but `last` elements along the last axis, and
- * the given dtype. `label` names the view. */
+/* Check that `view` has the dtype `dtype` and the shape of `values`, but `last` elements
+ * along the last axis. `label` names the view in messages. MLS_E_SHAPE, MLS_E_DTYPE. */
 static mls_code check_view(const char *label, const mls_tensor *view,
                            const mls_tensor *values, size_t last, mls_dtype dtype,
                            mls_status *st)
@@ -137,13 +137,15 @@ typedef struct buffer {
     float scales[MOST_GROUPS], biases[MOST_GROUPS];
 } buffer;
 
-/* The place of a tile: the index of the outer axes, and rows and groups there. */
+/* A tile: rows row .. row + rows - 1 and groups group .. group + groups - 1 of the last
+ * two axes, at `outer`, the flat index (in C order) of all axes before them. */
 typedef struct tile {
     size_t outer, row, rows, group, groups;
 } tile;
 
-/* Return a view of a tile in the array `full`, where each group has `width` elements: the
- * group size for values, 1 for scales. */
+/* Return a view with two axes, rows and elements, of the tile `t` in the array `full`.
+ * `width` is the number of elements of `full` for each group: the group size for values,
+ * 1 for scales and biases, and the words of a group for codes. */
 static mls_tensor tile_view(const mls_tensor *full, const tile *t, size_t width)
 {
     const int last = full->rank - 1;
@@ -166,15 +168,16 @@ static mls_tensor tile_view(const mls_tensor *full, const tile *t, size_t width)
     return view;
 }
 
-/* Words of codes have their first byte in the lowest bits. */
+/* Whether a view of codes in a kernel's memory needs swapped bytes: kernels write the
+ * byte with the lowest bits first. */
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
 #    define ARE_WORDS_SWAPPED true
 #else
 #    define ARE_WORDS_SWAPPED false
 #endif
 
-/* Return a packed view of `data` with the shape of `like`, which has two axes. Codes
- * (MLS_U32) have the byte order of a kernel. */
+/* Return a C-contiguous view of the memory at `data`, with the shape of `like`, which has
+ * two axes. Codes (`dtype` MLS_U32) have the byte order that kernels write. */
 static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtype)
 {
     const size_t item = mls_dtype_of(dtype)->item_bytes;
@@ -186,8 +189,9 @@ static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtyp
                         .strides = {(ptrdiff_t)(like->shape[1] * item), (ptrdiff_t)item}};
 }
 
-/* Copy a tile of the array `full` to packed memory of `dtype`, or back if `store`.
- * `width` as in tile_view. */
+/* Copy the tile `t` of the array `full` to `packed`, which holds C-contiguous elements of
+ * `dtype`; or from `packed` to the tile if `store`. `width` is as in tile_view. Values
+ * are converted. */
 static void copy_tile(const job *j, const mls_tensor *full, const tile *t, size_t width,
                       void *packed, mls_dtype dtype, bool store)
 {
@@ -200,9 +204,8 @@ static void copy_tile(const job *j, const mls_tensor *full, const tile *t, size_
     }
 }
 
-/* Return the tile with number `index`: its rows, its groups, and (`outer`) its index in
- * all axes before the last two. Tiles are numbered by column first, then row. The last
- * tiles of a row or column may be smaller. */
+/* Return tile number `index`. Tiles are numbered along the last axis first, then along
+ * the rows, then along the outer axes. The last tiles along an axis may be smaller. */
 static tile tile_at(const job *j, size_t index)
 {
     const mls_tensor *values = j->values;
@@ -220,8 +223,8 @@ static tile tile_at(const job *j, size_t index)
     return t;
 }
 
-/* Return the groups of a tile in the arrays of the caller, for a kernel; used only if
- * is_packed. */
+/* Return a kernel's description of the groups of a tile, in the arrays of the caller.
+ * Meaningful only if `j->is_packed`. */
 static mls_group_run packed_run(const job *j, const tile *t)
 {
     const mls_quantized *q = j->quantized;
@@ -235,7 +238,7 @@ static mls_group_run packed_run(const job *j, const tile *t)
                            .codes = tile_view(&q->codes, t, words).data};
 }
 
-/* Return the groups of a tile in a buffer, for a kernel. */
+/* Return a kernel's description of the groups of a tile, in the buffer `b`. */
 static mls_group_run buffer_run(const job *j, const tile *t, buffer *b)
 {
     return (mls_group_run){.groups = t->rows * t->groups,
@@ -247,7 +250,8 @@ static mls_group_run buffer_run(const job *j, const tile *t, buffer *b)
                            .codes = b->codes};
 }
 
-/* Copy codes, scales and biases of a tile to a buffer, or back if `store`. */
+/* Copy codes, scales and biases of the tile `t` from the caller's arrays to the buffer
+ * `b`, or from `b` to the arrays if `store`. */
 static void copy_coded(const job *j, const tile *t, buffer *b, bool store)
 {
     const mls_quantized *q = j->quantized;
@@ -270,7 +274,8 @@ static bool quantize_buffer(const job *j, const tile *t)
     return true;
 }
 
-/* Quantize tile number `index`, as a task for the pool. */
+/* Quantize tile number `index`, as a task for the pool; `context` is the job. Clears its
+ * `is_finite` if a value is not finite. */
 static void quantize_tile(void *context, size_t index)
 {
     job *j = context;
@@ -282,7 +287,8 @@ static void quantize_tile(void *context, size_t index)
     }
 }
 
-/* Compute the values of a tile in a buffer, before they are rounded to the dtype. */
+/* Dequantize the tile `t` into `b->values`, as floats that are not yet rounded to the
+ * dtype. */
 static void decode_tile(const job *j, const tile *t, buffer *b)
 {
     const mls_group_run run = buffer_run(j, t, b);
@@ -290,7 +296,8 @@ static void decode_tile(const job *j, const tile *t, buffer *b)
     j->groups->dequantize[MLS_F32](&run);
 }
 
-/* Dequantize a tile in a buffer, then copy its values to their places. */
+/* Dequantize a tile in a buffer, then convert and copy its values to the caller's
+ * array. */
 static void dequantize_buffer(const job *j, const tile *t)
 {
     buffer b;
@@ -298,7 +305,7 @@ static void dequantize_buffer(const job *j, const tile *t)
     copy_tile(j, j->values, t, j->quantized->group, b.values, MLS_F32, true);
 }
 
-/* Dequantize tile number `index`, as a task for the pool. */
+/* Dequantize tile number `index`, as a task for the pool; `context` is the job. */
 static void dequantize_tile(void *context, size_t index)
 {
     const job *j = context;
@@ -311,8 +318,9 @@ static void dequantize_tile(void *context, size_t index)
     }
 }
 
-/* Add the loss of tile number `index`: decode it, round to the dtype of the values,
- * compare in float64. Runs on one thread. */
+/* Add the differences of tile number `index` to `j->loss`; `context` is the job.
+ * Dequantizes the tile, rounds to the dtype of the values, and compares in double. All
+ * tiles must run on one thread. */
 static void add_tile_loss(void *context, size_t index)
 {
     const job *j = context;
@@ -346,8 +354,8 @@ static void add_tile_loss(void *context, size_t index)
     }
 }
 
-/* Return whether the rows of a view are adjacent and have the byte order `swapped`, as
- * kernels need. */
+/* Return whether elements and rows (the last two axes) are adjacent in memory and the
+ * byte order is `swapped`, as kernels need. Axes before them may have any strides. */
 static bool has_packed_rows(const mls_tensor *t, bool swapped)
 {
     const int last = t->rank - 1;
@@ -368,8 +376,9 @@ static bool is_packed(const job *j)
            has_packed_rows(&q->codes, ARE_WORDS_SWAPPED);
 }
 
-/* Divide the values into tiles and run `task` on each of them, with the threads of the
- * pool if it is worthwhile. */
+/* Divide the values into tiles and run `task` on the number of each, with the threads of
+ * `pool` (may be NULL) if the values are large enough to share. Sets all members of `j`
+ * that describe tiles. */
 static void run_tiles(job *j, mls_pool *pool, mls_task task)
 {
     const int last = j->values->rank - 1;
@@ -380,7 +389,7 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
         return;
     }
     j->groups = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_group);
-    j->is_packed = j->loss == NULL && is_packed(j);
+    j->is_packed = j->loss == NULL && is_packed(j); /* a loss always needs buffers */
     const size_t most = j->is_packed ? PACKED_TILE : TILE;
     j->columns = length < most ? length : most / group * group;
     j->rows = most / j->columns;
@@ -390,7 +399,8 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
                  mls_kv_rows(j->values, last - 1) * j->row_tiles * j->column_tiles);
 }
 
-/* Quantize tile by tile. A task that meets a group without a scale clears `is_finite`. */
+/* Quantize tile by tile. A tile with a group that has no scale clears `is_finite`, and
+ * the other tiles are still processed. */
 mls_code mls_quantize(const mls_kernels *kernels, mls_pool *pool,
                       const mls_quantized *dst, const mls_tensor *values, mls_status *st)
 {
@@ -413,8 +423,8 @@ void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor
     run_tiles(&j, pool, dequantize_tile);
 }
 
-/* Compare the values with the decoded quantized values: largest error, and sums of
- * squares. One thread and a fixed order give the same bits everywhere. */
+/* Compare on one thread, without a pool: the order of additions decides the last bits of
+ * a sum. */
 mls_quantization_loss mls_quantize_loss(const mls_kernels *kernels,
                                         const mls_tensor *values,
                                         const mls_quantized *quantized)

@@ -30,29 +30,34 @@ typedef struct mls_quantized {
     size_t group;
 } mls_quantized;
 
-/* Compute the lengths of the last axis of codes, and of scales and biases, for values of
- * `length` elements.
+/* Compute the lengths of the last axis of codes (`*words`, 32-bit words) and of scales
+ * and biases (`*groups`), for values whose last axis has `length` elements. `bits` is the
+ * size of a code, and `group` is the number of elements with one scale.
  * MLS_E_VALUE: bits are not 2, 3, 4, 5, 6 or 8, or the group is not a multiple of 32 up
  * to 4096 (of 8 for 4 and 8 bits).
  * MLS_E_SHAPE: the group does not divide the length. */
 mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_t *words,
                                size_t *groups, mls_status *st);
 
-/* Check that the views belong together; both functions below require it.
- * MLS_E_SHAPE, MLS_E_VALUE: as above; a rank of 0; a view of another shape.
- * MLS_E_DTYPE: values that are not float16, bfloat16 or float32, or a view of another
- * dtype. */
+/* Check that `values` and the views of `quantized` belong together. mls_quantize,
+ * mls_dequantize and mls_quantize_loss require it.
+ * MLS_E_SHAPE, MLS_E_VALUE: as for mls_quantized_lengths; a rank of 0; a view whose shape
+ * does not match the values.
+ * MLS_E_DTYPE: values that are not float16, bfloat16 or float32, scales or biases of
+ * another dtype, or codes that are not uint32. */
 mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quantized,
                             mls_status *st);
 
-/* Quantize `values`, which must not overlap `dst`.
+/* Write the codes, scales and biases of `values` to the views of `dst`, which must not
+ * overlap `values`. The threads of `pool` (NULL: none) share large arrays.
  * MLS_E_VALUE: a value is not finite, or a group spans more than float can hold; the
  * content of `dst` is undefined then. */
 mls_code mls_quantize(const mls_kernels *kernels, mls_pool *pool,
                       const mls_quantized *dst, const mls_tensor *values, mls_status *st);
 
-/* Write scale * code + bias, computed in float and rounded once, to `values`, which must
- * not overlap `src`. Cannot fail. */
+/* Write scale * code + bias of each code of `src` to `values`, which must not overlap the
+ * views of `src`. The result is computed in float and rounded once. The threads of `pool`
+ * (NULL: none) share large arrays. Cannot fail. */
 void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *values,
                     const mls_quantized *src);
 
@@ -63,9 +68,9 @@ typedef struct mls_quantization_loss {
     double value_squares; /* of the original values */
 } mls_quantization_loss;
 
-/* Compare `values` with the values that mls_dequantize computes from `quantized`, which
- * must have passed the check. One thread adds in a fixed order, so every instruction set
- * returns the same bits. */
+/* Compare the original `values` with those that mls_dequantize computes from `quantized`,
+ * which must have passed mls_quantize_check. One thread adds in a fixed order, so every
+ * instruction set returns the same bits. */
 mls_quantization_loss mls_quantize_loss(const mls_kernels *kernels,
                                         const mls_tensor *values,
                                         const mls_quantized *quantized);

@@ -12,7 +12,8 @@
 
 enum { BYTES = 16 }; /* of a vector of codes */
 
-/* `dtype` is a constant in every call, so the branches disappear. */
+/* Load 8 elements of `dtype` (float16, bfloat16 or float32) as floats. `dtype` is a
+ * constant in every call, so the branches disappear. */
 MLS_INLINED floats load_floats(const unsigned char *items, mls_dtype dtype)
 {
     return dtype == MLS_F16    ? floats_f16(items)
@@ -20,7 +21,7 @@ MLS_INLINED floats load_floats(const unsigned char *items, mls_dtype dtype)
                                : floats_f32(items);
 }
 
-/* Store one register of floats as elements of `dtype`: float16, bfloat16 or float32. */
+/* Store 8 floats as elements of `dtype`: float16, bfloat16 or float32. */
 MLS_INLINED void store_floats(unsigned char *items, floats values, mls_dtype dtype)
 {
     if (dtype == MLS_F16) {
@@ -58,8 +59,9 @@ MLS_INLINED bool has_nan(__m256 v)
     return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)) != 0;
 }
 
-/* Write the smallest and largest element of a group of `size` elements to `*low` and
- * `*high`. Returns a register with a NaN if an element is not finite. */
+/* Set `*low` and `*high` to the smallest and largest of the `size` elements of a group at
+ * `items`. Returns a register with a NaN if an element is not finite; multiplying by 0
+ * makes it one. */
 MLS_INLINED __m256 measure(const unsigned char *items, size_t size, float *low,
                            float *high, mls_dtype dtype)
 {
@@ -77,8 +79,10 @@ MLS_INLINED __m256 measure(const unsigned char *items, size_t size, float *low,
     return not_finite;
 }
 
-/* choose_affine of the scalar file for 8 groups: compute their scales and biases from
- * their extremes. Returns a register with a NaN if a range is not finite. */
+/* Compute the scales and biases of 8 groups from their smallest (`lows`) and largest
+ * (`highs`) elements, as choose_affine of the scalar file does for one. `levels` has the
+ * largest code in each lane. Returns a register with a NaN if the range of a group is not
+ * finite. */
 MLS_INLINED __m256 choose(const float *lows, const float *highs, __m256 levels,
                           __m256 *scales, __m256 *biases)
 {
@@ -99,8 +103,8 @@ MLS_INLINED __m256 choose(const float *lows, const float *highs, __m256 levels,
     return _mm256_mul_ps(range, zero);
 }
 
-/* Store the first `count` lanes (scales or biases of as many groups) as elements of
- * `dtype`. */
+/* Store the first `count` lanes, which are the scales or the biases of `count` groups, as
+ * elements of `dtype`. Writes nothing behind them. */
 MLS_INLINED void store_lanes(unsigned char *items, __m256 lanes, size_t count,
                              mls_dtype dtype)
 {
@@ -113,7 +117,8 @@ MLS_INLINED void store_lanes(unsigned char *items, __m256 lanes, size_t count,
     memcpy(items, all, count * item_bytes(dtype));
 }
 
-/* Load `count` elements of `dtype` as floats; the other lanes are 0. */
+/* Load `count` elements of `dtype` as floats; the other lanes are 0. Reads nothing behind
+ * them. */
 MLS_INLINED __m256 load_lanes(const unsigned char *items, size_t count, mls_dtype dtype)
 {
     if (count == FLOATS) {
@@ -144,13 +149,13 @@ typedef struct code_layout {
     __m128i split_shift;
 } code_layout;
 
-/* Return the constants with which join_16 and split_16 move codes of 2 to 6 bits:
- * shuffles, multipliers that shift, and shifts. */
+/* Return the constants with which join_16 and split_16 move codes of `bits` bits, 2 to 6:
+ * orders of shuffles, multipliers that shift, and counts of shifts. */
 MLS_INLINED code_layout layout_of(unsigned bits)
 {
     unsigned char joined[BYTES], split[2 * BYTES];
     uint16_t factors[BYTES];
-    for (unsigned i = 0; i < BYTES; i++) { /* a place of 128 and more becomes 0 */
+    for (unsigned i = 0; i < BYTES; i++) { /* a shuffle writes 0 for an index of 128 */
         joined[i] = (unsigned char)(i < bits ? i : i < 2 * bits ? 8 + i - bits : 128);
         split[2 * i] = (unsigned char)(i * bits / 8);
         split[2 * i + 1] = (unsigned char)(i * bits / 8 + 1);
@@ -192,8 +197,9 @@ MLS_INLINED __m128i split_16(__m128i string, const code_layout *l)
                             _mm256_extracti128_si256(wide, 1));
 }
 
-/* Join `count` codes, a multiple of 8, into strings of bits. Writes no byte from `end`
- * on. */
+/* Join `count` codes of l->bits bits, a multiple of 8, one in each byte of `codes`, to a
+ * string of bits at `joined`. Full vectors are stored only if 16 bytes fit before `end`,
+ * since a store writes more bytes than it has codes for. */
 MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *joined,
                       const unsigned char *end, const code_layout *l)
 {
@@ -208,8 +214,9 @@ MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *j
     }
 }
 
-/* Split `count` codes, a multiple of 8, one into each byte. Reads no byte from `end`
- * on. */
+/* Split the string of bits at `joined` to `count` codes, a multiple of 8, one in each
+ * byte of `codes`. Full vectors are loaded only if 16 bytes fit before `end`, the end of
+ * all codes. */
 MLS_INLINED void split(const unsigned char *joined, const unsigned char *end,
                        size_t count, unsigned char *codes, const code_layout *l)
 {
@@ -226,7 +233,8 @@ MLS_INLINED void split(const unsigned char *joined, const unsigned char *end,
 
 /* ---- runs ---- */
 
-/* Encodes 8 elements: a number in each 32-bit lane. */
+/* Return the codes of 8 elements, one in each 32-bit lane: (x - bias) / scale, rounded
+ * and clipped to 0 .. `levels`. */
 MLS_INLINED __m256i encode_8(__m256 x, __m256 scale, __m256 bias, __m256 levels)
 {
     const __m256 v = _mm256_div_ps(_mm256_sub_ps(x, bias), scale);
@@ -234,8 +242,8 @@ MLS_INLINED __m256i encode_8(__m256 x, __m256 scale, __m256 bias, __m256 levels)
     return _mm256_cvtps_epi32(_mm256_min_ps(positive, levels));
 }
 
-/* Encode the `size` elements of a group, one code in each byte of `codes`. `levels` is
- * the largest code. */
+/* Encode the `size` elements of a group at `items`, one code in each byte of `codes`.
+ * `levels` is the largest code. */
 MLS_INLINED void encode(const unsigned char *items, size_t size, float scale, float bias,
                         float levels, unsigned char *codes, mls_dtype dtype)
 {
@@ -250,7 +258,8 @@ MLS_INLINED void encode(const unsigned char *items, size_t size, float scale, fl
     }
 }
 
-/* Stores floats that are not NaN, as bfloat16. */
+/* Store 8 floats, none of them NaN, as bfloat16. It is faster than store_bf16, which
+ * keeps NaNs. */
 MLS_INLINED void store_bf16_numbers(unsigned char *items, floats values)
 {
     const __m256i all = _mm256_srli_epi32(rounded_numbers(values), 16);
@@ -258,8 +267,8 @@ MLS_INLINED void store_bf16_numbers(unsigned char *items, floats values)
                                        _mm256_extracti128_si256(all, 1)));
 }
 
-/* Write the values of the `size` codes of a group, one code in each byte. Finite scales
- * and biases (`is_finite`) give no NaN. */
+/* Write scale * code + bias as `dtype` to `items` for the `size` codes of a group, one in
+ * each byte of `codes`. `is_finite`: scale and bias are finite, so no result is NaN. */
 MLS_INLINED void decode(const unsigned char *codes, size_t size, float scale, float bias,
                         unsigned char *items, mls_dtype dtype, bool is_finite)
 {
@@ -277,9 +286,9 @@ MLS_INLINED void decode(const unsigned char *codes, size_t size, float scale, fl
     }
 }
 
-/* Quantize `run->groups` adjacent groups, 8 groups at a time, since choosing a scale
- * needs a slow division. Returns false as soon as a value is not finite; the rest is then
- * not written. */
+/* Quantize the groups of `run`, whose arrays have `dtype`, 8 groups at a time, since
+ * choosing a scale needs a slow division. Returns false as soon as a value or a range is
+ * not finite; the groups that follow are not written then. */
 MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
 {
     const size_t item = item_bytes(dtype), size = run->size;
@@ -288,6 +297,7 @@ MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
     const unsigned char *values = run->values, *const end =
                                                    run->codes + run->groups * row;
     unsigned char *joined = run->codes, buffer[MLS_QUANTIZE_MOST_GROUP];
+    /* codes of 8 bits are not joined; any other number of bits makes a valid layout */
     const code_layout layout = layout_of(run->bits == 8 ? 4 : run->bits);
     float lows[FLOATS] = {0}, highs[FLOATS] = {0}, scale[FLOATS], bias[FLOATS];
     for (size_t first = 0; first < run->groups; first += FLOATS) {
@@ -318,8 +328,9 @@ MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
     return true;
 }
 
-/* Write the values of `run->groups` adjacent groups. If all scales and biases are finite,
- * so are the results, and the check for NaN is left out. */
+/* Write the values of the groups of `run`, whose arrays have `dtype`, 8 groups at a time.
+ * If their scales and biases are finite, so are the results, and the check for NaN is
+ * left out. */
 MLS_INLINED void dequantize(const mls_group_run *run, mls_dtype dtype)
 {
     const size_t item = item_bytes(dtype), size = run->size;

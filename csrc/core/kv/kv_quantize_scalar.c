@@ -6,14 +6,14 @@
 
 #include <string.h>
 
-/* Choose scale and bias for values of low .. high; `levels` is the largest code. The bias
- * is the extreme with the larger absolute value, and 0 is a whole number of steps from
- * it. mlx does the same operations in the same order. Returns false if the range is not
- * finite. */
+/* Set the scale and the bias of a group whose values are `low` .. `high`; `levels` is the
+ * largest code. The bias is the extreme with the larger absolute value, and 0 is a whole
+ * number of steps from it, so that 0 has an exact code. mlx does the same operations in
+ * the same order. Returns false if `high - low` is not finite. */
 static bool choose_affine(float low, float high, float levels, float *scale, float *bias)
 {
     const bool from_low = fabsf(low) > fabsf(high);
-    const float step = (high - low) / levels, least = 1e-7F;
+    const float step = (high - low) / levels, least = 1e-7F; /* the least scale of mlx */
     const float size = step > least ? step : least;
     const float edge = from_low ? low : high;
     *scale = from_low ? size : -size;
@@ -26,8 +26,8 @@ static bool choose_affine(float low, float high, float levels, float *scale, flo
     return isfinite(high - low);
 }
 
-/* Choose scale and bias of a group; returns false if it has none. `levels` is the largest
- * code. */
+/* Set the scale and the bias of the group of `size` elements at `x`; `levels` is the
+ * largest code. Returns false if an element or the range of the group is not finite. */
 static bool measure(const float *x, size_t size, float levels, float *scale, float *bias)
 {
     float low = x[0], high = x[0];
@@ -40,8 +40,8 @@ static bool measure(const float *x, size_t size, float levels, float *scale, flo
     return choose_affine(low, high, levels, scale, bias) && !isnan(not_finite);
 }
 
-/* Return the nearest code of a value, ties to even, from 0 to `levels`; a NaN becomes
- * 0. */
+/* Return the code of the value `x`: (x - bias) / scale, rounded to an integer, ties to
+ * even, and clipped to 0 .. `levels`. A NaN becomes 0. */
 static unsigned char encode(float x, float scale, float bias, float levels)
 {
     const float round = 0x1.8p23F; /* adding it rounds to an integer, ties to even */
@@ -51,8 +51,8 @@ static unsigned char encode(float x, float scale, float bias, float levels)
     return (unsigned char)(int32_t)((code + round) - round);
 }
 
-/* Quantize float32 values group by group, 8 codes at a time. Returns false if a group has
- * no scale; the other groups are quantized all the same. */
+/* Quantize the float32 values of `run`, group by group. Returns false if an element or
+ * the range of some group is not finite; the other groups are still quantized. */
 static bool quantize(const mls_group_run *run)
 {
     const float levels = (float)((1U << run->bits) - 1);
@@ -77,7 +77,7 @@ static bool quantize(const mls_group_run *run)
     return is_finite;
 }
 
-/* Write float32 values: scale * code + bias, group by group, 8 codes at a time. */
+/* Write scale * code + bias of each code of `run` to `run->values`, as float32. */
 static void dequantize(const mls_group_run *run)
 {
     unsigned char codes[8];

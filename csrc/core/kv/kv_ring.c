@@ -18,8 +18,8 @@ static size_t capacity_of(const mls_kv_ring *ring)
     return ring->slots.shape[ring->axis];
 }
 
-/* Return the slot that stores a position: the sinks keep theirs, the others share the
- * slots behind the sinks in turn, rotated by `shift`. */
+/* Return the slot that stores `position`: slot p for a sink at position p; the other
+ * positions use the slots behind the sinks in turn, rotated by `shift`. */
 static size_t slot_of(const mls_kv_ring *ring, size_t position)
 {
     if (position < ring->sinks) {
@@ -29,8 +29,9 @@ static size_t slot_of(const mls_kv_ring *ring, size_t position)
     return ring->sinks + (position - ring->sinks + ring->shift) % window;
 }
 
-/* Return how many of `count` positions from `first` on are in adjacent slots. The sinks
- * and the other positions are separate ranges. */
+/* Return how many of the positions first .. first + count - 1 are in adjacent slots,
+ * counted from `first` on. The sinks and the slots behind them are separate ranges, so
+ * none spans both. */
 static size_t adjacent_slots(const mls_kv_ring *ring, size_t first, size_t count)
 {
     const size_t end = first < ring->sinks ? ring->sinks : capacity_of(ring);
@@ -54,8 +55,9 @@ size_t mls_kv_ring_length(const mls_kv_ring *ring)
     return stored_sinks(ring) + stored_others(ring);
 }
 
-/* Check rank, axis and number of sinks for slots of this shape. A capacity of 0 is
- * allowed here, without sinks. */
+/* Check the rank of `slots`, the sequence axis, and that `sinks` leave a slot for other
+ * tokens. A capacity of 0 without sinks passes: a borrowed ring may have it. MLS_E_SHAPE,
+ * MLS_E_CAPACITY. */
 static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
                            mls_status *st)
 {
@@ -78,8 +80,8 @@ static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
     return MLS_OK;
 }
 
-/* Reserve an empty ring. `oldest` starts behind the sinks, although the ring is still
- * empty. */
+/* Reserve an empty ring. `oldest` is `sinks` from the start, as the header requires,
+ * although no such token exists yet. */
 mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
                           size_t sinks, mls_status *st)
 {
@@ -115,8 +117,7 @@ void mls_kv_ring_fini(mls_kv_ring *ring)
     *ring = (mls_kv_ring){0};
 }
 
-/* Describe borrowed slots as a ring; counters follow from the number of appended
- * tokens. */
+/* Check the shape, and compute the counters from the number of appended tokens. */
 mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
                             size_t sinks, size_t length, size_t shift, mls_status *st)
 {
@@ -139,8 +140,8 @@ mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
     return MLS_OK;
 }
 
-/* Check that tokens have the ring's dtype, its shape except for the sequence, and
- * separate memory. */
+/* Check that `tokens` have the ring's dtype, its shape except for the sequence, and no
+ * memory in common with it. MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_OVERLAP. */
 static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
                              mls_status *st)
 {
@@ -174,9 +175,9 @@ static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
     return MLS_OK;
 }
 
-/* Copy `rows` short rows of `bytes` bytes, whose sources are `from_step` and whose
- * destinations `to_step` bytes apart. If the sequence axis is the last one and one token
- * is appended, a row is one element; a constant size makes its copy one instruction. */
+/* Copy `rows` runs of `bytes` bytes. Run i is read at `from` + i * from_step and written
+ * at `to` + i * to_step (bytes). If the sequence axis is the last one and one token is
+ * appended, a run is one element: a constant size makes its copy one instruction. */
 static void copy_rows(unsigned char *to, size_t to_step, const unsigned char *from,
                       size_t from_step, size_t bytes, size_t rows)
 {
@@ -197,12 +198,12 @@ static void copy_rows(unsigned char *to, size_t to_step, const unsigned char *fr
 #undef COPY_ROWS
 }
 
-/* Longer rows are copied by mls_copy, which chooses how to store them. For 224 rows of
- * 256 bytes, it took 1.8 times as long as copy_rows. */
+/* Rows of more than so many bytes are copied by mls_copy, which chooses how to store
+ * them. For 224 rows of 256 bytes, it took 1.8 times as long as copy_rows. */
 enum { SHORT_ROW = 4096 };
 
-/* Copy `count` tokens, from index `at` of `tokens` on, to adjacent slots from `slot`
- * on. */
+/* Copy `count` tokens to adjacent slots: those at indices at .. at + count - 1 of the
+ * sequence axis of `tokens` to the slots from `slot` on. */
 static void copy_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
                         const mls_tensor *tokens, size_t at, size_t slot, size_t count)
 {
@@ -220,7 +221,7 @@ static void copy_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
               step * tokens->shape[ring->axis], step * count, rows);
 }
 
-/* Copy tokens to the slots of positions `first` .. `first + count - 1`, in runs of
+/* Copy the tokens of positions first .. first + count - 1 to their slots, in runs of
  * adjacent slots. `base` is the position of the first token of `tokens`. */
 static void store_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
                          const mls_tensor *tokens, size_t base, size_t first,
@@ -234,8 +235,8 @@ static void store_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
     }
 }
 
-/* Append tokens; those that later ones would overwrite are only counted. Every token that
- * stays is copied once, into the sinks or into the last slots. */
+/* Copy only the tokens that remain: first the sinks that are still missing, then the last
+ * tokens that fit behind the sinks. Tokens between them are only counted. */
 mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
                             const mls_tensor *tokens, mls_status *st)
 {
@@ -259,6 +260,8 @@ mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
     const size_t window = capacity_of(ring) - ring->sinks;
     const size_t stored_count = end - start < window ? end - start : window;
     store_tokens(ring, kernels, tokens, base, end - stored_count, stored_count);
+    /* `oldest` may be beyond `end` while sinks are missing, so compare before subtracting
+     */
     if (end > ring->oldest && end - ring->oldest > window) {
         ring->evicted += end - window - ring->oldest;
         ring->oldest = end - window;
@@ -267,7 +270,7 @@ mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
     return MLS_OK;
 }
 
-/* Zero the slots of positions `first` .. `first + count - 1`. */
+/* Zero the slots of positions first .. first + count - 1. */
 static void clear_slots(const mls_kv_ring *ring, const mls_kernels *kernels, size_t first,
                         size_t count)
 {
@@ -283,9 +286,8 @@ static void clear_slots(const mls_kv_ring *ring, const mls_kernels *kernels, siz
     }
 }
 
-/* Drop the last `count` tokens, and zero their slots: first those after the sinks, then
- * sinks. A trim that reaches the sinks ends the sequence within them. Nothing evicted is
- * left between the tokens that stay, so `oldest` begins again. */
+/* Drop the tokens after the sinks first, from the newest on, then sinks. Once a sink is
+ * dropped, no other token is left, so `oldest` is reset as in an empty ring. */
 mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t count,
                           mls_status *st)
 {
@@ -309,8 +311,8 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
     return MLS_OK;
 }
 
-/* Replace slots and counters by those from a stored ring. The counters may come from a
- * file, so they are checked before a slot is computed. */
+/* Check the counters before a slot is computed from them, since they may come from a
+ * file. */
 mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
                           const mls_tensor *slots, size_t oldest, size_t next,
                           size_t evicted, mls_status *st)
@@ -323,6 +325,7 @@ mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
         return mls_fail(st, MLS_E_SHAPE, "the slots have %zu positions, the cache %zu",
                         slots->shape[ring->axis], capacity_of(ring));
     }
+    /* every position behind the sinks and before `oldest` was evicted at some time */
     const size_t end = next > ring->sinks ? next : ring->sinks;
     const size_t window = capacity_of(ring) - ring->sinks;
     if (next > INT64_MAX || oldest < ring->sinks || oldest > end ||
@@ -340,8 +343,8 @@ mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
     return MLS_OK;
 }
 
-/* Copy the sinks and then the others, oldest first; each range of adjacent slots is one
- * copy. */
+/* Copy each range of adjacent slots at once; `copied` counts the positions of `dst`
+ * already written. */
 void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernels,
                               const mls_tensor *dst)
 {
@@ -365,7 +368,8 @@ void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernel
     }
 }
 
-/* Write the position of each slot's token; -1 for an empty slot. */
+/* Write the position of each slot's token to `out`: first the positions of the sinks and
+ * -1 for all other slots, then the positions from `oldest` on over these. */
 void mls_kv_ring_positions(const mls_kv_ring *ring, int64_t *out)
 {
     const size_t sinks = stored_sinks(ring);

@@ -20,16 +20,16 @@ typedef struct mls_kv_ring {
     mls_pages pages;
     mls_tensor slots; /* all slots, C-contiguous; views of it stay valid until fini */
     int axis;         /* the sequence axis of `slots` */
-    size_t sinks;
-    size_t shift;  /* below capacity - sinks; 0 unless borrowed */
-    size_t oldest; /* first position after the sinks that is held; at least `sinks` */
-    size_t next;   /* position of the next token */
-    size_t evicted;
+    size_t sinks;     /* positions 0 .. sinks - 1 are never evicted */
+    size_t shift;     /* below capacity - sinks; 0 unless borrowed */
+    size_t oldest;    /* first position after the sinks that is held; at least `sinks` */
+    size_t next;      /* position of the next token */
+    size_t evicted;   /* tokens evicted so far; a trim does not change it */
 } mls_kv_ring;
 
-/* Reserve an empty ring of zeroed memory. `slots` has the dtype, the byte order and the
- * shape; its length along `axis` is the capacity. `axis` is 0 .. rank - 1. The caller
- * ends the ring with mls_kv_ring_fini.
+/* Reserve an empty ring of zeroed memory. `slots` gives the dtype, the byte order and the
+ * shape (its data is not read); its length along `axis` is the capacity. `axis` is 0 ..
+ * rank - 1. The caller ends the ring with mls_kv_ring_fini.
  * MLS_E_SHAPE: not 2 to 8 dimensions. MLS_E_CAPACITY: a capacity of 0, or sinks that
  * leave no slot for other tokens. MLS_E_SIZE, MLS_E_MEMORY. */
 mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
@@ -37,15 +37,16 @@ mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
 
 void mls_kv_ring_fini(mls_kv_ring *ring); /* accepts a zeroed struct */
 
-/* Describe `slots` in borrowed memory as the ring after `length` appended tokens, none of
- * them trimmed. The slots after the sinks are rotated by `shift`. It owns no memory, so
- * it needs no fini. It may have 0 slots.
+/* Describe the caller's memory `slots` as the ring after `length` tokens were appended
+ * and none trimmed. The slots after the sinks are rotated by `shift` slots, any number.
+ * The ring owns no memory, so it needs no mls_kv_ring_fini. It may have 0 slots.
  * MLS_E_SHAPE, MLS_E_CAPACITY: as for mls_kv_ring_init. */
 mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
                             size_t sinks, size_t length, size_t shift, mls_status *st);
 
-/* Replace slots and counters, for example with the content of a stored ring. The
- * slots must have the shape and the dtype of the ring; either byte order is accepted.
+/* Replace the content of all slots by `slots`, and the counters `oldest`, `next` and
+ * `evicted` of the ring by these, for example from a stored ring. The slots must have the
+ * shape and the dtype of the ring; either byte order is accepted.
  * MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_OVERLAP: they differ, or share memory with the ring.
  * MLS_E_CAPACITY: no sequence of appends and trims ends with these counters. The ring is
  * unchanged on failure. */
@@ -56,23 +57,24 @@ mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
 /* Return the number of tokens held. */
 size_t mls_kv_ring_length(const mls_kv_ring *ring);
 
-/* Append tokens, any number of them along the sequence axis, as if one by one: tokens
+/* Append `tokens`, any number of them along the sequence axis, as if one by one: tokens
  * that later ones would overwrite are counted as evicted and not copied.
- * MLS_E_SHAPE, MLS_E_DTYPE: they differ from the ring's (byte order may differ).
- * MLS_E_OVERLAP: they share memory with the ring. MLS_E_SIZE: positions exceed 63 bits.
- * The ring is unchanged on failure. */
+ * MLS_E_SHAPE, MLS_E_DTYPE: shape (except the sequence) or dtype differ from the ring's;
+ * the byte order may differ. MLS_E_OVERLAP: they share memory with the ring. MLS_E_SIZE:
+ * positions exceed 63 bits. The ring is unchanged on failure. */
 mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
                             const mls_tensor *tokens, mls_status *st);
 
 /* Drop the last `count` tokens and zero their slots. The next token takes the position of
  * the first token dropped, unless tokens between it and the sinks were evicted: a trim
  * that reaches the sinks then ends after the last sink that is left.
- * MLS_E_CAPACITY: more than the ring holds; the ring is unchanged. */
+ * MLS_E_CAPACITY: `count` is more than the ring holds; the ring is unchanged. */
 mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t count,
                           mls_status *st);
 
-/* Copy the tokens to `dst`: the sinks, then the others from oldest to newest. `dst` must
- * have the ring's dtype and shape, but mls_kv_ring_length positions. Cannot fail. */
+/* Copy the tokens to `dst` in the order of their positions: the sinks, then the others
+ * from oldest to newest. `dst` must have the ring's dtype and shape, but
+ * mls_kv_ring_length positions. Cannot fail. */
 void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernels,
                               const mls_tensor *dst);
 

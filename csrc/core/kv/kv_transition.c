@@ -41,8 +41,7 @@ static mls_code check_rank(const char *label, int rank, const size_t *shape,
     return mls_status_got(st, "%s", text);
 }
 
-/* Check the rank, and convert an axis that may count from the end; `label` and
- * `axis_name` are the names in messages. */
+/* Check the rank before the axis: the range of valid axes follows from it. */
 mls_code mls_kv_find_axis(const char *label, int rank, const size_t *shape,
                           const char *axis_name, int64_t seq_axis, int *axis,
                           mls_status *st)
@@ -66,8 +65,9 @@ mls_code mls_kv_find_axis(const char *label, int rank, const size_t *shape,
 
 enum { NOTE_BYTES = 2 * MLS_FACT_BYTES };
 
-/* Write which axis of a shape is the sequence, for the end of a message, or nothing for
- * the usual layout. Returns `text`, which has NOTE_BYTES bytes. */
+/* Write a note for the end of a message to `text` (NOTE_BYTES bytes): the sequence axis
+ * and the shape, or nothing for the usual layout, whose axes have names. Returns
+ * `text`. */
 static const char *axis_note(char *text, int rank, const size_t *shape, int axis)
 {
     char dimensions[MLS_FACT_BYTES];
@@ -79,16 +79,16 @@ static const char *axis_note(char *text, int rank, const size_t *shape, int axis
     return text;
 }
 
-/* Add the expected and the actual value to a status that is already filled. */
+/* Add the expected range 0 .. `limit` and the actual value `got` to `st`, which has its
+ * message. Returns the code of `st`. */
 static mls_code add_capacity_range(mls_status *st, int64_t limit, int64_t got)
 {
     mls_status_expected(st, "0..%" PRId64, limit);
     return mls_status_got(st, "%" PRId64, got);
 }
 
-/* Check the numbers of a request against the source's shape. Checks the target's length
- * against the source's first, then the tokens against both: the first message is the one
- * that the user should fix first. */
+/* Check the target's length against the source's, then the tokens against both. The order
+ * matters: the message is about the number that the user should correct first. */
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st)
 {
@@ -126,8 +126,9 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
     return MLS_OK;
 }
 
-/* Fail because a property of two caches, `label` (an axis, or the number of axes),
- * differs. `note` ends the message. Returns MLS_E_SHAPE. */
+/* Fail with MLS_E_SHAPE because two caches differ in the property `label` (the lengths of
+ * one axis, or the number of axes): it is `source` in one and `target` in the other.
+ * `note` ends the message. */
 static mls_code fail_difference(const char *label, size_t source, size_t target,
                                 const char *note, mls_status *st)
 {
@@ -139,8 +140,8 @@ static mls_code fail_difference(const char *label, size_t source, size_t target,
     return mls_status_got(st, "%zu", target);
 }
 
-/* Check that a cache of shape `source` can expand to the shape `target`. All axes except
- * the sequence belong to the model, so a difference in them is a shape error. */
+/* Compare the number of axes, the lengths of all axes except the sequence, which belong
+ * to the model, and then the sequence lengths. */
 mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
                              const size_t *target, const char *axis_name,
                              int64_t seq_axis, mls_status *st)
@@ -235,8 +236,9 @@ typedef struct job {
     bool inner_huge; /* use huge pages where tokens fill them */
 } job;
 
-/* Divide a target of `bytes` bytes, more than 0, into parts. Rows longer than `longest`
- * bytes are divided by positions; shorter rows stay whole, and parts have up to
+/* Divide the target `t` of `bytes` bytes, more than 0, into parts of about `longest` or
+ * `together` bytes. Rows longer than `longest` bytes, and a cache without an axis before
+ * the sequence, are divided by positions; shorter rows stay whole, and parts have up to
  * `together` bytes of them. No product here exceeds `bytes`. */
 static division divide_rows(const mls_tensor *t, int seq_axis, size_t bytes,
                             size_t longest, size_t together)
@@ -246,6 +248,7 @@ static division divide_rows(const mls_tensor *t, int seq_axis, size_t bytes,
     const size_t most = by_position ? longest : together;
     int axis = by_position ? seq_axis : seq_axis - 1;
     size_t unit = by_position ? row / t->shape[seq_axis] : row; /* bytes of an index */
+    /* find the outermost axis so that all indices of the axes after it fit into a part */
     while (!by_position && axis > 0 && unit * t->shape[axis] <= most) {
         unit *= t->shape[axis];
         axis--;
@@ -259,15 +262,16 @@ static division divide_rows(const mls_tensor *t, int seq_axis, size_t bytes,
     return d;
 }
 
-/* Reduce `t` to `length` indices of an axis, from `start` on. */
+/* Reduce the view `t` to `length` indices of `axis`, from index `start` on. */
 static void narrow_axis(mls_tensor *t, int axis, size_t start, size_t length)
 {
     t->data += (ptrdiff_t)start * t->strides[axis];
     t->shape[axis] = length;
 }
 
-/* Request the pages of the tokens of some rows ahead of the copy. If rows are shorter
- * than a page, every page has tokens. */
+/* Request the pages of `tokens`, the tokens of some rows in the target, ahead of their
+ * copy. Rows that are less than a page apart are one range: every page between them has
+ * tokens. */
 static void populate_rows(const job *j, const mls_tensor *tokens)
 {
     size_t rows = mls_kv_rows(tokens, j->axis), bytes = mls_kv_bytes(tokens) / rows;
@@ -279,7 +283,7 @@ static void populate_rows(const job *j, const mls_tensor *tokens)
         bytes += (rows - 1) * distance;
         rows = 1;
     }
-    for (size_t row = rows; row-- > 0;) {
+    for (size_t row = rows; row-- > 0;) { /* from the end: see part_at */
         unsigned char *const data = tokens->data + row * distance;
         if (j->inner_huge) {
             mls_advise_inner_huge_pages(data, bytes);
@@ -288,8 +292,9 @@ static void populate_rows(const job *j, const mls_tensor *tokens)
     }
 }
 
-/* Narrow both views to the indices of a part, but not along the sequence. Returns the
- * first position of the part and sets `*positions` to their number. */
+/* Narrow the views `to` and `from` to part number `part`, except along the sequence.
+ * Returns the first position of the part and sets `*positions` to the number of its
+ * positions. */
 static size_t select_part(const job *j, size_t part, mls_tensor *to, mls_tensor *from,
                           size_t *positions)
 {
@@ -314,12 +319,14 @@ static size_t select_part(const job *j, size_t part, mls_tensor *to, mls_tensor 
     return 0;
 }
 
-/* Move part number `part`: copy its tokens, fill its padding. */
+/* Move part number `part`: copy its tokens from the source, and fill its other positions
+ * with the pad. */
 static void move_part(const job *j, size_t part)
 {
     mls_tensor to = *j->dst, from = *j->src;
     size_t positions;
     const size_t low = select_part(j, part, &to, &from, &positions);
+    /* tokens from the first position of this part on, perhaps more than the part has */
     const size_t after = j->position > low ? j->position - low : 0;
     const size_t used = after < positions ? after : positions;
     if (used > 0) {
@@ -337,21 +344,22 @@ static void move_part(const job *j, size_t part)
     }
 }
 
-/* Return the turn after the last one of a task of the pool. */
+/* Return the end of the turns (consecutive numbers of moves of a part) of task number
+ * `task`: one more than its last turn. */
 static size_t end_of_task(const job *j, size_t task)
 {
     const size_t end = (task + 1) * j->parts_per_task;
     return end < j->division.parts ? end : j->division.parts;
 }
 
-/* Return the part to move at a turn. Fresh memory is written from its end, as in
- * next_part in copy.c. */
+/* Return the number of the part to move at `turn`. Fresh memory is written from its end,
+ * as in next_part in copy.c. */
 static size_t part_at(const job *j, size_t turn)
 {
     return j->destination.is_fresh ? j->division.parts - 1 - turn : turn;
 }
 
-/* Move the parts of task number `task`, for the pool. */
+/* Move the parts of task number `task`, for the pool; `context` is the job. */
 static void move_parts(void *context, size_t task)
 {
     const job *j = context;
@@ -361,8 +369,9 @@ static void move_parts(void *context, size_t task)
     }
 }
 
-/* Return whether the kernel for rows can move the rows of this job: packed on both sides,
- * aligned, without a conversion. */
+/* Return whether the kernel pad_rows can move the rows of this job, of `row` bytes each
+ * in the target. It needs a packed source, no conversion, and rows of the target that
+ * start at multiples of 16 bytes. */
 static bool has_row_kernel(const job *j, size_t row)
 {
     return j->kernels->pad_rows != NULL && j->dst->dtype == j->src->dtype &&
@@ -370,9 +379,10 @@ static bool has_row_kernel(const job *j, size_t row)
            row % 16 == 0 && (uintptr_t)j->dst->data % 16 == 0;
 }
 
-/* Move the rows of a part (`bytes` bytes) and fill the rest of each with the pad, by the
- * kernel, with the stores (past the cache or not) that earlier trials chose. While such a
- * trial runs, move nothing and return false: the caller then copies in stages. */
+/* Move the rows of a part (`to` in the target, `bytes` bytes; `from` in the source) with
+ * the kernel, which also fills the rest of each row with the pad. It stores past the
+ * cache or not, as earlier trials chose. While such a trial runs, moves nothing and
+ * returns false: the caller then copies in stages. */
 static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from,
                       size_t bytes)
 {
@@ -390,8 +400,8 @@ static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from
     return true;
 }
 
-/* Fill the padding of a buffer for rows; `padding` is a view of the whole buffer;
- * positions from the request's on are filled. */
+/* Fill the positions of `padding` that have no token with the pad. `padding` is a view of
+ * the whole buffer that move_staged_parts assembles rows in. */
 static void pad_stage(const job *j, mls_tensor padding)
 {
     const size_t length = padding.shape[j->axis];
@@ -401,11 +411,11 @@ static void pad_stage(const job *j, mls_tensor padding)
     }
 }
 
-/* Move the short rows of task number `task`, with the kernel if there is one. Otherwise
- * assemble the rows of a part in a buffer, which has their padding already, and copy it
- * in one run. A copy past the cache ends with a fence, which takes longer than a short
- * row. With one fence for each row, innermost sequences took 2.5 to 10 times as long as
- * others (AMD EPYC family 25 model 17). */
+/* Move the short rows of task number `task`, with the kernel if there is one; `context`
+ * is the job. Otherwise assemble the rows of a part in a buffer, which has their padding
+ * already, and copy it in one run. A copy past the cache ends with a fence, which takes
+ * longer than a short row: with one fence for each row, innermost sequences took 2.5 to
+ * 10 times as long as others (AMD EPYC family 25 model 17). */
 static void move_staged_parts(void *context, size_t task)
 {
     const job *j = context;
@@ -430,7 +440,7 @@ static void move_staged_parts(void *context, size_t task)
         if (j->has_kernel && move_rows(j, &to, &from, bytes)) {
             continue;
         }
-        if (!is_padded) {
+        if (!is_padded) { /* once: copies of tokens never reach the padding */
             pad_stage(j, full_stage);
             is_padded = true;
         }
@@ -442,9 +452,9 @@ static void move_staged_parts(void *context, size_t task)
     }
 }
 
-/* Return whether the rows of a target are so short that staging them is faster. It is not
- * if the rows of both sides form one run. If the result stays in the level 2 cache, only
- * the kernel is faster. */
+/* Return whether move_staged_parts is faster than move_parts for a target of `bytes`
+ * bytes: rows are short, and the rows of both sides do not form one run. If the result
+ * stays in the level 2 cache, only the kernel is faster. */
 static bool are_rows_staged(const job *j, size_t bytes)
 {
     const mls_store_choices *choices = j->kernels->choices;

@@ -49,7 +49,8 @@ typedef struct mls_kv_request {
     mls_kv_memory memory;      /* affects only the speed */
 } mls_kv_request;
 
-/* Return the bytes of a view that exists, so that they cannot overflow. */
+/* Return the number of bytes of the elements of `t`. Their memory must exist, so the
+ * product of the lengths cannot overflow. */
 static inline size_t mls_kv_bytes(const mls_tensor *t)
 {
     size_t bytes = 0;
@@ -57,8 +58,8 @@ static inline size_t mls_kv_bytes(const mls_tensor *t)
     return bytes;
 }
 
-/* Return the number of rows of a cache in memory: the product of all axes before the
- * sequence. */
+/* Return the number of rows of the cache `t`: the product of the lengths of all axes
+ * before `seq_axis`. Its memory must exist, so that the product cannot overflow. */
 static inline size_t mls_kv_rows(const mls_tensor *t, int seq_axis)
 {
     size_t rows = 1;
@@ -68,16 +69,19 @@ static inline size_t mls_kv_rows(const mls_tensor *t, int seq_axis)
     return rows;
 }
 
-/* Check the rank of a cache and convert its sequence axis, which may count from the end,
- * to 0 .. rank-1. Messages call the cache `label` and the axis `axis_name`.
- * MLS_E_SHAPE: the rank is not 2 to 8, or the axis is not one of the cache. */
+/* Check that a cache may have `rank` axes, and set `*axis` to the sequence axis as 0 ..
+ * rank - 1; `seq_axis` may count from the end (-1 is the last). Messages call the cache
+ * `label` and the axis `axis_name`.
+ * MLS_E_SHAPE: the rank is not 2 to 8, or the cache has no such axis. */
 mls_code mls_kv_find_axis(const char *label, int rank, const size_t *shape,
                           const char *axis_name, int64_t seq_axis, int *axis,
                           mls_status *st);
 
-/* Check a request, whose axis is one of `shape`, against the source's shape.
- * MLS_E_CAPACITY: the target is shorter than the source (expand) or than the tokens
- * (compact), or a position or length is negative or beyond the source. */
+/* Check the numbers of `request`, whose axis is one of `shape`, against `shape`, the
+ * `rank` lengths of the source.
+ * MLS_E_CAPACITY: the target is shorter than the source (MLS_KV_EXPAND) or than the
+ * tokens (MLS_KV_COMPACT), a position or length is negative, or the position is beyond
+ * the source. */
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st);
 
@@ -89,14 +93,16 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
                              const size_t *target, const char *axis_name,
                              int64_t seq_axis, mls_status *st);
 
-/* Check an output against the source and a request that passed mls_kv_check.
+/* Check an existing output `dst` against the source `src` and a request that passed
+ * mls_kv_check.
  * MLS_E_SHAPE: not the source's shape with the target's length. MLS_E_DTYPE: the dtypes
  * do not convert. MLS_E_OVERLAP: the output shares memory with the source. */
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st);
 
-/* Copy the first `position` positions along `axis` of `src` to `dst` and fill the others
- * with `pad`. Both views must have passed the checks. Cannot fail. */
+/* Copy the first `position` positions along `axis` of `src` to `dst`, and fill the others
+ * of `dst` with `pad` (NULL: leave them). `dst` and `src` must have passed the checks.
+ * The threads of `pool` (NULL: none) share a large cache. Cannot fail. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                  const mls_tensor *src, const mls_kv_request *request);
 

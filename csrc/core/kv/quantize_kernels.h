@@ -14,7 +14,7 @@
 
 #include <math.h>
 
-/* The arrays of a run. */
+/* A run of `groups` adjacent groups of `size` elements, and its arrays. */
 typedef struct mls_group_run {
     size_t groups, size;
     unsigned bits;
@@ -22,7 +22,8 @@ typedef struct mls_group_run {
     unsigned char *codes;           /* a string of bits */
 } mls_group_run;
 
-/* Kernels by the dtype of values, scales and biases. NULL: none, except for MLS_F32. */
+/* Kernels by the dtype of values, scales and biases. NULL: no kernel for this dtype;
+ * MLS_F32 always has one. */
 typedef struct mls_group_kernels {
     /* Write codes, scales and biases. Returns false if a value or the range of a group is
      * not finite; all three are undefined then. */
@@ -32,8 +33,8 @@ typedef struct mls_group_kernels {
 
 MLS_CPU_AVX2_TABLES(mls_group_kernels, mls_group);
 
-/* Join 8 codes, one in each byte, to a string of `bits` bytes; the first code has the
- * lowest bits. */
+/* Join 8 codes of `bits` bits, one in each byte of `codes`, to the `bits` bytes of
+ * `joined`; the first code has the lowest bits. */
 static inline void mls_join_8(const unsigned char *codes, unsigned bits,
                               unsigned char *joined)
 {
@@ -46,8 +47,8 @@ static inline void mls_join_8(const unsigned char *codes, unsigned bits,
     }
 }
 
-/* Split a string of `bits` bytes to 8 codes, one in each byte; the first code has the
- * lowest bits. */
+/* Split the `bits` bytes of `joined` to 8 codes of `bits` bits, one in each byte of
+ * `codes`; the first code has the lowest bits. */
 static inline void mls_split_8(const unsigned char *joined, unsigned bits,
                                unsigned char *codes)
 {

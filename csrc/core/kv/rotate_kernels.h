@@ -11,7 +11,8 @@
 
 #include <stddef.h>
 
-/* Rows of packed pairs. Rows may be unaligned. `dst` is `src`, or does not overlap it. */
+/* Rows of packed pairs to rotate from `src` to `dst`. Rows may be unaligned. `dst` is
+ * `src`, or does not overlap it. */
 typedef struct mls_rotate_rows {
     unsigned char *dst;
     const unsigned char *src;
@@ -25,7 +26,8 @@ typedef struct mls_rotate_rows {
 
 typedef void (*mls_rotate_rows_run)(const mls_rotate_rows *r);
 
-/* The fused functions for rows that are not interleaved and that are; NULL: none. */
+/* The fused functions, by dtype and by whether rows are interleaved; NULL: none for
+ * these. */
 typedef struct mls_rotate_kernels {
     mls_rotate_rows_run run[MLS_CONVERTIBLE][2];
 } mls_rotate_kernels;

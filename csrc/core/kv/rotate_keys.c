@@ -27,8 +27,8 @@ enum {
 
 /* ---- checks ---- */
 
-/* Check the keys against the rotation: the number of axes, the sequence axis, the dtype,
- * rotary_dim, and the number of shifts. */
+/* Check `keys` against the rotation `r`: the number of axes, the sequence axis, the
+ * dtype, rotary_dim, and the number of shifts. MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_VALUE. */
 static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_status *st)
 {
     int checked_axis;
@@ -73,7 +73,8 @@ static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_st
     return MLS_OK;
 }
 
-/* MLS_E_VALUE unless `value` is finite and positive. */
+/* Fail with MLS_E_VALUE unless `value`, which messages call `name`, is finite and above
+ * 0. */
 static mls_code check_positive(const char *name, double value, mls_status *st)
 {
     if (isfinite(value) && value > 0) {
@@ -83,8 +84,7 @@ static mls_code check_positive(const char *name, double value, mls_status *st)
     return mls_status_got(st, "%g", value);
 }
 
-/* Check the arguments of mls_rotate_keys. `dst` may be the same view as `keys`, but must
- * not share memory with it otherwise. */
+/* Check the keys and the rotation first, then the target against the keys. */
 mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
                                const mls_rotation *rotation, mls_status *st)
 {
@@ -119,8 +119,9 @@ mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
 
 /* ---- arithmetic ---- */
 
-/* Functions for one type: rotate_run for pairs (x[i], y[i]), rotate_pairs for pairs
- * (x[2i], x[2i + 1]). `cosine` and `sine` have an entry for each pair. */
+/* Functions that rotate `count` pairs of the type `real` in memory: rotate_run for pairs
+ * (x[i], y[i]), rotate_pairs for pairs (x[2i], x[2i + 1]). `cosine` and `sine` have an
+ * entry for each pair. */
 #define DEFINE_ROTATE(real)                                                              \
     static void rotate_run_##real(real *restrict x, real *restrict y,                    \
                                   const real *restrict cosine,                           \
@@ -189,7 +190,8 @@ typedef struct job {
     const angles *constant;    /* of one position if all tiles have one shift, or NULL */
 } job;
 
-/* A tile: `count` positions from `start` on, of all pairs or of one. */
+/* A tile: `count` positions from `start` on, of `pairs` pairs from `pair` on (all or
+ * one). */
 typedef struct tile {
     size_t start, count;
     size_t pair, pairs;
@@ -199,7 +201,7 @@ typedef struct tile {
     numbers *buffer;
 } tile;
 
-/* Store one cosine and sine at position `index`, in the precision of the job. */
+/* Store a cosine and a sine as entry `index` of `out`, in the precision of the job. */
 static void store_angle(const job *j, angles *out, size_t index, double cosine,
                         double sine)
 {
@@ -212,8 +214,9 @@ static void store_angle(const job *j, angles *out, size_t index, double cosine,
     }
 }
 
-/* Compute cosine and sine of the angles of `count` positions and the pairs of a tile.
- * There is one shift for all positions if `step` is 0, else 1. Consecutive equal shifts
+/* Compute cosine and sine of the angles of `count` positions and the pairs of the tile
+ * `t`, and store them position by position in `out`. Position i has the shift shifts[i *
+ * step]: `step` is 0 if all positions have one shift, else 1. Consecutive equal shifts
  * share the computation. */
 static void fill_angles(const job *j, angles *out, const tile *t, const int64_t *shifts,
                         size_t step, size_t count)
@@ -233,8 +236,9 @@ static void fill_angles(const job *j, angles *out, const tile *t, const int64_t 
     }
 }
 
-/* Rotate `count` pairs of a buffer. Their first elements start at `first` and, unless
- * they are interleaved, their second ones at `second`; their cosines start at `angle`. */
+/* Rotate `count` pairs of the tile's buffer. `first`, `second` and `angle` are indices:
+ * of the first elements of the pairs, of their second ones (unused if these are
+ * interleaved), and of their angles. */
 static void rotate_span(const job *j, const tile *t, size_t first, size_t second,
                         size_t angle, size_t count)
 {
@@ -254,8 +258,9 @@ static void rotate_span(const job *j, const tile *t, size_t first, size_t second
     }
 }
 
-/* Rotate the pairs of a tile in its buffer. By pair, it has the first elements of all
- * positions, then the second ones; otherwise one row for each position. */
+/* Rotate the pairs of a tile in its buffer. If `by_pair`, the buffer has the first
+ * elements of all positions, then the second ones; otherwise one row for each
+ * position. */
 static void rotate_buffer(const job *j, const tile *t)
 {
     if (j->by_pair) {
@@ -268,7 +273,8 @@ static void rotate_buffer(const job *j, const tile *t)
     }
 }
 
-/* Return a view of a tile of one head in the array `full`; its data is set later. */
+/* Return a view with two axes, positions and elements, of the tile `t` of one head in the
+ * array `full`. The caller sets its data to the tile's first element in a head. */
 static mls_tensor tile_view(const job *j, const tile *t, const mls_tensor *full)
 {
     mls_tensor view = {.dtype = full->dtype, .swapped = full->swapped, .rank = 2};
@@ -276,14 +282,15 @@ static mls_tensor tile_view(const job *j, const tile *t, const mls_tensor *full)
     view.shape[1] = 2 * t->pairs;
     view.strides[0] = full->strides[j->rotation->axis];
     view.strides[1] = full->strides[full->rank - 1];
-    if (j->by_pair && !j->rotation->interleaved) {
+    if (j->by_pair && !j->rotation->interleaved) { /* pair i: elements i and i + pairs */
         view.strides[1] *= (ptrdiff_t)j->pairs;
     }
     return view;
 }
 
-/* Return a packed view of the buffer: position by position, or the first elements of all
- * positions before the second ones. */
+/* Return a view with two axes, positions and elements, of the packed buffer of the tile
+ * `t`. In memory it has position after position or, if `by_pair`, the first elements of
+ * all positions before the second ones. */
 static mls_tensor buffer_view(const job *j, const tile *t)
 {
     const ptrdiff_t item = j->is_wide ? sizeof(double) : sizeof(float);
@@ -297,7 +304,8 @@ static mls_tensor buffer_view(const job *j, const tile *t)
     return view;
 }
 
-/* Return the rows of a tile for the fused function, without addresses. By pair, the
+/* Describe the rows of the tile `t` for the fused function; `to` and `from` are its views
+ * in target and source. The caller sets the addresses of each head. If `by_pair`, the
  * positions form a single row. */
 static mls_rotate_rows rows_of(const job *j, const tile *t, const mls_tensor *to,
                                const mls_tensor *from)
@@ -320,7 +328,8 @@ static mls_rotate_rows rows_of(const job *j, const tile *t, const mls_tensor *to
     return rows;
 }
 
-/* Rotate a tile of every head: all axes other than the sequence and the last one. */
+/* Rotate the tile `t` in every head: at each index of all axes other than the sequence
+ * and the last one. */
 static void rotate_heads(const job *j, const tile *t)
 {
     const int axis = j->rotation->axis, last = j->keys.rank - 1;
@@ -353,7 +362,7 @@ static void rotate_heads(const job *j, const tile *t)
     } while (mls_strided_iter_next(&w, &to_at, &from_at));
 }
 
-/* Rotate tile number `index`, as a task for the pool. */
+/* Rotate tile number `index`, as a task for the pool; `context` is the job. */
 static void rotate_tile(void *context, size_t index)
 {
     const job *j = context;
@@ -384,8 +393,9 @@ static void rotate_tile(void *context, size_t index)
 
 const mls_rotate_kernels mls_rotate_scalar = {{{NULL}}};
 
-/* Return the function that rotates without a buffer, or NULL: rows must be packed on both
- * sides and in this machine's byte order. */
+/* Return the fused function for the job, or NULL if it needs a buffer: elements must be
+ * packed along the inner axis of a tile and in this machine's byte order on both sides,
+ * and the instruction set must have a function for the dtype. */
 static mls_rotate_rows_run choose_fused(const job *j)
 {
     const int inner = j->by_pair ? j->rotation->axis : j->keys.rank - 1;
@@ -398,8 +408,8 @@ static mls_rotate_rows_run choose_fused(const job *j)
                : NULL;
 }
 
-/* Copy the elements of the last axis that do not rotate, from `rotary_dim` on; nothing to
- * do in place. */
+/* Copy the elements of the last axis that do not rotate, from index `rotary_dim` on. Does
+ * nothing if `dst` is `keys`. */
 static void copy_rest(const mls_kernels *kernels, const mls_tensor *dst,
                       const mls_tensor *keys, size_t rotary_dim)
 {
@@ -412,9 +422,9 @@ static void copy_rest(const mls_kernels *kernels, const mls_tensor *dst,
     }
 }
 
-/* Rotate all keys, and copy the elements that do not rotate. If the positions of an
- * element are adjacent in memory, a tile has one pair of many positions (`by_pair`), so
- * that its rows are long. */
+/* Divide the positions into tiles, and rotate them. If the positions of one element are
+ * adjacent in memory, a tile has one pair of many positions (`by_pair`), so that its rows
+ * are long. */
 void mls_rotate_keys(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                      const mls_tensor *keys, const mls_rotation *rotation)
 {

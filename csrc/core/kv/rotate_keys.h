@@ -31,16 +31,18 @@ typedef struct mls_rotation {
 } mls_rotation;
 
 /* Check the arguments of mls_rotate_keys.
- * MLS_E_SHAPE: not 2 to 8 dimensions, a sequence axis that is the last one, another
- * number of shifts, or a `dst` of another shape. MLS_E_DTYPE: not a float of at least 16
- * bits, or a `dst` of another dtype. MLS_E_VALUE: base, scaling or rotary_dim.
+ * MLS_E_SHAPE: not 2 to 8 dimensions, a sequence axis that is the last one, a number of
+ * shifts that is neither 1 nor the positions, or a `dst` of another shape. MLS_E_DTYPE:
+ * not a float of at least 16 bits, or a `dst` of another dtype. MLS_E_VALUE: base or
+ * scaling is not finite and positive, or rotary_dim is odd, below 2, or above the last
+ * axis or MLS_ROTATE_MOST_DIM.
  * MLS_E_OVERLAP: `dst` shares memory with `keys` but is not the same view. */
 mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
                                const mls_rotation *rotation, mls_status *st);
 
 /* Rotate `keys` into `dst`, which may be the same view. Elements of the last axis from
- * `rotary_dim` on are copied. The arguments must have passed the check. Allocates
- * nothing, cannot fail. */
+ * `rotary_dim` on are copied. The arguments must have passed the check. The threads of
+ * `pool` (NULL: none) share large keys. Allocates nothing, cannot fail. */
 void mls_rotate_keys(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                      const mls_tensor *keys, const mls_rotation *rotation);
 

@@ -12,14 +12,14 @@
 
 #    include "simd/avx2.h"
 
-/* Loads a register of elements as floats. `is_half` is a constant, so the branch
- * disappears. */
+/* Load 8 elements at `src` as floats: float16 if `is_half`, else float32. `is_half` is a
+ * constant in every call, so the branch disappears. */
 MLS_INLINED floats load_floats(const unsigned char *src, bool is_half)
 {
     return is_half ? floats_f16(src) : floats_f32(src);
 }
 
-/* Store one register of floats, as float16 if `is_half`. */
+/* Store 8 floats at `dst`, as float16 if `is_half`, else as float32. */
 MLS_INLINED void store_floats(unsigned char *dst, floats values, bool is_half)
 {
     if (is_half) {
@@ -29,7 +29,7 @@ MLS_INLINED void store_floats(unsigned char *dst, floats values, bool is_half)
     }
 }
 
-/* Load one element, a float16 if `is_half`. */
+/* Load the element at `src` as float: a float16 if `is_half`, else a float32. */
 static inline float load_one(const unsigned char *src, bool is_half)
 {
     uint16_t half;
@@ -42,7 +42,7 @@ static inline float load_one(const unsigned char *src, bool is_half)
     return single;
 }
 
-/* Store one element, as float16 if `is_half`. */
+/* Store `value` at `dst`, as float16 if `is_half`, else as float32. */
 static inline void store_one(unsigned char *dst, float value, bool is_half)
 {
     if (is_half) {
@@ -53,8 +53,9 @@ static inline void store_one(unsigned char *dst, float value, bool is_half)
     }
 }
 
-/* Rotate one pair at the end of a row. The second elements are `dst_second` and
- * `src_second` bytes behind the first ones. */
+/* Rotate one pair, for the end of a row that does not fill a vector. `dst` and `src`
+ * point to the first element; the second one is `dst_second` or `src_second` bytes behind
+ * it. */
 static inline void rotate_one(unsigned char *dst, ptrdiff_t dst_second,
                               const unsigned char *src, ptrdiff_t src_second,
                               float cosine, float sine, bool is_half)
@@ -64,8 +65,8 @@ static inline void rotate_one(unsigned char *dst, ptrdiff_t dst_second,
     store_one(dst + dst_second, y * cosine + x * sine, is_half);
 }
 
-/* Rotate rows of pairs whose first elements are adjacent, and whose second elements are.
- * A row is r->pairs pairs; `is_half`: elements are float16, else float32. */
+/* Rotate the rows of `r`, with the first elements of all pairs adjacent, and the second
+ * ones too. Elements are float16 if `is_half`, else float32. */
 MLS_INLINED void rotate_split(const mls_rotate_rows *r, bool is_half)
 {
     const size_t item = is_half ? 2 : 4;
@@ -89,15 +90,15 @@ MLS_INLINED void rotate_split(const mls_rotate_rows *r, bool is_half)
     }
 }
 
-/* Load 4 floats, each twice. */
+/* Load 4 floats, each to two adjacent lanes: one for each element of a pair. */
 MLS_INLINED __m256 load_twice(const float *src)
 {
     const __m256i order = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(src)), order);
 }
 
-/* Rotate rows of pairs of adjacent elements. `is_half`: elements are float16, else
- * float32. */
+/* Rotate the rows of `r`, with the two elements of each pair adjacent. Elements are
+ * float16 if `is_half`, else float32. */
 MLS_INLINED void rotate_interleaved(const mls_rotate_rows *r, bool is_half)
 {
     const size_t item = is_half ? 2 : 4;

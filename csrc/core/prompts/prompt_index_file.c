@@ -3,7 +3,7 @@
  *
  * After the head: put (8 bytes), clock, number of segments, number of entries, checksum
  * of all this and of what follows (4 each); 24 bytes for each segment; 44 for each entry.
- * The file is written and read row by row, so that it needs no memory beside the index.
+ * The file is written and read row by row, so that it needs little other memory.
  */
 #include "prompts/prompt_log_state.h"
 

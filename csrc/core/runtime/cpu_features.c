@@ -38,7 +38,8 @@ const char *mls_cpu_name(mls_cpu cpu)
 
 #if defined(__x86_64__)
 
-/* Return which register sets the operating system saves on a context switch (XCR0). */
+/* Return the bits of the register sets that the operating system saves on a context
+ * switch (XCR0). */
 static unsigned saved_registers(void)
 {
     unsigned low, high;
@@ -54,9 +55,8 @@ enum {
     LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
 };
 
-/* Return whether this machine and this build can run an instruction set. CPUID reports
- * instructions, XCR0 reports registers. xgetbv exists only if OSXSAVE is set, so OSXSAVE
- * is tested first. */
+/* CPUID reports instructions, XCR0 reports registers. xgetbv exists only if OSXSAVE is
+ * set, so OSXSAVE is tested first. */
 bool mls_cpu_offers(mls_cpu cpu)
 {
     unsigned a, b, c, d;
@@ -96,9 +96,8 @@ bool mls_cpu_offers(mls_cpu cpu)
 
 #endif
 
-/* Return whether the processor itself prefetches sequential memory well. Uses the value
- * that the compiler's runtime library stored at load time: CPUID takes microseconds under
- * a hypervisor, and every kernel calls this function. */
+/* Use the value that the compiler's runtime library stored at load time: CPUID takes
+ * microseconds under a hypervisor, and every kernel calls this function. */
 bool mls_cpu_follows_runs(void)
 {
 #if defined(__x86_64__)
@@ -121,8 +120,8 @@ static void list_offered(char *text, size_t room)
     }
 }
 
-/* Choose an instruction set by name (NULL or "": the best one). The enum is ordered from
- * the simplest to the best set. */
+/* The enum is ordered from the simplest to the best set, so the search begins at its
+ * end. */
 mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st)
 {
     const bool any = name == NULL || name[0] == '\0';
@@ -141,8 +140,8 @@ mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st)
 
 #if defined(__linux__)
 
-/* Read the first line of a file in the sysfs folder of cache `index` into `text`, which
- * has `room` bytes. Returns false if the file does not exist. */
+/* Read the first line of the file `name` in the sysfs folder of cache number `index` into
+ * `text`, which has `room` bytes. Returns false if the file does not exist. */
 static bool read_cache_file(int index, const char *name, char *text, int room)
 {
     char path[80];
@@ -220,7 +219,8 @@ static size_t reported_cache_bytes(int level)
 
 #endif
 
-/* Return the size of a cache level, or a usual size if the system does not report it. */
+/* Use the level 2 cache as the last level without a level 3 cache, and a usual size if
+ * the system reports none. */
 size_t mls_cpu_cache_bytes(int level)
 {
     static const size_t usual[] = {32 << 10, 1 << 20, 32 << 20};
@@ -231,9 +231,8 @@ size_t mls_cpu_cache_bytes(int level)
     return bytes != 0 ? bytes : usual[level - 1];
 }
 
-/* Return the number of processors that this process may use. The processors that this
- * process may use can be fewer than the machine has, for example in containers and batch
- * systems. */
+/* The process may use fewer processors than the machine has, for example in containers
+ * and batch systems. */
 size_t mls_cpu_count(void)
 {
     long count = 1;

@@ -19,9 +19,10 @@ const char *mls_cpu_name(mls_cpu cpu);
 /* Return whether this machine and this build can run `cpu`. */
 bool mls_cpu_offers(mls_cpu cpu);
 
-/* Choose the instruction set with this name, or the best one offered if `name` is NULL
- * or "". MLS_E_VALUE: the name is unknown or the set is not offered here; the text lists
- * those that are. */
+/* Set `*out` to the instruction set with this name, or to the best one offered if `name`
+ * is NULL or "".
+ * MLS_E_VALUE: the name is unknown or the set is not offered here; the text lists those
+ * that are. */
 mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st);
 
 /* MLS_CPU_TABLES declares the kernel tables NAME_scalar, NAME_avx2 and so on: a constant

@@ -29,8 +29,8 @@ const char *mls_store_operation_name(mls_store_operation operation)
     return operation_names[operation];
 }
 
-/* Convert the value of MLSTATE_COPY to a variant, or to UNDECIDED for "auto" and an empty
- * text. MLS_E_VALUE: another text. */
+/* Set `*out` to the variant that `text`, the value of MLSTATE_COPY, names, or to
+ * UNDECIDED for "auto", NULL and an empty text. MLS_E_VALUE: another text. */
 static mls_code parse_forced(const char *text, int *out, mls_status *st)
 {
     *out = UNDECIDED;
@@ -49,9 +49,9 @@ static mls_code parse_forced(const char *text, int *out, mls_status *st)
                     text);
 }
 
-/* Set the smallest result, in bytes, of each size class from the cache size. Source and
- * result share the last-level cache, hence the half. A forced variant starts at a lower
- * size, so that its cost below the usual classes can be measured. */
+/* Set the smallest result, in bytes, of each size class from the sizes of the caches.
+ * Source and result share the last-level cache, hence the half. A forced variant starts
+ * at a lower size, so that its cost below the usual classes can be measured. */
 static void limit_sizes(mls_store_choices *choices)
 {
     enum { FORCED_LEAST = 1 << 20 };
@@ -71,7 +71,7 @@ static void limit_sizes(mls_store_choices *choices)
     }
 }
 
-/* Return the size class of a result that is large enough for one. */
+/* Return the size class of a result of `bytes` bytes, at least MLS_STORE_LEAST. */
 static mls_store_size size_of(const mls_store_choices *choices, size_t bytes)
 {
     int size = MLS_STORING_PAST;
@@ -81,8 +81,7 @@ static mls_store_size size_of(const mls_store_choices *choices, size_t bytes)
     return (mls_store_size)size;
 }
 
-/* Initialise all choices as undecided, for each operation, size class and kind of memory
- * (touched or fresh). */
+/* Each operation, size class and kind of memory (touched or fresh) has its own choice. */
 mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
                                 mls_status *st)
 {
@@ -122,9 +121,9 @@ static bool has_store(unsigned variants, unsigned store)
     return (variants & MLS_STORE_BIT(store)) != 0;
 }
 
-/* Return whether a variant has enough trials, or is already far too slow compared with
- * the rate `best`. A small copy is too slow if its source was not cached, so it needs all
- * trials. */
+/* Return whether the variant `store` has enough trials, or is already far too slow
+ * compared with the rate `best`. A small copy may be slow only because its source was not
+ * cached, so it needs all trials. */
 static bool is_measured(mls_store_choice *choice, unsigned store, uint64_t best)
 {
     const unsigned count = atomic_load(&choice->counted[store]);
@@ -147,8 +146,8 @@ static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
     return best;
 }
 
-/* Return the variant to try next. The variants alternate; those already measured are
- * skipped. */
+/* `begun` counts the trials of all threads, so threads that work at the same time try
+ * different variants. */
 mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
 {
     const uint64_t best = best_rate(choice, variants);
@@ -162,9 +161,8 @@ mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
     return MLS_STORE_CACHED;
 }
 
-/* Return the variant for results in the middle of the cache: each variant stores two
- * results of `all` bytes in a row, and only the second one counts (`*counts`), since the
- * first finds the cache as another variant left it. */
+/* Only the second of two results counts, since the first finds the cache as another
+ * variant left it. */
 mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts)
 {
     const uint64_t result = at / (all == 0 ? 1 : all);
@@ -184,8 +182,8 @@ static void raise_rate(atomic_uint_fast64_t *best_rate, uint64_t rate)
     }
 }
 
-/* Return the simpler of two variants unless the other one is faster by more than one part
- * in `parts`. */
+/* Return the variant `simple` unless `other` is faster by more than one part in
+ * `parts`. */
 static unsigned faster_store(mls_store_choice *choice, unsigned simple, unsigned other,
                              uint64_t parts)
 {
@@ -193,7 +191,8 @@ static unsigned faster_store(mls_store_choice *choice, unsigned simple, unsigned
     return atomic_load(&choice->rate[other]) > rate + rate / parts ? other : simple;
 }
 
-/* Return the simplest of the fast variants; those without trials have the rate 0. */
+/* Return the simplest of the fast variants; those without trials have the rate 0. A
+ * stream must win by more unless the result exceeds the cache. */
 static int fastest_store(mls_store_choice *choice)
 {
     const uint64_t parts = choice->size != MLS_STORING_PAST ? 4 : 16;
@@ -203,7 +202,8 @@ static int fastest_store(mls_store_choice *choice)
 
 /* Choose the fastest variant until the decision expires, after a number of stored bytes.
  * Within the cache, a stream must win twice in succession, because another process may
- * have disturbed all trials of plain stores. */
+ * have disturbed all trials of plain stores; until then the faster of the other variants
+ * is used. */
 static void decide_store(mls_store_choice *choice)
 {
     const bool first = atomic_load(&choice->chosen) == UNDECIDED;
@@ -219,8 +219,8 @@ static void decide_store(mls_store_choice *choice)
     atomic_store(&choice->is_decided, true);
 }
 
-/* Count one trial, and decide when there are enough. Two threads may both decide. The
- * later decision has seen more trials; both are valid. */
+/* Two threads may both decide. The later decision has seen more trials; both are
+ * valid. */
 void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store store,
                      size_t bytes, uint64_t nanoseconds)
 {
@@ -257,8 +257,8 @@ static uint64_t note_stored(mls_store_choice *choice, size_t bytes)
     return before;
 }
 
-/* Begin the next trial, and start its clock; or use the decision, without a trial, if one
- * was made meanwhile. */
+/* Begin the next trial and start its clock. If a decision was made meanwhile, use it
+ * without a trial: `choice` becomes NULL. */
 static void begin_trial(mls_store_trial *trial)
 {
     if (atomic_load(&trial->choice->is_decided)) {
@@ -274,9 +274,8 @@ static void begin_trial(mls_store_trial *trial)
     trial->started = read_nanoseconds();
 }
 
-/* Begin an operation that stores `bytes` bytes of a result of `destination.bytes`. Small
- * results store through the cache; a forced variant or a decision is used; otherwise a
- * trial begins, of at most `left` bytes. */
+/* Small results store through the cache; a forced variant or a decision is used;
+ * otherwise a trial of at most MLS_STORE_TRIAL_BYTES begins. */
 mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation operation,
                                 unsigned variants, mls_destination destination,
                                 size_t bytes)
@@ -293,7 +292,7 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
     if (size < MLS_STORING_WITHIN) {
         variants &= ~MLS_STORE_BIT(MLS_STORE_STREAM);
     }
-    if ((variants & (variants - 1)) == 0) { /* plain stores only */
+    if ((variants & (variants - 1)) == 0) { /* one variant: plain stores */
         return trial;
     }
     if (choices->forced != UNDECIDED) {
@@ -321,8 +320,7 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
     return trial;
 }
 
-/* Record that `bytes` bytes were stored; at the end of a trial the next one begins, with
- * another variant. */
+/* At the end of a trial the next one begins, with another variant. */
 void mls_store_advance(mls_store_trial *trial, size_t bytes)
 {
     if (trial->choice == NULL) {
@@ -336,8 +334,7 @@ void mls_store_advance(mls_store_trial *trial, size_t bytes)
     }
 }
 
-/* End an operation, and count its last trial. A part that is too short for timing does
- * not count. */
+/* A part that is too short for timing does not count. */
 void mls_store_end(mls_store_trial *trial)
 {
     if (trial->choice != NULL && trial->counts &&

@@ -129,8 +129,9 @@ const char *mls_store_size_name(mls_store_size size);
 /* Return "copy", "fill", "narrow", "widen", "checksum" or "reduce". */
 const char *mls_store_operation_name(mls_store_operation operation);
 
-/* Initialise without a decision. `forced` is the value of MLSTATE_COPY: a variant's name
- * or "auto"; NULL and "" mean "auto". "stream4", of earlier versions, means "stream1".
+/* Initialise all choices without a decision. `forced` is the value of MLSTATE_COPY: a
+ * variant's name or "auto"; NULL and "" mean "auto". "stream4", of earlier versions,
+ * means "stream1".
  * MLS_E_VALUE: another text; `*out` is untouched. */
 mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
                                 mls_status *st);
@@ -147,35 +148,39 @@ typedef struct mls_store_trial {
     uint64_t started; /* nanoseconds */
 } mls_store_trial;
 
-/* Begin to store `bytes` bytes of an operation. The kernel implements a set of variants,
- * which includes plain stores. If `choices` is NULL, the result goes through the cache.
- * If `bytes` is too small for a trial, the last decision is used. */
+/* Begin to store `bytes` bytes, this thread's part of an operation, to `destination`.
+ * `variants` is the set that the kernel implements; it includes plain stores. If
+ * `choices` is NULL, the result goes through the cache. If `bytes` is too small for a
+ * trial, the last decision is used. Returns the variant and the trial that measures
+ * it. */
 mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation operation,
                                 unsigned variants, mls_destination destination,
                                 size_t bytes);
 
-/* Record that `bytes` bytes were stored, at most `trial->left`. May change the variant of
- * the next store. */
+/* Record that `bytes` bytes were stored, at most `trial->left`. May change
+ * `trial->store`, the variant of the next store. */
 void mls_store_advance(mls_store_trial *trial, size_t bytes);
 
-/* End the thread's part of the operation. */
+/* End the thread's part of the operation, and count its last trial. */
 void mls_store_end(mls_store_trial *trial);
 
-/* Count one trial: `bytes` in `nanoseconds`. Decides when every variant has
- * MLS_STORE_TRIALS trials, or two trials and was less than half as fast as the
- * best; below MLS_STORING_WITHIN, when every variant has MLS_STORE_TRIALS_SMALL. The best
- * trial of a variant counts, because disturbances only make a trial slower. A variant
- * must beat a simpler one by a sixteenth; non-temporal stores must win by a quarter in
- * two successive decisions within the last-level cache. */
+/* Count one trial of the variant `store`: `bytes` in `nanoseconds`. Decides when every
+ * variant of the set has MLS_STORE_TRIALS trials, or two trials and was less than half as
+ * fast as the best; below MLS_STORING_WITHIN, when every variant has
+ * MLS_STORE_TRIALS_SMALL. The best trial of a variant counts, because disturbances only
+ * make a trial slower. A variant must beat a simpler one by a sixteenth; non-temporal
+ * stores must win by a quarter in two successive decisions within the last-level
+ * cache. */
 void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store store,
                      size_t bytes, uint64_t nanoseconds);
 
-/* Return the variant of the next trial. */
+/* Return the variant of a set to try next. Variants alternate; those with enough trials
+ * are skipped. */
 mls_store mls_store_next(mls_store_choice *choice, unsigned variants);
 
 /* Return the variant for bytes that are stored `at` bytes after the trials began, if the
- * variants of a set alternate after every two results of `all` bytes. Sets `*counts` if
- * this is the second of the two results. */
+ * variants of a set alternate after every two results of `all` bytes. Sets `*counts` to
+ * whether this is the second of the two results. */
 mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts);
 
 #endif

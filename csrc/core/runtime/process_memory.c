@@ -48,9 +48,10 @@ static uint64_t read_number(const char *path)
     return strtoull(text, NULL, 10); /* ULLONG_MAX if it is too large */
 }
 
-/* Return the lowest limit, in bytes, of a group and its parents, by removing the last
- * part of `path` step by step. `file` has the limit in each folder. Inside a container
- * the path may not exist, and the root is then the process's group. */
+/* Return the lowest limit, in bytes, of the group at `path` and its parents, by removing
+ * the last name of `path` one after the other (`path` is changed). `file` is the name of
+ * the file with the limit in each folder, under `root` and `mount`. Inside a container
+ * the path may not exist, and the root is then the process's group. UINT64_MAX: none. */
 static uint64_t read_group_limit(const char *root, const char *mount, char *path,
                                  const char *file)
 {
@@ -71,7 +72,8 @@ static uint64_t read_group_limit(const char *root, const char *mount, char *path
     }
 }
 
-/* Return whether the comma-separated `list` contains "memory". */
+/* Return whether the comma-separated `list` of `length` bytes contains the name
+ * "memory". */
 static bool controls_memory(const char *list, size_t length)
 {
     static const char controller[] = "memory";
@@ -88,12 +90,13 @@ static bool controls_memory(const char *list, size_t length)
     return false;
 }
 
-/* Return the limit in bytes for one line of /proc/self/cgroup, "number:controllers:path";
- * UINT64_MAX: none. A line without controllers is version 2. */
+/* Return the limit in bytes for one line of /proc/self/cgroup, "number:controllers:path",
+ * of `length` bytes; UINT64_MAX: none. A line without controllers is version 2 of control
+ * groups. `root` is the folder of the control groups. */
 static uint64_t read_line_limit(const char *root, const char *line, size_t length)
 {
     char path[PATH_BYTES];
-    const char *first = memchr(line, ':', length);
+    const char *first = memchr(line, ':', length); /* the colons around the controllers */
     const char *second =
         first == NULL ? NULL
                       : memchr(first + 1, ':', length - (size_t)(first + 1 - line));
@@ -112,9 +115,8 @@ static uint64_t read_line_limit(const char *root, const char *line, size_t lengt
                       : read_group_limit(root, "/memory", path, "memory.limit_in_bytes");
 }
 
-/* Return the lowest memory limit, in bytes, of all lines of `memberships`; UINT64_MAX:
- * none. Version 1 has a line for each controller, version 2 has one line, mixed systems
- * have both. */
+/* Version 1 of control groups has a line for each controller, version 2 has one line,
+ * mixed systems have both. */
 uint64_t mls_process_memory_limit(const char *root, const char *memberships)
 {
     uint64_t least = UINT64_MAX;
@@ -137,9 +139,9 @@ static uint64_t parse_kilobytes(const char *text, const char *field)
     return line == NULL ? 0 : strtoull(line + strlen(field), NULL, 10) * 1024;
 }
 
-/* Read used, peak and total bytes from /proc; false: not available. Resident pages are
- * the second number of statm, which is exact; the sums in /proc/self/status lag behind,
- * but only that file has the peak. */
+/* Read the figures of `*out` from /proc; false: not available. Resident pages are the
+ * second number of statm, which is exact; the sums in /proc/self/status lag behind, but
+ * only that file has the peak. */
 static bool read_system(mls_process_memory *out)
 {
     char text[TEXT_BYTES];
@@ -163,8 +165,8 @@ static bool read_system(mls_process_memory *out)
 
 #elif defined(__APPLE__)
 
-/* Read used, peak and total bytes; false: not available. The same figure as the resident
- * size in the tool "footprint" and in Activity Monitor. */
+/* Read the figures of `*out`; false: not available. `used` is the same figure as the
+ * resident size in the tool "footprint" and in Activity Monitor. */
 static bool read_system(mls_process_memory *out)
 {
     struct mach_task_basic_info info;
@@ -191,7 +193,7 @@ static bool read_system(mls_process_memory *out)
 
 #endif
 
-/* Read the memory figures of this process. Nothing is cached: the figures are current. */
+/* Nothing is cached: the figures are current. */
 mls_code mls_process_memory_read(mls_process_memory *out, mls_status *st)
 {
     mls_process_memory memory = {0};

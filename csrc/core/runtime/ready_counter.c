@@ -26,8 +26,7 @@ void mls_ready_counter_advance(mls_ready_counter *counter, size_t count)
     pthread_mutex_unlock(&counter->lock);
 }
 
-/* Wait until the counter has reached `count`. Fast path: usually the counter has already
- * reached `count`. */
+/* Usually the counter has already reached `count`, and the lock is not needed. */
 void mls_ready_counter_wait(mls_ready_counter *counter, size_t count)
 {
     if (atomic_load_explicit(&counter->open, memory_order_acquire) >= count) {

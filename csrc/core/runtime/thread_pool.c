@@ -5,7 +5,8 @@
  *
  * The only possible failure is a missing helper thread. The other threads then do its
  * work, so mls_pool_run needs no status. There are two locks, always taken in this order:
- * `busy` (one run at a time), then the crew's `lock` (helpers that join and leave).
+ * `busy` (one run at a time), then the `lock` of worker_threads (helpers that join and
+ * leave).
  */
 #include "runtime/thread_pool.h"
 
@@ -15,9 +16,9 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
-/* State shared by the threads of one process. A forked child abandons its parent's crew,
- * whose locks may be held by threads that do not exist in the child, and makes its own.
- */
+/* The helpers of a pool in one process, and their current round: one call of
+ * run_with_workers. A forked child abandons its parent's, whose locks may be held by
+ * threads that do not exist in the child, and makes its own. */
 typedef struct worker_threads {
     pthread_mutex_t lock;
     pthread_cond_t wake;     /* a new round, or closing */
@@ -28,14 +29,14 @@ typedef struct worker_threads {
     size_t open_places; /* helpers that may still join the round */
     mls_task task;
     void *context;
-    size_t count;
+    size_t count;       /* indices of the round */
     atomic_size_t next; /* the next index to hand out */
-    size_t started;
+    size_t started;     /* number of helpers */
     pthread_t helpers[MLS_POOL_MAX_THREADS];
 } worker_threads;
 
-/* The crew is separate from the pool because fork copies the pool but not the threads: a
- * child replaces the crew only. */
+/* The helpers are separate from the pool because fork copies the pool but not the
+ * threads: a child replaces `worker_threads` only. */
 struct mls_pool {
     pthread_mutex_t busy; /* held during a run or a resize */
     atomic_size_t threads;
@@ -44,8 +45,8 @@ struct mls_pool {
     worker_threads *worker_threads; /* NULL until a run needs helpers */
 };
 
-/* Run the task for one index after the other until none is left. The counter can be
- * relaxed: every helper takes the lock before and after, which orders memory. */
+/* Run the task of the round for one index after the other until none is left. The counter
+ * can be relaxed: every helper takes the lock before and after, which orders memory. */
 static void take_indices(worker_threads *c)
 {
     for (;;) {
@@ -57,8 +58,9 @@ static void take_indices(worker_threads *c)
     }
 }
 
-/* Main loop of a helper: wait for a new round that still accepts helpers, work, and
- * signal the caller when the last helper leaves. Holds the lock except while it works. */
+/* Main loop of a helper; `argument` is its worker_threads. Waits for a new round that
+ * still accepts helpers, works, and signals the caller when the last helper leaves. Holds
+ * the lock except while it works. Returns NULL once the helpers are closing. */
 static void *helper_main(void *argument)
 {
     worker_threads *c = argument;
@@ -117,7 +119,7 @@ static void workers_free(worker_threads *c)
     mls_free(c);
 }
 
-/* Start helpers until there are `open_places`, or fewer if the system refuses. */
+/* Start helpers until there are `worker_count`, or fewer if the system refuses. */
 static void start_workers(worker_threads *c, size_t worker_count)
 {
     while (c->started < worker_count &&
@@ -126,6 +128,7 @@ static void start_workers(worker_threads *c, size_t worker_count)
     }
 }
 
+/* One run of the pool. */
 typedef struct work {
     void (*caller_task)(void *context); /* called first by the calling thread, or NULL */
     mls_task task;
@@ -141,7 +144,7 @@ static void run_caller_task(const work *w)
 }
 
 /* Run one round with at most `helpers` helpers: publish the task, take part, and return
- * when no helper is inside. After that no thread uses the context. */
+ * when no helper is inside the round. After that no other thread uses the context. */
 static void run_with_workers(worker_threads *c, const work *w, size_t helpers)
 {
     pthread_mutex_lock(&c->lock);
@@ -177,8 +180,7 @@ static mls_code fail_thread_count(size_t threads, mls_status *st)
                     (int)MLS_POOL_MAX_THREADS);
 }
 
-/* Create a pool of `threads` threads, including the caller's. No thread is started yet:
- * most small programs never need one. */
+/* No thread is started yet: most small programs never need one. */
 mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
 {
     if (!is_thread_count(threads)) {
@@ -195,8 +197,10 @@ mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
     return MLS_OK;
 }
 
-/* In a forked child: abandon the parent's crew and reinitialise the lock. One thread does
- * this; the other threads of the child wait for it. */
+/* Make the pool usable in a forked child: abandon the parent's helpers and reinitialise
+ * the lock. Does nothing in the process that the pool belongs to. One thread does this,
+ * which it claims by storing the negative process id; the other threads of the child wait
+ * for it. */
 static void adopt_after_fork(mls_pool *pool)
 {
     const pid_t me = getpid();
@@ -211,8 +215,7 @@ static void adopt_after_fork(mls_pool *pool)
     }
 }
 
-/* Stop and free a pool. A forked child adopts the pool first, because it cannot join its
- * parent's threads. */
+/* A forked child adopts the pool first, because it cannot join its parent's threads. */
 void mls_pool_free(mls_pool *pool)
 {
     if (pool == NULL) {
@@ -230,9 +233,8 @@ size_t mls_pool_threads(const mls_pool *pool)
     return atomic_load(&pool->threads);
 }
 
-/* Change the number of threads. Fewer threads stop the whole crew, and the next run
- * starts the threads that it needs. More threads are only recorded, and started when a
- * run needs them. */
+/* For fewer threads all helpers are stopped, and the next run starts those that it needs.
+ * More threads are only recorded, and started when a run needs them. */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
 {
     if (!is_thread_count(threads)) {
@@ -250,8 +252,8 @@ mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
     return MLS_OK;
 }
 
-/* Try to run with helpers; the caller holds `busy`. Returns false if there are no
- * helpers. */
+/* Run `w` with helpers; the caller holds `busy`. Returns false without running anything
+ * if no helper can be started. */
 static bool run_with_helpers(mls_pool *pool, const work *w)
 {
     const size_t threads = atomic_load(&pool->threads);
@@ -270,8 +272,8 @@ static bool run_with_helpers(mls_pool *pool, const work *w)
     return true;
 }
 
-/* Run `task` for all indices; the calling thread runs `caller_task` first. Does not wait
- * for a busy pool: the caller then does all its work itself. */
+/* Does not wait for a busy pool: the calling thread then does all the work, so a task may
+ * use the pool too. */
 void mls_pool_run_helped(mls_pool *pool, void (*caller_task)(void *context),
                          mls_task task, void *context, size_t count)
 {

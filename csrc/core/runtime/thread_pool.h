@@ -36,7 +36,8 @@ void mls_pool_free(mls_pool *pool);
 /* Return the number of threads, including the calling one; none need be started yet. */
 size_t mls_pool_threads(const mls_pool *pool);
 
-/* Change the number of threads; waits for a run in progress. MLS_E_VALUE as above. */
+/* Change the number of threads, including the calling one; waits for a run in progress.
+ * MLS_E_VALUE: 0 or more than MLS_POOL_MAX_THREADS; nothing changes then. */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st);
 
 /* Run task(context, i) for every i < count and return when all are done. The calling
@@ -44,7 +45,7 @@ mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st);
  * progress, the calling thread does all the work. A NULL pool is a pool of one thread. */
 void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count);
 
-/* The same, but the calling thread first calls `caller_task(context)`, while other
+/* mls_pool_run, but the calling thread first calls `caller_task(context)`, while other
  * threads, if any, already run tasks. */
 void mls_pool_run_helped(mls_pool *pool, void (*caller_task)(void *context),
                          mls_task task, void *context, size_t count);

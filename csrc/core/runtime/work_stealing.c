@@ -9,8 +9,7 @@
 
 #include <stdint.h>
 
-/* Divide items into `count` queues: queue i has items `starts[i]` .. `starts[i + 1] - 1`;
- * `starts` is borrowed. Plain initialisation: the counters are not shared yet. */
+/* Plain initialisation of the counters: they are not shared yet. */
 bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count)
 {
     *all = (mls_work_queues){.starts = starts, .count = count};
@@ -31,8 +30,9 @@ void mls_work_queues_fini(mls_work_queues *all)
     mls_free(all->next);
 }
 
-/* Take the next item of one queue; false: none is left. Relaxed order is enough: the data
- * behind the items was written before the threads started. */
+/* Set `*item` to the next item of queue number `queue`; false: none is left in it.
+ * Relaxed order is enough: the data behind the items was written before the threads
+ * started. */
 static bool take_queue_item(mls_work_queues *all, size_t queue, size_t *item)
 {
     const size_t end = all->starts[queue + 1];
@@ -43,10 +43,9 @@ static bool take_queue_item(mls_work_queues *all, size_t queue, size_t *item)
     return *item < end;
 }
 
-/* Take the next item for a thread, from its own queue first; false: none is left in any.
- * Queues that no thread has started come first. The search for another queue begins after
- * the current one and stays with the one found, so a thread seldom searches all of
- * them. */
+/* Look into the thread's own queue, then queues that no thread has started, then all
+ * others. The last search begins after the current queue. The thread continues with the
+ * queue that it found an item in, so it seldom searches all queues. */
 bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item)
 {
     if (*queue < all->count && take_queue_item(all, *queue, item)) {

@@ -21,15 +21,17 @@ typedef struct mls_work_queues {
     atomic_size_t untouched; /* the first queue that no thread has started */
 } mls_work_queues;
 
-/* Initialise queues; `starts` has `count` + 1 entries. The caller ends them with
+/* Initialise `count` queues: queue i has items starts[i] .. starts[i + 1] - 1. `starts`
+ * is borrowed and has `count` + 1 entries. The caller ends the queues with
  * mls_work_queues_fini. Returns false if memory runs out. */
 bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count);
 
 /* Accepts a zeroed struct. */
 void mls_work_queues_fini(mls_work_queues *all);
 
-/* Take the next item for a thread; each item is taken once. Returns false if no item is
- * left. `*queue` is the thread's current queue, SIZE_MAX at first. */
+/* Set `*item` to the next item for a thread; each item is taken once. Returns false if no
+ * item is left in any queue. `*queue` is the number of the thread's current queue; the
+ * caller sets it to SIZE_MAX before the first call. */
 bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item);
 
 #endif

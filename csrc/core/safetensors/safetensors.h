@@ -31,12 +31,13 @@
 /* The longest header that the safetensors package reads. */
 #define MLS_SAFETENSORS_MAX_HEADER ((size_t)100000000)
 
-/* Bytes covered by one checksum, and the number of checksums of a tensor of `bytes`
- * bytes. */
+/* MLS_SAFETENSORS_BLOCK: bytes covered by one checksum. mls_safetensors_blocks: return
+ * the number of checksums of a tensor of `bytes` bytes; the last one may cover fewer. */
 enum { MLS_SAFETENSORS_BLOCK = 1 << 20 };
 size_t mls_safetensors_blocks(size_t bytes);
 
-/* Combine the checksums of a tensor's blocks into the checksum of its `bytes` bytes. */
+/* Combine `crcs`, the checksums of a tensor's blocks, into the checksum of its `bytes`
+ * bytes. */
 uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes);
 
 typedef struct mls_str_pair {
@@ -56,8 +57,8 @@ typedef struct mls_str_pair {
  * otherwise "1.". A file with such metadata has the keys of mlstate in that branch, such
  * as "0.mlstate.header.crc32c". */
 
-/* Return the branch of the user's texts, "0." or "1."; "" unless `metadata` is a tree.
- * Reserved keys are ignored. */
+/* Return the branch of the user's texts, "0." or "1."; "" unless the `count` pairs of
+ * `metadata` are a tree. Reserved keys are ignored. */
 mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count);
 
 /* Return a key of mlstate without its branch, and any other key as it is. */
@@ -82,7 +83,8 @@ typedef struct mls_stored {
     const char *blocks;     /* 8 digits for each block; valid only with `has_crc` */
 } mls_stored;
 
-/* Fail with MLS_E_FORMAT, name and offset if a tensor is opaque. */
+/* Fail with MLS_E_FORMAT, name and offset if `tensor` is opaque. Its bytes can still be
+ * copied. */
 mls_code mls_stored_check(const mls_stored *tensor, mls_status *st);
 
 /* A parsed header. Everything in it was checked: the tensors cover the file exactly. */
@@ -93,22 +95,24 @@ typedef struct mls_safetensors {
     size_t metadata_count;
     bool has_crc; /* the header was verified, and `blocks` of the tensors is valid */
     uint32_t header_crc; /* as stored in the header; valid only with `has_crc` */
-    mls_json *json;
-    size_t *dims;
+    mls_json *json;      /* owns all names and texts */
+    size_t *dims;        /* all shapes */
 } mls_safetensors;
 
-/* The same for the first opaque tensor of a file. */
+/* mls_stored_check for all tensors of a file: the first opaque one is reported. */
 mls_code mls_safetensors_check(const mls_safetensors *file, mls_status *st);
 
-/* Parse a header from the first `head_bytes` bytes of a file of `file_bytes` bytes.
- * `head` holds the 8 length bytes and the header, and need not outlive the call. Memory
- * grows with the header only. If `verify` is true, the header is compared with its
- * checksum, if it has one. The caller releases `*out` with mls_safetensors_fini. `*out`
- * is untouched on failure.
+/* Parse a header from `head`, the first `head_bytes` bytes of a file of `file_bytes`
+ * bytes: the 8 length bytes and the header, which need not outlive the call. Memory grows
+ * with the header only. If `verify` is true, the header is compared with its checksum, if
+ * it has one. The caller releases `*out` with mls_safetensors_fini. `*out` is untouched
+ * on failure.
  * MLS_E_FORMAT, with offset and tensor name if they apply: truncated file, wrong length,
  * invalid JSON, duplicate name, overlap, gap, bytes after the last tensor, a shape that
  * does not match its bytes.
- * MLS_E_CHECKSUM: the header changed since it was written. MLS_E_MEMORY. */
+ * MLS_E_CHECKSUM: the header changed since it was written. MLS_E_VALUE: `head` ends
+ * before the header.
+ * MLS_E_MEMORY. */
 mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                                uint64_t file_bytes, const mls_crc_kernels *crc,
                                bool verify, mls_safetensors *out, mls_status *st);
@@ -119,14 +123,16 @@ uint64_t mls_safetensors_end(const mls_safetensors *file);
 
 void mls_safetensors_fini(mls_safetensors *file); /* accepts a zeroed struct; zeroes it */
 
-/* Open `path` and parse its header. The caller closes `*fd` and releases `*out` with
- * mls_safetensors_fini. Fails as mls_safetensors_parse and mls_file_open do. */
+/* Open `path` and parse its header; `verify` as in mls_safetensors_parse. The caller
+ * closes `*fd` and releases `*out` with mls_safetensors_fini. Fails as
+ * mls_safetensors_parse and mls_file_open do; the file is closed then. */
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
                               int *fd, mls_safetensors *out, mls_status *st);
 
-/* Read the bytes of all tensors into `places`, one buffer for each tensor. Several
- * threads read large tensors in parts. If `crc` is NULL, checksums are not verified.
- * After a failure the content of the buffers is undefined.
+/* Read the bytes of all tensors of the open file `fd` into `places`, one buffer for each
+ * tensor, in the order of `file->tensors`. The threads of `pool` (NULL: none) read large
+ * tensors in parts. If `crc` is NULL, checksums are not verified. After a failure the
+ * content of the buffers is undefined.
  * MLS_E_IO; MLS_E_MEMORY. MLS_E_FORMAT: the file became shorter. MLS_E_CHECKSUM: bytes
  * changed since they were written; the status has the offset of the first such block. */
 mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *places,

@@ -50,8 +50,8 @@ static int compare_names(const void *a, const void *b)
                            ((const mls_header_tensor *)b)->name);
 }
 
-/* By descending item size, then by name. A tensor's size is a multiple of its item size,
- * which is a power of two, so each tensor starts aligned without padding. */
+/* For qsort: by descending item size, then by name. A tensor's size is a multiple of its
+ * item size, which is a power of two, so each tensor starts aligned without padding. */
 static int compare_places(const void *a, const void *b)
 {
     const size_t x = mls_dtype_of(((const mls_header_tensor *)a)->dtype)->item_bytes;
@@ -65,7 +65,8 @@ static int compare_pairs(const void *a, const void *b)
                            ((const mls_str_pair *)b)->key);
 }
 
-/* Fail with "what 'name' why". The name is truncated to leave room for the reason. */
+/* Fail with MLS_E_VALUE and the message "label 'name' why". The name is truncated to
+ * leave room for the reason. */
 static mls_code fail_name(const char *label, mls_str name, const char *why,
                           mls_status *st)
 {
@@ -80,8 +81,8 @@ static mls_code fail_memory(mls_status *st)
     return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
 }
 
-/* Check the names and sort the tensors into file order. Sorting by name first puts
- * duplicates next to each other. */
+/* Check the names and sort the tensors into file order (MLS_E_VALUE). Sorting by name
+ * first puts duplicates next to each other. */
 static mls_code sort_tensors(mls_header *h, mls_status *st)
 {
     for (size_t i = 0; i < h->count; i++) {
@@ -104,8 +105,9 @@ static mls_code sort_tensors(mls_header *h, mls_status *st)
     return MLS_OK;
 }
 
-/* Allocate the checksums of all blocks in file order, in one array for all tensors. They
- * start at zero, as a running checksum does. */
+/* Allocate one array for the checksums of all blocks, in file order, and point each
+ * tensor's `crcs` to its first one. They start at zero, as a running checksum does.
+ * MLS_E_MEMORY. */
 static mls_code place_checksums(mls_header *h, mls_status *st)
 {
     for (size_t i = 0; i < h->count; i++) {
@@ -124,9 +126,11 @@ static mls_code place_checksums(mls_header *h, mls_status *st)
     return MLS_OK;
 }
 
-/* Copy the metadata with the two checksum entries added, sorted by key. The caller frees
- * `*out`. Other reserved keys are allowed here; a caller's key that equals one of these
- * two is a duplicate. `keys` has the keys of the metadata's branch. */
+/* Set `*out` to a copy of the `count` pairs with the two checksum entries added, sorted
+ * by key. The caller frees it. `keys` has the three keys of mlstate, for the metadata's
+ * branch. A caller's key that equals one of the two checksum keys is a duplicate; other
+ * reserved keys are allowed here.
+ * MLS_E_VALUE, MLS_E_MEMORY. */
 static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
                               const char *const *keys, mls_str_pair **out, mls_status *st)
 {
@@ -167,8 +171,8 @@ static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
 
 /* ---- the text, with zeros for checksums ---- */
 
-/* Append zeros for `count` checksums, and store in `*at` the position of their digits in
- * the text. A position, because the text moves while it grows. */
+/* Append a string of zeros for `count` checksums, and set `*at` to the position of its
+ * first digit in the text. A position, because the text moves while it grows. */
 static void put_digits(mls_json_writer *b, size_t count, size_t *at)
 {
     mls_json_writer_text(b, "\"");
@@ -179,8 +183,9 @@ static void put_digits(mls_json_writer *b, size_t count, size_t *at)
     mls_json_writer_text(b, "\"");
 }
 
-/* Append the metadata, the first member of the header. The two checksum keys are
- * recognised by their address. */
+/* Append the start of the header and the `count` pairs of sorted metadata, its first
+ * member. The two checksum keys are recognised by their address; the positions of their
+ * digits are stored in `h`. */
 static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t count,
                          const char *const *keys)
 {
@@ -201,8 +206,7 @@ static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t cou
     mls_json_writer_text(b, "}");
 }
 
-/* Return the dtype under which a header lists such items. A 0-d item of a packed dtype
- * has several elements. */
+/* A 0-d item of a packed dtype has several elements, so it is listed as bytes too. */
 mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape)
 {
     size_t ignored;
@@ -213,8 +217,7 @@ mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape)
                : dtype;
 }
 
-/* Check that the tensor keeps its dtype in a header: the last axis of a packed dtype must
- * be whole elements. */
+/* Compare the dtype with the one that mls_header_dtype chooses. */
 mls_code mls_header_check(const mls_header_tensor *t, mls_status *st)
 {
     char shape[MLS_FACT_BYTES];
@@ -229,8 +232,9 @@ mls_code mls_header_check(const mls_header_tensor *t, mls_status *st)
     return mls_status_got(st, "%s", shape);
 }
 
-/* Append one tensor's entry, with members in the order of the safetensors package.
- * Offsets count from the first tensor, and the shape counts elements. */
+/* Append the entry of `t`, with members in the order of the safetensors package. The
+ * shape counts elements, and the offsets count from the first tensor: t->offset is still
+ * relative. */
 static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
 {
     const mls_dtype dtype = mls_header_dtype(t->dtype, t->rank, t->shape);
@@ -254,8 +258,9 @@ static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
     mls_json_writer_text(b, "]}");
 }
 
-/* Append spaces up to the next multiple; the format allows them after the object. They
- * are part of the header, so its checksum covers every byte up to the first tensor. */
+/* Append spaces up to the next multiple of `alignment` bytes; the format allows them
+ * after the object. They are part of the header, so its checksum covers every byte up to
+ * the first tensor. */
 static void pad_text(mls_json_writer *b, size_t alignment)
 {
     while (b->code == MLS_OK && b->length % alignment != 0) {
@@ -275,10 +280,11 @@ static mls_code fail_text(const mls_json_writer *b, mls_status *st)
                           MLS_SAFETENSORS_MAX_HEADER);
 }
 
-/* Build the text, and set offsets and file length. The first tensor starts at a multiple
- * of `alignment`; `keys` has the keys of the metadata's branch. Offsets in the text count
- * from the first tensor. The tensors' own are converted to file offsets at the end, when
- * the length of the text is known. */
+/* Build the text, and set the tensors' offsets and the file's length. `metadata` is the
+ * sorted copy, with `count` pairs; `keys` has the keys of its branch. The first tensor
+ * starts at a multiple of `alignment`. Offsets in the text count from the first tensor;
+ * the members `offset` become file offsets at the end, when the length of the text is
+ * known. */
 static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t count,
                            const char *const *keys, size_t alignment, mls_status *st)
 {
@@ -304,10 +310,9 @@ static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t c
     return MLS_OK;
 }
 
-/* Sort tensors, place checksums and build the text. Changes only the order of the
- * caller's tensors and their output fields. The names determine the file order, the order
- * determines the position of the checksums, and their number determines the length of the
- * text. */
+/* Changes only the order of the caller's tensors and the members that are set here. The
+ * names determine the file order, the order determines the position of the checksums, and
+ * their number determines the length of the text. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
                          const mls_str_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st)
@@ -329,8 +334,8 @@ mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t cou
     return MLS_OK;
 }
 
-/* Fill in all checksums, and return the header's own. The header's checksum is computed
- * last, over the whole header with zeros for its own digits. */
+/* Compute the header's checksum last, over the whole header with zeros for its own
+ * digits. */
 uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
 {
     char *text = header->text.data;

@@ -24,7 +24,7 @@ typedef struct mls_header_tensor {
     int rank;
     mls_dtype dtype;
     size_t bytes;    /* the product of shape and item size */
-    size_t number;   /* chosen by the caller; not used here */
+    size_t number;   /* any number, to find the tensor again after sorting */
     uint64_t offset; /* set here: offset of the tensor's first byte in the file */
     uint32_t
         *crcs; /* set here: array for the checksums of its blocks, filled by the caller */
@@ -46,14 +46,16 @@ typedef struct mls_header {
  * of a tensor. Readers of the format then see bytes. */
 mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape);
 
-/* Fail with MLS_E_SHAPE if a header would list a whole tensor under another dtype. */
+/* Fail with MLS_E_SHAPE if a header would list `tensor` under another dtype than its
+ * own. */
 mls_code mls_header_check(const mls_header_tensor *tensor, mls_status *st);
 
-/* Sort `tensors` into file order (by descending item size, then by name, so that each
- * starts at a multiple of its item size), compute their offsets and build the header.
- * The first tensor starts at a multiple of `alignment`. Metadata is sorted by key, and
- * the two checksum entries are added to it. The caller releases `*out` with
- * mls_header_fini; `tensors` must outlive it. On failure nothing needs to be released.
+/* Sort the `count` entries of `tensors` into file order (by descending item size, then by
+ * name, so that each starts at a multiple of its item size), compute their offsets and
+ * build the header. The first tensor starts at a multiple of `alignment`. Metadata is
+ * sorted by key, and the two checksum entries are added to it. The caller releases `*out`
+ * with mls_header_fini; `tensors` must outlive it. On failure nothing needs to be
+ * released.
  * MLS_E_VALUE: a name is not UTF-8, is reserved or is a duplicate; a key is not UTF-8 or
  * is a duplicate. MLS_E_SIZE: a header over 100 MB, or tensors of 2**62 bytes or more.
  * MLS_E_MEMORY. */
@@ -61,8 +63,9 @@ mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t cou
                          const mls_str_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st);
 
-/* Fill in the length and the checksums; the caller has set the block checksums. `text` is
- * then the start of the file. Returns the header's own checksum. */
+/* Write the length and all checksums into `text`, which is then the start of the file.
+ * The caller has filled `crcs`, the checksums of all blocks. Returns the header's own
+ * checksum. */
 uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc);
 
 void mls_header_fini(mls_header *header); /* accepts a zeroed struct; zeroes it */

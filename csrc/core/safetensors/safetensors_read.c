@@ -49,8 +49,8 @@ typedef struct header_reader {
  * Offsets in messages count from the start of the file, as in a hex dump: JSON offsets
  * are increased by the 8 bytes before the header. */
 
-/* Fail with "tensor 'x': problem" at the offset of `node`. The name is truncated, because
- * a hostile file may contain a name of megabytes. Returns MLS_E_FORMAT. */
+/* Fail with MLS_E_FORMAT and "tensor 'name': problem" at the offset of `node`. The name
+ * is truncated, because a hostile file may contain a name of megabytes. */
 static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_str name,
                             const char *problem)
 {
@@ -79,9 +79,9 @@ static mls_code fail_memory(header_reader *r)
  *
  * dtype, shape, offsets: in this order, since each is checked against those before it. */
 
-/* Find the member `key` of a tensor's entry, which must be of `type`; `name` is the
- * tensor's, for errors. Unknown members are ignored, as in the safetensors package: a
- * later version may add some. */
+/* Set `*out` to the member `key` of a tensor's `entry`, which must be of `type` (string
+ * or array); `name` is the tensor's, for errors. Unknown members are ignored, as in the
+ * safetensors package: a later version may add some. MLS_E_FORMAT. */
 static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
                             const char *key, mls_json_type type, mls_json_node *out)
 {
@@ -100,8 +100,8 @@ static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
     return MLS_OK;
 }
 
-/* Read the dtype of a tensor. Names must match exactly. The bytes of an unknown dtype are
- * opaque. */
+/* Read the dtype of a tensor from its `entry` into `t`. Names must match exactly. The
+ * bytes of an unknown dtype are opaque. */
 static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     mls_json_node node;
@@ -120,7 +120,8 @@ static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
     return MLS_OK;
 }
 
-/* Tell an unknown dtype from a packed one whose last axis has no whole bytes. */
+/* Return whether the dtype of an opaque tensor is unknown; false for a packed dtype whose
+ * last axis has no whole bytes, and for a tensor that is not opaque. */
 static bool is_unknown(const mls_stored *t)
 {
     mls_dtype ignored;
@@ -128,8 +129,7 @@ static bool is_unknown(const mls_stored *t)
            !mls_dtype_from_file_name(t->opaque.data, t->opaque.length, &ignored);
 }
 
-/* Fail if a tensor is opaque: it has a dtype that this version does not know, or packed
- * elements that do not fill whole bytes. Its bytes can still be copied. */
+/* Both reasons have the same advice, to load the other tensors by name. */
 mls_code mls_stored_check(const mls_stored *tensor, mls_status *st)
 {
     const mls_str dtype = tensor->opaque;
@@ -151,9 +151,10 @@ mls_code mls_stored_check(const mls_stored *tensor, mls_status *st)
     return mls_status_got(st, "%.*s", dtype_width, dtype.data);
 }
 
-/* Convert the last axis of a packed dtype from elements to bytes: `shape` is changed.
- * `elements` is the product of all axes that are not empty. The format only demands whole
- * bytes for the whole tensor, so an axis without whole bytes makes the tensor opaque. */
+/* Convert the last axis of a packed dtype from elements to bytes in `shape`, and set the
+ * size of `t`. `elements` is the product of all axes that are not empty; `is_empty`: some
+ * axis is. The format only demands whole bytes for the whole tensor, so an axis without
+ * whole bytes makes the tensor opaque. */
 static mls_code pack_last_axis(header_reader *r, mls_json_node node, size_t *shape,
                                size_t elements, bool is_empty, mls_stored *t)
 {
@@ -175,9 +176,10 @@ static mls_code pack_last_axis(header_reader *r, mls_json_node node, size_t *sha
     return MLS_OK;
 }
 
-/* Read the shape of a tensor, and compute its bytes. The product skips empty axes, as in
- * mls_tensor_init, so that every accepted shape can become an array. A product that fits
- * PTRDIFF_MAX fits a size_t. An opaque tensor gets its bytes from its offsets. */
+/* Read the shape of a tensor from its `entry` into `t`, and compute its bytes. The
+ * product skips empty axes, as in mls_tensor_init, so that every accepted shape can
+ * become an array. A product that fits PTRDIFF_MAX fits a size_t. A tensor of an unknown
+ * dtype gets its bytes from its offsets. */
 static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -214,9 +216,9 @@ static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
                      : MLS_OK;
 }
 
-/* Read the byte range of a tensor, which must have the size of its shape. Offsets count
- * from the end of the header. They are compared with the file's length before anything is
- * added to them, so no sum can wrap. */
+/* Read the byte range of a tensor from its `entry` into `t`; it must have the size of its
+ * shape. Offsets count from the end of the header. They are compared with the file's
+ * length before anything is added to them, so no sum can wrap. */
 static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -254,7 +256,8 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
     return MLS_OK;
 }
 
-/* Read one entry of the header as the next tensor. It counts only if it is valid. */
+/* Read one entry of the header as the next tensor of the file. It is counted only if it
+ * is valid. */
 static mls_code read_tensor(header_reader *r, mls_json_node entry)
 {
     mls_stored *t = &r->file.tensors[r->file.count];
@@ -298,8 +301,8 @@ mls_str mls_safetensors_own_key(mls_str key)
     return key;
 }
 
-/* Return the branch of the user's texts, "0." or "1."; "" unless all keys but ours are in
- * a tree's branches. The value of "2.0" tells which: "" is the newer form, with "0.". */
+/* All keys except the reserved ones must be in a tree's branches. The value of "2.0"
+ * decides: "" is the newer form, with "0.". */
 mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count)
 {
     mls_str branch = {.data = "", .length = 0};
@@ -314,8 +317,8 @@ mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count)
     return branch;
 }
 
-/* Read a map from strings to strings. The two checksum entries are kept apart from the
- * user's metadata, and keys of mlstate get the same name in every branch. */
+/* Read a map from strings to strings as the file's metadata. The two checksum entries are
+ * kept apart from it, and keys of mlstate get the same name in every branch. */
 static mls_code read_metadata(header_reader *r, mls_json_node node)
 {
     const mls_json *json = r->file.json;
@@ -356,8 +359,7 @@ size_t mls_safetensors_blocks(size_t bytes)
     return bytes / MLS_SAFETENSORS_BLOCK + (bytes % MLS_SAFETENSORS_BLOCK != 0 ? 1 : 0);
 }
 
-/* Return the checksum of a whole tensor of `bytes` bytes, given the checksums of its
- * blocks. */
+/* All blocks are full, except perhaps the last. */
 uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;
@@ -369,9 +371,9 @@ uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes)
     return crc;
 }
 
-/* Report a problem of the header's checksum. A mismatch can have a harmless cause: a
- * program copied the metadata of an mlstate file into another file, whose checksums
- * differ. Returns MLS_E_CHECKSUM. */
+/* Fail with MLS_E_CHECKSUM because of a `problem` of the header's checksum. It can have a
+ * harmless cause: a program copied the metadata of an mlstate file into another file,
+ * whose checksums differ. */
 static mls_code fail_checksum(header_reader *r, const char *problem)
 {
     return mls_fail(
@@ -383,7 +385,8 @@ static mls_code fail_checksum(header_reader *r, const char *problem)
 
 /* Compare the header with its checksum, computed over the bytes in the file with zeros
  * for its own digits. The digits must be 8 plain characters: an escape would shift the
- * bytes after them. */
+ * bytes after them.
+ * MLS_E_CHECKSUM. */
 static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
 {
     static const char zeros[] = "00000000";
@@ -409,9 +412,9 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     return MLS_OK;
 }
 
-/* Assign to each tensor the start of its digits, in the order of the tensors; `digits`
- * has 8 for each block of the file. Returns false if the number of digits does not match
- * the blocks, or if other characters occur. */
+/* Point each tensor's `blocks` to its digits in `digits`, 8 for each block of the file in
+ * the order of the tensors. Returns false if the number of digits does not match the
+ * blocks, or if other characters occur. */
 static bool assign_block_digits(header_reader *r, mls_str digits)
 {
     size_t left = digits.length / MLS_CRC_DIGITS;
@@ -433,9 +436,10 @@ static bool assign_block_digits(header_reader *r, mls_str digits)
     return left == 0 && digits.length % MLS_CRC_DIGITS == 0;
 }
 
-/* Verify the header by its two checksum entries, if `verify`, and assign the checksums of
- * blocks. Without entries there is nothing to verify (`has_crc` stays false). A file must
- * have both entries or neither: otherwise damage to one key would disable the check. */
+/* Verify the header by its checksum, if `verify`, and assign the checksums of blocks.
+ * Without entries nothing is verified (`has_crc` stays false). A file must have both
+ * entries or neither: otherwise damage to one key would disable the check.
+ * MLS_E_CHECKSUM. */
 static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, bool verify)
 {
     if (!verify || (r->header_crc == MLS_JSON_NONE && r->block_crcs == MLS_JSON_NONE)) {
@@ -460,7 +464,7 @@ static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, boo
  * Checks across tensors, and the two entry points: from memory and from a path. */
 
 /* For qsort: by offset. Of two tensors at the same offset, the empty one comes first; the
- * address breaks ties, so that every qsort gives the same order. */
+ * address of the tensor breaks ties, so that every qsort gives the same order. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_stored *x = *(const mls_stored *const *)a;
@@ -475,7 +479,8 @@ static int compare_places(const void *a, const void *b)
 }
 
 /* Check `tensors`, sorted by offset: each must start at the end of the one before, and
- * the last must end with the file. So each byte belongs to exactly one tensor. */
+ * the last must end with the file. So each byte belongs to exactly one tensor.
+ * MLS_E_FORMAT. */
 static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
 {
     uint64_t end = r->payload;
@@ -521,8 +526,9 @@ static mls_code check_coverage(header_reader *r)
     return code;
 }
 
-/* Return the number of dimensions of all tensors: their shapes share one block. It is an
- * upper bound, since entries are not checked yet, but not larger than the header. */
+/* Return the number of dimensions of all tensors, which share one block for their shapes.
+ * Entries are not checked yet, so it is an upper bound, but not larger than the
+ * header. */
 static size_t count_dims(const mls_json *json)
 {
     size_t count = 0;
@@ -534,8 +540,8 @@ static size_t count_dims(const mls_json *json)
     return count;
 }
 
-/* Read all entries: tensors and metadata. Allocates the arrays for all entries at once:
- * the parsed JSON has their number. */
+/* Read all entries: tensors and metadata. The arrays are allocated for all entries at
+ * once, since the parsed JSON has their number. */
 static mls_code read_entries(header_reader *r)
 {
     const mls_json *json = r->file.json;
@@ -556,8 +562,8 @@ static mls_code read_entries(header_reader *r)
     return MLS_OK;
 }
 
-/* Parse the header's text. The format requires '{' as the first byte, without a space
- * before it. */
+/* Parse the header's text into `json`; offsets of failures become file offsets. The
+ * format requires '{' as the first byte, without a space before it. */
 static mls_code read_json(header_reader *r)
 {
     /* a value takes at least one byte and a comma */
@@ -578,8 +584,9 @@ static mls_code read_json(header_reader *r)
     return code;
 }
 
-/* Read the header's length from the first 8 bytes of a file, and compare it with the
- * file's length (at least 8) before anything is allocated. */
+/* Set `*out` to the header's length from `head`, the first 8 bytes of a file, after
+ * comparing it with `file_bytes`, the file's length (at least 8). No memory is allocated
+ * before this check. */
 static mls_code header_length(const unsigned char *head, uint64_t file_bytes, size_t *out,
                               mls_status *st)
 {
@@ -602,7 +609,8 @@ static mls_code header_length(const unsigned char *head, uint64_t file_bytes, si
     return MLS_OK;
 }
 
-/* Report that the file has no room for the length; an empty file fails here too. */
+/* Fail because the file, perhaps empty, has no room for the header and the bytes of its
+ * length. */
 static mls_code fail_too_short(uint64_t file_bytes, mls_status *st)
 {
     return mls_fail_at(st, file_bytes,
@@ -610,8 +618,8 @@ static mls_code fail_too_short(uint64_t file_bytes, mls_status *st)
                        (unsigned long long)file_bytes);
 }
 
-/* Parse and check a header. Checks in this order: grammar, single entries, all entries
- * together, checksums. The first failure is closest to the cause. */
+/* Check in this order: grammar, single entries, all entries together, checksums. So the
+ * first failure is closest to the cause. */
 mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                                uint64_t file_bytes, const mls_crc_kernels *crc,
                                bool verify, mls_safetensors *out, mls_status *st)
@@ -653,8 +661,8 @@ mls_code mls_safetensors_check(const mls_safetensors *file, mls_status *st)
     return code;
 }
 
-/* Return the file offset behind the last tensor. Tensors are in the header's order, which
- * may differ from the order of their offsets. */
+/* Compare all tensors: they are in the header's order, which may differ from the order of
+ * their offsets. */
 uint64_t mls_safetensors_end(const mls_safetensors *file)
 {
     uint64_t last = 0;
@@ -665,8 +673,7 @@ uint64_t mls_safetensors_end(const mls_safetensors *file)
     return last;
 }
 
-/* Free the tensors of a header. Names and metadata point into the JSON document, which is
- * freed last. */
+/* Names and metadata point into the JSON document, which is freed last. */
 void mls_safetensors_fini(mls_safetensors *file)
 {
     mls_free(file->tensors);
@@ -676,8 +683,8 @@ void mls_safetensors_fini(mls_safetensors *file)
     *file = (mls_safetensors){0};
 }
 
-/* Open a file and parse its header. The header is read in two steps: its length, then as
- * much as the file really has. */
+/* Read the header in two steps: its length, and then as many bytes, once the file is
+ * known to have them. */
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
                               int *fd, mls_safetensors *out, mls_status *st)
 {
@@ -720,8 +727,8 @@ done:
     return MLS_OK;
 }
 
-/* Report a damaged block, which starts at byte `start` of the tensor, with tensor and
- * file offset. Returns MLS_E_CHECKSUM. */
+/* Fail with MLS_E_CHECKSUM, the tensor's name and the file offset, because the block at
+ * byte `start` of the tensor has the checksum `checksum` instead of `expected`. */
 static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t checksum,
                            uint32_t expected, mls_status *st)
 {
@@ -742,9 +749,9 @@ static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t chec
     return mls_status_got(st, "%08lx", (unsigned long)checksum);
 }
 
-/* Read one block, from byte `start` of the tensor on, and compare it with its checksum.
- * The steps are small enough to stay cached between the system's copy and the checksum,
- * so main memory is read once. */
+/* Read the block at byte `start` of the tensor to `to`, and compare it with its checksum.
+ * It is read in parts that stay cached between the system's copy and the checksum, so
+ * main memory is read once. */
 static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
                            const mls_crc_kernels *crc, unsigned char *to, mls_status *st)
 {
@@ -779,7 +786,7 @@ enum {
     SHARED_BYTES = 8 << 20 /* below this, the calling thread reads alone */
 };
 
-/* Bytes `start` .. `start + length` of a tensor. */
+/* Bytes start .. start + length - 1 of a tensor. */
 typedef struct part {
     const mls_stored *tensor;
     unsigned char *to; /* destination of byte `start` */
@@ -793,8 +800,8 @@ typedef struct reading {
     atomic_size_t failed; /* the first part that has failed, or SIZE_MAX */
 } reading;
 
-/* Read one part of a tensor, block by block with checksums; without checksums, with one
- * read. */
+/* Read one part of a tensor: block by block with checksums, or with one read without
+ * checksums. Adds the tensor's name to a failure. */
 static mls_code read_part(const reading *r, const part *p, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -812,8 +819,9 @@ static mls_code read_part(const reading *r, const part *p, mls_status *st)
     return code;
 }
 
-/* Thread function: read part `index`. `failed` keeps the lowest number of a failed part;
- * parts after it are skipped. The error is found again by a second read. */
+/* Read part number `index`, as a task for the pool; `context` is the reading. `failed`
+ * keeps the lowest number of a failed part, and parts after it are skipped. The error is
+ * not kept: a second read finds it again. */
 static void read_task(void *context, size_t index)
 {
     reading *r = context;
@@ -826,8 +834,8 @@ static void read_task(void *context, size_t index)
     }
 }
 
-/* Return an upper bound of the number of parts. Cannot overflow: it is limited by bytes
- * and tensors. */
+/* Return an upper bound of the number of parts. It cannot overflow: bytes and tensors
+ * limit it. */
 static size_t count_parts(const mls_safetensors *file)
 {
     size_t count = 0;
@@ -837,9 +845,9 @@ static size_t count_parts(const mls_safetensors *file)
     return count;
 }
 
-/* Divide all tensors into parts of at most PART bytes, one task each; `parts` has room
- * for count_parts of them. Returns their number, and sets `*bytes` to their total
- * size. */
+/* Divide all tensors into parts of at most PART bytes, one task each, and store them in
+ * `parts`, which has room for count_parts. `places[i]` is the buffer of tensor i. Returns
+ * the number of parts, and sets `*bytes` to their total size. */
 static size_t make_parts(const mls_safetensors *file, void *const *places, part *parts,
                          uint64_t *bytes)
 {
@@ -859,8 +867,9 @@ static size_t make_parts(const mls_safetensors *file, void *const *places, part 
     return count;
 }
 
-/* Read all tensors into `places`, with the threads of the pool. The repeated read of a
- * failed part may succeed; all parts after it are then read too. */
+/* Read all parts as tasks, and then the first failed one again to report its error. That
+ * read may succeed; all parts after it are then read too, since tasks may have skipped
+ * them. */
 mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *places,
                               const mls_crc_kernels *crc, mls_pool *pool, mls_status *st)
 {

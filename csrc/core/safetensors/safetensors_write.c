@@ -28,6 +28,7 @@ enum {
     SHOWN_NAME = 100        /* bytes of a name in a message */
 };
 
+/* A tensor and its entry in the header. */
 typedef struct placed {
     const mls_tensor *tensor;
     const mls_header_tensor *at;
@@ -46,7 +47,8 @@ typedef struct writer {
     uint64_t written; /* file offset of the buffer's first byte */
 } writer;
 
-/* Refuse metadata keys that are reserved for mlstate, except MLS_SAFETENSORS_STATE. */
+/* Fail with MLS_E_VALUE if a key of the metadata is reserved for mlstate, except
+ * MLS_SAFETENSORS_STATE. */
 static mls_code check_keys(const mls_safetensors_content *content, mls_status *st)
 {
     const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
@@ -66,8 +68,9 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
     return MLS_OK;
 }
 
-/* Fill in the header's entries, one for each tensor. The caller frees `*out`, which the
- * header refers to. */
+/* Set `*out` to an array with a header entry for each tensor; `number` is its index in
+ * `content`. The caller frees it after the header, which refers to it. MLS_E_SHAPE,
+ * MLS_E_SIZE, MLS_E_MEMORY. */
 static mls_code describe_tensors(const mls_safetensors_content *content,
                                  mls_header_tensor **out, mls_status *st)
 {
@@ -98,8 +101,8 @@ static mls_code describe_tensors(const mls_safetensors_content *content,
 
 /* ---- tensors ---- */
 
-/* Write the buffered bytes behind the bytes that are in the file. On failure the buffer
- * is kept. */
+/* Write the buffered bytes to the file, behind the bytes already there. On failure the
+ * buffer is kept. */
 static mls_code flush_buffer(writer *w)
 {
     const mls_code code =
@@ -111,8 +114,8 @@ static mls_code flush_buffer(writer *w)
     return code;
 }
 
-/* Add `bytes` bytes of a tensor to the checksums of their blocks. Calls come in order;
- * `p->done` counts the bytes so far. */
+/* Add the next `bytes` bytes of a tensor to the checksums of their blocks. Calls come in
+ * the order of the bytes; `p->done` counts the bytes so far. */
 static void checksum_bytes(writer *w, placed *p, const unsigned char *data, size_t bytes)
 {
     while (bytes > 0) {
@@ -126,9 +129,9 @@ static void checksum_bytes(writer *w, placed *p, const unsigned char *data, size
     }
 }
 
-/* Bytes to the next file offset that is a multiple of STEP_BYTES. ext4 caches a write
- * between such offsets in larger units: 4 MiB took 0.82 times as long to write, and 0.92
- * times as long to sync (Linux 6.18, AMD EPYC family 25 model 17). */
+/* Return the bytes to the next file offset that is a multiple of STEP_BYTES. ext4 caches
+ * a write between such offsets in larger units: 4 MiB took 0.82 times as long to write,
+ * and 0.92 times as long to sync (Linux 6.18, AMD EPYC family 25 model 17). */
 static size_t step_room(const writer *w)
 {
     return STEP_BYTES - (size_t)((w->written + w->buffered) % STEP_BYTES);
@@ -150,6 +153,7 @@ static mls_code write_contiguous(writer *w, placed *p)
                             step, MLS_STORE_CACHED);
         w->buffered += step;
         p->done += step;
+        /* at a multiple of STEP_BYTES, the room is a whole step again */
         code = step_room(w) == STEP_BYTES ? flush_buffer(w) : MLS_OK;
     }
     return code;
@@ -163,9 +167,8 @@ typedef struct packing {
     size_t inner; /* packed bytes of one index along `axis` */
 } packing;
 
-/* Choose the largest parts that fit the buffer: `step` indices along `axis`, `inner`
- * bytes each. One index of the last axis always fits, since an item has at most 8
- * bytes. */
+/* Choose the largest pieces that fit the buffer. One index of the last axis always fits,
+ * since an item has at most 8 bytes. */
 static packing choose_packing(const mls_tensor *t)
 {
     packing p = {.axis = t->rank - 1, .inner = mls_tensor_item_bytes(t)};
@@ -177,8 +180,9 @@ static packing choose_packing(const mls_tensor *t)
     return p;
 }
 
-/* Pack `view`, which has `bytes` bytes, into the buffer, after writing the buffer if it
- * is too full. It fits: see choose_packing. */
+/* Pack `view`, the next `bytes` bytes of the tensor `p`, into the buffer, after writing
+ * the buffer if it has too little room. An empty buffer has enough: see
+ * choose_packing. */
 static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t bytes)
 {
     if (bytes > BUFFER_BYTES - w->buffered) {
@@ -200,8 +204,8 @@ static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t
     return MLS_OK;
 }
 
-/* Write one index of the axes before `how.axis`, in pieces of `how.step` indices along
- * that axis, each of which fits the buffer. */
+/* Write `row`, which has one index in each axis before `how.axis`, in pieces of
+ * `how.step` indices along that axis, each of which fits the buffer. */
 static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing how)
 {
     for (size_t start = 0; start < row->shape[how.axis]; start += how.step) {
@@ -216,8 +220,8 @@ static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing h
     return MLS_OK;
 }
 
-/* Advance `index` over the axes before `axis` in C order. Returns false after the last.
- */
+/* Advance `index`, the indices of the axes before `axis`, in C order. Returns false after
+ * the last. */
 static bool next_index(const mls_tensor *t, int axis, size_t *index)
 {
     for (int i = axis - 1; i >= 0; i--) {
@@ -229,7 +233,7 @@ static bool next_index(const mls_tensor *t, int axis, size_t *index)
     return false;
 }
 
-/* Write a tensor that is not contiguous or has the other byte order, but is not empty. A
+/* Write a tensor that is not contiguous or has the other byte order, and is not empty. A
  * 0-d tensor is written as one with a single index. */
 static mls_code write_packed(writer *w, placed *p)
 {
@@ -254,7 +258,8 @@ static mls_code write_packed(writer *w, placed *p)
     return MLS_OK;
 }
 
-/* Write one tensor, directly if it is contiguous and in native byte order. */
+/* Write one tensor to the buffer and the file, by one of two ways. An empty tensor needs
+ * no packing. */
 static mls_code write_tensor(writer *w, placed *p)
 {
     const mls_tensor *t = p->tensor;
@@ -264,8 +269,8 @@ static mls_code write_tensor(writer *w, placed *p)
     return write_contiguous(w, p);
 }
 
-/* Write all tensors, then the header. If the process dies in between, the temporary has
- * no valid header, so no reader accepts it. */
+/* Write all tensors in file order, then the header before them. If the process dies in
+ * between, the temporary has no valid header, so no reader accepts it. */
 static mls_code write_content(writer *w, const mls_safetensors_content *content)
 {
     w->written = w->header.text.length;
@@ -287,8 +292,8 @@ static mls_code write_content(writer *w, const mls_safetensors_content *content)
                             w->st);
 }
 
-/* Write a whole file, atomically. The content is checked before the file system is
- * accessed. After mls_atomic_begin, every path ends in commit or abort. */
+/* Check the content before the file system is accessed. After mls_atomic_begin, every
+ * path ends in commit or abort. */
 mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
                                mls_status *st)

@@ -34,7 +34,7 @@ const char *mls_layout_name(size_t number)
     return number < NAMES ? names[number].name : NULL;
 }
 
-/* Return the name of a step without an axis (`axis` is negative), or NULL. */
+/* Steps along an axis have no name, so only names with a negative `axis` are compared. */
 const char *mls_layout_step_name(int axis)
 {
     for (size_t i = 0; axis < 0 && i < NAMES; i++) {
@@ -45,7 +45,7 @@ const char *mls_layout_step_name(int axis)
     return NULL;
 }
 
-/* Return the negative number of such a step in `*axis`; false: the name is unknown. */
+/* Names of layouts with a real axis, such as "rows", do not name a step. */
 bool mls_layout_step_from_name(mls_str name, int *axis)
 {
     for (size_t i = 0; i < NAMES; i++) {
@@ -57,7 +57,8 @@ bool mls_layout_step_from_name(mls_str name, int *axis)
     return false;
 }
 
-/* Parse a number of 1 to MOST_DIGITS digits; false: the text is something else. */
+/* Set `*out` to a number of 1 to MOST_DIGITS digits; false: the text is something else.
+ * So many digits always fit an int. */
 static bool parse_number(mls_str text, int *out)
 {
     int number = 0;
@@ -71,8 +72,8 @@ static bool parse_number(mls_str text, int *out)
     return text.length > 0;
 }
 
-/* Parse the part in front of "=N", a name or "axis:K", to a layout of at most one step
- * with 0 parts; false: the text is something else. */
+/* Set `*out` to the layout with this name, or of one step for "axis:K", with 0 parts;
+ * false: the text is something else. */
 static bool parse_cut(mls_str text, mls_layout *out)
 {
     static const char prefix[] = "axis:";
@@ -92,8 +93,8 @@ static bool parse_cut(mls_str text, mls_layout *out)
     return true;
 }
 
-/* Parse a text such as "axis:0=4" to a layout of one step; the number of parts may be
- * missing. */
+/* Split the text at the first '='. A layout without steps cannot have a number of
+ * parts. */
 bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts)
 {
     mls_layout layout;
@@ -117,9 +118,9 @@ bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts)
 
 /* ---- parts ---- */
 
-/* Checks one step, independently of a tensor; the earlier steps are valid. Whether a
- * tensor has the axis is checked later (check_shape), because one layout serves many
- * tensors. */
+/* Check step number `number`, independently of a tensor; the earlier steps are valid.
+ * Whether a tensor has the axis is checked later (check_shape), because one layout serves
+ * many tensors. MLS_E_VALUE. */
 static mls_code check_step(const mls_layout *layout, int number, mls_status *st)
 {
     const mls_layout_step step = layout->steps[number];
@@ -138,8 +139,7 @@ static mls_code check_step(const mls_layout *layout, int number, mls_status *st)
     return MLS_OK;
 }
 
-/* Computes the number of parts, the product over all steps. The only check of a layout
- * that needs no tensor. */
+/* The only check of a layout that needs no tensor. */
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
 {
     size_t parts = 1;
@@ -161,7 +161,7 @@ mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
     return MLS_OK;
 }
 
-/* Returns whether two layouts have the same steps in the same order. */
+/* Compare the steps one by one, after their numbers. */
 bool mls_layout_equal(const mls_layout *a, const mls_layout *b)
 {
     bool same = a->count == b->count;
@@ -172,9 +172,10 @@ bool mls_layout_equal(const mls_layout *a, const mls_layout *b)
     return same;
 }
 
-/* Computes the first element and the length of part `index` of `parts` of `count`
- * elements. Matches torch.chunk, so that a part made by torch's own sharding is the same
- * part here. Empty parts start at `count`, which is within bounds. */
+/* Set `*start` and `*length` to the range of part number `index` if `count` elements are
+ * divided into `parts` parts. Matches torch.chunk, so that a part made by torch's own
+ * sharding is the same part here. Empty parts start at `count`, which is within
+ * bounds. */
 static void compute_range(size_t count, size_t parts, size_t index, size_t *start,
                           size_t *length)
 {
@@ -186,7 +187,7 @@ static void compute_range(size_t count, size_t parts, size_t index, size_t *star
     *length = count - *start < each ? count - *start : each;
 }
 
-/* Returns the elements of a part's box; 1 for a scalar. */
+/* Return the number of elements of a part's box; 1 for a scalar. */
 static size_t box_count(const mls_part *part)
 {
     size_t count = 1;
@@ -197,8 +198,8 @@ static size_t box_count(const mls_part *part)
     return count;
 }
 
-/* Checks that a tensor's elements can be counted, and that it has the axes of the layout.
- */
+/* Check that the elements of a tensor with `rank` axes can be counted (MLS_E_SIZE), and
+ * that it has the axes of the layout (MLS_E_SHAPE). */
 static mls_code check_shape(const mls_layout *layout, int rank, const size_t *shape,
                             mls_status *st)
 {
@@ -218,8 +219,8 @@ static mls_code check_shape(const mls_layout *layout, int rank, const size_t *sh
     return MLS_OK;
 }
 
-/* Copies a part. Copies only used entries: thousands of parts are copied, and most of a
- * part is unused room for axes. */
+/* Copy only used entries: thousands of parts are copied, and most of a part is unused
+ * room for axes. */
 void mls_part_copy(mls_part *to, const mls_part *from)
 {
     to->rank = from->rank;
@@ -232,8 +233,7 @@ void mls_part_copy(mls_part *to, const mls_part *from)
     }
 }
 
-/* Replaces a part by one of its own parts, along the step. Empty parts are at the end of
- * their axis or box. */
+/* An empty part is at the end of its axis or box. */
 void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
 {
     size_t start, length;
@@ -249,8 +249,8 @@ void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
     part->end = box_count(part);
 }
 
-/* Computes part `index` of a tensor. Starts with the whole tensor; each step narrows the
- * box or takes a range of it. */
+/* Start with the whole tensor; each step narrows the box or picks a range of its
+ * elements. */
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st)
 {
@@ -288,8 +288,7 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     return MLS_OK;
 }
 
-/* Computes the shape of a part's array. Flat parts are one-dimensional, for any rank of
- * the tensor. */
+/* A flat part is one-dimensional, for any rank of the tensor. */
 int mls_part_dims(const mls_part *part, size_t *dims)
 {
     if (part->flat) {
@@ -308,8 +307,7 @@ size_t mls_part_count(const mls_part *part)
     return part->end - part->begin;
 }
 
-/* Returns whether two parts have the same elements in the same order. `flat` is not
- * compared: it does not change the elements. */
+/* `flat` is not compared: it does not change the elements. */
 bool mls_part_equal(const mls_part *a, const mls_part *b)
 {
     bool same = a->begin == b->begin && a->end == b->end;
@@ -321,8 +319,8 @@ bool mls_part_equal(const mls_part *a, const mls_part *b)
 
 /* ---- overlap ---- */
 
-/* Returns the number of common indices of two boxes along an axis, 0 for none, and the
- * first of them in `*start`. */
+/* Return the number of indices along an axis that two boxes have in common, 0 for none,
+ * and set `*start` to the first of them. */
 static size_t intersect_axis(const mls_part *a, const mls_part *b, int axis,
                              size_t *start)
 {
@@ -333,12 +331,12 @@ static size_t intersect_axis(const mls_part *a, const mls_part *b, int axis,
     return end > *start ? end - *start : 0;
 }
 
-/* Skips rows while their start is at or before `begin`, in the part that has these
- * strides and is at `at`. Rows ascend and do not overlap, so every skipped row ends
- * before `begin` too. */
+/* Advance to the last row that starts at or before element `begin` of one part; `at` is
+ * the start of the current row in that part, and `stride` the part's strides. Rows ascend
+ * and do not overlap, so every skipped row ends before `begin` too. */
 static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *stride)
 {
-    size_t rest = begin > at ? begin - at : 0;
+    size_t rest = begin > at ? begin - at : 0; /* elements to skip at most */
     for (int axis = 0; axis < o->rank - 1; axis++) {
         const size_t left = o->length[axis] - 1 - o->index[axis];
         const size_t rows = rest / stride[axis] < left ? rest / stride[axis] : left;
@@ -349,8 +347,8 @@ static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *str
     }
 }
 
-/* Returns the end, as a position in `a`, of the elements that precede b's end: in the
- * last row that starts before b's end, as much as precedes it. */
+/* Return the end, as a position in `a`, of the common elements that precede b's end:
+ * within the last row that starts before b's end, or at the end of that row. */
 static size_t find_end_by_b(const mls_overlap *o)
 {
     size_t rest = o->b_end > o->b_at ? o->b_end - o->b_at : 0, at = o->a_at;
@@ -364,7 +362,7 @@ static size_t find_end_by_b(const mls_overlap *o)
     return at + (rest < length ? rest : length);
 }
 
-/* Restricts the iteration to the rows within both flat ranges, so that a small part of a
+/* Restrict the iteration to the rows within both flat ranges, so that a small part of a
  * large tensor costs only its own rows. */
 static void skip_outside_rows(mls_overlap *o)
 {
@@ -374,10 +372,10 @@ static void skip_outside_rows(mls_overlap *o)
     skip_rows(o, o->b_at, o->b_begin, o->b_stride);
 }
 
-/* Starts the iteration over the elements that two parts share. Visits the axes from the
- * innermost outwards. An axis is merged into the axis outside it if both boxes contain
- * it, and all axes inside it, whole. The innermost axis always merges with the initial
- * row of one element, so there are at most as many rows as axes (one for a scalar). */
+/* Visit the axes from the innermost outwards. An axis is merged into the axis outside it
+ * if both boxes contain it, and all axes inside it, whole. The innermost axis always
+ * merges with the initial row of one element, so there are at most as many rows as axes
+ * (one for a scalar). */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
 {
     size_t a_stride = 1, b_stride = 1;
@@ -426,8 +424,8 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
     }
 }
 
-/* Advances to the next row that the boxes share, like an odometer over all axes but the
- * last, and updates its positions in both parts. Sets `done` after the last. */
+/* Advance to the next row that the boxes share, like an odometer over all axes but the
+ * last, and update its positions in both parts. Sets `done` after the last row. */
 static void next_row(mls_overlap *o)
 {
     for (int axis = o->rank - 2; axis >= 0; axis--) {
@@ -443,8 +441,8 @@ static void next_row(mls_overlap *o)
     o->done = true;
 }
 
-/* Clips the current row to both flat ranges; returns false if nothing is left. Positions
- * in the run count from the start of each part's range. */
+/* Set `*out` to the elements of the current row within both flat ranges; returns false if
+ * none is left. Positions in the run count from the start of each part's range. */
 static bool clip_row(const mls_overlap *o, mls_run *out)
 {
     /* `skip` elements precede one of the ranges; the row ends after `keep` elements */
@@ -466,8 +464,8 @@ static bool clip_row(const mls_overlap *o, mls_run *out)
     return true;
 }
 
-/* Returns the next run of shared elements; false after the last one. Joins rows that are
- * consecutive in both parts, so that many small rows become few large reads. */
+/* Join rows that are consecutive in both parts, so that many small rows become few large
+ * reads. */
 bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
 {
     mls_run run = {0}, next;

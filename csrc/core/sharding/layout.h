@@ -28,33 +28,39 @@ enum {
     MLS_LAYOUT_FLAT = -1  /* used instead of an axis */
 };
 
+/* One division of a tensor, or of the parts that the steps before it made. */
 typedef struct mls_layout_step {
-    int axis; /* 0 .. rank-1, or MLS_LAYOUT_FLAT */
-    size_t parts;
+    int axis;     /* the axis that is cut, 0 .. rank - 1, or MLS_LAYOUT_FLAT */
+    size_t parts; /* parts that each part becomes */
 } mls_layout_step;
 
 typedef struct mls_layout {
-    int count;
+    int count; /* steps, 0 to MLS_LAYOUT_STEPS */
     mls_layout_step steps[MLS_LAYOUT_STEPS];
 } mls_layout;
 
-/* Names of the layouts that users ask for, such as "rows"; NULL after the last. */
+/* Return the name of layout number `number`, such as "rows", of those that users ask for
+ * by name; NULL after the last. */
 const char *mls_layout_name(size_t number);
 
-/* Parse a named layout or "axis:K".  "=N" may follow, the parts of its step; without it,
- * `*has_parts` is false and the step has 0.  Numbers have at most nine digits.  False for
- * any other text: `*out` and `*has_parts` are untouched. */
+/* Parse the name of a layout or "axis:K" to a layout of at most one step. "=N" may
+ * follow, the parts of the step; without it, `*has_parts` is false and the step has 0
+ * parts. Numbers have at most nine digits. Returns false for any other text: `*out` and
+ * `*has_parts` are untouched. */
 bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts);
 
-/* The name of a step that cuts along no axis, such as "flat" for MLS_LAYOUT_FLAT, or
- * NULL. Indexes and mlstate.checkpoint.Layout have it in place of an axis. */
+/* Return the name of a step that cuts along no axis, such as "flat" for MLS_LAYOUT_FLAT;
+ * NULL for a real axis. Indexes and mlstate.checkpoint.Layout have this name in place of
+ * an axis. */
 const char *mls_layout_step_name(int axis);
 
-/* The same the other way round; false if the core has no such step. */
+/* Set `*axis` to the negative number of the step with this name, such as MLS_LAYOUT_FLAT.
+ * Returns false if the core has no such step. */
 bool mls_layout_step_from_name(mls_str name, int *axis);
 
-/* A part: a box of the tensor and, of the box's elements in C order, the range from
- * `begin` to before `end`. The part's array is packed and starts with element `begin`. */
+/* A part of a tensor: a box (a range of indices along each axis) and, of the box's
+ * elements in C order, those with numbers begin .. end - 1. The part's array has these
+ * elements without gaps. */
 typedef struct mls_part {
     int rank;
     bool flat; /* true: a one-dimensional range of the box; false: the whole box */
@@ -64,18 +70,19 @@ typedef struct mls_part {
     size_t length[MLS_LAYOUT_RANK]; /* any may be 0 */
 } mls_part;
 
-/* Computes the number of parts. On failure `*out` is unchanged.
+/* Set `*out` to the number of parts, the product over all steps. On failure it is
+ * unchanged.
  * - MLS_E_VALUE: too many steps, a step with 0 parts, a negative axis, or a flat step
  *   that is not the last.
  * - MLS_E_SIZE: more parts than size_t can count.
  */
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st);
 
-/* Returns whether two layouts have the same steps. */
+/* Return whether two layouts have the same steps in the same order. */
 bool mls_layout_equal(const mls_layout *a, const mls_layout *b);
 
-/* Computes part `index` of a tensor of `shape`. On failure `*out` is unchanged. Errors as
- * for mls_layout_parts, and:
+/* Set `*out` to part number `index` of a tensor with `rank` axes of the lengths `shape`.
+ * On failure it is unchanged. Errors as for mls_layout_parts, and:
  * - MLS_E_SHAPE: an axis that the tensor does not have, or more than MLS_LAYOUT_RANK
  *   axes.
  * - MLS_E_VALUE: `index` is out of range.
@@ -84,21 +91,21 @@ bool mls_layout_equal(const mls_layout *a, const mls_layout *b);
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st);
 
-/* Replaces a part by part `index` of those that a step makes of it. The step must be
- * valid: the part is not flat, and it has the axis. */
+/* Replace a part by one of the parts that `step` makes of it: number `index`, below
+ * step.parts. The step must be valid: the part is not flat, and it has the axis. */
 void mls_part_cut(mls_part *part, mls_layout_step step, size_t index);
 
-/* Copies a part without its unused entries, which are most of it. */
+/* Copy a part without its unused entries, which are most of it. */
 void mls_part_copy(mls_part *to, const mls_part *from);
 
-/* Returns the elements of a part. */
+/* Return the number of elements of a part. */
 size_t mls_part_count(const mls_part *part);
 
-/* Computes the shape of a part's array: the box, or one dimension if it is flat. `dims`
- * has room for MLS_LAYOUT_RANK. Returns the rank. */
+/* Set `dims` to the shape of a part's array: the box, or one dimension if it is flat.
+ * `dims` has room for MLS_LAYOUT_RANK lengths. Returns the number of dimensions. */
 int mls_part_dims(const mls_part *part, size_t *dims);
 
-/* Returns whether two parts of one tensor have the same elements in the same order. */
+/* Return whether two parts of one tensor have the same elements in the same order. */
 bool mls_part_equal(const mls_part *a, const mls_part *b);
 
 /* Iterates over the common elements of two parts of one tensor, run by run, in the order
@@ -120,12 +127,12 @@ typedef struct mls_run {
     size_t a, b, count;
 } mls_run;
 
-/* Starts the iteration. The two parts belong to tensors of the same shape; no pointer is
- * kept. */
+/* Start the iteration over the elements that `a` and `b` share. The two parts belong to
+ * tensors of the same shape; no pointer is kept. */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b);
 
-/* Returns the next run, never empty; returns false after the last. Runs that are
- * consecutive in both parts are joined. */
+/* Set `*out` to the next run of shared elements, never empty; returns false after the
+ * last. Runs that are consecutive in both parts are joined. */
 bool mls_overlap_next(mls_overlap *overlap, mls_run *out);
 
 #endif

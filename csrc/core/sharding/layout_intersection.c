@@ -7,8 +7,8 @@
  */
 #include "sharding/layout_intersection.h"
 
-/* Returns the bounding box of a part. The part's first and last element have equal outer
- * coordinates up to some axis; all axes inside that one are taken whole. */
+/* Return the bounding box of a part. The part's first and last element have equal outer
+ * coordinates up to some axis; all axes inside that one are whole in the box. */
 static mls_part bounding_box(const mls_part *part)
 {
     mls_part box = *part;
@@ -30,8 +30,8 @@ static mls_part bounding_box(const mls_part *part)
     return box;
 }
 
-/* Computes the common range of two boxes along an axis, `*from` to before `*end`, counted
- * from the start of `a`; returns false if it is empty. */
+/* Set `*from` and `*end` to the range of indices along an axis that both boxes have,
+ * `*from` to *end - 1, counted from the start of `a`. Returns false if it is empty. */
 static bool intersect_axis(const mls_part *a, const mls_part *b, int axis, size_t *from,
                            size_t *end)
 {
@@ -45,7 +45,7 @@ static bool intersect_axis(const mls_part *a, const mls_part *b, int axis, size_
     return stop > start;
 }
 
-/* Returns whether two parts have the same box; flat ranges within it are not compared. */
+/* Return whether two parts have the same box; flat ranges within it are not compared. */
 static bool same_box(const mls_part *a, const mls_part *b)
 {
     bool same = a->rank == b->rank;
@@ -55,8 +55,8 @@ static bool same_box(const mls_part *a, const mls_part *b)
     return same;
 }
 
-/* Computes the range `*from` to before `*end` of elements of `box`, in C order, that may
- * belong to the part `m->to`. Returns false if it is empty. */
+/* Set `*from` and `*end` to the range of elements of `box`, in C order, that may belong
+ * to the part `m->to`: `*from` to *end - 1. Returns false if it is empty. */
 static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
                        size_t *from, size_t *end)
 {
@@ -79,8 +79,9 @@ static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
     return *from < *end;
 }
 
-/* Computes which parts of step `depth` may intersect the part: numbers `from` to before
- * `end`, an empty range for none. Parts have equal lengths except at the end. */
+/* Set m->from and m->end at the current depth to the parts of this step that may
+ * intersect `to`; an empty range for none. Parts have equal lengths except at the end, so
+ * a division finds them. */
 static void enter_step(mls_layout_intersection *m)
 {
     const mls_part *box = &m->box[m->depth];
@@ -99,8 +100,7 @@ static void enter_step(mls_layout_intersection *m)
     m->end[m->depth] = any ? (end - 1) / each + 1 : 0;
 }
 
-/* Starts the iteration over the parts of a layout that intersect `to`. An empty part
- * intersects nothing. */
+/* An empty part intersects nothing, so the iteration is then at its end. */
 void mls_layout_intersection_init(mls_layout_intersection *meeting,
                                   const mls_layout *layout, int rank, const size_t *shape,
                                   const mls_part *to)
@@ -117,8 +117,8 @@ void mls_layout_intersection_init(mls_layout_intersection *meeting,
     }
 }
 
-/* Returns the number of the part that the current path through the steps leads to. Steps
- * count in mixed radix; each `from` is one further already. */
+/* Return the number of the part that the current path through the steps leads to. Steps
+ * count in mixed radix; each `from` is already one further, hence `- 1`. */
 static size_t part_number(const mls_layout_intersection *m)
 {
     size_t part = 0;
@@ -128,9 +128,8 @@ static size_t part_number(const mls_layout_intersection *m)
     return part;
 }
 
-/* Sets `*part` to the next part with an element of `to`; false after the last one. Visits
- * the steps depth first: at each depth, the parts that intersect the bounding box of
- * `to`; at the end, a part is returned if it really shares an element. */
+/* Visit the steps depth first: at each depth, the parts that intersect the bounding box
+ * of `to`; at the end, a part is returned if it really shares an element. */
 bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part)
 {
     mls_layout_intersection *m = meeting;

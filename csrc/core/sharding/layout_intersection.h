@@ -16,20 +16,22 @@ typedef struct mls_layout_intersection {
     const mls_layout *layout; /* borrowed, like `to` */
     const mls_part *to;
     mls_part near; /* bounding box of `to` */
-    int depth;     /* steps that are decided; -1 at the end */
+    int depth;     /* number of steps whose part is chosen; -1 at the end */
     mls_part box[MLS_LAYOUT_STEPS +
                  1]; /* the box before each step; the last one is the part */
     size_t from[MLS_LAYOUT_STEPS]; /* index of the next part to visit ... */
     size_t end[MLS_LAYOUT_STEPS];  /* ... and the end, in each step */
 } mls_layout_intersection;
 
-/* Starts the iteration. `to` is a part of a tensor of `shape`, and `layout` is valid for
- * that shape (mls_layout_part has accepted both). Cannot fail. */
+/* Start the iteration. `to` is a part of a tensor with `rank` axes of the lengths
+ * `shape`, and `layout` is valid for that shape (mls_layout_part has accepted both).
+ * Cannot fail. */
 void mls_layout_intersection_init(mls_layout_intersection *meeting,
                                   const mls_layout *layout, int rank, const size_t *shape,
                                   const mls_part *to);
 
-/* Computes the next part that has an element of `to`; returns false after the last. */
+/* Set `*part` to the number of the next part that shares an element with `to`; returns
+ * false after the last. */
 bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part);
 
 #endif

@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* Returns whether a text contains a word, anywhere. */
+/* Return whether `text` contains `word` anywhere. */
 static bool contains_word(mls_str text, const char *word)
 {
     const size_t length = strlen(word);
@@ -20,8 +20,8 @@ static bool contains_word(mls_str text, const char *word)
     return false;
 }
 
-/* Returns whether `shape`, which has one axis less, is the parameter's shape without axis
- * `without`. */
+/* Return whether `shape`, which has one axis less, is the parameter's shape without axis
+ * number `without`. */
 static bool lacks_axis(const size_t *shape, int parameter_rank,
                        const size_t *parameter_shape, int without)
 {
@@ -33,9 +33,9 @@ static bool lacks_axis(const size_t *shape, int parameter_rank,
     return true;
 }
 
-/* Returns the parameter's axis that the state lacks, or MLS_NO_AXIS. Row statistics are
+/* Return the parameter's axis that the state lacks, or MLS_NO_AXIS. Row statistics are
  * summed over the last axis: "row" states lack the last axis, "col" states the one before
- * it. */
+ * it. If both fit, the name decides, else the last axis that fits. */
 static int find_missing_axis(mls_str state, const size_t *shape, int parameter_rank,
                              const size_t *parameter_shape)
 {
@@ -55,9 +55,8 @@ static int find_missing_axis(mls_str state, const size_t *shape, int parameter_r
     return MLS_NO_AXIS;
 }
 
-/* Returns whether a state's axes differ from the parameter's, and which they are. Three
- * cases in this order: the same shape; the same number of axes, some with length 1; one
- * axis fewer. In all other cases no axis corresponds to one of the parameter's. */
+/* Three cases in this order: the same shape; the same number of axes, some with length 1;
+ * one axis fewer. In all other cases no axis corresponds to one of the parameter's. */
 bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parameter_rank,
                         const size_t *parameter_shape, signed char *axes)
 {
@@ -84,8 +83,8 @@ bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parame
     return true;
 }
 
-/* Returns the tensor's axis that corresponds to a parameter's axis, or MLS_NO_AXIS.
- * `axes` NULL: all axes are the same. */
+/* Return the axis of a tensor of `rank` axes that corresponds to the parameter's axis
+ * `parameter_axis`, or MLS_NO_AXIS. `axes` as in mls_layout_project. */
 static int axis_of(int parameter_axis, int rank, const signed char *axes)
 {
     for (int i = 0; i < rank; i++) {
@@ -96,8 +95,7 @@ static int axis_of(int parameter_axis, int rank, const signed char *axes)
     return MLS_NO_AXIS;
 }
 
-/* Converts a parameter's layout and part number to those of a state. Part numbers are
- * mixed-radix: the digits of the remaining steps form the new number. */
+/* Part numbers are mixed-radix: the digits of the remaining steps form the new number. */
 void mls_layout_project(const mls_layout *layout, size_t index, int rank,
                         const signed char *axes, mls_layout *out, size_t *out_index)
 {

@@ -15,18 +15,20 @@
 
 enum { MLS_NO_AXIS = -1 }; /* the state's axis corresponds to no axis of the parameter */
 
-/* Returns whether a state's axes differ from its parameter's. If so, `axes` receives for
- * each axis of the state the parameter's axis, or MLS_NO_AXIS. If the shapes allow
- * several answers, the state's name decides ("row" or "col" in it); otherwise the first
- * candidate is used, beginning with the last axis. */
+/* Return whether the axes of the optimizer state named `state` differ from its
+ * parameter's. If so, set axes[i] for each axis i of the state to the parameter's axis,
+ * or to MLS_NO_AXIS. If the shapes allow several answers, the state's name decides ("row"
+ * or "col" in it); otherwise the first candidate is used, beginning with the last
+ * axis. */
 bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parameter_rank,
                         const size_t *parameter_shape, signed char *axes);
 
-/* Computes the layout of a tensor whose parameter is divided by `layout`, and the part of
- * it that corresponds to part `index` of the parameter. Steps along axes that the tensor
- * lacks are dropped, because every part of the parameter needs all of the tensor there.
- * `axes` is NULL if the tensor has the parameter's own axes; only then is a flat step
- * kept. */
+/* Set `*out` to the layout of a tensor whose parameter is divided by `layout`, and
+ * `*out_index` to the number of its part that corresponds to part number `index` of the
+ * parameter. `rank` is the number of the tensor's axes, and axes[i] the parameter's axis
+ * for axis i (from mls_optimizer_axes); NULL if the tensor has the parameter's own axes.
+ * Steps along axes that the tensor lacks are dropped, because every part of the parameter
+ * needs all of the tensor there. A flat step is kept only if `axes` is NULL. */
 void mls_layout_project(const mls_layout *layout, size_t index, int rank,
                         const signed char *axes, mls_layout *out, size_t *out_index);
 

@@ -34,7 +34,11 @@ class Changes(NamedTuple):
         }
 
     def apply(self, parts: Parts, path: str) -> Parts:
-        """Return the parts with these changes, as `load` makes them."""
+        """Return the parts with these changes, as `load` makes them; `path` is for errors.
+
+        With `names`, the named states are left out, and a name without a match raises
+        TensorNotFoundError.
+        """
         model, optimizer, metadata, states = parts
         if self.rename is not None:
             model, optimizer = _renamed(model, optimizer, self.rename)
@@ -51,7 +55,8 @@ class Changes(NamedTuple):
 def _renamed(model: Any, optimizer: Any, rules: dict[str, str]) -> tuple[Any, Any]:
     """Return model and optimizer with tensors renamed by `rules` (pattern to replacement).
 
-    Raises if a rule matches no name in either; None stays None.
+    The optimizer's groups list the new names. Raises if a rule matches no name in either; None
+    stays None.
     """
     rename = tuple(rules.items())
     names = {name: name for state in (model, optimizer) if state is not None for name in state}

@@ -49,10 +49,11 @@ _READ = 1 << 20  # bytes
 
 
 def _list_files(folder: str, *, refuses_links: bool) -> list[str]:
-    """Return the relative paths of all files, without hidden subfolders.
+    """Return the paths of all files, relative to `folder`, without hidden subfolders.
 
-    A link to a folder is not followed, because its files may be another folder's. It raises
-    ValueError, or is skipped.
+    Files of checksums and temporary files are left out. A link to a folder is not followed, because
+    its files may be another folder's: with `refuses_links` it raises ValueError, else it is
+    skipped.
     """
     names = []
     for path, folders, files in os.walk(folder, onerror=_raise):
@@ -75,7 +76,10 @@ def _raise(error: OSError) -> None:
 
 
 def _starts_of(path: str) -> list[int]:
-    """Return the offsets of a file's parts: of a safetensors file, its header and tensors."""
+    """Return the offsets at which the checksums of a file's pieces begin.
+
+    For a safetensors file these are the header and each tensor, for others only 0.
+    """
     if path.endswith(_SUFFIX):
         with suppress(FormatError):
             header = read_header(path)
@@ -84,12 +88,17 @@ def _starts_of(path: str) -> list[int]:
 
 
 def _identity(file: Any) -> tuple[int, ...]:
+    """Return facts about an open file that change if it is replaced or written."""
     info = os.fstat(file.fileno())
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str, Any]:
-    """Return the JSON members (size, checksums) of one file; raise StoreError if it changes."""
+    """Return a file's entry for the checksums: JSON members with its size and CRC32C digits.
+
+    Raises StoreError (EBUSY) if the file changes meanwhile. `progress` is called with the bytes
+    read since the last call.
+    """
     starts = _starts_of(path)
     with open_regular(path) as file:
         before = _identity(file)
@@ -235,10 +244,10 @@ class _Compared(NamedTuple):
 
 
 def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
-    """Return the digests of files in Hugging Face's cache, by file name.
+    """Return the digest of each blob of Hugging Face's cache, by the first of its names.
 
-    The cache names a blob by its digest. Of several names of one blob only the first is returned,
-    so that it is read once.
+    The cache names a blob by its digest, and links file names to it. One name for each blob makes
+    that it is read once.
     """
     blobs = {}
     digests: set[str] = set()
@@ -254,7 +263,7 @@ def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_compared(path: str) -> _Compared | None:
-    """Return what the files at a local path are compared with: checksums, digests; else None."""
+    """Return checksums and digests for the files at a local path; None if there are neither."""
     if os.path.isdir(path):
         folder, names = path, _list_files(path, refuses_links=False)
         checksums = find_of_folder(path)
@@ -277,9 +286,10 @@ def _tensors_of(path: str) -> dict[int, str]:
 def record_problems(
     path: str, name: str, record: Record, progress: Callable[[int], object] | None
 ) -> Iterator[Problem]:
-    """Yield the problem of a file that differs from its record of size and checksums.
+    """Yield the problems of a file that differs from its record of size and checksums.
 
-    `name`: of the file in the problem. A damaged range yields one problem for each.
+    `path`: the local file. `name`: the file in the problems. Each damaged range is one problem. A
+    missing, unreadable or resized file is one problem, too.
     """
     import numpy as np
 
@@ -305,6 +315,7 @@ def record_problems(
     keys = _tensors_of(path)
     starts = np.frombuffer(record.starts, np.uint64).tolist()
     for offset, length in ranges:
+        # A range has a tensor's name only if all of it is in this tensor.
         inside = [start for start in starts if start < offset + length]
         part = max((start for start in inside if start <= offset), default=0)
         last = inside[-1] if inside else 0
@@ -316,7 +327,7 @@ def record_problems(
 def _blob_digest(path: str, expected: str, progress: Callable[[int], object] | None) -> str:
     """Return the digest of a file's bytes, as the Hub's cache names its blobs.
 
-    `expected`: the digest in the name, whose length tells SHA-256 from git's SHA-1.
+    `expected`: the digest in the name: 64 hex digits are a SHA-256, 40 are git's SHA-1.
     """
     import hashlib
 
@@ -381,7 +392,8 @@ def compare_weights(
 ) -> tuple[int, list[Problem]]:
     """Compare files of weights with their checksums; return bytes read and problems.
 
-    `names` empty: all files that the checksums list. Nothing is compared without checksums.
+    `names`: of the files to compare; empty: all that the checksums list. Nothing is compared
+    without checksums. Raises an error of a store that does not answer.
     """
     checksums = find_checksums(folder)
     count, problems = 0, list[Problem]()
@@ -408,7 +420,10 @@ def compare_weights(
 def verify_weights_folder(
     folder: Folder, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
-    """Compare weights with their checksums and blobs, if any; add the result to `report`."""
+    """Compare weights with their checksums and blobs, if any; add the result to `report`.
+
+    Damaged checksums are a problem in it.
+    """
     try:
         if folder.is_local:
             name = "" if is_index(folder.file) else folder.file
@@ -431,6 +446,7 @@ def verify_weights_folder(
 
 
 def _checksums_problem(error: FormatError | StoreError) -> Problem:
+    """Return the problem of a file of checksums that is damaged or cannot be read."""
     name = os.path.basename(str(error.path)) if error.path else NAME
     return file_problem("checksums", name, str(error))
 
@@ -440,7 +456,8 @@ def verify_foreign(
 ) -> VerifyReport | None:
     """Compare a local file, or a folder without a checkpoint, with its checksums or blobs.
 
-    Returns None if it has neither.
+    Returns None if it has neither, or if the folder is a checkpoint or has weights, which another
+    function verifies.
     """
     folder = LocalFolder(path)
     if os.path.isdir(path) and (

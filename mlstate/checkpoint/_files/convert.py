@@ -140,10 +140,11 @@ def _folder_of(place: Place) -> Folder:
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
-    """Return the format of a path, from an existing directory's content or the suffix.
+    """Return the name of a path's format, from an existing directory's content or the suffix.
 
     A path without suffix is an mlstate checkpoint, and so is a URL without a suffix of another
-    format. The index file of a Hugging Face folder at a URL is the folder.
+    format. The index file of a Hugging Face folder at a URL is the folder. Raises ValueError for an
+    unknown suffix.
     """
     place = place_of(path, reads=True)
     if not isinstance(place, Path):
@@ -175,6 +176,10 @@ def format_of(path: str | os.PathLike[str]) -> str:
 
 
 def _find_format(format: str | None, path: Place) -> str:
+    """Return the format's name, `format_of(path)` for None; raise ValueError if unknown.
+
+    Also raises for a URL whose format cannot be in a store.
+    """
     name = format_of(path) if format is None else format
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
@@ -183,7 +188,7 @@ def _find_format(format: str | None, path: Place) -> str:
 
 
 def check_format(path: Place, name: str) -> None:
-    """Raise ValueError for a URL whose format cannot be in a store."""
+    """Raise ValueError if `path` is a URL and the format `name` cannot be in a store."""
     folder = _folder_of(path)
     if name != "mlstate" and not folder.file:
         remedy = "copy it from or to a local path by the store's own tool, and convert there"
@@ -252,10 +257,11 @@ def _is_torch_folder(name: str, place: Path) -> bool:
 def begin_write(
     place: Place, name: str, overwrite: bool, *, any_suffix: bool = False
 ) -> CheckpointTarget | Target:
-    """Return a target of the format `name` as it is now, to be written by `write_any` later.
+    """Return the target at `place` of the format `name` as it is now, for a later `write_any`.
 
-    Raises StoreError (EEXIST) if it exists, unless `overwrite`. `write_any` replaces only what this
-    function has seen. `any_suffix`: the path of a folder may have the suffix of a file.
+    Raises StoreError (EEXIST) if it exists, unless `overwrite`. `write_any` replaces only the
+    content that this function has seen. `any_suffix`: the path of a folder may have the suffix of a
+    file.
     """
     target: CheckpointTarget | Target
     files = CheckpointFiles(_folder_of(place))
@@ -326,7 +332,7 @@ def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
-    """Raise for shards: other formats cannot record that a shard is only a part of a tensor."""
+    """Raise CompatibilityError for shards: other formats cannot record that they are parts."""
     from ..._sharding.layout import Shard
 
     for state in states:
@@ -363,7 +369,10 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
 def _join_states(
     model: StateDict | None, optimizer: OptimizerStateDict | None
 ) -> tuple[StateDict, dict[str, Any]]:
-    """Return one state for a flat file, and the record to split it again; {} for a single state."""
+    """Return one state for a flat file, and the record to split it again; {} for a single state.
+
+    Of two states, the names get the prefixes ``model.`` and ``optimizer.``.
+    """
     parts = {"model": model, "optimizer": optimizer}
     present = {name: state for name, state in parts.items() if state is not None}
     if len(present) == 1:
@@ -375,7 +384,10 @@ def _join_states(
 
 
 def has_prefixes(texts: Mapping[str, str]) -> bool:
-    """Return whether a file's names begin with "model." or "optimizer.", by its metadata."""
+    """Return whether a file's names begin with "model." or "optimizer.".
+
+    `texts`: the file's metadata.
+    """
     try:
         record = json.loads(texts.get(PARTS, "{}"))
     except (ValueError, RecursionError):
@@ -388,7 +400,8 @@ def _split_state(
 ) -> tuple[Any, Any]:
     """Return model and optimizer of a file's tensors; one of them may be None.
 
-    `record`: the file's own description; with "parts", names have a prefix for their part.
+    `state`: all tensors by name. `record`: the file's own description; with "parts", names have a
+    prefix. Raises FormatError if a name does not.
     """
     texts = record.get("parts")
     if texts is None:
@@ -408,12 +421,14 @@ def _split_state(
 
 
 def _restore_state(path: Path, arrays: dict[str, Any], text: object) -> StateDict:
+    """Return a state of the class that `text` describes; None: the file is of another program."""
     if not (text is None or isinstance(text, str)):
         raise _description_error(path, f"{text!r} does not describe a state")
     return restore(arrays, text, str(path))
 
 
 def _description_error(path: Path, reason: str) -> FormatError:
+    """Return the FormatError for a file whose description of its content is malformed."""
     error = FormatError(f"{path}: entry {PARTS!r} does not describe the file: {reason}")
     error.path, error.name = str(path), PARTS
     return error
@@ -423,7 +438,10 @@ def _description_error(path: Path, reason: str) -> FormatError:
 
 
 def _write_safetensors(target: Target, parts: Parts) -> None:
-    """Write a converted state to a safetensors file; metadata other than str are stored as JSON."""
+    """Write a converted state to a safetensors file; metadata other than str are stored as JSON.
+
+    The record in the metadata lists the keys of these.
+    """
     from .. import save_file
 
     model, optimizer, metadata, _ = parts
@@ -461,9 +479,10 @@ def read_file(path: Path, *, mmap: bool) -> Parts:
 
 
 def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> Parts:
-    """Return the parts of a safetensors file that mlstate wrote; its texts describe them.
+    """Return the parts of a safetensors file from its tensors, `state`, and its metadata.
 
-    `metadata`: the header's texts by key; the texts of mlstate are removed or decoded.
+    `metadata`: the header's texts by key; the texts of mlstate are removed or decoded in place.
+    Without these, the tensors are a model. `path`: for errors.
     """
     record: Any = {}
     try:
@@ -505,6 +524,7 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
 
 
 def _write_npz(target: Target, parts: Parts) -> None:
+    """Write a state to an .npz file, whose record has the kind of state and the metadata."""
     from .npz import write_npz
 
     model, optimizer, metadata, _ = parts
@@ -535,7 +555,10 @@ def _read_mlstate(path: Place) -> Parts:
 
 
 def parts_of(loaded: LoadedState) -> Parts:
-    """Return a loaded checkpoint as the parts that are converted, in the form of `read_any`."""
+    """Return a loaded checkpoint as the parts that are converted, in the form of `read_any`.
+
+    The step is in the optimizer, or without one in the metadata.
+    """
     metadata = dict(loaded.metadata or {})
     optimizer = loaded.optimizer
     if optimizer is None and loaded.step is not None:
@@ -546,6 +569,7 @@ def parts_of(loaded: LoadedState) -> Parts:
 
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
+    """Save the parts as a checkpoint of mlstate, with the step of the optimizer or the metadata."""
     from .._save import save
 
     model, optimizer, metadata, states = parts
@@ -554,6 +578,7 @@ def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
 
 
 def _read_huggingface(path: Place) -> Parts:
+    """Read the weights of a Hugging Face folder, in safetensors or in files of torch."""
     folder = _folder_of(path)
     root = torch_weights_root(folder)
     if root is None:
@@ -562,7 +587,10 @@ def _read_huggingface(path: Place) -> Parts:
 
 
 def _write_huggingface(target: Target, parts: Parts) -> None:
-    """Write the weights; such a folder has no place for metadata."""
+    """Write the model as a Hugging Face folder, which has no place for metadata.
+
+    Raises CompatibilityError for an optimizer.
+    """
     from .._huggingface.export import export, take_export
 
     model, optimizer, *_ = parts
@@ -602,7 +630,10 @@ def _write_entries(target: Target, _parts: Parts) -> None:
 
 
 def _read_lightning(path: Path) -> Parts:
-    """Return the model of a checkpoint of Lightning; `convert_lightning` converts all of it."""
+    """Return the model of a checkpoint of Lightning; `convert_lightning` converts all of it.
+
+    A warning lists the entries that are left out.
+    """
     from ..._common.arrays import is_torch
 
     checkpoint = read_ckpt(path)
@@ -615,9 +646,9 @@ def _read_lightning(path: Path) -> Parts:
 def convert_lightning(
     source: LoadedState | Path, target: CheckpointTarget | Target
 ) -> dict[str, int]:
-    """Convert a whole checkpoint: of a loaded folder to a file, or of a file to a folder.
+    """Convert a whole checkpoint: a loaded folder to a file, or a file (a path) to a folder.
 
-    Returns the number of tensors of the model, and their bytes.
+    Returns ``tensors`` and ``bytes``: the number of tensors of the model, and their bytes.
     """
     from ..._common.arrays import is_torch
 

@@ -35,10 +35,10 @@ _EXACT = (*_CONTAINERS, OrderedDict, Counter)
 
 
 def _refuse_inexact(value: Any, where: str) -> None:
-    """Raise TypeError for a value that would be loaded as another class, with its path.
+    """Raise TypeError for a value that would be loaded as another class.
 
-    The tree of named states stores a subclass of dict as a dict, a parameter as a tensor, and
-    modules and generators as their states.
+    `where`: path of the value, for the error. The tree of named states stores a subclass of dict as
+    a dict, a parameter as a tensor, and modules and generators as their states.
     """
     remedy = ""
     if isinstance(value, _CONTAINERS) and type(value) not in _EXACT:
@@ -82,7 +82,10 @@ def save_checkpoint(
 
 
 def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
-    """Return Lightning's checkpoint, a dict, from a loaded folder of the path `where`."""
+    """Return Lightning's checkpoint, a dict, from a loaded folder.
+
+    `where`: text that names the folder in the CompatibilityError for one of another kind.
+    """
     if STATE not in loaded.states:
         raise CompatibilityError(
             f"{where} holds no checkpoint of Lightning: it was not written by MLStateCheckpointIO "

@@ -34,7 +34,7 @@ _LONGEST_NAME = 60_000
 
 
 def _is_portable_name(name: str) -> bool:
-    """Return whether every reader of zip archives preserves a name."""
+    """Return whether every reader of zip archives, and NumPy's reader, preserves a name."""
     parts = name.split("/")
     return (
         name.isprintable()
@@ -49,8 +49,12 @@ def _is_portable_name(name: str) -> bool:
 
 
 def _member_names(names: list[str]) -> dict[str, str]:
-    """Return the name of each entry in the archive: its own name, or a numbered one."""
+    """Return the name in the archive of each array: its own, or ``array_<number>``.
+
+    Numbers that would repeat a name are skipped.
+    """
     used = set(names)
+    # At most `len(names)` numbers are taken by names, and as many are needed.
     numbered = (name for i in range(2 * len(names) + 1) if (name := f"array_{i}") not in used)
     return {name: name if _is_portable_name(name) else next(numbered) for name in names}
 
@@ -62,7 +66,7 @@ def _is_ml_dtype(dtype: NumpyDType) -> bool:
 def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str, object]) -> None:
     """Write arrays without object dtypes, and a record of additional JSON values, atomically.
 
-    The keys ``names`` and ``dtypes`` of the record are reserved.
+    `record` must not have the keys ``names`` and ``dtypes``, which are added.
     """
     members = _member_names(list(arrays))
     dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
@@ -79,6 +83,7 @@ def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str
 
 
 def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
+    """Write an array as the entry `name`, without its ``.npy``, of the archive."""
     info = zipfile.ZipInfo(name + _SUFFIX)  # fixed date (1980), so equal states give equal bytes
     info.external_attr = 0o600 << 16
     with archive.open(info, "w", force_zip64=True) as member:
@@ -86,9 +91,9 @@ def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
 
 
 def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str, Any]]:
-    """Read arrays, and the record of `write_npz`; the record is empty for files of others.
+    """Read arrays by name, and the record of `write_npz`, {} for files of other programs.
 
-    Object arrays are refused, because they are pickles.
+    Object arrays are refused, because they are pickles. Raises FormatError for a damaged file.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
@@ -102,6 +107,7 @@ def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str
 
 
 def _damage_error(path: str | os.PathLike[str], name: str | None, reason: object) -> FormatError:
+    """Return a FormatError for the file `path`; `name`: of the damaged array, or None."""
     where = "" if name is None else f"array {name!r}: "
     error = FormatError(f"{path}: {where}{reason or 'the file ends too early'}")
     error.path, error.name = os.fspath(path), name
@@ -109,9 +115,10 @@ def _damage_error(path: str | os.PathLike[str], name: str | None, reason: object
 
 
 def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dict[str, NDArray]:
-    """Return the arrays of the archive by name, without `.npy`.
+    """Return the arrays of the archive by name, without ``.npy``.
 
-    Raises FormatError if one is damaged.
+    Raises FormatError if one is damaged, appears twice, or claims more bytes than deflate could
+    have compressed; `path` is for this error.
     """
     import zlib
 
@@ -133,7 +140,10 @@ def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dic
 
 
 def _read_array(member: IO[bytes], size: int) -> NDArray:
-    """Read one array after a check that its shape fits the available bytes."""
+    """Read one array of `size` bytes, header included; raise ValueError if they do not match.
+
+    The shape is checked before memory is allocated.
+    """
     version = np.lib.format.read_magic(member)
     readers = {(1, 0): "read_array_header_1_0", (2, 0): "read_array_header_2_0"}
     if version not in readers:
@@ -166,7 +176,8 @@ def _restore_names(
 ) -> dict[str, NDArray]:
     """Return the arrays with their own names and dtypes, which .npy members cannot have.
 
-    `record`: JSON with both; its entries are removed.
+    `record`: the file's JSON object; its members ``names`` and ``dtypes`` are removed. `path`: for
+    errors.
     """
     names, dtypes = record.pop("names", {}), record.pop("dtypes", {})
     if not isinstance(names, dict) or not isinstance(dtypes, dict):
@@ -181,6 +192,7 @@ def _restore_names(
 
 
 def _restore_dtype(path: str | os.PathLike[str], name: str, array: NDArray, dtype: Any) -> NDArray:
+    """Return a view of the array with the dtype of this name; raise FormatError if it cannot be."""
     try:
         return array.view(stored_dtype(dtype))
     except (AttributeError, KeyError, TypeError, ValueError):

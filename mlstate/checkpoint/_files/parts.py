@@ -26,7 +26,10 @@ class Parts(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """The step that the file's maker stored, or else the optimizer's; None without one."""
+        """The step that the file's maker stored, or else the optimizer's; None without one.
+
+        Of several values, the first that is an int from 0 to 2**63 - 1 is used.
+        """
         own = self.metadata.get("step"), self.metadata.get("global_step")
         for step in (*own, getattr(self.optimizer, "step", 0) or None):
             if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 63:
@@ -34,7 +37,7 @@ class Parts(NamedTuple):
         return None
 
     def without_empty(self) -> Parts:
-        """Return the parts without a model or an optimizer of no tensors."""
+        """Return the parts with None for a model or an optimizer that has no tensors."""
         return self._replace(model=self.model or None, optimizer=self.optimizer or None)
 
 
@@ -49,14 +52,16 @@ class Selection:
         self._seen: set[str] = set()
 
     def takes(self, name: str) -> bool:
-        """Return whether an entry is kept."""
+        """Return whether the entry `name` is converted, and note that the source has this entry."""
         self._seen.add(name)
         return name not in self.skip and (not self.only or name in self.only)
 
     def apply(self, parts: Parts, path: Any) -> Parts:
-        """Return the entries of `parts` to convert; raise ValueError for a name that is not there.
+        """Return the entries of `parts` to convert, without the others.
 
-        If only one other entry is kept, and it is a dict of tensors, it becomes the model.
+        `path`: of the source, for errors. If only one other entry is chosen, and it is a dict of
+        tensors, it becomes the model. Raises ValueError for a name of `only` or `skip` that the
+        source lacks.
         """
         takes = self.takes
         model = parts.model if parts.model is not None and takes(MODEL) else None
@@ -81,7 +86,7 @@ class Selection:
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether a value is a dict of arrays or tensors."""
+    """Return whether a value is a dict of arrays or tensors by name, without nested dicts."""
     return isinstance(value, StateDict) or (
         isinstance(value, Mapping)
         and bool(value)

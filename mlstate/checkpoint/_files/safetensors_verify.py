@@ -33,7 +33,10 @@ class FileTensor(NamedTuple):
 
 
 class FileHeader(NamedTuple):
-    """A file's header: its tensors in file order, their checksums, and the file's size."""
+    """A file's header: its tensors in file order, their checksums, and the file's size in bytes.
+
+    `digits`: CRC32C of each MiB of each tensor, 8 hex digits each; None without checksums.
+    """
 
     tensors: list[FileTensor]
     digits: str | None
@@ -46,7 +49,12 @@ class FileHeader(NamedTuple):
 
 
 def _as_array(dtype: str, shape: list[int]) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape as `load_file` gives them; without an array, those in the file."""
+    """Return dtype and shape as `load_file` gives them, from those in the file.
+
+    Elements of less than a byte are packed: the last axis then counts bytes. If a row of them is
+    not a whole number of bytes, no array can hold them, and the file's dtype and shape are
+    returned.
+    """
     info = FILE_DTYPES.get(dtype)
     if info is not None and info.kind == "packed":
         bits = shape[-1] * info.element_bits if shape else 1
@@ -57,7 +65,10 @@ def _as_array(dtype: str, shape: list[int]) -> tuple[str, tuple[int, ...]]:
 
 
 def read_header(path: str, *, verify: bool = True) -> FileHeader:
-    """Read the header of a file after the core has validated it; raises as `mlstate.load_file`."""
+    """Read the header of a file after the core has validated it; raises as `mlstate.load_file`.
+
+    `verify`: compare the header with its checksum.
+    """
     import json
 
     _core.file_metadata(path, verify)
@@ -91,9 +102,10 @@ def read_header(path: str, *, verify: bool = True) -> FileHeader:
 def _find_altered(
     file: Any, tensor: FileTensor, digits: str, progress: Callable[[int], object] | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) of each block of a tensor whose checksum does not match.
+    """Yield (offset, length) of each MiB of a tensor whose checksum does not match.
 
-    `digits`: the expected CRC32C of all blocks, 8 hex digits each.
+    `file`: open for reading. `digits`: the expected CRC32C of all blocks, 8 hex digits each.
+    `progress` is called with the bytes read since the last call.
     """
     buffer = memoryview(bytearray(min(BLOCK, tensor.nbytes)))
     file.seek(tensor.offset)
@@ -108,7 +120,7 @@ def _find_altered(
 
 
 def merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges (offset, length), with adjacent ones merged."""
+    """Return the sorted ranges (offset, length) with adjacent ones merged."""
     joined: list[tuple[int, int]] = []
     for offset, length in ranges:
         if joined and sum(joined[-1]) == offset:

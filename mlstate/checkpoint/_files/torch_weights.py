@@ -35,7 +35,7 @@ _ENTRY = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt\Z", re.ASCII)
 
 
 def torch_weights_root(folder: Folder) -> str | None:
-    """Return the root of a folder's ``.bin`` files, unless it has files of safetensors."""
+    """Return the root of a local folder's ``.bin`` files; None if it has safetensors or neither."""
     if not (folder.is_local and folder.has_checkpoint()) or folder.find_weights() is not None:
         return None
     return weights_root(folder.names(""), TORCH_SUFFIX)
@@ -44,7 +44,8 @@ def torch_weights_root(folder: Folder) -> str | None:
 def read_torch_weights(folder: Folder, root: str) -> StateDict:
     """Return the tensors of a folder's ``.bin`` files by name, read without running their code.
 
-    `root`: names the files. Arrays may be views of mapped files.
+    `root`: one file, an index, or a pattern of numbered files. Arrays may be views of mapped files.
+    A tensor in several files must have the same bytes in each, else FormatError is raised.
     """
     if is_index(root):
         data = folder.read(root, follow_links=True)
@@ -78,6 +79,10 @@ def read_torch_weights(folder: Folder, root: str) -> StateDict:
 
 
 def _check_equal(path: str, name: str, array: Any, first: Any, first_file: str) -> None:
+    """Raise FormatError if the tensor `name` has other bytes in two files.
+
+    `array`: of the file `path`. `first`: of `first_file`, which was read before.
+    """
     facts = [(each.dtype, each.shape) for each in (array, first)]
     if facts[0] != facts[1] or bytes_of(array) != bytes_of(first):
         error = format_error(f"{path}: {name!r} has other bytes than in {first_file}", path)
@@ -89,7 +94,7 @@ def _check_equal(path: str, name: str, array: Any, first: Any, first_file: str) 
 
 
 def entry_files(folder: Folder) -> dict[str, dict[int, str]]:
-    """Return the file of each entry and rank in a local folder of torch_checkpointing.
+    """Return {entry: {rank: file name}} of a local folder of torch_checkpointing.
 
     The result is empty if the folder is of another kind.
     """
@@ -105,8 +110,8 @@ def entry_files(folder: Folder) -> dict[str, dict[int, str]]:
 def read_entries(folder: Folder, selection: Selection) -> Parts:
     """Read a folder of torch_checkpointing, without running code from it.
 
-    Raises CompatibilityError if a rank's file is missing, or if ranks hold different values that
-    are no parts of DTensors.
+    `selection`: entries that it leaves out are not read. Raises CompatibilityError if a rank's file
+    is missing, or if ranks have different values other than parts of DTensors.
     """
     backend = torch_backend("files of torch", FileBackend)
     path = Path(folder.path)
@@ -115,6 +120,7 @@ def read_entries(folder: Folder, selection: Selection) -> Parts:
     others = sorted(name for name in folder.names("") if not name.endswith((".pt", ".pkl")))
     if others:
         find_caller().warn(f"{path}: files beside the entries are left out: {listed(others)}")
+    # Other names may be of values inside an entry, so then all entries are read.
     only = selection.only if selection.only <= entries.keys() else set()
     left_out = selection.skip | (entries.keys() - only if only else set())
     tree: dict[str, Any] = {}

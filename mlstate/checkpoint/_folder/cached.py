@@ -25,19 +25,23 @@ class CachedFolder(ObjectFolder):
     """A checkpoint in an object store whose options name a `cache_folder`."""
 
     def __init__(self, url: str, options: StoreOptions, file: str = "") -> None:
+        """Open the cache of `options` for the folder at `url`; `file` is as for `ObjectFolder`."""
         super().__init__(url, options, file)
         assert options.cache_folder is not None
         self._cache = ReadCache(options.cache_folder, options.cache_bytes, str(self.path))
 
     def without_cache(self) -> ObjectFolder:
-        """Return the same folder, with nothing in memory and without the local cache."""
+        """Return the same folder without the local cache, and forget the roots in memory."""
         self._roots.clear()
         folder = ObjectFolder(self.path, self._options, self.file)
         folder._store = self._store
         return folder
 
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
-        """Return the bytes of a manifest or an index; the bytes of an index may be cached."""
+        """Return the bytes of a manifest or an index, from the cache if it has them.
+
+        Only texts whose checksum matches are cached; manifests, which change, never are.
+        """
         if not self._cache.accepts(path):
             return super().read(path)
         data = self._cache.get_whole(path)
@@ -49,7 +53,7 @@ class CachedFolder(ObjectFolder):
         return data
 
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
-        """Return a range of an object from the cache or, if a byte is missing, from the store."""
+        """Return bytes `begin` to `end` of an object, from the cache or else from the store."""
         cache = self._cache
         if path in self._tags or not cache.accepts(path):
             return super()._fetch(path, begin, end)
@@ -58,6 +62,7 @@ class CachedFolder(ObjectFolder):
             parts, nbytes = cached
             return [(path, at, at + len(view), nbytes, view) for at, view in parts]
         answers = super()._fetch(path, begin, end)
+        # A shorter answer means that the object is too small; it is not cached.
         *_, nbytes, data = answers[0]
         if len(data) == end - begin:
             cache.put(path, begin, data, nbytes)
@@ -74,9 +79,10 @@ class CachedFolder(ObjectFolder):
                 warnings.warn(problem, CheckpointWarning, stacklevel=2)
 
     def _read_unit(self, call: LoadCall, unit: Unit) -> int:
-        """Put the bytes of a unit's answers into arrays; if they are damaged, ask the store again.
+        """Copy a unit's answers into its arrays; if they are damaged, ask the store again.
 
-        The cache then forgets the objects, because it may have kept a damaged answer.
+        The cache then forgets the unit's objects, because it may have kept a damaged answer. A
+        second failure raises ChecksumError or FormatError.
         """
         with suppress(ChecksumError, FormatError):
             return super()._read_unit(call, unit)

@@ -30,7 +30,10 @@ _HUB_NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)\Z", re.ASCII)
 
 
 def hub_hint(folder: str) -> str:
-    """Return how to download a model, if a missing path looks like its name on the Hub."""
+    """Return how to download a model if the missing path `folder` looks like a name on the Hub.
+
+    Such a name is OWNER/MODEL in the working folder. Returns "" for other paths.
+    """
     try:
         name = os.path.relpath(folder)
     except FileNotFoundError:  # the working folder was deleted
@@ -64,7 +67,10 @@ def _is_folder(path: str) -> bool:
 
 
 def _make(path: str, mode: int = 0o777) -> None:
-    """Create one folder; do nothing if another process created it first."""
+    """Create one folder with permissions `mode`; do nothing if it exists already.
+
+    Raises FileExistsError if a file has the name.
+    """
     try:
         os.mkdir(path, mode)
     except FileExistsError:
@@ -108,7 +114,10 @@ class LocalFolder:
         return os.path.join(self.path, path)
 
     def _descriptor(self, part: str) -> _core.Descriptor:
-        """Open a subfolder, or the folder itself if `part` is ""; only the latter may be a link."""
+        """Open the subfolder `part`, or the folder itself for ""; only the latter may be a link.
+
+        Raises StoreError for a link, and OSError.
+        """
         path = self._join(part)
         flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if part else 0)
         try:
@@ -125,10 +134,15 @@ class LocalFolder:
         return self
 
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
-        """Return the content of a small regular file; raise FormatError if it is another."""
+        """Return the content of a regular file of at most 512 MiB.
+
+        `follow_links`: accept a symbolic link. Raises FormatError if the file is too long or not
+        regular.
+        """
         name = os.path.join(self.path, path)
         try:
             with open_descriptor(name, 0 if follow_links else os.O_NOFOLLOW) as descriptor:
+                # Asking for one byte more than the size shows whether the file grew.
                 size = os.fstat(descriptor.fileno()).st_size
                 if size > _MOST_BYTES:
                     raise format_error(f"{name}: too long", name)
@@ -146,7 +160,7 @@ class LocalFolder:
         """Do nothing: the disk is fast enough."""
 
     def names(self, part: str) -> list[str]:
-        """Return the names in a subfolder; an empty list if it does not exist."""
+        """Return the names in the subfolder `part` ("": the folder); [] if it does not exist."""
         try:
             with self._descriptor(part) as descriptor:
                 return os.listdir(descriptor.fileno())
@@ -164,7 +178,10 @@ class LocalFolder:
         return os.path.lexists(self._join(path))
 
     def has_files(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether regular files exist with these sizes; the files are not opened."""
+        """Return whether regular files exist with these sizes (bytes by path); none is opened.
+
+        A link counts as missing.
+        """
         for path, size in sizes.items():
             name = self._join(path)
             try:
@@ -183,7 +200,10 @@ class LocalFolder:
         return FileInfo(status.st_size, status.st_mtime_ns / 1e9, identity)
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
-        """Return size and time of files, without those that do not exist."""
+        """Return size and time of files by path, without those that do not exist.
+
+        Links are not followed.
+        """
         infos = {}
         for path in sorted(paths):
             with suppress(FileNotFoundError):
@@ -191,7 +211,10 @@ class LocalFolder:
         return infos
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
-        """Return size and time of files of another program, which may be links."""
+        """Return size and time of files of another program by name; None for a missing file.
+
+        Links are followed.
+        """
         infos: dict[str, FileInfo | None] = dict.fromkeys(names)
         for name in infos:
             with suppress(OSError):
@@ -206,7 +229,7 @@ class LocalFolder:
         return weights_root(names)
 
     def _hint(self) -> str:
-        """Return a text for an error: how to load this folder, whose weights have other names."""
+        """Return how to load this folder, whose files have unknown names, for an error; or ""."""
         names = self.names("")
         files = sorted(name for name in names if name.endswith(SUFFIX))
         if weights_root(names, TORCH_SUFFIX) is not None:
@@ -216,7 +239,7 @@ class LocalFolder:
         return f"; to load one of its files, pass the path of {files[0]}" if files else ""
 
     def missing_reason(self) -> str:
-        """Return why the folder has no manifest, as the text of an error."""
+        """Return why the folder has no manifest: the end of an error's text, with a remedy."""
         if os.path.isfile(self.path):
             return (
                 "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
@@ -231,7 +254,7 @@ class LocalFolder:
         return os.path.isdir(self.path)
 
     def require_folder(self) -> None:
-        """Raise StoreError if the folder to verify does not exist."""
+        """Raise StoreError (ENOENT or ENOTDIR) if the folder to verify does not exist."""
         if self.has_checkpoint():
             return
         reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(self.path)}")
@@ -264,9 +287,9 @@ class LocalFolder:
         mmap: bool,
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
-        """Return the tensors of `keys` in a section; `mmap`: as views of the files.
+        """Return the tensors `keys` of a section by key; `mmap`: as views of the files.
 
-        `cuts`: the part of each tensor. `progress`: called with the bytes that were read.
+        `Folder.load` describes the other parameters.
         """
         return merged.load(self.path, section, keys, cuts, verify, mmap, progress)
 
@@ -280,13 +303,16 @@ class LocalFolder:
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read the tensors of `keys` into `targets`, which are arrays by key that fit them."""
+        """Read the tensors `keys` into `targets`, arrays by key that have their shapes and dtypes.
+
+        `Folder.load_into` describes the other parameters.
+        """
         merged.load_into(self.path, section, keys, cuts, targets, verify, progress)
 
     def verify(
         self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
     ) -> tuple[int, list[Any]]:
-        """Read and verify the files of an index; return bytes read and fields of problems."""
+        """Read and verify the files of an index; return the bytes read and the problems' fields."""
         return merged.verify(self.path, progress)
 
     def header_files(self, names: Iterable[str]) -> AbstractContextManager[str]:
@@ -310,7 +336,10 @@ class LocalFolder:
         return WriterLock(self, timeout=timeout)
 
     def create(self, parts: Iterable[str]) -> None:
-        """Create the folder and subfolders durably; subfolders have the folder's mode."""
+        """Create the folder and its subfolders `parts` durably; these get the folder's permissions.
+
+        Raises StoreError, also if a subfolder is a link or a file has the folder's name.
+        """
         action = "cannot create the checkpoint's folder"
         try:
             make_path(self.path)
@@ -330,7 +359,10 @@ class LocalFolder:
             raise store_error(error, action, self.path) from None
 
     def new_file_mode(self) -> int:
-        """Return the mode of new files: no more access than the folder and its manifest allow."""
+        """Return the permissions of new files: no more than the folder and its manifest have.
+
+        The owner can always read and write them. A missing folder or manifest restricts nothing.
+        """
         mode = 0o666
         for path in (self.path, os.path.join(self.path, MANIFEST)):
             try:
@@ -348,7 +380,7 @@ class LocalFolder:
         return nullcontext(NewFiles(self.path, self.new_file_mode(), is_temporary=False))
 
     def add_empty(self, path: str) -> None:
-        """Create an empty file durably; nothing that exists already is opened or changed."""
+        """Create an empty file durably; do nothing if the path exists."""
         part, name = os.path.dirname(path), self._join(path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         _refuse_link(self._join(part))
@@ -362,7 +394,7 @@ class LocalFolder:
             raise store_error(error, "cannot create the file", name) from None
 
     def overwrite_start(self, path: str, data: bytes) -> None:
-        """Rewrite the first bytes of a file durably; the rest stays."""
+        """Replace the first ``len(data)`` bytes of a regular file durably; the rest stays."""
         _refuse_link(self._join(os.path.dirname(path)))
         name = self._join(path)
         try:
@@ -376,14 +408,18 @@ class LocalFolder:
             raise store_error(error, "cannot write the file", name) from None
 
     def remove(self, paths: Iterable[str]) -> list[str]:
-        """Delete files; return the paths of those that existed. Linked subfolders are refused."""
+        """Delete the files at `paths`; return the paths of those that existed.
+
+        Raises StoreError if a subfolder is a link, or if a file cannot be deleted; earlier files
+        are then deleted already.
+        """
         removed: list[str] = []
         for part, names in group_by_part(paths).items():
             removed += self._remove_from(part, names)
         return removed
 
     def _remove_from(self, part: str, names: list[str]) -> list[str]:
-        """Delete files of the subfolder `part`, and return the paths of those that existed."""
+        """Delete the files `names` of the subfolder `part`; return the paths that existed."""
         removed: list[str] = []
         path = self._join(part)
         try:
@@ -404,7 +440,7 @@ class LocalFolder:
         return removed
 
     def sync(self, part: str) -> None:
-        """Make deletions in a subfolder durable."""
+        """Make earlier deletions in the subfolder `part` durable."""
         _core.folder_sync(self._join(part))
 
     def orphan_time(self, *, local_clock: bool) -> float | None:

@@ -30,7 +30,7 @@ class Root(NamedTuple):
 
 
 def root_of(name: str) -> Root | None:
-    """Return the root for a file name under ``roots/``; None if no save writes such a name."""
+    """Return the root whose file in ``roots/`` has this name; None if no save writes the name."""
     match = _ROOT.match(name)
     if match is None or not 1 <= int(match[1]) <= MOST_SEQUENCE:
         return None
@@ -43,7 +43,11 @@ def mark_path(root: str) -> str:
 
 
 def orphaned_marks(names: Collection[str], roots: Collection[str]) -> list[str]:
-    """Return the paths of marks of damaged steps in ``roots/`` whose root is not in `roots`."""
+    """Return the paths of marks of damaged steps whose root no longer exists.
+
+    `names`: all files in ``roots/``. `roots`: the roots among them, such as
+    ``00000001.0123456789abcdef.json``.
+    """
     return [
         f"roots/{name}"
         for name in names
@@ -54,7 +58,10 @@ def orphaned_marks(names: Collection[str], roots: Collection[str]) -> list[str]:
 
 
 def is_checkpoint_file(part: str, name: str) -> bool:
-    """Return whether the file `name` in the subfolder `part` may be one that a save writes."""
+    """Return whether the file `name` in the subfolder `part` may be one that a save writes.
+
+    `part`: "" for the folder itself, in which any name counts except the lock.
+    """
     if part == "":  # manifests, temporary files, units of tiers
         return name not in {"", ".", "..", "lock"}
     if part == "roots":
@@ -64,7 +71,7 @@ def is_checkpoint_file(part: str, name: str) -> bool:
 
 
 def group_by_part(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of files by their subfolder."""
+    """Return the names of the files at `paths`, by their subfolder ("" for the folder itself)."""
     parts: dict[str, list[str]] = {}
     for path in paths:
         part, name = os.path.split(path)

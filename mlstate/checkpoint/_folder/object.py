@@ -64,7 +64,10 @@ class ObjectFolder:
     excludes_writers = False  # stores have no locks
 
     def __init__(self, url: str, options: StoreOptions, file: str = "") -> None:
-        """Create the folder of a URL; sends no request. `file`: only this object of it is read."""
+        """Create the folder of a checked URL; sends no request.
+
+        `file`: name of the only object that may be read, as the caller's path names it; else "".
+        """
         self.file = file
         self._url = url
         self._options = options
@@ -74,7 +77,7 @@ class ObjectFolder:
 
     @property
     def path(self) -> StoreURL:
-        """The URL; made anew, because a folder that refers to it would be a reference cycle."""
+        """The URL as a new object: one kept here would refer back to this folder, a cycle."""
         url = StoreURL(self._url)
         url.folder = self
         return url
@@ -92,7 +95,7 @@ class ObjectFolder:
 
     @property
     def store(self) -> ObjectStore:
-        """The open store; opened on first use."""
+        """The store's connection, opened at the first use; raises for wrong options."""
         if self._store is None:
             from .._remote.object_store import ObjectStore
 
@@ -110,12 +113,15 @@ class ObjectFolder:
     # ---- objects ----
 
     def without_cache(self) -> ObjectFolder:
-        """Return the folder, with nothing in memory."""
+        """Return this folder, after forgetting the roots that it keeps in memory."""
         self._roots.clear()
         return self
 
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
-        """Return a manifest or an index; roots of steps are kept in memory."""
+        """Return the bytes of a manifest or an index.
+
+        Roots of steps never change, so those with a right checksum are kept in memory.
+        """
         data = self._roots.get(path)
         if data is not None:
             return data
@@ -142,7 +148,10 @@ class ObjectFolder:
         self._run_tasks([partial(read, path) for path in missing])
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
-        """Return size and time of those objects that exist, by path; sends list requests."""
+        """Return size and time of those objects that exist, by path.
+
+        Each folder in `paths` takes a list request.
+        """
         listed = {part: self.store.list_folder(part) for part in {*map(os.path.dirname, paths)}}
         infos = {}
         for path in paths:
@@ -152,7 +161,10 @@ class ObjectFolder:
         return infos
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
-        """Return the facts of files of another program; later reads require the same content."""
+        """Return size and time of files of another program by name; None for a missing one.
+
+        Later reads of these names require the same content, by its tag.
+        """
         infos: dict[str, ObjectInfo | None] = {}
 
         def note(name: str) -> None:
@@ -167,7 +179,7 @@ class ObjectFolder:
         return weights_root(self.names(""))
 
     def missing_reason(self) -> str:
-        """Return "": the store's error tells whether the object or the bucket is missing."""
+        """Return "": the store's own error names the missing object or bucket."""
         return ""
 
     def has_checkpoint(self) -> bool:
@@ -182,12 +194,13 @@ class ObjectFolder:
         """Do nothing: the names of objects need no folders."""
 
     def is_outage(self, error: Exception) -> bool:
-        """Return whether the store does not answer; the checkpoint may be undamaged then."""
+        """Return whether an error means that the store failed: the checkpoint may be intact."""
         return isinstance(error, StoreError) and not isinstance(error, FileNotFoundError)
 
     def names(self, part: str) -> list[str]:
-        """Return the names of the objects in a subfolder."""
+        """Return the names of the objects in the subfolder `part`; "": in the folder itself."""
         names = list(self.store.list_folder(part))
+        # Forget the texts of roots that were deleted.
         if part == "roots":  # drop deleted ones
             existing = {f"roots/{name}" for name in names}
             entries = self._roots.copy().items()  # other threads may add some
@@ -203,14 +216,14 @@ class ObjectFolder:
         return self.store.info(path) is not None
 
     def has_files(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether objects exist with these sizes."""
+        """Return whether all objects exist with these sizes (bytes by path)."""
         infos = self.find_files(sizes)
         return sizes == {path: infos[path].nbytes for path in infos}
 
     # ---- writing objects ----
 
     def claim(self, timeout: float | None = None) -> RootClaim:
-        """Return a writer's claim, which waits for nothing; the engine checks the options."""
+        """Return a writer's claim; `timeout` is unused, because a store has no locks."""
         from .._remote.root_claim import RootClaim
 
         return RootClaim(self.store, MANIFEST)
@@ -242,9 +255,10 @@ class ObjectFolder:
         """Do nothing: deletions of objects are durable."""
 
     def orphan_time(self, *, local_clock: bool) -> float | None:
-        """Return the time (since the epoch) before which unneeded objects may be deleted.
+        """Return the time before which unknown objects may be deleted, in seconds since 1970.
 
-        None: never. `local_clock`: by this machine's clock, not the store's, which takes a write.
+        None: never. `local_clock`: by this machine's clock. Otherwise by the store's, which is read
+        by writing a temporary object.
         """
         import time
 
@@ -261,7 +275,11 @@ class ObjectFolder:
 
     @contextmanager
     def _scratch(self, folders: Iterable[str] = ()) -> Iterator[str]:
-        """Yield a temporary local folder with subfolders; errors name the URL instead of it."""
+        """Yield the path of a temporary local folder with subfolders `folders`; deleted at the end.
+
+        Errors in the block name the URL instead of the path, because the user does not know the
+        latter.
+        """
         import shutil
         import tempfile
 
@@ -287,7 +305,10 @@ class ObjectFolder:
             shutil.rmtree(local, ignore_errors=True)
 
     def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
-        """Copy a range of an object to the same place of a file in the folder `local`."""
+        """Copy bytes `begin` to `end` of the object `path` to the same file and offset in `local`.
+
+        The local file gets the object's size; bytes that are never copied are holes.
+        """
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
         name = os.path.join(local, path)
         try:
@@ -304,7 +325,10 @@ class ObjectFolder:
             raise store_error(error, "cannot write the temporary local file", name) from None
 
     def _copy_header(self, local: str, name: str) -> None:
-        """Copy the header of a safetensors file to a sparse local file of the object's size."""
+        """Copy the header of the safetensors object `name` to a sparse file in `local`.
+
+        The file gets the object's size.
+        """
         self._copy_range(local, name, 0, _HEADER)
         with open(os.path.join(local, name), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -315,16 +339,20 @@ class ObjectFolder:
 
     @contextmanager
     def header_files(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield a local folder with sparse copies of safetensors files, which have only headers."""
+        """Yield a local folder with sparse copies of safetensors objects, which have only headers.
+
+        `names`: of the objects.
+        """
         with self._scratch() as local:
             self._run_tasks([partial(self._copy_header, local, name) for name in names])
             yield local
 
     @contextmanager
     def file_to_verify(self, name: str, has_checksums: Callable[[str], bool]) -> Iterator[str]:
-        """Yield a temporary local path of an object: a whole copy, or only its header.
+        """Yield the path of a temporary local copy of the object `name`.
 
-        `has_checksums`: without them only the header can be verified.
+        `has_checksums`: called with the path of a copy of the header; if it returns False, only the
+        header can be verified, and nothing else is copied.
         """
         with self._scratch() as local:
             path = os.path.join(local, name)
@@ -338,15 +366,18 @@ class ObjectFolder:
         tasks: Sequence[Callable[[], object]],
         progress: Callable[[int], object] | None = None,
     ) -> None:
-        """Run tasks in threads; call `progress` with 0 meanwhile, which may raise to stop."""
+        """Run tasks in threads, as many at the same time as the options allow.
+
+        `progress` is called with 0 while they run, and may raise to stop.
+        """
         run_tasks(tasks, self._options.max_concurrency, progress)
 
     def _copy_ranges(
         self, local: str, ranges: Sequence[Range], copy: Callable[[str, str, int, int], None]
     ) -> None:
-        """Create files in `local` with these ranges of objects, in parallel parts.
+        """Create files in the folder `local` with these ranges of objects, in parallel requests.
 
-        `copy`: called with folder, path, begin and end of each part.
+        `copy`: called with folder, path, begin and end of each piece.
         """
         step = self._options.part_bytes
         for folder in {"", *(os.path.dirname(path) for path, *_ in ranges)}:
@@ -360,7 +391,7 @@ class ObjectFolder:
         )
 
     def _copy_existing(self, local: str, path: str, begin: int, end: int) -> None:
-        """Copy a range unless the object does not exist."""
+        """Copy a range as `_copy_range`; do nothing if the object does not exist."""
         with suppress(FileNotFoundError):
             self._copy_range(local, path, begin, end)
 
@@ -374,7 +405,11 @@ class ObjectFolder:
         mmap: bool,
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
-        """Return the tensors of `keys` in a section as new arrays; `mmap` is ignored."""
+        """Return the tensors `keys` of a section as new arrays; `mmap` is ignored.
+
+        `Folder.load` describes the parameters.
+        """
+        # The core creates the arrays, zeroed, and reads nothing: it gets no answers yet.
         source = self.path, (), True
         arrays = merged.load(source, section, keys, cuts, verify, False, progress)
         call = LoadCall(merged, self.path, section, keys, cuts, arrays, verify, is_zeroed=True)
@@ -391,31 +426,31 @@ class ObjectFolder:
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read the tensors of `keys` into `targets`, as `LocalFolder.load_into`."""
+        """Read the tensors `keys` into `targets`, as `Folder.load_into`."""
         call = LoadCall(merged, self.path, section, keys, cuts, targets, verify, is_zeroed=False)
         self._fill(call, progress)
 
     def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
-        """Read into the targets of a call."""
+        """Read the tensors of a call into its targets; `progress` gets numbers of bytes."""
         options = self._options
         parts = options.part_bytes, options.max_concurrency
         load_units(call, self._fetch, self._read_unit, *parts, progress)
 
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
-        """Return a range of an object for a load, in one or more answers."""
+        """Return bytes `begin` to `end` of an object, for a load, in one or more answers."""
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
         return [(path, begin, end, nbytes, data)]
 
     def _read_unit(self, call: LoadCall, unit: Unit) -> int:
-        """Read the answers of a unit into its arrays."""
+        """Copy the answers of a unit into its arrays; return the number of bytes."""
         return call.read(unit.answers, unit.at)
 
     def verify(
         self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
     ) -> tuple[int, list[Any]]:
-        """Read and verify all files of an index, some at a time; as `MergedIndex.verify`.
+        """Copy all files of an index, some at a time, to local files, and verify these.
 
-        A missing object is a problem in the result.
+        Returns bytes and problems as `Folder.verify`. A missing object is one of the problems.
         """
         total, problems = 0, []
         for files in _file_batches(merged.files()):
@@ -426,6 +461,7 @@ class ObjectFolder:
             total += count
             for problem in broken:
                 kind, path, *middle, text = problem
+                # The copies lack the files of other batches, which the core reports as missing.
                 if path in files:
                     problems.append((kind, path, *middle, text.replace(local, self.path)))
         return total, problems
@@ -434,9 +470,9 @@ class ObjectFolder:
     def new_files(self, progress: Callable[[int], object] | None) -> Iterator[NewFiles]:
         """Yield a local folder for new files, and upload these when the block ends.
 
-        Objects that the same save has uploaded before an interruption, since the last change of
-        the manifest, are copied in the store. `progress` is called with 0 during the uploads, and
-        may raise to stop.
+        Objects that the same save uploaded before an interruption, since the last change of the
+        manifest, are copied in the store instead. `progress` is called with 0 during the uploads,
+        and may raise to stop. Raises StoreError (EIO) if an uploaded object has another size.
         """
         folders = (*SECTIONS, INDEX_FOLDER)
         with self._scratch(folders) as local:
@@ -448,6 +484,8 @@ class ObjectFolder:
             }
             store = self.store
             uploaded = find_uploaded(store, MANIFEST, local, sizes)
+            # Requests at the same time for one file: all files together use the number in the
+            # options.
             parts = max(1, self._options.max_concurrency // max(1, len(sizes)))
             # the index first: it describes the objects of an interrupted save
             indexes = [path for path in sizes if os.path.dirname(path) == INDEX_FOLDER]
@@ -465,7 +503,7 @@ def _file_info(info: ObjectInfo) -> FileInfo:
 
 
 def _name_url(error: MLStateError, local: str, url: str) -> None:
-    """Replace a local folder by the URL in an error, because the user passed the URL."""
+    """Replace the local path by the URL in an error: the user passed the URL, and knows no path."""
     error.args = tuple(
         value.replace(local, url) if isinstance(value, str) else value for value in error.args
     )
@@ -479,7 +517,7 @@ def _name_url(error: MLStateError, local: str, url: str) -> None:
 
 
 def _file_batches(files: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield the sizes of files by path in batches; a large file has its own batch."""
+    """Yield the sizes of files by path, in batches of at most 128 MiB; a larger file is alone."""
     batch: dict[str, int] = {}
     total = 0
     for path, nbytes in sorted(files.items()):

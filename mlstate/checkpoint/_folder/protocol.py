@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 class FileInfo(NamedTuple):
-    """Size, time of the last change (seconds since 1970), and the identity of the content."""
+    """Facts about a file that need no read of it.
+
+    `changed`: time of the last change, seconds since 1970. `identity`: differs if the content was
+    replaced; compared only with other identities of the same path.
+    """
 
     nbytes: int
     changed: float
@@ -32,7 +36,7 @@ class FileInfo(NamedTuple):
 
 
 class NewFiles(NamedTuple):
-    """A local folder for new files."""
+    """A local folder into which a save writes its new files; see `Folder.new_files`."""
 
     path: str
     mode: int  # permissions of the files
@@ -40,7 +44,7 @@ class NewFiles(NamedTuple):
 
 
 class Exclusion(Protocol):
-    """The exclusion of other writers by one that deletes or writes files, where it is possible.
+    """The exclusion of other writers by one that deletes or writes files, if it is possible.
 
     `holder` ends it at the end of its `with` statement. No interrupt can prevent this, not even a
     second one during the clean-up after the first::
@@ -57,7 +61,10 @@ class Exclusion(Protocol):
         """Begin; raise StoreError (EBUSY) if another writer excludes this one."""
 
     def note(self, generation: str | None) -> None:
-        """Record the generation before its first file is written; None if nothing is written."""
+        """Record the generation (16 hex digits) before its first file is written.
+
+        None: nothing is being written.
+        """
 
 
 class NoExclusion:
@@ -79,7 +86,10 @@ class Claim(Exclusion, Protocol):
     is_unsure: bool  # after a failed `commit`: it may have, or may still, replace the manifest
 
     def commit(self, data: bytes, root: str | None = None) -> None:
-        """Replace the manifest durably; write the second copy `root`, a path, before it."""
+        """Replace the manifest by `data` durably.
+
+        `root`: path of a second copy, which is written before it; None: no copy.
+        """
 
 
 class Folder(Protocol):
@@ -97,7 +107,7 @@ class Folder(Protocol):
         """Name of the only file that the caller's path names, to be read only; else empty."""
 
     def require_local(self, action: str, remedy: str) -> None:
-        """Raise ValueError if `action` is not possible here."""
+        """Raise ValueError with the text `remedy` if `action` needs local files, unlike these."""
 
     def is_same(self, other: Folder) -> bool:
         """Return whether both are one folder."""
@@ -108,37 +118,56 @@ class Folder(Protocol):
         """Return the same folder, which keeps nothing that was read before."""
 
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
-        """Return the content of a manifest or an index."""
+        """Return the content of a manifest or an index, at most 512 MiB.
+
+        `follow_links`: accept a symbolic link, as files of other programs may be. Raises
+        FormatError for a longer file, or one that is not regular.
+        """
 
     def prefetch(self, paths: Iterable[str]) -> None:
-        """Read roots at the same time, if this makes their later `read` faster."""
+        """Read the roots at `paths` at the same time, if this makes their later `read` faster.
+
+        Never raises for a root that cannot be read: its `read` does.
+        """
 
     def names(self, part: str) -> list[str]:
-        """Return the names in a subfolder, or in the folder itself for ``""``."""
+        """Return the names in the subfolder `part`, or in the folder itself for ``""``.
+
+        Nothing is returned for a subfolder that does not exist.
+        """
 
     def list_links(self, parts: Iterable[str]) -> list[str]:
-        """Return the subfolders that are links, whose files may be another checkpoint's."""
+        """Return those subfolders in `parts` that are links: their files are another folder's."""
 
     def exists(self, path: str) -> bool:
         """Return whether a file exists, even as a broken link."""
 
     def has_files(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether files exist with these sizes; the files are not opened."""
+        """Return whether all files exist with these sizes (bytes by path); none is opened."""
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
-        """Return size and time of files, without those that do not exist."""
+        """Return size and time of each file by path, without those that do not exist."""
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
-        """Return size and time of files of another program; later reads require this content."""
+        """Return size and time of each file of another program by name; None for a missing file.
+
+        In a store, later reads of these names fail if the content was replaced since.
+        """
 
     def find_weights(self) -> str | None:
-        """Return the root of the weights of a Hugging Face folder; see weight_names.py."""
+        """Return the root of a Hugging Face folder's weights, None without weights.
+
+        weight_names.py describes this root: one file, an index, or a pattern.
+        """
 
     def missing_reason(self) -> str:
         """Return why the folder has no manifest; "" if the error of `read` tells more."""
 
     def has_checkpoint(self) -> bool:
-        """Return whether the folder exists, or, where folders do not exist, has a checkpoint."""
+        """Return whether there may be a checkpoint.
+
+        A local folder must exist; in a store, which has no folders, the manifest must.
+        """
 
     def is_empty(self) -> bool:
         """Return whether a new checkpoint would hide or replace nothing."""
@@ -159,9 +188,11 @@ class Folder(Protocol):
         mmap: bool,
         progress: Callable[[int], object] | None,
     ) -> dict[str, Any]:
-        """Return the tensors of `keys` in a section as new arrays; `mmap`: views if possible.
+        """Return the tensors `keys` of a section as new arrays, by key.
 
-        `cuts`: the part of each tensor. `progress`: called with the bytes that were read.
+        `section`: 0 for the model, 1 for the optimizer, 2 for named states. `cuts`: the part of
+        each tensor. `verify`: compare the bytes with their checksums. `mmap`: return read-only
+        views of the files if possible. `progress`: called with numbers of bytes that were read.
         """
 
     def load_into(
@@ -174,56 +205,84 @@ class Folder(Protocol):
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read parts of tensors into existing arrays, or torch tensors.
+        """Read parts of tensors into existing arrays or torch tensors, `targets` by key.
 
-        `merged` is the index of all ranks, `section` the number of its section (model, optimizer
-        or states). `keys` are the names in it, `cuts` the part of each that is read, and `targets`
-        the array for each. `progress` is called with numbers of bytes as they arrive.
+        `merged` is the index of all ranks, `section` the number of its section (0 model, 1
+        optimizer, 2 named states), `keys` the names in it, and `cuts` the part of each that is
+        read. `progress` is called with numbers of bytes as they arrive. After an error, the content
+        of the targets is undefined.
         """
 
     def verify(
         self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
     ) -> tuple[int, list[Any]]:
-        """Read and verify the files of an index; return bytes read and fields of problems."""
+        """Read and verify the files that `merged` lists.
+
+        Returns the number of bytes read, and for each problem a tuple of the fields of a `Problem`.
+        `progress` is called with numbers of bytes.
+        """
 
     def header_files(self, names: Iterable[str]) -> AbstractContextManager[str]:
-        """Return a context with a local folder that has at least the headers of files."""
+        """Return a context with the path of a local folder that has at least the headers of files.
+
+        `names`: safetensors files in this folder, without a subfolder.
+        """
 
     def file_to_verify(
         self, name: str, has_checksums: Callable[[str], bool]
     ) -> AbstractContextManager[str]:
-        """Return a context with the local path of a safetensors file.
+        """Return a context with the local path of the safetensors file `name`.
 
-        Unless `has_checksums` is true of a path with its header, the content may be missing.
+        `has_checksums` is called with a local path that has at least the header. If it returns
+        False, the tensors' bytes at the path may be zeros instead of the content.
         """
 
     # ---- writing ----
 
     def claim(self, timeout: float | None = None) -> Claim:
-        """Return a writer's claim, not yet acquired; raise if options of the folder are wrong."""
+        """Return a writer's claim, not yet acquired; raise if options of the folder are wrong.
+
+        `timeout`: seconds that `acquire` waits for another writer; None: the caller has no such
+        parameter, and `acquire` does not wait.
+        """
 
     def exclusive(self, timeout: float) -> Exclusion:
-        """Return an exclusion of other writers, not yet acquired, for calls that only delete."""
+        """Return an exclusion of other writers, not yet acquired, for calls that only delete files.
+
+        `timeout`: seconds that `acquire` waits for another writer.
+        """
 
     def create(self, parts: Iterable[str]) -> None:
-        """Create the folder and subfolders durably."""
+        """Create the folder and its subfolders `parts` durably; existing ones stay."""
 
     def new_files(
         self, progress: Callable[[int], object] | None
     ) -> AbstractContextManager[NewFiles]:
-        """Return the context for new files; they are complete in the folder at its end."""
+        """Return the context for a save's new files; see `NewFiles`.
+
+        When it ends without an error, they are complete in the folder. `progress` is called with 0
+        during uploads, and may raise to stop.
+        """
 
     def add_empty(self, path: str) -> None:
         """Create an empty file durably, unless it exists; nothing is opened or changed."""
 
     def overwrite_start(self, path: str, data: bytes) -> None:
-        """Rewrite the first bytes of a file durably, if `require_local` raises nothing."""
+        """Replace the first ``len(data)`` bytes of a file durably; needs local files."""
 
     def remove(self, paths: Iterable[str]) -> list[str]:
-        """Delete files; return the paths of those that may have existed."""
+        """Delete the files at `paths`; return the paths of those that may have existed.
+
+        Missing files are ignored.
+        """
 
     def sync(self, part: str) -> None:
-        """Make deletions in a subfolder durable."""
+        """Make earlier deletions in the subfolder `part` durable."""
 
     def orphan_time(self, *, local_clock: bool) -> float | None:
-        """Return the time since which unknown files may be a running writer's; None: unknown."""
+        """Return a time: an unknown file that is older than it was left by a dead writer.
+
+        In seconds since 1970; infinity if no writer can be running; None if this is unknown, so
+        that no unknown file may be deleted. `local_clock`: use this machine's clock, because
+        reading a store's clock takes a write.
+        """

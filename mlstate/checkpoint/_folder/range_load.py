@@ -48,9 +48,9 @@ class LoadCall:
     is_zeroed: bool
 
     def read(self, answers: Collection[Answer], at: Collection[int] | None = None) -> int:
-        """Put the bytes of answers into the arrays of the keys at positions `at`.
+        """Copy the bytes in `answers` into the arrays; return how many bytes the arrays received.
 
-        Returns the number of bytes.
+        `at`: positions in `keys` of the tensors that the answers belong to; None: all.
         """
         keys, cuts = self.keys, self.cuts
         if at is not None:
@@ -64,7 +64,11 @@ class LoadCall:
 
 @dataclass
 class Unit:
-    """Keys, by position, and the ranges that hold all of their bytes or an independent part."""
+    """Tensors that are read together, and the byte ranges that hold them.
+
+    `at`: positions of the tensors in the call's `keys`. `ranges` hold all of their bytes, or a
+    piece of one large tensor that can be read independently of its other pieces.
+    """
 
     at: list[int]
     ranges: list[Range]
@@ -80,8 +84,15 @@ def load_units(
     threads: int,
     progress: Callable[[int], object] | None,
 ) -> None:
-    """Fill the targets; `fetch` answers requests of `part_bytes`, `read` reads an answered unit."""
+    """Fill the targets of `call` from an object store.
+
+    `fetch(path, begin, end)` requests a range of at most `part_bytes` bytes. `read(call, unit)`
+    copies the answers of a complete unit to the arrays and returns their bytes. `threads`: number
+    of simultaneous requests. `progress`: called with the bytes read since its last call. Raises
+    FormatError if fewer bytes arrive than the tensors have.
+    """
     fit = call.merged.fits(call.url, call.section, call.keys, call.cuts, call.targets)
+    # The number of bytes to load, and the keys whose targets are not packed.
     expected, staged = fit[0], set(fit[1])
     lock = threading.Lock()
     total = call.read(())  # zeros that are not stored
@@ -90,7 +101,7 @@ def load_units(
     def load_part(unit: Unit, path: str, begin: int, end: int) -> None:
         """Fetch one byte range of a unit.
 
-        The thread that fetches its last one gives it to `read`.
+        The thread that fetches the unit's last range passes the unit to `read`.
         """
         nonlocal total
         answers = fetch(path, begin, end)
@@ -98,6 +109,7 @@ def load_units(
             unit.answers += answers
             unit.missing -= 1
             is_complete = unit.missing == 0
+        # Only the unit keeps the bytes, so that they are freed when it has been read.
         del answers
         if is_complete:
             nbytes = read(call, unit)
@@ -124,7 +136,10 @@ def load_units(
 
 
 def plan_units(call: LoadCall, staged: Collection[str], part_bytes: int) -> Iterator[Unit]:
-    """Yield units of about `part_bytes`: the small tensors first, in the order of their files."""
+    """Yield units of about `part_bytes` bytes: small tensors first, in the order of their files.
+
+    `staged`: keys of tensors that must be read at once, also if they are large.
+    """
     step = max(_SPAN, part_bytes - part_bytes % _SPAN)
     small: list[tuple[list[Range], int]] = []
     large: list[Unit] = []
@@ -137,6 +152,7 @@ def plan_units(call: LoadCall, staged: Collection[str], part_bytes: int) -> Iter
         else:
             for path, begin, end, nbytes, origin in reads:
                 byte_range = path, begin, end
+                # An origin of -1: the range cannot be divided.
                 parts = _divide(byte_range, origin, step) if origin >= 0 else [byte_range]
                 large += [Unit([at], [part]) for part in parts if nbytes]
     yield from _group_small(sorted(small), part_bytes)
@@ -162,14 +178,18 @@ def _group_small(small: list[tuple[list[Range], int]], most: int) -> Iterator[Un
 
 
 def _divide(byte_range: Range, origin: int, step: int) -> list[Range]:
-    """Cut a range at multiples of `step` from `origin`, which is not behind its begin."""
+    """Cut a byte range at multiples of `step` from `origin`, which is at most the range's begin."""
     path, begin, end = byte_range
     first = begin - (begin - origin) % step
     return [(path, max(begin, at), min(at + step, end)) for at in range(first, end, step)]
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
-    """Return the ranges sorted; ranges of one file that touch or have a small gap become one."""
+    """Return the ranges sorted; ranges of one file that touch or have a small gap become one.
+
+    A small gap has at most 4096 bytes, or 1/20 of the range before it: reading it costs less than
+    another request.
+    """
     joined: list[Range] = []
     for path, begin, end in sorted(ranges):
         if joined:

@@ -44,7 +44,7 @@ _MOST_FILES = 100_000  # of a set
 
 
 class _Place(NamedTuple):
-    """Parts of a name: the stem, the variant, such as ``fp16``, and a root."""
+    """A name of a weight file, in parts: the stem, the variant, such as ``fp16``, and the root."""
 
     stem: str
     variant: str
@@ -58,7 +58,7 @@ def is_index(name: str) -> bool:
 
 
 def index_of(stem: str) -> str:
-    """Return the name of the index of files with a stem."""
+    """Return the name of the index of the safetensors files with this stem, such as ``model``."""
     return f"{stem}{SUFFIX}.index.json"
 
 
@@ -87,7 +87,10 @@ def is_set(root: str) -> bool:
 
 
 def set_of(name: str) -> str | None:
-    """Return the pattern of the set that a numbered file belongs to; None for other names."""
+    """Return the root of the set that a numbered file belongs to; None for other names.
+
+    For ``model-00001-of-00003.safetensors`` this is ``model-*-of-00003.safetensors``.
+    """
     if match := _NUMBERED.match(name):
         stem, _, count, variant, suffix = match.groups()
         return f"{stem}-{_ANY}-of-{count}{variant or ''}{suffix}"
@@ -95,9 +98,10 @@ def set_of(name: str) -> str | None:
 
 
 def _place_of(name: str, suffix: str) -> _Place | None:
-    """Return which set of weight files a name belongs to; None if it is not one of weights.
+    """Return how a name belongs to a set of weight files; None if it is not a name of weights.
 
-    `suffix`: of the wanted format, such as ".safetensors".
+    `suffix`: of the format to look for, ".safetensors" or ".bin"; names of other formats return
+    None.
     """
     index = _INDEX.match(name)
     pattern = set_of(name)
@@ -121,8 +125,9 @@ def _place_of(name: str, suffix: str) -> _Place | None:
 def weights_root(names: Iterable[str], suffix: str = SUFFIX) -> str | None:
     """Return the root of the weights among the names of a folder; None without weights.
 
-    Files with a variant in their name, such as ``model.fp16.safetensors``, are the weights if the
-    folder has no others. Raises FormatError if it has several variants, or several sets.
+    `suffix`: of the format to look for. Of several stems, the first in `_STEMS` is chosen. Files
+    with a variant in their name, such as ``model.fp16.safetensors``, are the weights if the folder
+    has no others. Raises FormatError if it has several variants, or several sets.
     """
     places = [place for name in names if (place := _place_of(name, suffix)) is not None]
     for stem in _STEMS[suffix]:
@@ -149,7 +154,8 @@ _REMEDY = "pass the path of one file or index, or move the others away"
 def set_files(names: Collection[str], root: str) -> tuple[list[str], list[str]]:
     """Return the numbered files among `names` that `root` describes, and the missing ones.
 
-    Raises FormatError if the files do not have the numbers of a set.
+    `root`: a pattern with one ``*`` for the number. If no file matches, the pattern itself is the
+    missing one. Raises FormatError if a number appears twice, or is not one of the set.
     """
     before, _, after = root.partition(_ANY)
     pattern = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}\Z", re.ASCII)
@@ -163,8 +169,10 @@ def set_files(names: Collection[str], root: str) -> tuple[list[str], list[str]]:
         numbers[int(match[1])] = name
     if not numbers:
         return [], [root]
+    # The `*` of the root is one character, so a number has `len(name) - len(root) + 1` digits.
     width = min(len(name) - len(root) + 1 for name in numbers.values())
     counted = re.match(r"-of-(\d+)", after)
+    # Sets whose names contain their size count from 1; Mistral's (`consolidated.00`) from 0.
     first = 1 if counted else 0
     last = int(counted[1]) if counted else max(numbers)
     if max(numbers) > last or min(numbers) < first or last > _MOST_FILES:

@@ -79,7 +79,10 @@ def _me() -> dict[str, Any]:
 
 
 def _alive(owner: dict[str, Any]) -> bool:
-    """Return whether the owner that a lock's text names may still be running."""
+    """Return whether the process that a lock's text names may still be running.
+
+    `owner`: the text's JSON, with the members of `_me`. True if this cannot be known.
+    """
     me = _me()
     if owner.get("host") != me["host"]:
         return True  # unknown on this host
@@ -94,13 +97,16 @@ def _alive(owner: dict[str, Any]) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:
+    except OSError:  # EPERM: the process exists, and belongs to another user
         pass
     return not owner.get("start") or owner["start"] == _start_time(pid)
 
 
 def _try_lock(descriptor: _core.Descriptor) -> bool:
-    """Try to lock an open file or directory; return False if another process holds the lock."""
+    """Try to lock an open file or folder; return False if another process holds the lock.
+
+    Returns True too if the file system has no locks.
+    """
     try:
         return descriptor.lock()
     except OSError as error:
@@ -110,7 +116,11 @@ def _try_lock(descriptor: _core.Descriptor) -> bool:
 
 
 def _lock_folder(descriptor: _core.Descriptor) -> bool:
-    """Try to lock an open folder: only one writer at a time may inspect the lock file."""
+    """Try to lock an open folder; return False if another writer holds its lock.
+
+    Only one writer at a time may inspect the lock file. Returns True too if folders cannot be
+    locked.
+    """
     try:
         return _try_lock(descriptor)
     except OSError as error:
@@ -151,7 +161,11 @@ class WriterLock:
         self.unfinished: str | None = None  # generation of a writer that died
 
     def acquire(self) -> None:
-        """Take the lock; after the timeout raise StoreError (EBUSY) that names the owner."""
+        """Take the lock, and set `unfinished` if its last owner died during a save.
+
+        After the timeout, raises StoreError (EBUSY) that names the owner; the lock is then not
+        held.
+        """
         import time
 
         self._owner = _me()
@@ -178,7 +192,10 @@ class WriterLock:
             time.sleep(min(_PAUSE, left))
 
     def _busy_error(self, reason: str) -> StoreError:
-        """Return the error for a lock that another writer holds, with a remedy."""
+        """Return StoreError (EBUSY) for a lock that another writer holds, with a remedy.
+
+        `reason`: who holds it.
+        """
         remedy = "repeat the call when it has ended"
         if self._timeout is not None:
             remedy = f"waited {self._timeout:g} s; to wait longer, pass lock_timeout= in seconds"
@@ -186,7 +203,11 @@ class WriterLock:
         return store_error(error, f"cannot lock the {self._subject}", self._path)
 
     def _try(self) -> bool:
-        """Try once, while the folder is locked; False if another writer replaced the file."""
+        """Try once to take the lock, while the folder is locked.
+
+        Returns False if another writer replaced the file, or if this call replaced the file of a
+        dead owner: then try again. Raises StoreError (EBUSY) if the owner may be alive.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = self.holder
         descriptor.open(self._path, flags)
@@ -211,15 +232,17 @@ class WriterLock:
         return True
 
     def _limit_mode(self, number: int, mode: int) -> None:
-        """Limit the bits for reading and writing of a new lock file as for the other files.
+        """Remove permissions from a new lock file that other files of the checkpoint do not have.
 
-        The bits for execution stay, because FAT has them on every file and refuses to change them.
+        `number`: its descriptor. `mode`: its permissions now. The bits for execution stay, because
+        FAT has them on every file and refuses to change them.
         """
         limited = mode & (self._folder.new_file_mode() | 0o111)
         if limited != mode & 0o777:
             change_mode(number, limited)
 
     def _is_current(self, descriptor: _core.Descriptor) -> bool:
+        """Return whether the open file is still the lock file: another writer may replace it."""
         try:
             current = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
@@ -227,7 +250,7 @@ class WriterLock:
         return os.path.samestat(current, os.fstat(descriptor.fileno()))
 
     def _text(self, descriptor: _core.Descriptor) -> dict[str, Any]:
-        """Return the owner that the lock file names, {} if it names none."""
+        """Return the JSON object in the lock file: owner and generation; {} if it has none."""
         import json
 
         # a writer killed before ftruncate leaves the end of a longer text after the first line
@@ -239,7 +262,10 @@ class WriterLock:
         return content if isinstance(content, dict) else {}
 
     def _refuse_or_replace(self, descriptor: _core.Descriptor) -> None:
-        """Raise if the owner may be alive; replace the file if only its children hold the lock."""
+        """Raise StoreError (EBUSY) if the owner of a held lock may be alive, else replace the file.
+
+        A dead owner's children can still hold the lock; a new file has a new lock.
+        """
         owner = self._text(descriptor)
         if not owner or _alive(owner):
             # an owner that has just taken the lock has not written its text yet
@@ -259,6 +285,7 @@ class WriterLock:
                 raise
 
     def _write(self, generation: str | None) -> None:
+        """Write the lock's text: this process, and `generation`, the save in progress or None."""
         import json
 
         text = json.dumps({**self._owner, "generation": generation}).encode()
@@ -267,7 +294,10 @@ class WriterLock:
         os.ftruncate(number, len(text) + 1)
 
     def note(self, generation: str | None) -> None:
-        """Record the generation before its first file is written; None if nothing is written."""
+        """Record the generation (16 hex digits) before its first file is written.
+
+        None: nothing is being written. Raises StoreError if the text cannot be written.
+        """
         try:
             self._write(generation)
             if generation is not None:
@@ -279,13 +309,19 @@ class WriterLock:
             raise store_error(error, "cannot write the lock", self._path) from None
 
     def commit(self, data: bytes, root: str | None = None) -> None:
-        """Replace the manifest durably; write the second copy `root`, a path, before it."""
+        """Replace the manifest by `data` durably.
+
+        `root`: path of a second copy, which is written before it; None: no copy.
+        """
         mode = self._folder.new_file_mode()
         for path in (MANIFEST,) if root is None else (root, MANIFEST):
             _core.file_replace(os.path.join(self._folder.path, path), data, mode)
 
     def release(self) -> None:
-        """Unlock and close the file; in a forked child the parent keeps its lock."""
+        """Unlock and close the file; do nothing if it is closed.
+
+        In a forked child, the parent keeps its lock.
+        """
         self.holder.close()
 
     def __enter__(self) -> WriterLock:

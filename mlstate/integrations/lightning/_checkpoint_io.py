@@ -23,7 +23,7 @@ def _register(cls: type) -> None:
     """Let Lightning accept a class as one of its CheckpointIO plugins.
 
     Lightning has two package names, ``lightning`` and ``pytorch_lightning``, with a base class
-    each.
+    each. Raises ImportError if neither is installed.
     """
     from importlib import import_module
 
@@ -44,7 +44,7 @@ def _register(cls: type) -> None:
 
 
 def _is_relative_link(path: str) -> bool:
-    """Return whether a path is a link as Lightning makes them."""
+    """Return whether a path is a relative symbolic link, as Lightning creates them for "last"."""
     return os.path.islink(path) and not os.path.isabs(os.readlink(path))
 
 
@@ -133,7 +133,8 @@ class MLStateCheckpointIO:
             raise TypeError("MLStateCheckpointIO takes no storage_options")
         folder = local_folder(path)
         if is_checkpoint(folder) and not os.path.islink(folder):
-            target = SaveFolder(folder, any_suffix=True)  # Lightning names it .ckpt
+            # Lightning names it .ckpt; `save` replaces a checkpoint atomically
+            target = SaveFolder(folder, any_suffix=True)
             save_checkpoint(checkpoint, target, **self._options)
             return
         # the name appears with the whole checkpoint, and a link or a file is replaced

@@ -25,7 +25,10 @@ _READERS = (
 
 
 def add_no_callbacks() -> list[object]:
-    """Name `mlstate convert` in Lightning's errors; return no callback."""
+    """Name `mlstate convert` in Lightning's errors; return an empty list of callbacks.
+
+    Lightning expects the callbacks to add from this entry point.
+    """
     name_conversion_in_errors()
     return []
 
@@ -51,7 +54,7 @@ def is_checkpoint(folder: str) -> bool:
 
 
 def _with_conversion(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Lightning's reader of files, whose error for one of our folders names the remedy."""
+    """Return Lightning's reader `load`, with a remedy in its error for a folder of the plugin."""
 
     @wraps(load)
     def load_file(path: Any, *args: Any, **keywords: Any) -> Any:

@@ -33,7 +33,8 @@ def view_array(array: Any) -> np.ndarray[Any, Any]:
 def make_array(array: Any, name: str) -> Any:
     """Return an mlx array with the elements of a NumPy array.
 
-    A view that `view_array` made shares its memory; other arrays are copied.
+    A view that `view_array` made shares its memory; other arrays are copied. `name`: of the entry,
+    for the CompatibilityError if mlx lacks the dtype.
     """
     import mlx.core as mx
 
@@ -50,7 +51,10 @@ def make_array(array: Any, name: str) -> Any:
 
 
 def _find_source(array: Any) -> Any:
-    """Return a new mlx array over the memory of a view, or None if mlx does not own it."""
+    """Return a new mlx array over the memory of a view, or None if mlx does not own it.
+
+    The view must begin at the first element of mlx's array; a shorter one becomes a slice.
+    """
     import mlx.core as mx
 
     base = array

@@ -180,7 +180,10 @@ def _layouts_of(state: CacheState) -> tuple[Layout, ...] | None:
 
 
 def _new_cache(state: CacheState, layouts: tuple[Layout, ...] | None) -> list[Any]:
-    """Create empty layers like those that the state was made from."""
+    """Create empty layers of the classes that the state was made from.
+
+    Raises CompatibilityError if `layouts` is None: the classes are unknown.
+    """
     if layouts is None:
         raise unknown_classes()
     return [new_layer(empty_layer(each, str(i), state), str(i)) for i, each in enumerate(layouts)]

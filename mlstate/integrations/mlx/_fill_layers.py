@@ -46,7 +46,11 @@ class Filler(EntryPlan):
             raise
 
     def plan(self, layer: Any, where: str, layout: Layout | None) -> None:
-        """Check a layer, and add the writes for it."""
+        """Check that a layer fits the state, and plan the writes to it; nothing is written.
+
+        `where`: its place in the cache, such as "3". `layout`: of the layer that the state came
+        from, or None.
+        """
         self._plan(layer, read_layer(layer, where), where, layout)
 
     def _plan(self, layer: Any, current: LayerValues, where: str, layout: Layout | None) -> None:
@@ -77,7 +81,10 @@ class Filler(EntryPlan):
 def layouts_for(
     layers: Sequence[Any], layouts: Sequence[Layout] | None, label: str
 ) -> Sequence[Layout | None]:
-    """Return the layout of each layer, or None for each; raise if they differ in number."""
+    """Return the layout of each layer, or None for each if `layouts` is None.
+
+    Raises CompatibilityError if they differ in number; `label`: of the layers, for it.
+    """
     if layouts is None:
         return [None] * len(layers)
     if len(layers) != len(layouts):
@@ -88,7 +95,11 @@ def layouts_for(
 
 
 def _refuse_padding(layout: Layout, name: str, where: str) -> None:
-    """Raise if another class of layer would lose the padding of a batch, which masks need."""
+    """Raise CompatibilityError if a layer would lose the padding of a batch, which masks need.
+
+    `layout`: of the source. `name`, `where`: class and place of the layer that would take its
+    tokens.
+    """
     if layout.has_padding:
         text = f"layer {where} is a {name}, and the sequences of the {layout.class_name} have"
         text += " different numbers of tokens or padding, which it does not store"
@@ -96,11 +107,11 @@ def _refuse_padding(layout: Layout, name: str, where: str) -> None:
 
 
 class _Place(NamedTuple):
-    """A layer that is being planned."""
+    """A layer of mlx-lm that is being planned."""
 
     filler: Filler
-    before: LayerValues
-    where: str
+    before: LayerValues  # the layer's values, which the writes replace
+    where: str  # start of its entries' names, such as "3.1"
     options: Mapping[str, Any]  # of the layer that the state came from
 
     @property
@@ -109,7 +120,11 @@ class _Place(NamedTuple):
         return self.filler.length
 
     def both(self, kind: str) -> list[CacheEntry]:
-        """Return the entries of keys and values, or none for a layer without tokens."""
+        """Return the entries of keys and values, or [] if the state has no tokens for the layer.
+
+        Raises CompatibilityError unless they are of the `kind`, and fit the arrays that the layer
+        has.
+        """
         filler, name = self.filler, self.before.cls.name
         entries = filler.both(self.where, name, kind)
         if not entries:
@@ -123,7 +138,10 @@ class _Place(NamedTuple):
         return entries
 
     def _check_like(self, entry: CacheEntry) -> None:
-        """Raise unless an entry has the shape and dtype of the layer's own array."""
+        """Raise unless an entry has the shape and dtype of the layer's own array.
+
+        The number of positions may differ.
+        """
         for name, array in zip(entry.arrays, self._old_parts(entry), strict=True):
             new = self.filler.arrays[name]
             if (*array.shape[:2], array.shape[3]) != (*new.shape[:2], new.shape[3]):
@@ -136,11 +154,11 @@ class _Place(NamedTuple):
         return value if isinstance(value, tuple) else (value,)
 
     def make(self, array: Any, entry: CacheEntry) -> Any:
-        """Return an array for mlx."""
+        """Return an array of the state as an mlx array; `entry`: whose name errors have."""
         return make_array(array, entry.name)
 
     def whole(self, entries: list[CacheEntry]) -> dict[str, Any]:
-        """Return keys and values with all positions."""
+        """Return the arrays of keys and values for mlx: all positions, in their stored order."""
         arrays = self.filler.arrays
         return {
             part: self.make(arrays[entry.name], entry)
@@ -148,7 +166,10 @@ class _Place(NamedTuple):
         }
 
     def in_order(self, entries: list[CacheEntry]) -> dict[str, Any]:
-        """Return the tokens of keys and values by increasing position."""
+        """Return the tokens of keys and values for mlx, by increasing position.
+
+        The tokens are copied unless they are one run of the array.
+        """
         result = {}
         for part, entry in zip(("keys", "values"), entries, strict=True):
             array, ring = self.filler.arrays[entry.name], self.filler.ring_of(entry)
@@ -161,12 +182,15 @@ class _Place(NamedTuple):
         return result
 
     def stored(self, entries: list[CacheEntry]) -> int:
-        """Return the number of tokens that the arrays hold."""
+        """Return the number of tokens that the arrays hold; a window may have evicted others."""
         return min(self.length, entries[0].seq_length or 0)
 
 
 def check_dtype(name: str, new: Any, old: Any, where: str) -> None:
-    """Raise if an array has another dtype than the one of a layer that it replaces."""
+    """Raise CompatibilityError if the array `new` has another dtype than `old`, which it replaces.
+
+    `name`: of the entry. `where`: place of the layer.
+    """
     got, expected = name_of(new.dtype), name_of(old.dtype)
     if got != expected:
         text = f"the array is {got}, and the one of layer {where} {expected}"
@@ -179,6 +203,10 @@ def _plan_full(at: _Place) -> dict[str, Any]:
 
 
 def _plan_quantized(at: _Place) -> dict[str, Any]:
+    """Return the new values of a QuantizedKVCache; {} if the state has no tokens for it.
+
+    Raises CompatibilityError for other bits or group sizes.
+    """
     entries, values = at.both("quantized"), at.before.values
     if not entries:
         return {}
@@ -194,7 +222,11 @@ def _plan_quantized(at: _Place) -> dict[str, Any]:
 
 
 def _check_window(at: _Place, entries: list[CacheEntry], window: int, keep: int) -> None:
-    """Raise if a layer needs tokens that the state has evicted."""
+    """Raise if a layer needs tokens that the state has evicted.
+
+    `window`: number of newest tokens that the layer needs. `keep`: number of first tokens that
+    stay.
+    """
     stored, length = at.stored(entries), at.length
     for entry in entries:
         if stored < min(length, window):
@@ -206,7 +238,11 @@ def _check_window(at: _Place, entries: list[CacheEntry], window: int, keep: int)
 
 
 def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], int, bool]:
-    """Return keys and values in a ring of mlx, the slot of the next token, and if it rotated."""
+    """Return keys and values in a ring of mlx, the slot of the next token, and whether it rotated.
+
+    The arrays keep their order if mlx would continue them correctly; else the tokens are brought
+    into order, which copies them.
+    """
     window, keep = at.before.values["max_size"], at.before.values.get("keep", 0)
     _check_window(at, entries, window, keep)
     ring, positions = at.filler.ring_of(entries[0]), entries[0].seq_length or 0
@@ -214,6 +250,7 @@ def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], 
     slots = {at.filler.ring_of(entry).next_slot for entry in entries}
     # mlx cuts an array beyond the window at its next token, which must be in order and full.
     fits = positions <= window or (is_ordered and at.length >= positions)
+    # below its window, the next token's slot must be the end, or the first one after the sinks
     if at.length <= positions:
         fits = fits and ring.next_slot in (at.length, keep if at.length == positions else -1)
     if len(slots) > 1 or not fits or (entries[0].sinks != keep and at.length > positions):
@@ -232,6 +269,11 @@ def _plan_rotating(at: _Place) -> dict[str, Any]:
 
 
 def _plan_chunked(at: _Place) -> dict[str, Any]:
+    """Return the new values of a ChunkedKVCache; {} if the state has no tokens for it.
+
+    An array from which tokens were evicted gets into order, and its first position becomes the
+    start.
+    """
     entries = at.both("sliding")
     if not entries:
         return {}
@@ -243,6 +285,10 @@ def _plan_chunked(at: _Place) -> dict[str, Any]:
 
 
 def _plan_states(at: _Place) -> dict[str, Any]:
+    """Return the new values of an ArraysCache: its states, and the vectors of a batch.
+
+    Raises CompatibilityError for another shape or dtype than a state that the layer has.
+    """
     states: list[Any] = []
     for i, before in enumerate(at.before.values["cache"]):
         entry = at.filler.entry(
@@ -271,7 +317,10 @@ def _vector(numbers: list[int]) -> Any:
 
 
 def _padding(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
-    """Return the positions of the sequences of a batch."""
+    """Return the vectors ``left_padding`` and ``offset`` of a batch, with an element per sequence.
+
+    Raises CompatibilityError if the number of sequences differs.
+    """
     evicted = at.length - at.stored(entries)
     before = at.before.values["left_padding"].tolist()
     first, padding = at.options.get("first", before), at.options.get("padding", before)
@@ -292,6 +341,7 @@ def _plan_batch(at: _Place) -> dict[str, Any]:
 
 
 def _plan_batch_rotating(at: _Place) -> dict[str, Any]:
+    """Return the new values of a BatchRotatingKVCache; {} if the state has no tokens for it."""
     entries = at.both("sliding")
     if not entries:
         return {}
@@ -312,7 +362,11 @@ _PLANS = {
 
 
 def empty_layer(layout: Layout, where: str, state: CacheState) -> LayerValues:
-    """Return the values of a layer without tokens, of the class that fits the state."""
+    """Return the values of a layer without tokens, of a layout's class.
+
+    A KVCache becomes a QuantizedKVCache, or the reverse, if the state was quantized or dequantized.
+    `where`: place of the layer.
+    """
     name, options = layout.class_name, layout.options
     if name == "CacheList":
         parts = enumerate(layout.children)
@@ -338,5 +392,5 @@ def empty_layer(layout: Layout, where: str, state: CacheState) -> LayerValues:
     return LayerValues(cls, values, [])
 
 
-# A class of layers and another kind of entry, since the state was quantized or dequantized.
+# A class of layers with the other class's kind of entry: the state was quantized or dequantized.
 _QUANTIZED = ({"KVCache", "quantized"}, {"QuantizedKVCache", "full"})

@@ -106,7 +106,10 @@ class LayerValues(NamedTuple):
         return total + sum(child.nbytes for child in self.children)
 
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays of the layer itself by name, such as ``keys.0``."""
+        """Return the arrays of the layer itself by field; those in a list are ``keys.0`` and so on.
+
+        Arrays of children are not included.
+        """
         arrays = {}
         for name, value in self.values.items():
             parts = enumerate(value) if isinstance(value, tuple | list) else [(None, value)]
@@ -117,7 +120,10 @@ class LayerValues(NamedTuple):
 
 
 def find_problem(layer: LayerValues) -> tuple[str, str] | None:
-    """Return the first value that no known version of mlx-lm has, and the reason."""
+    """Return the first value that no known version of mlx-lm has, as (field, reason).
+
+    None if all values are valid. The reason continues a sentence, as in "is None, not a bool".
+    """
     for name, kind in layer.cls.fields.items():
         reason = _find_type_problem(layer.values[name], kind)
         if reason:
@@ -168,7 +174,7 @@ _KINDS: dict[FieldKind, tuple[Callable[[object], bool], bool, str]] = {
 
 
 def _find_type_problem(value: Any, kind: FieldKind) -> str:
-    """Return why a value is not of its kind, or an empty text."""
+    """Return why a value is not of its kind, or an empty text if it is."""
     is_right, is_optional, expected = _KINDS[kind]
     if (value is None and is_optional) or is_right(value):
         return ""
@@ -176,7 +182,10 @@ def _find_type_problem(value: Any, kind: FieldKind) -> str:
 
 
 def _find_shape_problem(layer: LayerValues) -> tuple[str, str] | None:
-    """Return a part of keys or values that does not fit the others."""
+    """Return a field whose shape does not fit the other keys and values, with the reason.
+
+    None if all of them fit, or the layer is empty.
+    """
     keys, values = layer.values["keys"], layer.values["values"]
     if (keys is None) != (values is None):
         return "values", f"is {_kind_text(values)}, and keys {_kind_text(keys)}"
@@ -202,14 +211,14 @@ def _find_shape_problem(layer: LayerValues) -> tuple[str, str] | None:
 
 
 def _fit_bits(layer: LayerValues, codes: Any, scales: Any, biases: Any) -> bool:
-    """Return whether codes have the words for the groups of their scales."""
+    """Return whether the codes have as many words of 32 bits as their scales' groups need."""
     bits, group = layer.values["bits"], layer.values["group_size"]
     is_right = codes.shape[3] * 32 == scales.shape[3] * group * bits
     return bool(1 <= bits <= 8 and is_right and scales.shape == biases.shape)
 
 
 def _find_count_problem(layer: LayerValues) -> tuple[str, str] | None:
-    """Return a counter that exceeds the positions."""
+    """Return a counter of a layer that exceeds its positions, with the reason, or None."""
     values, positions = layer.values, layer.positions
     used, name = (values["_idx"], "_idx") if "_idx" in values else (values["offset"], "offset")
     if "start_position" in values:

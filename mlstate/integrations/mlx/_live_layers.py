@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _import_classes() -> Any:
-    """Return the module of mlx-lm with the classes of layers."""
+    """Return mlx-lm's module of layer classes; raise ImportError with a remedy if it is absent."""
     try:
         from mlx_lm.models import cache as classes
     except ImportError as error:
@@ -35,6 +35,7 @@ def _layer_classes() -> dict[type, LayerClass]:
 
 def installed_generation() -> str:
     """Return the generation of files that the installed mlx-lm reads."""
+    # layers of 0.32 have no meta_state: their state contains the numbers
     return GENERATIONS[not hasattr(_import_classes().KVCache, "meta_state")]
 
 
@@ -48,7 +49,10 @@ def check_cache(cache: object, label: str) -> None:
 
 
 def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
-    """Return the exception for an attribute that no known version has like this."""
+    """Return the exception for an attribute that no known version of mlx-lm has like this.
+
+    `text`: how it differs, such as "is absent".
+    """
     from importlib.metadata import version
 
     got = f"mlx-lm {version('mlx-lm')}"
@@ -59,7 +63,7 @@ def unknown_layout(layer: object, where: str, attribute: str, text: str) -> Comp
 
 
 def class_of(layer: object, where: str) -> LayerClass:
-    """Return the class of a layer, or raise if it is unknown."""
+    """Return the description of a layer's class, or raise CompatibilityError if it is unknown."""
     cls = _layer_classes().get(type(layer))
     if cls is None:
         name = type(layer).__name__
@@ -69,7 +73,11 @@ def class_of(layer: object, where: str) -> LayerClass:
 
 
 def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
-    """Return the values of a layer: arrays as views, vectors as copies."""
+    """Return the values of a layer: arrays as views, vectors as copies.
+
+    `where`: its place, such as "3.1". `depth`: number of CacheLists that contain it. Raises
+    CompatibilityError for unknown classes or values, and for a batch before ``finalize``.
+    """
     cls = class_of(layer, where)
     if cls.name == "CacheList":
         children = getattr(layer, "caches", None)
@@ -98,6 +106,10 @@ def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
 
 
 def _read_value(value: Any, kind: FieldKind) -> Any:
+    """Return an attribute with NumPy arrays in place of mlx arrays.
+
+    Vectors are copied, because mlx-lm changes them in place.
+    """
     import mlx.core as mx
 
     if isinstance(value, mx.array):
@@ -115,7 +127,11 @@ def write_layer(layer: Any, values: dict[str, Any]) -> None:
 
 
 def new_layer(layer: LayerValues, where: str) -> Any:
-    """Return a layer of mlx-lm with copies of the arrays, or views that are of mlx already."""
+    """Return a layer of mlx-lm with the values of `layer`.
+
+    Arrays are copied, except views that `view_array` made of mlx's own. `where`: place of the
+    layer, for errors. The constructor is not called, except for a CacheList.
+    """
     cls = getattr(_import_classes(), layer.cls.name)
     if layer.cls.name == "CacheList":
         parts = enumerate(layer.children)

@@ -123,7 +123,8 @@ def read_prompt(
 ) -> PromptFile:
     """Return the content of a file as arrays of NumPy.
 
-    `remedy`: the option of the caller that reads a file without checking it, for the error.
+    `mmap`: map the arrays instead of reading them. `remedy`: option of the caller that reads a file
+    without checking it, for the ChecksumError.
     """
     try:
         arrays = load_file(path, mmap=mmap, verify=verify)

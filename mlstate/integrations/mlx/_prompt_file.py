@@ -52,10 +52,14 @@ class PromptFile(NamedTuple):
 
 
 def parse_prompt(arrays: Mapping[str, Any], texts: Mapping[str, str], path: str) -> PromptFile:
-    """Return the layers of a file; raise FormatError, with `path`, unless all of it is known."""
+    """Return the layers and the user's metadata of a file.
+
+    `arrays`, `texts`: tensors and metadata of the safetensors file. Raises FormatError, with
+    `path`, unless all of them are known.
+    """
     if "2.0" not in texts:
         _fail(path, None, "its metadata does not have the class names of a prompt cache of mlx-lm")
-    is_new = texts["2.0"] == ""
+    is_new = texts["2.0"] == ""  # old files have the name of a class here
     strange = next((key for key in texts if key[:2] not in ("0.", "1.", "2.")), None)
     if strange is not None:
         _fail(path, strange, f"its metadata has {strange!r}, which is in no branch of the tree")
@@ -81,7 +85,7 @@ class _Parser:
         self.used: set[str] = set()
 
     def fail(self, name: str | None, text: str) -> NoReturn:
-        """Raise FormatError."""
+        """Raise FormatError with a text; `name`: of the tensor or layer, or None."""
         _fail(self.path, name, text)
 
     def class_names(self) -> list[str]:
@@ -89,15 +93,18 @@ class _Parser:
         raise NotImplementedError
 
     def children(self, where: str) -> list[tuple[str, str]]:
-        """Return class and place of each layer of a CacheList."""
+        """Return (class, place) of each layer in the CacheList at the place `where`."""
         raise NotImplementedError
 
     def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
-        """Return the values of a layer."""
+        """Return the values, by field, of the layer of class `cls` at the place `where`."""
         raise NotImplementedError
 
     def layer(self, name: str, where: str, depth: int = 0) -> LayerValues:
-        """Return the layer at a place of the tree of arrays."""
+        """Return the layer at the place `where` of the tree of arrays, such as "3" or "3.1".
+
+        `name`: of its class. `depth`: number of CacheLists that contain it. Raises FormatError.
+        """
         # Before 0.30, ArraysCache had a subclass for two arrays.
         cls = CLASSES.get("ArraysCache" if name == "MambaCache" else name)
         if cls is None:
@@ -124,21 +131,24 @@ class _Parser:
             self.fail(left[0], f"tensor {left[0]!r}{more} does not belong to a layer")
 
     def take(self, name: str) -> Any:
-        """Return an array."""
+        """Return an array, and note that a layer has it; raise FormatError if it is missing."""
         if name not in self.arrays:
             self.fail(name, f"tensor {name!r} is missing")
         self.used.add(name)
         return self.arrays[name]
 
     def take_list(self, where: str) -> list[Any]:
-        """Return the arrays ``where.0``, ``where.1`` and so on."""
+        """Return the arrays ``where.0``, ``where.1`` and so on, up to the first missing number."""
         result: list[Any] = []
         while f"{where}.{len(result)}" in self.arrays:
             result.append(self.take(f"{where}.{len(result)}"))
         return result
 
     def text_list(self, prefix: str, names: Mapping[str, str]) -> list[str]:
-        """Return the texts ``prefix.0``, ``prefix.1`` and so on."""
+        """Return the texts ``prefix.0``, ``prefix.1`` and so on, up to a missing number.
+
+        `names`: the texts of the file by key.
+        """
         result: list[str] = []
         while (text := names.get(f"{prefix}.{len(result)}")) is not None:
             result.append(text)
@@ -150,12 +160,13 @@ class _NewParser(_Parser):
 
     def __init__(self, arrays: Mapping[str, Any], texts: Mapping[str, str], path: str) -> None:
         super().__init__(arrays, texts, path)
-        self.kinds: dict[str, str] = {}
-        number = 1
+        self.kinds: dict[str, str] = {}  # of scalars, by the names of their arrays
+        number = 1  # "2.0" is the mark of the new form
         while (name := texts.get(f"2.{number}.0")) is not None:
             self.kinds[name] = texts.get(f"2.{number}.1", "")
             number += 1
         count = sum(key.startswith("2.") for key in texts)
+        # a name and a kind for each scalar, and the mark; two scalars must not have one name
         if count != 2 * number - 1 or len(self.kinds) != number - 1:
             self.fail(None, "its list of scalars is not complete")
 
@@ -166,6 +177,7 @@ class _NewParser(_Parser):
         return names
 
     def take(self, name: str) -> Any:
+        """Return an array, or the number, text or None that mlx-lm has stored as one."""
         array = super().take(name)
         kind = self.kinds.get(name)
         if kind is None:
@@ -180,6 +192,10 @@ class _NewParser(_Parser):
         return "".join(map(chr, array.tolist()))
 
     def children(self, where: str) -> list[tuple[str, str]]:
+        """Return class and place of each layer of a CacheList.
+
+        The name of a class is stored as ``where.<i>.1``, the layer's arrays below ``where.<i>.0``.
+        """
         parts: list[tuple[str, str]] = []
         while f"{where}.{len(parts)}.1" in self.arrays:
             place = f"{where}.{len(parts)}"
@@ -190,6 +206,7 @@ class _NewParser(_Parser):
         return parts
 
     def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
+        """Return the values of a layer, whose field number `i` is stored as ``where.<i>``."""
         values: dict[str, Any] = {}
         for i, (name, kind) in enumerate(cls.fields.items()):
             place = f"{where}.{i}"
@@ -217,11 +234,19 @@ class _OldParser(_Parser):
         return [(name, f"{where}.{i}") for i, name in enumerate(names)]
 
     def _number_place(self, where: str) -> str:
-        """Return the place of a layer's numbers: a list has one branch more than its arrays."""
+        """Return the place of a layer's numbers among the texts.
+
+        The arrays of a child are at ``3.1``, its numbers at ``0.3.1.1``: a list of numbers follows
+        a list of class names, which is branch 0.
+        """
         first, *rest = where.split(".")
         return ".".join(["0", first, *(part for each in rest for part in ("1", each))])
 
     def _numbers(self, cls: LayerClass, where: str) -> dict[str, Any]:
+        """Return the numbers and flags of a layer by field, from the texts of the file.
+
+        Raises FormatError unless there are as many as the class stores.
+        """
         names = _OLD_NUMBERS[cls.name]
         texts = self.text_list(self._number_place(where), self.texts)
         if cls.name in _STEP_AT and len(texts) == len(names) + 1:
@@ -240,6 +265,10 @@ class _OldParser(_Parser):
         return values
 
     def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
+        """Return the values of a layer; counters that the file lacks are the number of positions.
+
+        Raises FormatError for a ChunkedKVCache that dropped tokens, whose number the file lacks.
+        """
         values = self._numbers(cls, where)
         if cls.name == "ArraysCache":
             return {"cache": self.take_list(where), "left_padding": None, "lengths": None}
@@ -262,7 +291,11 @@ class _OldParser(_Parser):
 def flatten_prompt(
     layers: list[LayerValues], metadata: Mapping[str, str], generation: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arrays and the texts of a file."""
+    """Return the arrays and the texts of a file of a `generation` (of `GENERATIONS`).
+
+    Raises TypeError or ValueError for metadata that is not allowed, and CompatibilityError for
+    values that 0.31 does not store.
+    """
     check_metadata(metadata)
     classes = [layer.cls.name for layer in layers]
     arrays: dict[str, Any] = {}
@@ -281,7 +314,10 @@ def flatten_prompt(
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise unless metadata has texts by keys that are not reserved."""
+    """Raise unless metadata has texts by keys that are not reserved.
+
+    TypeError for another type, ValueError for the key ``mlstate`` or one below it.
+    """
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata must map str to str, got {key!r}: {type(text).__name__}")
@@ -290,7 +326,7 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def _flatten_texts(branch: Any, where: str, texts: dict[str, str]) -> None:
-    """Add the texts of a tree of lists and dicts."""
+    """Add the texts of a tree of lists and dicts to `texts`, by their places below `where`."""
     if isinstance(branch, str):
         texts[where] = branch
         return
@@ -302,7 +338,10 @@ def _flatten_texts(branch: Any, where: str, texts: dict[str, str]) -> None:
 def _flatten_new(
     layer: LayerValues, where: str, arrays: dict[str, Any], scalars: list[tuple[str, str]]
 ) -> None:
-    """Add the arrays of a layer, and its scalars as arrays."""
+    """Add the arrays of a layer at the place `where` to `arrays`, and its scalars as arrays.
+
+    `scalars` gets (place, kind) for each scalar. A child is followed by the name of its class.
+    """
     for i, child in enumerate(layer.children):
         _flatten_new(child, f"{where}.{i}.0", arrays, scalars)
         _add_value(child.cls.name, f"{where}.{i}.1", arrays, scalars)
@@ -335,7 +374,11 @@ def _add_value(
 
 
 def _flatten_old(layer: LayerValues, where: str, arrays: dict[str, Any]) -> Any:
-    """Add the arrays of a layer for 0.31, and return its numbers as texts."""
+    """Add the arrays of a layer for 0.31 to `arrays`, and return its numbers as texts.
+
+    The return value is a tree of lists, or "" for a layer without numbers. Free positions are left
+    out: 0.31 takes the length of the arrays as the number of tokens.
+    """
     cls, values = layer.cls, layer.values
     if cls.name == "CacheList":
         parts = list(enumerate(layer.children))
@@ -370,7 +413,7 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def _check_old(layer: LayerValues, where: str) -> None:
-    """Raise if a file of 0.31 cannot hold a layer."""
+    """Raise CompatibilityError if a file of 0.31 cannot hold a layer's values."""
     values, text = layer.values, ""
     if layer.cls.name == "ArraysCache":
         if any(state is None for state in values["cache"]):

@@ -36,7 +36,10 @@ class Reader(EntryReader):
         self._full_windows: list[tuple[str, LayerValues]] = []
 
     def read(self, layer: LayerValues, index: int, where: str) -> None:
-        """Add the entries of a layer."""
+        """Add the entries of a layer, and of its children.
+
+        `index`: of the layer in the cache. `where`: its place, such as "3", or "3.1" for a child.
+        """
         name = layer.cls.name
         for i, child in enumerate(layer.children):
             self.read(child, index, f"{where}.{i}")
@@ -53,9 +56,14 @@ class Reader(EntryReader):
             self.count(layer.tokens or 0, where)
 
     def finish(self) -> None:
-        """Check the layers together, and leave out positions that not all of them have."""
+        """Check the layers together, and leave out positions that not all of them have.
+
+        Call it after the last `read`. Raises CompatibilityError for an empty cache or different
+        numbers of tokens.
+        """
         self.require_entries()
         counts = [(layer.tokens or 0, where) for where, layer in self._full_windows]
+        # only full windows: the largest number is the nearest to the true one
         if self.length is None and counts:
             self.count(*max(counts))
         for where, layer in self._full_windows:
@@ -83,21 +91,27 @@ class Reader(EntryReader):
 
 
 class _Place(NamedTuple):
-    """A layer that is being read."""
+    """A layer of mlx-lm that is being read."""
 
     reader: Reader
     layer: LayerValues
-    layer_index: int
-    where: str
+    layer_index: int  # in the cache
+    where: str  # start of its entries' names, such as "3", or "3.1" in a CacheList
 
     def add_both(self, kind: str, end: int | None = None, **options: Any) -> None:
-        """Add keys and values, up to a position."""
+        """Add keys and values as entries of a kind, without positions from `end` (None: all).
+
+        `options`: further arguments of `CacheEntry`.
+        """
         for part in ("keys", "values"):
             array = self.layer.values[part][:, :, :end]
             self.reader.add(self.where, self.layer_index, part, array, kind, **options)
 
     def unknown(self, attribute: str, text: str) -> CompatibilityError:
-        """Return the exception for values that mlx-lm does not have together."""
+        """Return the exception for a value that contradicts the layer's other values.
+
+        `text`: the contradiction.
+        """
         value = self.layer.values[attribute]
         text = f"layer {self.where}: {self.layer.cls.name}.{attribute} is {value}, and {text}"
         return incompatible(text, self.where, "the values of mlx-lm 0.31 or 0.32", value)
@@ -108,13 +122,14 @@ def _read_full(at: _Place) -> None:
 
 
 def _read_quantized(at: _Place) -> None:
+    """Add keys and values of a quantized layer: each has codes, scales and biases."""
     bits, group = at.layer.values["bits"], at.layer.values["group_size"]
     for part in ("keys", "values"):
         codes, scales, biases = at.layer.values[part]
         entry = CacheEntry(
             f"{at.where}.{part}",
             "quantized",
-            (*codes.shape[:3], codes.shape[3] * 32 // bits),
+            (*codes.shape[:3], codes.shape[3] * 32 // bits),  # codes are packed in uint32
             scales.dtype,
             2,
             layer=at.layer_index,
@@ -127,6 +142,10 @@ def _read_quantized(at: _Place) -> None:
 
 
 def _read_ring(at: _Place) -> None:
+    """Add the tokens of a layer with a window, whose array is a ring.
+
+    Raises CompatibilityError if its slot, tokens and positions contradict each other.
+    """
     values, positions, tokens = at.layer.values, at.layer.positions, at.layer.tokens or 0
     slot, window, sinks = values["_idx"], values["max_size"], values.get("keep", 0)
     if tokens <= positions and slot != tokens:
@@ -139,7 +158,10 @@ def _read_ring(at: _Place) -> None:
 
 
 def _read_chunked(at: _Place) -> None:
-    """Add the tokens of a layer that drops the oldest ones, in order."""
+    """Add the tokens of a ChunkedKVCache, which drops the oldest ones and stores the rest in order.
+
+    Raises CompatibilityError if a trim has left less than a chunk.
+    """
     values = at.layer.values
     start, size = values["start_position"], values["chunk_size"]
     stored = values["offset"] - start
@@ -162,7 +184,10 @@ _READ = {
 
 
 def layout_of(layer: LayerValues, length: int) -> Layout:
-    """Return the values of a layer that stay when the number of tokens changes."""
+    """Return the values of a layer that stay when the number of tokens changes.
+
+    `length`: tokens of the cache, from which the padding of a batch is counted.
+    """
     name, values = layer.cls.name, layer.values
     names = ("group_size", "bits", "keep", "max_size", "chunk_size")
     options: dict[str, Any] = {name: values[name] for name in names if name in values}

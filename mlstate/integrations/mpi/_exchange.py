@@ -62,25 +62,35 @@ class Channel:
         self._unfinished: list[object] = []  # memory that MPI may still read or write
 
     def link(self, operation: str, call: str, timeout: float) -> Link:
-        """Return the link of a new operation."""
+        """Return the link of a new operation, which fails after `timeout` seconds.
+
+        `call`: text of its arguments. The tag of its messages depends on the text and on the number
+        of earlier calls.
+        """
         self._calls += 1
         digest = zlib.crc32(f"{self._calls} {call}".encode()) & 0xFFF
         tag = digest << 3 | _OPERATIONS.index(operation)
         return Link(self, operation, tag, timeout)
 
     def keep(self, *memory: object) -> None:
-        """Keep memory of unfinished requests alive until the process ends."""
+        """Keep memory that MPI may still read or write alive until the process ends."""
         self._unfinished.append(memory)
 
     def give_up(self, operation: str) -> None:
-        """Notify all other ranks that this rank gives up; does not wait."""
+        """Notify all other ranks that this rank gives up in an operation; does not wait.
+
+        `operation`: the one that failed, or "abort".
+        """
         tag = _ENDINGS.index(operation) << 3 | _DEPARTED
         others = [r for r in range(self.world_size) if r != self.rank]
         empty = bytearray()
         self.keep([self.comm.Isend([empty, self.mpi.BYTE], r, tag) for r in others], empty)
 
     def find_departed_ranks(self) -> dict[int, str]:
-        """Return the ranks that have given up this group, and the failed operation of each."""
+        """Return the ranks that have given up this group, and the operation that failed on each.
+
+        Receives all notifications of `give_up` that have arrived; does not wait.
+        """
         status = self.mpi.Status()
         for number, operation in enumerate(_ENDINGS):
             tag = number << 3 | _DEPARTED
@@ -91,7 +101,7 @@ class Channel:
 
 
 def wait_for(request: Any, seconds: float) -> bool:
-    """Wait until one request is done or the time is up; return whether it is done."""
+    """Wait until one MPI request is done or `seconds` have passed; return whether it is done."""
     deadline = monotonic() + seconds
     while not request.Test():
         if monotonic() > deadline:
@@ -108,7 +118,10 @@ class _Messages:
     """
 
     def __init__(self, link: Link, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        """Start to send `sends[i]` to rank i; `receives[i]` waits for what rank i sends."""
+        """Start to send `sends[i]` to rank i; `receives[i]` waits for the bytes that rank i sends.
+
+        This rank's own items are ignored, and no message is sent for an empty item.
+        """
         channel = link.channel
         self.memory: list[Any] = [sends, receives]
         self.requests: list[Any] = []
@@ -126,13 +139,19 @@ class _Messages:
                 self.add(request, target, False)
 
     def add(self, request: Any, rank: int, sends: bool) -> None:
-        """Register a request."""
+        """Register a request of MPI.
+
+        `rank`: the other rank. `sends`: that rank sends the message, and this one receives it.
+        """
         self.left.add(len(self.requests))
         self.requests.append(request)
         self.peers.append((rank, sends))
 
     def waiting_for(self) -> tuple[list[int], list[int]]:
-        """Return the ranks that still have to send, and the other ranks that have not received."""
+        """Return the ranks that still have to send, and the other ranks that have not received.
+
+        A rank that has to do both is only in the first list.
+        """
         left = [self.peers[index] for index in self.left]
         sources = {rank for rank, sends in left if sends}.union(self.expected)
         return sorted(sources), sorted({rank for rank, sends in left if not sends} - sources)
@@ -175,7 +194,10 @@ class Link(ExchangeLink):
         )
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        """Send and receive messages; implements `ExchangeLink.exchange`."""
+        """Send and receive messages; implements `ExchangeLink.exchange`.
+
+        After an error, the memory of unfinished messages is kept alive until the process ends.
+        """
         self.began = True
         messages = _Messages(self, sends, receives)
         try:
@@ -188,9 +210,12 @@ class Link(ExchangeLink):
             raise
 
     def _poll_messages(self, messages: _Messages) -> None:
-        """Poll until all messages have been sent and received."""
+        """Poll until all messages have been sent and received; pause longer while nothing arrives.
+
+        Raises CollectiveError as `_check_waiting` does.
+        """
         testsome = self.channel.mpi.Request.Testsome
-        quiet_since, pause = monotonic(), _EAGER_SECONDS / 2
+        quiet_since, pause = monotonic(), _EAGER_SECONDS / 2  # in seconds
         while messages.left or messages.expected:
             seen = messages.expected and self._receive_messages(messages)
             done = testsome(messages.requests)
@@ -205,7 +230,10 @@ class Link(ExchangeLink):
                 pause = min(pause * 1.25, _PAUSE_SECONDS)
 
     def _receive_messages(self, messages: _Messages) -> bool:
-        """Start to receive messages that have arrived; return whether there were any."""
+        """Start to receive messages that have arrived; return whether there were any.
+
+        Raises CollectiveError for a message with another tag or length than expected.
+        """
         mpi, comm, seen = self.channel.mpi, self.channel.comm, False
         status = mpi.Status()
         for source, places in [*messages.expected.items()]:
@@ -226,7 +254,10 @@ class Link(ExchangeLink):
         return seen
 
     def _mismatch_error(self, source: int, tag: int) -> Exception:
-        """Return the error for a message that this operation does not expect."""
+        """Return the error for a message that this operation does not expect.
+
+        `tag`: of the message; it contains the operation that rank `source` called.
+        """
         if tag & 7 == _DEPARTED:
             self.channel.departed[source] = _ENDINGS[tag >> 3]
             return self._departure_error(source, _ENDINGS[tag >> 3])
@@ -244,7 +275,10 @@ class Link(ExchangeLink):
         return self.error(f"rank {source} {how}: see its error")
 
     def _check_waiting(self, messages: _Messages) -> None:
-        """Raise while waiting if another rank gave up, the group was aborted, or time is up."""
+        """Raise CollectiveError if a rank gave up, the group was aborted, or the time is up.
+
+        Ranks that have finished their part of this operation may give up in a later one.
+        """
         if self.channel.aborted:
             raise self.error("this group was aborted meanwhile")
         sources, targets = messages.waiting_for()

@@ -106,7 +106,10 @@ class MPIGroup(Engine):
         self._operations = OperationQueue("mlstate-mpi-group", self._rank)
 
     def _duplicate(self, comm: Any) -> Any:
-        """Return a communicator of the same ranks for this group; raise after the timeout."""
+        """Return a communicator of the same ranks for this group only.
+
+        Raises CollectiveError if some rank has not called this after the timeout.
+        """
         from mpi4py import MPI
 
         duplicate, request = comm.Idup()
@@ -176,6 +179,7 @@ class MPIGroup(Engine):
             self._operations.run("abort", self._notify_abort)
 
     def _notify_abort(self) -> None:
+        """Notify the other ranks of the abort, unless MPI was finalized."""
         from mpi4py import MPI
 
         if not MPI.Is_finalized():

@@ -34,7 +34,10 @@ _FOLDER = "mlstate"  # in the output folder of the Trainer
 
 
 def _generators() -> dict[str, Any]:
-    """Return the random generators that a training uses, by name."""
+    """Return the random generators that a training uses, by name.
+
+    Each is a module or object that `library_of` knows; CUDA's are those of all devices.
+    """
     import torch
 
     generators: dict[str, Any] = {"python": random, "numpy": np.random, "torch": torch.random}
@@ -44,7 +47,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _states_of(generators: dict[str, object]) -> list[tuple[Any, str, Any]]:
-    """Return the generators with their libraries and states."""
+    """Return for each generator: the generator, its library's name, and a copy of its state."""
     libraries = ((each, library_of(each)) for each in generators.values())
     return [
         (each, library, restored(state_of(each, library), library))
@@ -54,12 +57,16 @@ def _states_of(generators: dict[str, object]) -> list[tuple[Any, str, Any]]:
 
 
 def _set_states(states: list[tuple[object, str, object]]) -> None:
+    """Set generators to the states that `_states_of` returned."""
     for each, library, state in states:
         set_state(each, library, state)
 
 
 def _is_inside(directory: Any, output: str) -> bool:
-    """Return whether the steps are in the Trainer's output folder; links are followed."""
+    """Return whether the steps' `directory` is in the Trainer's folder `output`; follow links.
+
+    None is the default directory, which is inside.
+    """
     if directory is None:
         return True
     if is_url(directory):
@@ -69,7 +76,10 @@ def _is_inside(directory: Any, output: str) -> bool:
 
 
 def _check_arguments(args: Any, state: Any, directory: Any) -> None:
-    """Raise CompatibilityError for options of the Trainer under which the callback cannot work."""
+    """Raise CompatibilityError for options of the Trainer under which the callback cannot work.
+
+    `args`, `state`: as the Trainer passes them to callbacks. `directory`: of the callback, or None.
+    """
     problems = {
         "deepspeed": "DeepSpeed keeps the optimizer's states itself, and saves them itself: leave "
         "the callback out",
@@ -100,7 +110,10 @@ def _check_arguments(args: Any, state: Any, directory: Any) -> None:
 
 
 def _skips_batches(args: Any, state: Any, loader: Any) -> bool:
-    """Return whether the Trainer resumes within an epoch, and so skips its first batches."""
+    """Return whether the Trainer resumes within an epoch, and so skips its first batches.
+
+    `loader`: of the training data; an epoch has its length divided by the accumulated batches.
+    """
     if args.ignore_data_skip:
         return False
     try:
@@ -189,6 +202,7 @@ class MLStateCallback:
         self._signal_step: int | None = None  # saved because of a signal
 
     def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return a function that does nothing for an event of the Trainer without a method."""
         if name.startswith("on_"):  # the Trainer's other events
             return lambda *arguments, **keywords: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -228,7 +242,10 @@ class MLStateCallback:
         return last_checkpoint(output, manager, is_default=directory is None)
 
     def _open(self, args: Any) -> CheckpointManager:
-        """Return the manager for this training's folder; with several ranks, also connect them."""
+        """Create and return the manager of this training's steps.
+
+        With several ranks, also create the group that connects them; every rank must call this.
+        """
         self._close()
         output = Path(args.output_dir)
         directory = output / _FOLDER if self._directory is None else self._directory
@@ -240,10 +257,12 @@ class MLStateCallback:
 
             from ..torch import TorchGroup
 
+            # gloo: steps are exchanged as bytes in main memory
             self._group = TorchGroup(dist.new_group(backend="gloo"))
         return self._manager
 
     def _close(self) -> None:
+        """Close manager and group, if they are open; a second call does nothing."""
         manager, group = self._manager, self._group
         self._manager = self._group = None
         if manager is not None:
@@ -312,7 +331,11 @@ class MLStateCallback:
             )
 
     def _has_step(self, state: Any) -> bool:
-        """Return whether the manager has the step that is resumed; all ranks agree."""
+        """Return whether the manager has the step that the Trainer resumes, of the same run.
+
+        Rank 0 decides, so that all ranks agree. A damaged step counts as present: its restore
+        raises.
+        """
         manager, has_step = self._manager, True
         assert manager is not None
         if self._group is None or self._group.rank == 0:
@@ -326,7 +349,11 @@ class MLStateCallback:
         return gather_bytes(self._group, b"1" if has_step else b"0")[0] == b"1"
 
     def _restore(self, step: int, model: Any, optimizer: Any, scheduler: object) -> None:
-        """Restore a step, except for the generators, whose states are kept for later."""
+        """Restore model, optimizer and scheduler from a step.
+
+        The generators get their states from before the call again: their restored states are kept
+        for `_set_restored`. They are left out if the number of ranks has changed.
+        """
         assert self._manager is not None
         checkpoint = self._manager.checkpoint(step)
         generators = _generators()
@@ -366,7 +393,10 @@ class MLStateCallback:
         self._save_after_signal(args, state, control, objects)
 
     def _set_restored(self) -> None:
-        """Set the generators as late as the Trainer does; other calls have drawn from them."""
+        """Set the generators as late as the Trainer does; other calls have drawn from them.
+
+        This happens once: a later call does nothing.
+        """
         _set_states(self._restored)
         self._restored = []
 
@@ -385,7 +415,11 @@ class MLStateCallback:
         self._save_after_signal(args, state, control, objects)
 
     def _save_after_signal(self, args: Any, state: Any, control: Any, objects: Any) -> None:
-        """Save the step if ``enable_jit_checkpoint`` has just saved, which sends no event."""
+        """Save the step if ``enable_jit_checkpoint`` has just saved, which sends no event.
+
+        The Trainer has then written a folder of the current position. `objects`: keywords of the
+        event, which `on_save` gets too.
+        """
         if not getattr(args, "enable_jit_checkpoint", False) or not control.should_training_stop:
             return
         folder = folder_of(Path(args.output_dir), state.global_step)
@@ -406,7 +440,10 @@ class MLStateCallback:
         lr_scheduler: object = None,
         **others: object,
     ) -> None:
-        """Save the state of a step, after the Trainer has written its checkpoint."""
+        """Save the state of a step, after the Trainer has written its checkpoint.
+
+        All ranks must call it. The position is the one in the Trainer's folder, as rank 0 reads it.
+        """
         manager = self._manager
         if manager is None:
             manager = self._open(args)

@@ -48,7 +48,7 @@ _LOCK_SECONDS = 600.0  # another rank may restore the folder
 
 
 def folder_of(output: Path, step: int | None) -> Path:
-    """Return the folder of a step."""
+    """Return the Trainer's folder of a step, below its output folder `output`."""
     return output / f"checkpoint-{step}"
 
 
@@ -59,12 +59,12 @@ def _steps_of(output: Path) -> list[int]:
 
 
 def position_text(state: Any) -> str:
-    """Return the text that the Trainer writes for its position."""
+    """Return the text of ``trainer_state.json`` that the Trainer writes for its `state`."""
     return json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
 
 
 def read_position(folder: Path) -> str | None:
-    """Return the position that a folder holds, or None."""
+    """Return the text of ``trainer_state.json`` in a folder; None if it cannot be read."""
     try:
         return (folder / POSITION).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -72,7 +72,10 @@ def read_position(folder: Path) -> str | None:
 
 
 def is_same_position(first: str, second: str) -> bool:
-    """Return whether two texts describe the same position of the same run."""
+    """Return whether two texts of ``trainer_state.json`` describe the same position of one run.
+
+    Only the entries in `_COMPARED` count. False if a text is malformed.
+    """
     try:
         entries = [json.loads(text) for text in (first, second)]
         texts = [json.dumps([each.get(key) for key in _COMPARED]) for each in entries]
@@ -82,7 +85,11 @@ def is_same_position(first: str, second: str) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether a folder has weights that the Trainer can load; safetensors are checked."""
+    """Return whether a folder has weights that the Trainer can load.
+
+    Safetensors files are opened, which finds truncated ones; of other formats, one file has to
+    exist.
+    """
     try:
         files = [folder / name for name in _SAFETENSORS if (folder / name).is_file()]
         if (folder / _INDEX).is_file():
@@ -96,9 +103,10 @@ def _has_weights(folder: Path) -> bool:
 
 
 def is_whole(folder: Path, position: str | None) -> bool:
-    """Return whether the Trainer can resume from a folder, except for the optimizer.
+    """Return whether the Trainer can resume from a folder, without regard to its optimizer.
 
-    `position` is the text that the step of mlstate has recorded; None skips the comparison.
+    `position`: the text of ``trainer_state.json`` that the step of mlstate has recorded; None skips
+    the comparison.
     """
     text = read_position(folder)
     if text is None or (folder / _UNFINISHED).exists():
@@ -107,7 +115,10 @@ def is_whole(folder: Path, position: str | None) -> bool:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether the Trainer can resume from a folder without mlstate."""
+    """Return whether the Trainer can resume from a folder without mlstate.
+
+    The folder needs weights, position, optimizer and scheduler.
+    """
     has_optimizer = any((folder / f"optimizer.{suffix}").is_file() for suffix in ("pt", "bin"))
     return has_optimizer and (folder / "scheduler.pt").is_file() and is_whole(folder, None)
 
@@ -125,7 +136,10 @@ def _is_mixed(folder: Path) -> bool:
 
 
 def read_record(manager: CheckpointManager, step: int) -> dict[str, Any]:
-    """Return the record of the Trainer in a step; its position is None in older steps."""
+    """Return the state ``trainer`` of a step: a dict with the key ``position``.
+
+    The position is the text of ``trainer_state.json``; None for steps that do not store it.
+    """
     record: dict[str, Any] = {"position": None}
     if "trainer" in manager.checkpoint(step).states:
         manager.restore(step, into={"states": {"trainer": record}})
@@ -133,7 +147,7 @@ def read_record(manager: CheckpointManager, step: int) -> dict[str, Any]:
 
 
 def _verified_record(manager: CheckpointManager, step: int) -> dict[str, Any] | None:
-    """Return the record of a step, or None if the step is damaged."""
+    """Return `read_record` of a step, or None if its checksums fail or it cannot be read."""
     try:
         return read_record(manager, step) if manager.checkpoint(step).verify() else None
     except MLStateError:
@@ -141,6 +155,7 @@ def _verified_record(manager: CheckpointManager, step: int) -> dict[str, Any] | 
 
 
 def _is_resumable(output: Path, manager: CheckpointManager, step: int) -> bool:
+    """Return whether a step's folder is whole and has the position that the step recorded."""
     try:
         return is_whole(folder_of(output, step), read_record(manager, step)["position"])
     except MLStateError:
@@ -148,17 +163,18 @@ def _is_resumable(output: Path, manager: CheckpointManager, step: int) -> bool:
 
 
 def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: bool) -> str | None:
-    """Return the newest folder that a training can resume, or None.
+    """Return the newest folder that a training can resume from, or None to start anew.
 
     The folder of the newest step is written again if the Trainer was killed after it had deleted
-    it, or if there is no complete folder. `is_default`: the steps are in the output folder.
+    it, or if there is no complete folder. `is_default`: the steps are in the output folder, so
+    without folders there is nothing to resume.
     """
     folders = _steps_of(output)
     if not folders and is_default:
         return None
     saved = manager.steps()
     newest: tuple[int, str | None] | None = None
-    good = -1
+    good = -1  # newest step with an undamaged step of mlstate and a whole folder
     for step in reversed(saved):
         record = _verified_record(manager, step)
         if record is None:
@@ -200,7 +216,11 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
 
 
 def _restore_folder(output: Path, manager: CheckpointManager, step: int, position: str) -> Path:
-    """Write the Trainer's folder of a step again: its weights, and the text of its position."""
+    """Write the Trainer's folder of a step again, from the step: weights and `position`.
+
+    Return the folder. `position`: the text of ``trainer_state.json``. If another rank has written
+    it meanwhile, nothing is written.
+    """
     folder = folder_of(output, step)
     output.mkdir(parents=True, exist_ok=True)
     place = manager._checkpoints.folder

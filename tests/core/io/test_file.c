@@ -276,3 +276,25 @@ TEST(rename_refuses_existing_target_or_swaps_both)
     CHECK(mls_path_rename(path, other, MLS_RENAME_NEW) == 0);
     CHECK(content_is(other, "second") && entries() == 1);
 }
+
+TEST(names_of_temporary_files_are_recognised)
+{
+    static const char *const others[] = {
+        "",
+        ".",
+        ".mlstate-",
+        ".mlstate-.tmp",
+        ".mlstate-0123456789abcdef",
+        ".mlstate-0123456789abcdeg.tmp",
+        ".mlstate-0123456789abcdef0.tmp",
+        ".mlstate-0123456789abcdef.tmp2",
+        "x.mlstate-0123456789abcdef.tmp",
+    };
+    mls_atomic_file file;
+    REQUIRE(mls_atomic_begin(path_of("target"), 0666, &file, &status) == MLS_OK);
+    CHECK(mls_atomic_is_temporary(file.temporary));
+    mls_atomic_abort(&file);
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+        CHECK(!mls_atomic_is_temporary(others[i]));
+    }
+}

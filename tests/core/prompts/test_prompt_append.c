@@ -108,3 +108,49 @@ TEST(a_stopped_put_leaves_the_log_unchanged)
     CHECK(stored_tokens(log, 1) == 0 && file_bytes(segment_path(1)) == 64);
     mls_prompt_log_free(log);
 }
+
+static bool fetch_bytes(void *context, const mls_tensor *part, mls_tensor *out)
+{
+    static unsigned char bytes[1000]; /* the next part replaces this one */
+    int *count = context;
+    memset(bytes, 'a' + *count, sizeof bytes);
+    *out = vector_of(bytes, MLS_U8, part->shape[0]);
+    return ++*count < 4;
+}
+
+TEST(parts_are_fetched_one_by_one_and_a_refusal_stops_the_put)
+{
+    mls_prompt_log *log = open_log();
+    const prompt p = prompt_of(1);
+    const mls_prompt_prefix prefix = prefix_of(&p, 2 * BLOCK);
+    int count = 0;
+    const mls_prompt_source source = {fetch_bytes, &count};
+    mls_tensor parts[4];
+    unsigned char into[1000];
+    for (size_t i = 0; i < 4; i++) {
+        parts[i] = vector_of(NULL, MLS_U8, i == 1 ? 0 : 900);
+    }
+    mls_prompt_item items[2] = {
+        {.end = BLOCK, .parts = parts, .part_count = 4, .source = &source},
+        {.end = 2 * BLOCK, .parts = parts, .part_count = 4, .source = &source}};
+    bool busy = true;
+    REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
+    CHECK(mls_prompt_put(log, &prefix, items, 1, UINT64_MAX, NULL, &status) == MLS_OK);
+    CHECK(count == 3);
+    CHECK(mls_prompt_put(log, &prefix, items, 2, UINT64_MAX, NULL, &status) ==
+          MLS_E_STOPPED);
+    CHECK(count == 4 && items[0].result == 0);
+    mls_prompt_unlock(log);
+    mls_prompt_match *match = match_tokens(log, &p, MOST_TOKENS);
+    CHECK(match->length == BLOCK);
+    for (size_t i = 0; i < 4; i++) {
+        const size_t bytes = i == 1 ? 0 : 900;
+        mls_prompt_request request = {.part = i, .into = vector_of(into, MLS_U8, bytes)};
+        CHECK(mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL,
+                              &status) == MLS_OK);
+        CHECK(request.code == MLS_OK);
+        CHECK(bytes == 0 || (into[0] == "a bc"[i] && into[899] == into[0]));
+    }
+    mls_prompt_match_free(match);
+    mls_prompt_log_free(log);
+}

@@ -19,11 +19,11 @@ void *__wrap_realloc(void *block, size_t bytes);
 
 static long countdown; /* allocations until one fails; 0 and below: none fails */
 static bool has_failed;
-static size_t requested; /* bytes of all allocations since take_requested */
+static size_t requested_bytes; /* bytes of all allocations since take_requested */
 
 static inline bool fails_now(size_t bytes)
 {
-    requested += bytes;
+    requested_bytes += bytes;
     if (countdown > 0 && --countdown == 0) {
         has_failed = true;
         return true;
@@ -49,8 +49,8 @@ void *__wrap_realloc(void *block, size_t bytes)
 /* Return the bytes of all allocations since the last call. */
 static inline size_t take_requested(void)
 {
-    const size_t bytes = requested;
-    requested = 0;
+    const size_t bytes = requested_bytes;
+    requested_bytes = 0;
     return bytes;
 }
 

@@ -36,8 +36,8 @@ typedef struct integer_range {
     double low, end; /* low <= value < end; both are exact */
 } integer_range;
 
-/* Return the values that an integer type can hold, from the first to before the second
- * number; an empty range for other types. */
+/* Return the values that an integer or bool type can hold; an empty range for other
+ * types. */
 static integer_range range_of(mls_dtype dtype)
 {
     switch (dtype) {
@@ -67,15 +67,15 @@ static bool is_exactly_zero(double value)
     return mls_f64_bits(value) << 1 == 0;
 }
 
-/* Store an integral value in two's complement, lowest byte first. */
+/* Store an integral value in two's complement as 8 bytes, lowest byte first. */
 static void encode_integer(double value, unsigned char *bytes)
 {
     mls_store_le64(bytes, value < 0 ? (uint64_t)(int64_t)value : (uint64_t)value);
 }
 
-/* Store `value` rounded to a float type of 16 to 64 bits, in this machine's byte order.
- * Returns false if a finite value became infinite. Infinity and NaN are stored as they
- * are. */
+/* Store `value` rounded to `dtype`, a float type of 16 to 64 bits, in this machine's byte
+ * order. Returns false if a finite value became infinite. Infinity and NaN are stored as
+ * they are. */
 static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
 {
     double reads_as;
@@ -106,8 +106,7 @@ static bool is_little_endian(void)
     return first == 1;
 }
 
-/* Encode `value` in dtype and byte order of the destination. Floats are rounded, integers
- * must be exact, and all other types accept only zero. */
+/* Round floats; integers must be exact, and all other types accept only zero. */
 mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
                             mls_status *st)
 {
@@ -143,8 +142,8 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 
 /* ---- copying ---- */
 
-/* Check shapes and dtypes of a copy; `label` names the operation. The source's shape is
- * reported as expected and the target's as got: users choose the target. */
+/* Report the source's shape as expected and the target's as got, because users choose the
+ * target. */
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *label,
                         mls_status *st)
 {
@@ -167,6 +166,7 @@ mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char
     return MLS_OK;
 }
 
+/* How the elements of one copy are moved: the same for all of its runs. */
 typedef struct copier {
     const mls_kernels *kernels;
     mls_convert_run convert; /* NULL: same dtype */
@@ -176,8 +176,8 @@ typedef struct copier {
     bool is_fresh; /* of the destination; see next_part */
 } copier;
 
-/* Copy `count` elements, at most CHUNK, through the stack: gather, swap, convert, swap,
- * scatter. Strides are in bytes. */
+/* Copy `count` elements, at most CHUNK, through the stack: gather, swap bytes, convert,
+ * swap bytes, scatter. Strides are the bytes between two elements. */
 static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
                        const unsigned char *src, ptrdiff_t src_stride, size_t count)
 {
@@ -198,8 +198,8 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
     mls_scatter(dst, dst_stride, ready, c->dst_item, count);
 }
 
-/* Copy `count` elements whose dtype, byte order or distance differs, CHUNK elements at a
- * time. Strides are in bytes. */
+/* Copy a run of `count` elements that kernels cannot copy, because they are not adjacent
+ * or have the other byte order. Strides are the bytes between two elements. */
 static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
                         const unsigned char *src, ptrdiff_t src_stride, size_t count)
 {
@@ -212,8 +212,8 @@ static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_strid
     }
 }
 
-/* Return a copier for these two views, with its kernel for their dtypes. Items of one
- * byte need no swap. */
+/* Return a copier for these two views, with the kernel for their dtypes. `is_fresh` is
+ * left false. Items of one byte need no swap. */
 static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
                          const mls_tensor *src)
 {
@@ -232,8 +232,9 @@ static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
     return c;
 }
 
-/* Begin to store elements in runs of `count`, 0 if they are not packed. Short runs use
- * plain stores. */
+/* Begin to store the elements of `dst` in runs of `count` adjacent ones; `count` is 0 if
+ * kernels do not store them. Returns the kind of store, and the trial that measures it if
+ * there is one. Short runs use plain stores. */
 static mls_store_trial begin_runs(const mls_kernels *kernels,
                                   mls_store_operation operation, const mls_tensor *dst,
                                   size_t count, mls_destination destination)
@@ -249,12 +250,13 @@ static mls_store_trial begin_runs(const mls_kernels *kernels,
     return mls_store_begin(kernels->choices, operation, variants, destination, bytes);
 }
 
+/* Elements first .. first + count - 1 of a run. */
 typedef struct part {
-    size_t first, count; /* elements */
+    size_t first, count;
 } part;
 
-/* Return the next part of a run: all `left` elements, or as many as the trial has room
- * for.
+/* Return which of the `left` elements of a run to store next: all, or as many as the
+ * trial has room for. `item` is the size of an element in bytes.
  *
  * Fresh memory is written from its end. The first store to a huge page makes the system
  * clear it in ascending order, so the end of the page is cached and the beginning is not.
@@ -271,9 +273,9 @@ static part next_part(const mls_store_trial *trial, size_t left, size_t item,
     return (part){.first = is_fresh ? left - count : 0, .count = count};
 }
 
-/* Copy a run of packed elements in this machine's byte order, with kernels, part by part
- * as the trial demands; fresh memory from its end (see next_part), so the addresses
- * stay. */
+/* Copy a run of `count` adjacent elements in this machine's byte order, with kernels,
+ * part by part as the trial demands. In fresh memory `to` and `from` do not advance,
+ * since its parts are written from the end (see next_part). */
 static void copy_run(const copier *c, mls_store_trial *trial, unsigned char *to,
                      const unsigned char *from, size_t count)
 {
@@ -304,8 +306,7 @@ static mls_store_operation operation_of(const copier *c)
 }
 
 /* Copy all elements, run by run: the iterator joins axes, so that a run is as long as
- * possible. `destination` tells how many bytes the whole result has, which decides
- * whether stores bypass the cache. */
+ * possible. */
 void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
               mls_destination destination)
 {
@@ -337,8 +338,8 @@ void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tenso
     mls_store_end(&trial);
 }
 
-/* Copy packed bytes; short copies always store through the cache, without a
- * measurement. */
+/* Copy the bytes as items of one byte. Short copies always store through the cache,
+ * without a measurement. */
 void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size_t bytes,
                     mls_destination destination)
 {
@@ -355,8 +356,7 @@ void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size
     mls_store_end(&trial);
 }
 
-/* Return the element's bytes, repeated to fill a 64-bit pattern. Every item size divides
- * eight. */
+/* Every item size divides eight, so the repetitions fill the pattern. */
 uint64_t mls_element_pattern(mls_element element)
 {
     unsigned char bytes[8];
@@ -368,8 +368,9 @@ uint64_t mls_element_pattern(mls_element element)
     return pattern;
 }
 
-/* Fill a run of `count` packed elements of `item` bytes. Every item size divides eight,
- * so the pattern fits at any element. */
+/* Store `pattern` over `count` adjacent elements of `item` bytes from `to` on, part by
+ * part as the trial demands. Every item size divides eight, so the pattern may start anew
+ * at any element. */
 static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
                      unsigned char *to, uint64_t pattern, size_t item, size_t count)
 {
@@ -382,8 +383,7 @@ static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
     }
 }
 
-/* Store one element everywhere, with the pattern kernel if the elements of a run are
- * adjacent. */
+/* Fill run by run, with the kernel if the elements of a run are adjacent. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination)
 {

@@ -15,8 +15,8 @@
 
 #include <stdint.h>
 
-/* Convert `count` elements. `store` selects the kind of store (cpu_store_choice.h); it
- * does not affect the result. */
+/* Convert `count` adjacent elements at `src` and write them to `dst`. `store` selects the
+ * kind of store (cpu_store_choice.h); it does not affect the result. */
 typedef void (*mls_convert_run)(void *dst, const void *src, size_t count,
                                 mls_store store);
 
@@ -49,7 +49,7 @@ typedef struct mls_element {
     size_t size;
 } mls_element;
 
-/* Encode `value` for a destination.
+/* Encode `value` in the dtype and the byte order of `destination`.
  * MLS_E_DTYPE: the dtype (complex, 8-bit floats) can only hold 0 here.
  * MLS_E_VALUE: the dtype cannot hold the value: a fraction or too large a number for an
  * integer, or a finite number beyond a float's range. */
@@ -61,20 +61,25 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *label,
                         mls_status *st);
 
-/* Copy every element and convert dtype and byte order. The views must have passed
- * mls_copy_check and must not overlap. Allocates nothing, cannot fail. */
+/* Copy every element of `src` to `dst`, and convert dtype and byte order. The views must
+ * have passed mls_copy_check and must not overlap. `destination` describes the memory of
+ * the whole result, which may be larger than `dst`; it affects only the speed. Allocates
+ * nothing, cannot fail. */
 void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
               mls_destination destination);
 
-/* Copy `bytes` packed bytes. The two ranges must not overlap. */
+/* Copy `bytes` adjacent bytes. The two ranges must not overlap. `destination` as in
+ * mls_copy. */
 void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size_t bytes,
                     mls_destination destination);
 
-/* Store `element` in every element of `dst`. */
+/* Store `element`, encoded for `dst`, in every element of `dst`. `destination` as in
+ * mls_copy. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination);
 
-/* Return the element repeated to fill eight bytes. */
+/* Return 8 bytes, in memory order, that repeat the element: the pattern of the kernel
+ * `fill`. */
 uint64_t mls_element_pattern(mls_element element);
 
 /* Return the destination for a copy whose result is read again at once: plain stores. */

@@ -36,9 +36,10 @@ MLS_TARGET static inline vector repeat_pattern(uint64_t bytes)
 
 #    include "array/copy/convert_vectors.h"
 
-/* Convert whole vectors with stores that bypass the cache, and return the number of
- * converted elements; `dst` is aligned. Four at a time, with loads before stores.
- * `from_bytes` and `to_bytes` are the sizes of an element. */
+/* Convert as many whole vectors as `count` elements fill, with stores that bypass the
+ * cache. Returns the number of converted elements. `dst` must be a multiple of WIDTH;
+ * `from_bytes` and `to_bytes` are the sizes of an element. Four vectors at a time, with
+ * loads before stores. */
 MLS_INLINED size_t stream_vectors(unsigned char *dst, const unsigned char *src,
                                   size_t count, size_t from_bytes, size_t to_bytes,
                                   vector_function convert)
@@ -63,9 +64,10 @@ MLS_INLINED size_t stream_vectors(unsigned char *dst, const unsigned char *src,
     return count - left;
 }
 
-/* Convert `count` elements of `from_bytes` to elements of `to_bytes` each: up to
- * alignment (`scalar`, if streaming), then whole vectors (`convert`), then the scalar
- * rest. Inlined into each conversion, so that `convert` is not a function call. */
+/* Convert `count` elements of `from_bytes` bytes to elements of `to_bytes` bytes: whole
+ * vectors with `convert`, the rest with `scalar`. If `how` is MLS_STORE_STREAM, `scalar`
+ * first converts the elements up to an aligned address. Inlined into each conversion, so
+ * that `convert` is not a function call. */
 MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_t count,
                              mls_store how, size_t from_bytes, size_t to_bytes,
                              vector_function convert, mls_convert_run scalar)
@@ -80,7 +82,7 @@ MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_
         const size_t done =
             stream_vectors(dst, src, count, from_bytes, to_bytes, convert);
         dst += done * to_bytes, src += done * from_bytes, count -= done;
-        _mm_sfence(); /* nothing else orders non-temporal stores */
+        _mm_sfence(); /* nothing else orders stores past the cache */
     } else {
         /* One unaligned store, then aligned ones. The first of these overlaps it. Stores
          * across cache lines took 1.15 times as long. */
@@ -98,8 +100,8 @@ MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_
 
 MLS_DEFINE_RUNS
 
-/* Copy through the cache, from the end, in whole vectors: see next_part in copy.c. The
- * rest at the start, and short copies, use memcpy. */
+/* Copy through the cache, from the end, in whole vectors: see next_part in copy.c. memcpy
+ * copies the rest at the start, and short copies. */
 MLS_INLINED void copy_by_loop(unsigned char *dst, const unsigned char *src, size_t bytes)
 {
     enum { SHORT = 2048, STEP = 4 * WIDTH };
@@ -155,8 +157,10 @@ MLS_TARGET static void copy_run(void *dst, const void *src, size_t bytes, mls_st
     }
 }
 
-/* Fill with aligned stores. The bytes before the aligned address are filled first, and
- * the pattern is then rotated to continue after them. */
+/* Repeat `pattern` over `bytes` bytes with aligned stores. The bytes before the first
+ * aligned address are filled by the scalar kernel, and the pattern is then rotated to
+ * continue after them. Short fills, and patterns that memset can fill unless they are
+ * streamed, use the scalar kernel alone. */
 MLS_TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store how)
 {
     unsigned char *to = dst;
@@ -183,7 +187,7 @@ MLS_TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_s
     mls_kernels_scalar.fill(to, turned, bytes, how);
 }
 
-/* Store 16 bytes at an aligned address, past the cache if `streams`. */
+/* Store 16 bytes at `to`, a multiple of 16, past the cache if `streams`. */
 MLS_INLINED void put_small(unsigned char *to, __m128i value, bool streams)
 {
     if (streams) {
@@ -193,10 +197,10 @@ MLS_INLINED void put_small(unsigned char *to, __m128i value, bool streams)
     }
 }
 
-/* Write `rows` rows of `row` bytes: `used` bytes from the source, whose rows are
- * `src_step` bytes apart, and then the pattern. Vectors of 16 bytes, because arrays of
- * NumPy are aligned to no more; through the cache, unaligned larger ones are faster. The
- * vector with the end of the tokens is assembled on the stack. */
+/* The kernel pad_rows (see copy.h) with stores past the cache if `streams`, without their
+ * fence. Vectors of 16 bytes, because arrays of NumPy are aligned to no more; through the
+ * cache, unaligned larger ones are faster. The vector with the end of the copied bytes is
+ * assembled on the stack. */
 MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
                              size_t src_step, size_t used, size_t row, size_t rows,
                              uint64_t pattern, bool streams)
@@ -229,7 +233,8 @@ MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
     }
 }
 
-/* Copy and pad rows, as pad_rows_by. A fence ends stores that bypass the cache. */
+/* Copy and pad rows with the kind of store `how`. A fence ends stores that bypass the
+ * cache. */
 MLS_TARGET static void pad_rows(void *dst, const void *src, size_t src_step, size_t used,
                                 size_t row, size_t rows, uint64_t pattern, mls_store how)
 {

@@ -43,13 +43,14 @@ void mls_run_f64_f32(void *dst, const void *src, size_t count, mls_store store);
                      [MLS_F32] = mls_run_f64_f32},                                       \
     }
 
-/* Return whether a pattern repeats one byte, as zero does; memset can then fill it. */
+/* Return whether all bytes of the pattern are equal, as in zero; memset can then fill
+ * it. */
 static inline bool mls_pattern_is_byte(uint64_t pattern)
 {
     return pattern == (pattern & 0xFFU) * 0x0101010101010101U;
 }
 
-/* Return the pattern as it continues after a fill has stored `offset` bytes. */
+/* Return the pattern to continue a fill with, after `offset` bytes of it were stored. */
 static inline uint64_t mls_pattern_at(uint64_t pattern, size_t offset)
 {
     const unsigned bits = (unsigned)(offset % 8) * 8;

@@ -38,8 +38,8 @@ static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
     memcpy(dst, src, bytes);
 }
 
-/* Repeat the pattern over `bytes` bytes. Any alignment works: the size of a register is a
- * multiple of the pattern's size. */
+/* Repeat the 8 bytes of `pattern` over `bytes` bytes. Any alignment works: the size of a
+ * register is a multiple of the pattern's size. */
 static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
 {
     unsigned char *to = dst;

@@ -48,7 +48,8 @@ static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
     memcpy(dst, src, bytes);
 }
 
-/* Repeat the 8-byte pattern over `bytes` bytes; the last repetition may be cut off. */
+/* Repeat the 8 bytes of `pattern` over `bytes` bytes; the last repetition may be cut
+ * off. */
 static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
 {
     (void)store;

@@ -11,8 +11,8 @@ enum {
     RESULTS = 2 * MLS_STORES /* two for each variant: see mls_store_turn */
 };
 
-/* Run a copy, conversions, a fill and a checksum from one buffer of BYTES bytes to
- * another: each is a trial, since `large` describes a large result. */
+/* Copy, convert, fill and checksum BYTES bytes from `from` to `to`. Each operation is a
+ * trial that measures itself, since `large` describes a large result. */
 static void run_trials(const mls_kernels *kernels, const mls_crc_kernels *crc,
                        unsigned char *to, unsigned char *from, mls_destination large)
 {
@@ -35,8 +35,9 @@ static void run_trials(const mls_kernels *kernels, const mls_crc_kernels *crc,
     (void)mls_crc_copy(crc, kernels->choices, 0, to, from, BYTES, large);
 }
 
-/* Copy the smallest result of each size class below MLS_STORING_WITHIN, until the loop
- * and memcpy have their trials. */
+/* Copy the smallest result of each size class below MLS_STORING_WITHIN from `from` to
+ * `to`, until the loop and memcpy have their trials. A class that ends where the next one
+ * starts is empty. */
 static void run_small_trials(const mls_kernels *kernels, unsigned char *to,
                              const unsigned char *from)
 {
@@ -49,8 +50,8 @@ static void run_small_trials(const mls_kernels *kernels, unsigned char *to,
     }
 }
 
-/* Run trials of all operations until the best way to store is known. Each copy below is
- * measured by the copy itself, which adds its time to the choices of `kernels`. */
+/* Run all operations until the best way to store is known. Each operation measures itself
+ * and adds its time to the choices of `kernels`. */
 mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *crc,
                             mls_status *st)
 {
@@ -59,7 +60,7 @@ mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *c
     if (code != MLS_OK) {
         return code;
     }
-    memset(pages.data, 1, (size_t)2 * BYTES);
+    memset(pages.data, 1, (size_t)2 * BYTES); /* touch the pages: no trial may fault */
     const size_t least = kernels->choices->least[MLS_STORING_WITHIN];
     const mls_destination large = {.bytes = BYTES > least ? BYTES : least};
     for (int trial = 0; trial < RESULTS; trial++) {

@@ -9,9 +9,9 @@
 
 #include <string.h>
 
-/* Return the view of `n` indices along `axis`, starting at element `first` in C order;
- * outer axes have one index, inner ones all. `inner[axis]` is the number of elements
- * inside one index. */
+/* Return the view of `n` indices along `axis` from the element `first` on, counted in C
+ * order: outer axes have one index, inner ones all. `inner[i]` is the number of elements
+ * inside one index of axis i. */
 static mls_tensor box_at(const mls_tensor *t, const size_t *inner, int axis, size_t first,
                          size_t n)
 {
@@ -23,10 +23,10 @@ static mls_tensor box_at(const mls_tensor *t, const size_t *inner, int axis, siz
     return box;
 }
 
-/* Copy elements `first` .. `first + count`, in C order, to packed memory of `dtype`, or
- * from there. Each iteration of the outer loop copies one box. Its axis is the outermost
- * one for which `first` is at the start of an index and the range includes that whole
- * index. */
+/* Copy elements first .. first + count - 1 of `t`, counted in C order, to adjacent
+ * elements of `dtype` at `memory` if `packs`, else from there. Each iteration of the
+ * outer loop copies one box. Its axis is the outermost one such that `first` is at the
+ * start of an index and the range includes that whole index. */
 static void copy_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
                        size_t first, size_t count, unsigned char *memory, bool packs)
 {

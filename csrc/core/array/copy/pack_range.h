@@ -12,9 +12,9 @@
 
 #include <stddef.h>
 
-/* Copy elements `first` .. `first + count` of `t` to `to`, in this machine's byte order,
- * converted to `dtype`. The dtypes must convert, and the range must be inside the
- * tensor. */
+/* Copy elements first .. first + count - 1 of `t`, counted in C order, to adjacent memory
+ * at `to`, in this machine's byte order, converted to `dtype`. The dtypes must convert,
+ * and the range must be inside the tensor. */
 void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
                     size_t first, size_t count, unsigned char *to);
 

@@ -16,6 +16,7 @@ enum {
     TILE_SIDE = 64      /* of a tile that is written by columns */
 };
 
+/* One decoding, divided into tiles so that threads can share it. */
 typedef struct decode_job {
     const mls_kernels *kernels;
     const mls_tensor *values;
@@ -23,7 +24,7 @@ typedef struct decode_job {
     bool by_columns;      /* adjacent rows of a column are adjacent in the values */
     size_t rows, columns; /* of a tile */
     size_t row_tiles, column_tiles;
-    float table[256];
+    float table[256]; /* the value of each code without its scale */
 } decode_job;
 
 /* ---- checks ---- */
@@ -38,8 +39,8 @@ static bool has_code_dtype(const mls_scaled_codes *codes)
     return is_packed(codes) || mls_dtype_of(codes->dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* Returns whether an axis has no gaps; one with less than two indices has none, and
- * neither have the axes of an empty view, whose strides mean nothing. */
+/* Return whether adjacent indices of `axis` are adjacent in memory. True for an axis with
+ * less than two indices, and for an empty view, whose strides mean nothing. */
 static bool is_dense(const mls_tensor *t, int axis)
 {
     size_t count;
@@ -48,7 +49,8 @@ static bool is_dense(const mls_tensor *t, int axis)
            (mls_tensor_count(t, &count) && count == 0);
 }
 
-/* Returns whether an axis of `blocks` blocks covers `first` + `count` indices. */
+/* Return whether an axis of `blocks` blocks, of `block` indices each, has the indices
+ * first .. first + count - 1. */
 static bool covers(size_t blocks, size_t block, size_t first, size_t count)
 {
     return count == 0 ||
@@ -56,7 +58,7 @@ static bool covers(size_t blocks, size_t block, size_t first, size_t count)
 }
 
 /* Return whether the view of codes has a code for each value: the same matrices and rows,
- * and enough columns behind the skipped ones, packed two in a byte or one. */
+ * and enough columns behind the skipped ones. A byte has two packed codes, or one. */
 static bool has_codes(const mls_tensor *values, const mls_scaled_codes *codes)
 {
     const mls_tensor *bytes = &codes->codes;
@@ -129,7 +131,7 @@ static float f32_from_e2m1(unsigned code)
     case MLS_##id:                                                                       \
         return (float)decode(byte);
 
-/* Return the value of a code without its scale: of a byte of an 8-bit format, or of the
+/* Return the value of a code without its scale: of `byte` in an 8-bit format, or of its
  * low four bits for E2M1. float32 holds all of these values exactly. */
 static float f32_from_code(mls_dtype dtype, uint8_t byte)
 {
@@ -153,8 +155,9 @@ static size_t least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* Decodes `count` codes of a row, from code `first`, with one scale, to every `step`-th
- * float of `out`. Two 4-bit codes share a byte; the first has the lower bits. */
+/* Decode `count` codes of the row of codes at `row`, from code number `first` on, with
+ * one scale, to every `step`-th float of `out`. Two 4-bit codes share a byte; the first
+ * has the lower bits. */
 static void decode_run(const decode_job *j, const unsigned char *row, size_t first,
                        size_t count, float scale, float *out, size_t step)
 {
@@ -166,7 +169,7 @@ static void decode_run(const decode_job *j, const unsigned char *row, size_t fir
         return;
     }
     size_t i = 0;
-    if (first % 2 != 0 && count > 0) {
+    if (first % 2 != 0 && count > 0) { /* starts with the upper half of a byte */
         out[i++] = table[row[first / 2] >> 4] * scale;
     }
     for (; i + 1 < count; i += 2) {
@@ -179,8 +182,9 @@ static void decode_run(const decode_job *j, const unsigned char *row, size_t fir
     }
 }
 
-/* Decodes the columns `from` to before `to` of a row, block by block of scales. Results
- * are `step` floats apart. */
+/* Decode the columns from .. to - 1 of a row of the values, block by block of scales.
+ * `row` counts from the first row of the values in `matrix`. Results are `step` floats
+ * apart in `out`. */
 static void decode_row(const decode_job *j, size_t matrix, size_t row, size_t from,
                        size_t to, float *out, size_t step)
 {
@@ -204,7 +208,8 @@ static void decode_row(const decode_job *j, size_t matrix, size_t row, size_t fr
     }
 }
 
-/* Stores `count` values, which are adjacent in the output, converted to its dtype. */
+/* Store `count` floats of `from`, converted to the dtype of the values, at adjacent
+ * addresses from `to` on. */
 static void store_run(const decode_job *j, unsigned char *to, const float *from,
                       size_t count)
 {
@@ -215,10 +220,10 @@ static void store_run(const decode_job *j, unsigned char *to, const float *from,
     }
 }
 
-/* Decode tile number `index`, as a task for the pool. Tiles are numbered by column, row
- * and matrix. A tile is decoded row by row into a buffer, and stored along the axis that
- * is dense in the output: if that is the rows' axis (`by_columns`), the buffer is
- * transposed. */
+/* Decode tile number `index`, as a task for the pool; `context` is the job. Tiles are
+ * numbered along columns first, then rows, then matrices. A tile is decoded row by row
+ * into a buffer, and stored along the axis that is dense in the values: if that is the
+ * rows' axis (`by_columns`), the buffer is transposed. */
 static void decode_tile(void *context, size_t index)
 {
     const decode_job *j = context;
@@ -246,8 +251,7 @@ static void decode_tile(void *context, size_t index)
     }
 }
 
-/* Decode all values, tile by tile; threads share a large result. A table maps each code
- * to its float. */
+/* Compute the table of all codes, then decode tile by tile. */
 void mls_scaled_codes_decode(const mls_kernels *kernels, mls_pool *pool,
                              const mls_tensor *values, const mls_scaled_codes *codes)
 {

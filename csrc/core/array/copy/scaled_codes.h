@@ -31,8 +31,9 @@ typedef struct mls_scaled_codes {
 mls_code mls_scaled_codes_check(const mls_tensor *values, const mls_scaled_codes *codes,
                                 mls_status *st);
 
-/* Write all values: matrices, rows, columns. The views must not overlap. Allocates
- * nothing, cannot fail. */
+/* Write code * scale of each value to `values`, whose axes are matrices, rows and
+ * columns. `values` and `codes` must have passed the check and must not overlap. The
+ * threads of `pool` (NULL: none) share a large result. Allocates nothing, cannot fail. */
 void mls_scaled_codes_decode(const mls_kernels *kernels, mls_pool *pool,
                              const mls_tensor *values, const mls_scaled_codes *codes);
 

@@ -37,6 +37,7 @@ def wrapped_attribute(module: torch.nn.Module) -> str:
 
 @lru_cache(256)
 def _attribute_of(cls: type) -> str:
+    """Return the attribute in which instances of a wrapper class have the wrapped module, or ""."""
     for path, kind, name in _WRAPPERS:
         loaded = sys.modules.get(path)  # a program with such a wrapper has imported it
         if loaded is not None and issubclass(cls, getattr(loaded, kind)):
@@ -45,9 +46,10 @@ def _attribute_of(cls: type) -> str:
 
 
 def unwrapped_name(module: torch.nn.Module, name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add, unless they removed them.
+    """Return the name of a parameter, buffer or submodule without the parts that wrappers add.
 
-    A user's submodule called ``module`` keeps its name.
+    Names from which a wrapper has removed its part already are accepted. A user's submodule called
+    ``module`` keeps its name.
     """
     current: Any = module
     parts_kept = []
@@ -66,7 +68,10 @@ def unwrapped_name(module: torch.nn.Module, name: str) -> str:
 
 
 def by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` by the names without parts that wrappers of modules add."""
+    """Return `state` by names without the parts that wrappers of modules add.
+
+    Raises CompatibilityError if two names become equal.
+    """
     named = {unwrapped_name(module, name): value for name, value in state.items()}
     if len(named) != len(state):
         raise CompatibilityError(

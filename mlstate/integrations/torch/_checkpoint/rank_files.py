@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def join_ranks(trees: list[Any], path: Path) -> Any:
-    """Return the tree of all ranks with whole tensors; `path`: the first rank's file.
+    """Return one tree with whole tensors, from the `trees` of all ranks in rank order.
 
-    Parts of a DTensor are joined. All other values must be equal on all ranks. Raises
-    CompatibilityError if values differ or a part is missing, and FormatError for damaged parts.
+    Parts of a DTensor are joined. All other values must be equal on all ranks. `path`: the first
+    rank's file, for errors. Raises CompatibilityError if values differ or a part is missing, and
+    FormatError for damaged parts.
     """
     try:
         return _join(trees, (), path)
@@ -35,7 +36,7 @@ def join_ranks(trees: list[Any], path: Path) -> Any:
 
 
 def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
-    """Return the value at `keys` of all ranks' trees as one value."""
+    """Return the `values` of all ranks as one; `keys`: their path in the trees, for errors."""
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         raise _difference(keys, path)
@@ -56,7 +57,7 @@ def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
 
 
 def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.Tensor:
-    """Return the whole tensor of DTensors, one for each rank."""
+    """Return the whole tensor of DTensors, one for each rank; ranks may hold equal parts."""
     name, shape = _name(keys), tuple(values[0].shape)
     parts: dict[int, Any] = {}
     layout = None
@@ -76,6 +77,7 @@ def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.T
             raise ValueError(f"{name!r} of shape {shape} has {tuple(parts[0].shape)} in the file")
         replicated: torch.Tensor = parts[0].clone()
         return replicated
+    # one index more than there are files is enough to find a missing part
     missing = [index for index in range(min(layout.parts, len(values) + 1)) if index not in parts]
     if missing:
         raise CompatibilityError(

@@ -49,7 +49,7 @@ class Link(ExchangeLink):
         self.world_size: int = group.size()
 
     def wait(self, work: Any) -> None:
-        """Wait for a torch work object."""
+        """Wait for a torch work object until the deadline; first run the overlapped task."""
         self.began = True
         self.run_overlapped_task()
         remaining = self.remaining()
@@ -62,19 +62,26 @@ class Link(ExchangeLink):
             task()
 
     def remaining(self) -> timedelta | None:
-        """Return the remaining time; at least 1 ms, because torch takes 0 as no limit."""
+        """Return the time until the deadline, or None without one.
+
+        At least 1 ms, because torch takes 0 as no limit.
+        """
         if self._deadline is None:
             return None
         return timedelta(seconds=max(0.001, self._deadline - monotonic()))
 
     def _timed(self, options: Any) -> Any:
+        """Return torch's `options` of a collective with the time that remains as their timeout."""
         remaining = self.remaining()
         if remaining is not None:
             options.timeout = remaining
         return options
 
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Send and receive bytes on the tensors' device; implements `ExchangeLink.exchange`."""
+        """Send and receive bytes on the tensors' device; implements `ExchangeLink.exchange`.
+
+        Item i of `sends` and `receives` belongs to rank i; this rank's own items are ignored.
+        """
         if sends[0].device.type == "cpu":
             for peer, work in self._messages(sends, receives):
                 self.peer = peer
@@ -83,6 +90,7 @@ class Link(ExchangeLink):
             return
         from torch.distributed.distributed_c10d import AllToAllOptions
 
+        # alltoall would also send to this rank: its items become empty
         pending = [[*parts] for parts in (receives, sends)]
         for parts in pending:
             parts[self.rank] = parts[self.rank][:0]
@@ -93,8 +101,9 @@ class Link(ExchangeLink):
     ) -> list[tuple[int, Any]]:
         """Start all messages, with the next rank first, so that ranks start with different peers.
 
-        If a message cannot be started because its peer is gone, the others are still started:
-        otherwise the other ranks would wait for this one and report it as the failed rank.
+        Return (other rank, torch work) of each. If a message cannot be started because its peer is
+        gone, the others are still started: otherwise the other ranks would wait for this one and
+        report it as the failed rank.
         """
         steps = range(1, self.world_size)
         calls = [
@@ -117,7 +126,7 @@ class Link(ExchangeLink):
         return works
 
     def broadcast(self, memory: torch.Tensor, root: int) -> None:
-        """Overwrite `memory` with the root's memory; on a device by torch's own operation."""
+        """Overwrite `memory` with the memory of rank `root`; on a device by torch's operation."""
         if memory.device.type == "cpu":
             super().broadcast(memory, root)
             return
@@ -161,7 +170,7 @@ class Link(ExchangeLink):
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of a dtype."""
+    """Return the dtype in which tensors of `dtype` are summed: float32 for narrower floats."""
     import torch
 
     if dtype.is_floating_point and dtype.itemsize < 4:
@@ -170,10 +179,10 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _view_signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor], int]:
-    """Return signed views of unsigned parts, which torch cannot add, and an ordering offset.
+    """Return signed views of unsigned `parts`, which torch cannot add, and an ordering offset.
 
-    Sums have the same bits. For min and max, adding the smallest signed number orders the views
-    as unsigned numbers.
+    Sums have the same bits. For min and max, adding the offset (the smallest signed number) orders
+    the views as unsigned numbers; it is 0 for other operations and dtypes.
     """
     import torch
 
@@ -186,7 +195,10 @@ def _view_signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor]
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    """Reduce flat tensors in list order into `out`, which may be one of them."""
+    """Reduce flat tensors in list order into `out`, which may be one of them.
+
+    `op`: "sum", "mean", "min" or "max". Narrow floats are rounded once, at the end.
+    """
     import torch
 
     (*views, target), shift = _view_signed([*parts, out], op)

@@ -62,7 +62,10 @@ def _dtype_text(dtype: NumpyDType) -> Any:
 
 
 def _encode_array(value: object) -> tuple[Any, NDArray] | None:
-    """Return how an array is stored, and an array for torch; None if NumPy must store it."""
+    """Return how an array is stored, and an array for torch; None if NumPy must store it.
+
+    The first is a form of `restore_state`.
+    """
     array = np.asarray(value)
     dtype = array.dtype
     label = name_of(dtype)
@@ -111,7 +114,10 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _dtype_of(text: Any) -> NumpyDType:
-    """Return the dtype that a file names; raise ValueError for dtypes of Python objects."""
+    """Return the dtype that a file names by `_dtype_text`.
+
+    Raises ValueError for dtypes of Python objects, which could run code.
+    """
     dtype: NumpyDType
     if isinstance(text, str) and text.startswith("ml_dtypes."):
         dtype = stored_dtype(text.removeprefix("ml_dtypes."))
@@ -149,8 +155,10 @@ def restore_state(
 ) -> Any:
     """Create a state dict from the arguments of `reduce_state`; pickle calls this.
 
-    `forms` has the forms of values that were not tensors: ``"array"``, ``"scalar"``, or (dtype,
-    shape) of a value stored as bytes; shape is None for one stored as integers of the same size.
+    `kind`: name of one of mlstate's classes, or a subclass. `attributes`: for ``__setstate__``, or
+    None. `forms` has the forms of values that were not tensors: ``"array"``, ``"scalar"``, or
+    (dtype, shape) of a value stored as bytes; shape is None for one stored as integers of the same
+    size. Raises TypeError for another class.
     """
     state_class = _own_classes().get(kind) if isinstance(kind, str) else kind
     if not (isinstance(state_class, type) and issubclass(state_class, _core.StateDict)):

@@ -112,7 +112,10 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
 
 
 def _parts_of(cache: Any, label: str) -> tuple[Any, Any]:
-    """Return a cache and None, or the two caches of an encoder-decoder cache."""
+    """Return a cache and None, or the self- and cross-attention cache of an EncoderDecoderCache.
+
+    `label`: name of the argument, for errors.
+    """
     if type(cache).__name__ != "EncoderDecoderCache":
         return cache, None
     parts = []
@@ -193,9 +196,10 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
 
 
 def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
-    """Return layers that the state has and `cache` lacks; a cache without a config adds them.
+    """Return new layers for those that the state has and `cache` lacks.
 
-    `prefix`: of the entries' names, empty for the decoder.
+    Only a cache without a model's config adds layers as it grows; for others the list is empty.
+    `prefix`: of the entries' names, "cross." or empty for the decoder.
     """
     create = getattr(cache, "layer_class_to_replicate", None)
     if create is None:
@@ -206,7 +210,10 @@ def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
 
 
 def _new_cache(state: CacheState) -> Any:
-    """Create an empty cache like the one that the state was made from; raise if unknown."""
+    """Create an empty cache of the classes that the state was made from.
+
+    Raises CompatibilityError if the state did not come from `from_cache` of transformers.
+    """
     layouts = state._layouts if isinstance(state, LaidOutState) else None
     if not isinstance(layouts, _Layouts):
         raise unknown_classes()
@@ -222,10 +229,15 @@ def _new_cache(state: CacheState) -> Any:
 
 
 def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
-    """Create the empty layer `index`, which is as long as the arrays that it will use."""
+    """Create the empty layer number `index`, as long as the arrays that it will use.
+
+    Raises CompatibilityError if a static layer's window is unknown, because its cache was not
+    longer.
+    """
     layout = layouts.layers[index]
     if "max_cache_len" not in layout.options:
         return new_layer(layout)
+    # positions of the layer that `from_cache` was given
     before = layout.options.get("sliding_window", layout.options["max_cache_len"])
     is_longer = layout.options["max_cache_len"] > before  # the cache than the window
     capacity, name = spec.capacity, f"{index}.keys"
@@ -243,5 +255,6 @@ def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
             "unknown: pass into=StaticCache(model.config, max_cache_len)"
         )
         raise incompatible(text, name, "into=", None)
+    # + 1 if the cache was longer than the window: the new layer must know this too
     longest = max(capacity or 0, positions + is_longer)
     return new_layer(layout, max_cache_len=longest, sliding_window=positions)

@@ -35,7 +35,7 @@ class Filler(EntryPlan):
     def plan(self, layer: Any, index: int, prefix: str = "") -> None:
         """Check that a layer fits the state, and plan the writes to it; nothing is written.
 
-        `prefix`: of the entries' names, for cross-attention.
+        `index`: of the layer in its cache. `prefix`: of the entries' names, empty or "cross.".
         """
         where = f"{prefix}{index}"
         cls = layer_class(layer, where)
@@ -49,20 +49,26 @@ class Filler(EntryPlan):
 
 
 class _Place(NamedTuple):
-    """A layer that is being planned."""
+    """A layer of transformers that is being planned."""
 
     filler: Filler
     layer: Any
-    where: str
+    where: str  # start of its entries' names, such as "3" or "cross.3"
     cls: LayerClass
-    is_cross: bool
+    is_cross: bool  # of a cross-attention
 
     def entry(self, part: str, *kinds: str) -> CacheEntry | None:
-        """Return the entry of an array of the layer, or None if the state does not have it."""
+        """Return the entry of the layer's array `part`, such as "keys"; None if the state lacks it.
+
+        Raises CompatibilityError if the entry is of none of the `kinds`.
+        """
         return self.filler.entry(self.where, self.cls.name, part, *kinds)
 
     def both(self, *kinds: str, prefix: str = "") -> list[CacheEntry]:
-        """Return the entries of the layer's keys and values, or [] if the state has neither."""
+        """Return the entries of the layer's keys and values, or [] if the state has neither.
+
+        `kinds`: that are accepted. `prefix`: of the names "keys" and "values".
+        """
         return self.filler.both(self.where, self.cls.name, *kinds, prefix=prefix)
 
     def tensor(self, entry: CacheEntry) -> Any:
@@ -71,7 +77,11 @@ class _Place(NamedTuple):
         return array if is_torch(array) else tensors_of({entry.name: array})[entry.name]
 
     def tokens(self, entry: CacheEntry, most: int | None = None) -> list[Any]:
-        """Return the tokens of an array by increasing position, as views."""
+        """Return the tokens of an entry's array by increasing position, as views of its pieces.
+
+        `most`: number of newest tokens to return; None: all. An entry without a sequence axis is
+        one piece.
+        """
         tensor = self.tensor(entry)
         if entry.seq_axis is None:
             return [tensor]
@@ -83,7 +93,11 @@ class _Place(NamedTuple):
         self.filler.require_empty(self.where, has_tokens)
 
     def check_target(self, target: Any, shape: tuple[int, ...], entry: CacheEntry) -> None:
-        """Raise unless the tokens of an entry fit the layer's tensor `target`, of this shape."""
+        """Raise CompatibilityError unless an entry's tokens fit the layer's tensor `target`.
+
+        `shape`: needed shape of `target`. Its dtype must be the array's, and its elements must not
+        share memory.
+        """
         tensor = self.tensor(entry)
         got = tuple(target.shape)
         if got != shape:
@@ -99,12 +113,15 @@ class _Place(NamedTuple):
             raise entry_error(entry.name, text, "separate elements", "shared ones")
 
     def write(self, call: Callable[[], object]) -> None:
-        """Add a write."""
+        """Add a call that writes to the layer, to run after all layers were checked."""
         self.filler.writes.append(call)
 
 
 def _joined(pieces: list[Any], like: Any, axis: int) -> Any:
-    """Return pieces of tokens as one tensor: a view if there is one piece; `like`: if none."""
+    """Return `pieces` of tokens as one tensor along `axis`: a view if there is one piece.
+
+    Without pieces, the result is an empty view of `like`.
+    """
     if len(pieces) == 1:
         return pieces[0]
     if not pieces:
@@ -115,6 +132,7 @@ def _joined(pieces: list[Any], like: Any, axis: int) -> Any:
 
 
 def _are_same(first: Any, second: Any) -> bool:
+    """Return whether two tensors are views of the same elements in the same order."""
     return bool(
         first.device == second.device
         and first.data_ptr() == second.data_ptr()
@@ -132,11 +150,15 @@ def _set(tensor: Any, value: int) -> None:
 
 
 def _length_of(at: _Place, entry: CacheEntry) -> int:
+    """Return the number of tokens of an entry: a cross-attention has its own, else the state's."""
     return entry.shape[2] if at.is_cross else at.filler.length
 
 
 def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
-    """Raise unless an entry has the tokens that the window of a layer needs, and no others."""
+    """Raise unless an entry has the tokens that the window of a layer needs, and no others.
+
+    `needed`: number of earlier tokens that the layer keeps; it excludes the token being computed.
+    """
     length = at.filler.length
     if entry.sinks:
         text = f"{entry.sinks} sinks: transformers has none"
@@ -147,16 +169,20 @@ def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
         raise entry_error(entry.name, f"{text}: older ones were evicted", needed, stored)
     window = entry.window or 0
     if at.cls.attention == "static":
-        if needed + 1 < min(length, window):
+        if needed + 1 < min(length, window):  # a static layer has a position for the new token
             text = f"layer {at.where} has {needed + 1} positions for a window of {window}"
             raise entry_error(entry.name, f"{text} and {length} tokens", window, needed + 1)
+    # a state from a static layer counts the new token in its window, one from a dynamic layer not
     elif not window - 1 <= needed <= window and length > min(needed, window):
         text = f"layer {at.where} keeps {needed} tokens, and the array has a window of {window}"
         raise entry_error(entry.name, text, window, needed)
 
 
 def _plan_dynamic(at: _Place) -> None:
-    """Check that a growing layer can take the state's keys and values, and plan the write."""
+    """Check that a growing layer can take the state's keys and values, and plan the write.
+
+    A sliding layer takes only its window of newest tokens, unless it records all of them.
+    """
     layer = at.layer
     kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
     entries = at.both(kind)
@@ -168,6 +194,7 @@ def _plan_dynamic(at: _Place) -> None:
     if at.cls.is_sliding:
         value_of(layer, at.where, "cumulative_length", int)
         tensor_of(layer, at.where, "_sliding_window_tensor", 0)
+        # without the token that the next forward pass adds
         window = value_of(layer, at.where, "sliding_window", int) - 1
         for entry in entries:
             _check_window(at, entry, window)
@@ -185,7 +212,10 @@ def _plan_dynamic(at: _Place) -> None:
 
 
 def _plan_fp8(at: _Place) -> None:
-    """Check that a layer of FP8 codes can take the state's codes and scales, and plan the write."""
+    """Check that a layer of FP8 codes can take the state's codes and scales, and plan the write.
+
+    ``keys`` and ``values`` of such a state are empty: they have the dtype before quantization.
+    """
     layer = at.layer
     initialized = value_of(layer, at.where, "is_initialized", bool)
     codes = at.both("full", prefix="quantized_")
@@ -220,7 +250,10 @@ def _plan_fp8(at: _Place) -> None:
 
 
 def _plan_static(at: _Place) -> None:
-    """Check that a layer of fixed size can take the keys and values, and plan the write."""
+    """Check that a layer of fixed size can take the keys and values, and plan the write.
+
+    Raises CapacityError if the tokens exceed a layer without a window.
+    """
     layer = at.layer
     kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
     entries = at.both(kind)
@@ -259,7 +292,10 @@ def _plan_static(at: _Place) -> None:
 
 
 def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) -> None:
-    """Initialize a new layer of fixed size; without tensors if it will use the state's arrays."""
+    """Let a new layer of fixed size allocate its tensors, for `positions` tokens.
+
+    If it will use the arrays of the state, it allocates tensors without positions.
+    """
     layer = at.layer
     keys, values = (at.tensor(entry) for entry in entries)
     if _is_adopted(at, entries[0], positions) and _is_adopted(at, entries[1], positions):
@@ -275,7 +311,7 @@ def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) ->
 def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:
     """Return whether a new layer can use the entry's array itself, without a copy.
 
-    `positions`: length of the layer.
+    `positions`: length of the layer. The tokens of a ring must be in order, from position 0.
     """
     if not at.filler.is_shared or at.is_cross or entry.seq_length != positions:
         return False
@@ -286,6 +322,7 @@ def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:
 
 
 def _adopt(at: _Place, attribute: str, tensor: Any) -> None:
+    """Make `tensor` the attribute of a static layer, at an address that CUDA graphs may rely on."""
     import torch
 
     setattr(at.layer, attribute, tensor)
@@ -297,7 +334,8 @@ def _plan_fill(
 ) -> Callable[[], None]:
     """Return the call that writes the tokens of an entry into the layer's tensor `attribute`.
 
-    A full window ends with the newest token; anything else begins with the first one.
+    `positions`: length of the layer. `is_full`: the tokens fill its window, so they end at the last
+    position; else they begin at position 0. `is_new`: the layer has no tensors yet.
     """
     layer, axis = at.layer, 2 if entry.seq_axis is None else entry.seq_axis
     if is_new and _is_adopted(at, entry, positions):
@@ -327,6 +365,7 @@ def _plan_fill(
 
 
 def _refuse_overlap(at: _Place, entry: CacheEntry, target: Any) -> None:
+    """Raise if an entry's array shares memory with `target`: the write would destroy its source."""
     tensor = at.tensor(entry)
     if tensor.device == target.device and shares_elements(tensor, target):
         text = f"the array shares memory with layer {at.where}, at other positions: copy the state"
@@ -334,7 +373,10 @@ def _refuse_overlap(at: _Place, entry: CacheEntry, target: Any) -> None:
 
 
 def _plan_indexer(at: _Place) -> None:
-    """Check that a layer's indexer can take its keys and position ids, and plan the write."""
+    """Check that a layer's indexer can take its keys and position ids, and plan the write.
+
+    The indexer of a sparse attention has a cache of its keys, and a static one counts its tokens.
+    """
     layer, is_static = at.layer, at.cls.attention == "static"
     entry = at.entry("indexer_keys", "full")
     ids = at.entry("indexer_position_ids", "full", "opaque")
@@ -361,6 +403,7 @@ def _plan_indexer(at: _Place) -> None:
         else:
             if is_new:
                 is_adopted = _is_adopted(at, entry, positions)
+                # without positions, nothing is allocated that the adopted array would replace
                 layer.max_cache_len = 0 if is_adopted else positions
                 layer.lazy_initialization_indexer(keys)
                 layer.max_cache_len = positions
@@ -374,7 +417,7 @@ def _plan_indexer(at: _Place) -> None:
 
 
 def _plan_states(at: _Place) -> None:
-    """Plan the writes of a layer's convolution and recurrent states."""
+    """Plan the writes of all convolution and recurrent states of a linear attention layer."""
     for number in range(value_of(at.layer, at.where, "number_of_states", int)):
         conv = at.entry(f"conv_states.{number}", "conv")
         recurrent = at.entry(f"recurrent_states.{number}", "recurrent")
@@ -386,9 +429,10 @@ def _plan_states(at: _Place) -> None:
 
 
 def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | None) -> None:
-    """Plan the write of one convolution or recurrent state (`attribute`), number `number`.
+    """Plan the write of one state: `attribute` is "conv_states" or "recurrent_states".
 
-    `entry`: of the state to write, or None.
+    `number`: index of the state in the layer's dict. `entry`: of the array to write; with None
+    nothing is planned.
     """
     layer, part = at.layer, attribute.partition("_")[0]
     is_new = not state_of(layer, at.where, f"is_{attribute}_initialized", number)

@@ -65,6 +65,7 @@ class Layout(NamedTuple):
 
 @cache
 def _layer_classes() -> dict[type, LayerClass]:
+    """Return the descriptions of layers by class, for the classes that this transformers has."""
     from transformers import cache_utils
 
     classes = ((getattr(cache_utils, each.name, None), each) for each in _CLASSES)
@@ -79,14 +80,20 @@ def _cache_classes() -> tuple[type, ...]:
 
 
 def new_layer(layout: Layout, **options: int) -> Any:
-    """Create a layer of a class, without tensors."""
+    """Create a layer without tensors, of a layout's class.
+
+    `options`: arguments of the constructor that replace those of the layout.
+    """
     from transformers import cache_utils
 
     return getattr(cache_utils, layout.class_name)(**{**layout.options, **options})
 
 
 def new_cache(class_name: str, layers: list[Any]) -> Any:
-    """Create a cache of layers, as the constructors do from the config of a model."""
+    """Create a cache of `layers`, of the class with this name, without the config of a model.
+
+    The class's own constructor is not called: it would create the layers from the config.
+    """
     from transformers import cache_utils
 
     new = object.__new__(getattr(cache_utils, class_name))
@@ -95,7 +102,10 @@ def new_cache(class_name: str, layers: list[Any]) -> Any:
 
 
 def check_cache(cache: Any, label: str) -> None:
-    """Raise unless `cache` is one of transformers' known classes; `label`: for errors."""
+    """Raise unless `cache` is of a known class of transformers, and is not offloaded.
+
+    `label`: name of the argument, for errors. Raises TypeError or CompatibilityError.
+    """
     from transformers.cache_utils import Cache
 
     if not isinstance(cache, Cache):
@@ -109,7 +119,10 @@ def check_cache(cache: Any, label: str) -> None:
 
 
 def layer_class(layer: object, where: str) -> LayerClass:
-    """Return the description of a layer's class; raise if it is not known."""
+    """Return the description of a layer's class; raise CompatibilityError if it is not known.
+
+    `where`: place of the layer in the cache, such as "3", for errors.
+    """
     description = _layer_classes().get(type(layer))
     if description is not None:
         return description
@@ -128,7 +141,10 @@ def layer_class(layer: object, where: str) -> LayerClass:
 
 
 def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
-    """Return the error for a layer's attribute that is not as in known versions; `text`: how."""
+    """Return the error for a layer's attribute that is not as in known versions.
+
+    `text`: how it differs, such as "is absent, not a tensor".
+    """
     import transformers
 
     got = f"transformers {transformers.__version__}"
@@ -141,14 +157,20 @@ def unknown_layout(layer: object, where: str, attribute: str, text: str) -> Comp
 
 
 def tensor_of(layer: object, where: str, attribute: str, rank: int | None = None) -> Any:
-    """Return a tensor of a layer, or raise if it is another object or has another rank."""
+    """Return the tensor in a layer's `attribute`, which must have `rank` axes (None: any number).
+
+    Raises CompatibilityError for another object or another rank.
+    """
     return checked_tensor(getattr(layer, attribute, None), layer, where, attribute, rank)
 
 
 def checked_tensor(
     value: Any, layer: object, where: str, attribute: str, rank: int | None = None
 ) -> Any:
-    """Return a layer's attribute if it is a tensor with `rank` axes, or raise; None: any."""
+    """Return `value`, a layer's `attribute`, if it is a tensor with `rank` axes (None: any number).
+
+    Else raise CompatibilityError.
+    """
     from torch import Tensor
 
     if not isinstance(value, Tensor):
@@ -160,7 +182,7 @@ def checked_tensor(
 
 
 def value_of(layer: object, where: str, attribute: str, kind: type) -> Any:
-    """Return an attribute of a layer, or raise unless it has exactly this type."""
+    """Return an attribute of a layer, or raise CompatibilityError unless its type is `kind`."""
     value = getattr(layer, attribute, None)
     if type(value) is not kind:
         raise unknown_layout(layer, where, attribute, f"is {_kind(value)}, not {kind.__name__}")
@@ -168,7 +190,10 @@ def value_of(layer: object, where: str, attribute: str, kind: type) -> Any:
 
 
 def state_of(layer: object, where: str, attribute: str, number: int) -> Any:
-    """Return the entry that a dictionary of a linear attention layer has for one of its states."""
+    """Return the value for state `number` from a dict of a linear attention layer.
+
+    Raises CompatibilityError if the `attribute` is not a dict, or lacks the number.
+    """
     values = value_of(layer, where, attribute, dict)
     if number not in values:
         raise unknown_layout(layer, where, attribute, f"has no state {number}")

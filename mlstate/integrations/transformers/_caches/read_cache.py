@@ -26,7 +26,10 @@ class Reader(EntryReader):
         self.layouts: list[Layout] = []
 
     def read(self, layer: Any) -> None:
-        """Add the entries of the cache's next layer; no tensor is copied."""
+        """Add the entries of the cache's next layer; no tensor is copied.
+
+        Raises CompatibilityError if the layer's class or an attribute is unknown.
+        """
         index = len(self.layouts)
         where = f"{self.prefix}{index}"
         cls = layer_class(layer, where)
@@ -51,7 +54,10 @@ class Reader(EntryReader):
             _read_states(at, options["number_of_states"])
 
     def read_cross(self, layer: Any) -> None:
-        """Add the next layer of a cross-attention: its tokens do not change, so it is opaque."""
+        """Add the next layer of a cross-attention; its tokens do not change, so it is opaque.
+
+        The entries have only the positions in use, without the free ones of a static layer.
+        """
         index = len(self.layouts)
         where = f"{self.prefix}{index}"
         cls = layer_class(layer, where)
@@ -76,21 +82,27 @@ class Reader(EntryReader):
 
 
 class _Place(NamedTuple):
-    """A layer that is being read."""
+    """A layer of transformers that is being read."""
 
     reader: Reader
     layer: Any
     layer_index: int
-    where: str
+    where: str  # start of its entries' names, such as "3" or "cross.3"
     cls: LayerClass
 
     def add(self, part: str, tensor: Any, kind: Any, seq_axis: int = 2, **options: Any) -> None:
-        """Add one array of the layer as an entry; `part`: its name in the layer, such as "keys"."""
+        """Add one array of the layer as an entry; `part`: its name in the layer, such as "keys".
+
+        `options`: further arguments of `CacheEntry`.
+        """
         of = self.where, self.layer_index
         self.reader.add(*of, part, tensor, kind, seq_axis, **options)
 
     def unknown(self, attribute: str, text: str) -> Exception:
-        """Return the exception for an attribute that no cls version has like this."""
+        """Return the exception for an attribute whose value is not as in known versions.
+
+        `text`: how it differs.
+        """
         return unknown_layout(self.layer, self.where, attribute, text)
 
 
@@ -104,20 +116,24 @@ def _key_values(at: _Place) -> tuple[Any, Any]:
 
 
 def _dynamic_tensors(at: _Place) -> tuple[Any, Any]:
-    """Return keys and values, or None for a layer that has no token yet."""
+    """Return keys and values of a growing layer, or two None if it has no token yet."""
     if tensor_of(at.layer, at.where, "keys").numel() == 0:
         return None, None
     return _key_values(at)
 
 
 def _read_dynamic(at: _Place) -> None:
-    """Add the entries of a growing layer to the reader, without copying."""
+    """Add the entries of a growing layer to the reader, without copying.
+
+    A sliding layer stores at most one token less than its window, unless it records the past.
+    """
     keys, values = _dynamic_tensors(at)
     kind, options = "full", {}
     stored = 0 if keys is None else keys.shape[2]
     tokens = stored
     if at.cls.is_sliding:
         tokens = value_of(at.layer, at.where, "cumulative_length", int)
+        # the next token completes the window
         window = value_of(at.layer, at.where, "sliding_window", int) - 1
         if not min(tokens, window) <= stored <= tokens:
             text = f"has {stored} positions after {tokens} tokens with a window of {window}"
@@ -133,7 +149,11 @@ def _read_dynamic(at: _Place) -> None:
 
 
 def _static_tensors(at: _Place) -> tuple[Any, Any, int]:
-    """Return keys, values and the number of tokens of a static layer."""
+    """Return keys, values and the number of tokens of a layer of fixed size.
+
+    The number may exceed the positions of a sliding layer. Raises CompatibilityError for counters
+    or shapes that contradict each other.
+    """
     keys, values = _key_values(at)
     positions = value_of(at.layer, at.where, "max_cache_len", int)
     if keys.shape[2] != positions:
@@ -157,6 +177,7 @@ def _read_static(at: _Place) -> None:
     kind, options = "full", {}
     if at.cls.is_sliding:
         kind = "sliding"
+        # a full window is stored in order: the oldest token, at slot 0, is the next to be replaced
         options = {"next_slot": tokens if tokens < keys.shape[2] else 0}
     at.add("keys", keys, kind, **options)
     at.add("values", values, kind, **options)
@@ -187,7 +208,10 @@ _READ = {"dynamic": _read_dynamic, "static": _read_static, "fp8": _read_fp8}
 
 
 def _read_indexer(at: _Place) -> None:
-    """Add the keys of a sparse attention's indexer, and its position ids if it has them."""
+    """Add the keys of a sparse attention's indexer, and its position ids if it has them.
+
+    Both count tokens; the position ids of a static layer have only the positions in use.
+    """
     keys = tensor_of(at.layer, at.where, "indexer_keys")
     if keys.numel() == 0:
         return
@@ -207,7 +231,10 @@ def _read_indexer(at: _Place) -> None:
 
 
 def _read_states(at: _Place, number_of_states: int) -> None:
-    """Add the convolution and recurrent states of a layer, if it has seen a token."""
+    """Add the convolution and recurrent states of a linear attention layer.
+
+    States without a token, or from before a reset, are left out.
+    """
     as_count(f"{at.where}: number_of_states", number_of_states)
     for number in range(number_of_states):
         of = at.layer, at.where
