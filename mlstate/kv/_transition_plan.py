@@ -115,6 +115,7 @@ class TransitionPlan(NamedTuple):
         ]
 
     def _summary(self) -> str:
+        """Return one line: whether the states can move, and the bytes of all of them."""
         verdict = "fits" if self.fits else "does not fit"
         if self.moves and all(move.direction == "same" for move in self.moves):
             verdict = "every state has the same shape in both models, so length is not checked"

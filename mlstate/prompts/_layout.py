@@ -45,11 +45,12 @@ class StoredSpec:
     __slots__ = ("blocks", "digest", "entries", "states", "token_bytes")
 
     def __init__(self, spec: Iterable[CacheEntry]) -> None:
+        """Divide the entries of a cache; an opaque entry without a layer affects all entries."""
         spec = sorted(spec, key=lambda entry: entry.name)  # the same order for every engine
         opaque_layers = {e.layer for e in spec if e.kind == "opaque" and e.layer is not None}
         has_loose_opaque = any(e.kind == "opaque" and e.layer is None for e in spec)
 
-        def is_in_blocks(entry: CacheEntry) -> bool:
+        def is_in_blocks(entry: CacheEntry) -> bool:  # else as a snapshot
             is_positional = entry.kind in ("full", "quantized")
             return is_positional and not has_loose_opaque and entry.layer not in opaque_layers
 

@@ -126,6 +126,7 @@ class PromptStore:
         max_pending_bytes: int | str = _PENDING,
         lock_timeout: float = 10.0,
     ) -> None:
+        """Check the arguments (see the class), and open the store, or create it."""
         if spec is not None and not isinstance(spec, CacheSpec):
             raise TypeError(f"spec must be a CacheSpec, got {type(spec).__name__}")
         check_flags(hash_weights=hash_weights)
@@ -138,7 +139,7 @@ class PromptStore:
         config = config_facts(model)
         self._model_type = model_type_of(config) if model_type is None else model_type
         self._needs_salt = not salt and not is_fingerprint(model)
-        self._label = model if isinstance(model, str) else _label_of(model)
+        self._label = model if isinstance(model, str) else _label_of(model)  # for listings
         text = fingerprint(model, adapters=adapters, hash_weights=hash_weights, salt=salt)
         self._fingerprint, self._key = text, bytes.fromhex(text.partition(":")[2])
         self._spec = spec
@@ -546,6 +547,7 @@ class PromptStore:
         return f"PromptStore({self._path!r}, model={self._label!r})"
 
     def _repr_html_(self) -> str:
+        """Return the numbers of `stats` as an HTML table for notebooks."""
         rows = [
             (name.replace("_", " "), bytes_text(n) if name.endswith("bytes") else f"{n:,}")
             for name, n in self.stats().items()

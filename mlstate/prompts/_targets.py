@@ -33,6 +33,10 @@ class StateTarget:
     """A `CacheState`, whose arrays are written in place."""
 
     def __init__(self, state: CacheState, stored: StoredSpec | None, length: int) -> None:
+        """Check that `length` tokens of the entries `stored` can be written into the arrays.
+
+        `stored`: None if nothing is stored; then the entries are not compared.
+        """
         if stored is not None:
             stored.check(state.spec, "cache")
         for entry in state.spec:
@@ -98,6 +102,11 @@ class EngineTarget:
         device: Any,
         model_type: str | None,
     ) -> None:
+        """Check the cache, and create arrays for the first `length` tokens of blocks.
+
+        `engine`: the integration with its `to_cache`. `stored`: None if nothing is stored. `device`
+        of new tensors; None: NumPy arrays. `model_type`: as for `PromptStore`.
+        """
         self.cache, self.engine = cache, engine
         self.device, self.model_type = device, model_type
         self.is_mlx = isinstance(cache, list | tuple)
