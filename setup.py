@@ -88,9 +88,13 @@ def check_compiler(compiler):
         source = Path(folder, "empty.c")
         source.write_text("int main(void) { return 0; }\n")
         call = [*compiler.compiler_so, "-std=c11", "-c", source, "-o", source.with_suffix(".o")]
-        trial = subprocess.run(call, capture_output=True, text=True, check=False)
-    if trial.returncode:
-        reason = "".join(trial.stderr.strip().splitlines()[:1])
+        try:
+            trial = subprocess.run(call, capture_output=True, check=False)
+            reason, is_broken = trial.stderr.decode(errors="replace"), trial.returncode != 0
+        except OSError as error:  # it is no program of this machine
+            reason, is_broken = str(error), True
+    if is_broken:
+        reason = "".join(reason.strip().splitlines()[:1])
         text = f"mlstate needs a C11 compiler; {command} cannot compile an empty program"
         sys.exit(f"{text}{reason and f' ({reason})'}: {remedy} or set CC")
     headers = Path(sysconfig.get_path("include"))

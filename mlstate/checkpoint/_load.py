@@ -673,7 +673,7 @@ def _check_request(
     if mmap:
         files.folder.require_local("mmap=True", "load without it")
     cutting = ranks_of(rank, world_size, layout, group)
-    names = None if options["names"] is None else listed_names(options["names"])
+    names = options["names"] = listed_names(options["names"])  # an iterator is read once
     if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
     files = files if verify else CheckpointFiles(files.folder, checked=False)

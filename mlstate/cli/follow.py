@@ -16,6 +16,7 @@ from .._common.file_checksums import NAME as CHECKSUMS
 from .._common.local_path import local_path
 from .._common.store_error import store_error
 from .._common.text import printable
+from ..checkpoint._folder.weight_names import stem_of, weights_root
 from ..checkpoint._huggingface.export import export, is_copied, take_export
 from ..checkpoint._store.open_path import open_files
 from ..errors import CompatibilityError, FormatError, StoreError
@@ -25,7 +26,8 @@ from ._common import Commands, add_command
 
 __all__ = ["add"]
 
-_REPLACED = (".safetensors", ".safetensors.index.json", CHECKSUMS)  # files of each version
+# Folders that huggingface_hub makes beside the files that it has downloaded.
+_CACHES = (".cache", ".huggingface")
 
 
 def add(commands: Commands) -> None:
@@ -150,12 +152,20 @@ def _write(follower: Follower, arguments: argparse.Namespace) -> None:
 def _refuse_loss(folder: str) -> None:
     """Raise StoreError (EEXIST) if a folder has files that its next version would not have."""
     with os.scandir(folder) as entries:
-        lost = [
-            entry.name
-            for entry in entries
-            if not entry.name.startswith(".")
-            and (entry.is_dir() or not (is_copied(entry.name) or entry.name.endswith(_REPLACED)))
-        ]
+        is_folder = {entry.name: entry.is_dir() for entry in entries}
+    stem = stem_of(is_folder)
+    lost = [
+        name
+        for name in is_folder
+        if not (name in _CACHES if is_folder[name] else _is_in_next(name, stem))
+    ]
     if lost:
         text = f"it would lose {min(lost)!r}: give another --into FOLDER, with --files-from"
         raise store_error(FileExistsError(errno.EEXIST, text), "cannot replace", folder)
+
+
+def _is_in_next(name: str, stem: str) -> bool:
+    """Return whether the next version of a folder has a file, or needs none; `stem`: of weights."""
+    if name.startswith(".") or name.endswith(CHECKSUMS) or is_copied(name):
+        return True
+    return weights_root([name]) is not None and stem_of([name]) == stem

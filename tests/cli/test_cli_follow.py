@@ -133,8 +133,10 @@ def test_follow_leaves_a_folder_of_other_files_as_it_is(versions, run):
     assert [path.name for path in Path("hf").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
-@pytest.mark.parametrize("name", ["1_Pooling/config.json", "optimizer.pt"])
+@pytest.mark.parametrize(
+    "name",
+    ["1_Pooling/config.json", "optimizer.pt", ".git/HEAD", "adapter_model.safetensors"],
+)
 def test_follow_refuses_a_folder_with_files_that_would_be_lost(versions, run, name):
     Path("hf/.cache").mkdir(parents=True)
     mlstate.save_file({"w": np.zeros(2)}, "hf/model.safetensors")
@@ -149,6 +151,7 @@ def test_follow_refuses_a_folder_with_files_that_would_be_lost(versions, run, na
     assert run("follow", "weights", *words)[0] == 0
 
 
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_follow_writes_each_version_until_it_is_interrupted(versions):
     publisher, model = versions
     with following() as process:

@@ -32,7 +32,7 @@ def test_page_of_the_index_has_absolute_links_to_files_that_exist():
         assert not is_own or (SOURCES / path.partition("#")[0]).is_file()
 
 
-@pytest.mark.parametrize("missing", ["compiler", "broken", "headers"])
+@pytest.mark.parametrize("missing", ["compiler", "broken", "foreign", "headers"])
 def test_build_without_its_tools_ends_in_one_line_with_the_remedy(tmp_path, missing):
     build = ("-q", "build_ext", "--build-temp", tmp_path, "--build-lib", tmp_path)
     if missing == "compiler":
@@ -41,6 +41,12 @@ def test_build_without_its_tools_ends_in_one_line_with_the_remedy(tmp_path, miss
     elif missing == "broken":
         run = setup(*build, CC="false")
         problem = "needs a C11 compiler; false cannot compile an empty program"
+    elif missing == "foreign":
+        compiler = tmp_path / "cc"
+        compiler.write_bytes(b"#!/bin/sh\nprintf 'ung\xfcltig' >&2; exit 1\n")
+        compiler.chmod(0o755)
+        run = setup(*build, CC=str(compiler))
+        problem = "cannot compile an empty program (ung"
     else:
         (tmp_path / "sitecustomize.py").write_text(
             "import sysconfig\n"
