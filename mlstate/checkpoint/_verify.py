@@ -702,7 +702,10 @@ def verify(
 
 
 def _find_whole(files: CheckpointFiles) -> WholePath | None:
-    """Return the path of a file or folder without an index, which is read whole; else None."""
+    """Return the path of another program's file or folder that has no index; else None.
+
+    Such files are read whole to verify them.
+    """
     folder = files.folder
     if not folder.is_local or folder.file:
         return None
