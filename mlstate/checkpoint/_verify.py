@@ -144,7 +144,7 @@ class VerifyReport:
     )
 
     def __init__(self, path: str) -> None:
-        """Create a report without problems, to be filled by `verify`."""
+        """Create a report without problems on the checkpoint at `path`; `verify` fills it."""
         self.path: str = path
         self.problems: list[Problem] = []
         self.leftover: list[str] = []

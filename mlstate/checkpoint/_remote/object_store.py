@@ -279,7 +279,7 @@ class ObjectStore:
         """
 
         def request() -> None:
-            """Upload the file in parts; an error counts only if the object then lacks its size."""
+            """Upload the file in parts; after an error, an object of the right size is success."""
             try:
                 self._engine.put(
                     self._upload_store(self._options.part_bytes, for_parts=True),
