@@ -42,7 +42,7 @@ class Record(NamedTuple):
     crcs: bytes  # of the blocks of all parts, native 32-bit integers
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield offset, length and checksum of each block."""
+        """Yield offset, length (at most 1 MiB) and CRC32C of each block, in file order."""
         import numpy as np
 
         starts = [*np.frombuffer(self.starts, np.uint64).tolist(), self.nbytes]

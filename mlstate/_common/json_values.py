@@ -71,7 +71,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def _hint(value: object) -> str:
-    """Return an expression that converts a value to one that JSON supports; "" if unknown."""
+    """Return an expression that converts a value to one for JSON, such as ``int(...)``, or ""."""
     if isinstance(value, set | frozenset):
         return "sorted(...)"
     kind = getattr(getattr(value, "dtype", None), "kind", "")  # NumPy scalars and arrays

@@ -26,7 +26,7 @@ _TABLE_STYLE = (
 
 
 def bytes_text(count: int) -> str:
-    """Return `count` bytes as short text with a unit, such as ``1.50 KiB``."""
+    """Return `count` bytes as short text with a unit, such as ``1.50 KiB``; GiB is the largest."""
     if count < 1024:
         return f"{count} B"
     size = float(count)

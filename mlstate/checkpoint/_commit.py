@@ -481,7 +481,7 @@ class Commit:
             self._claim.note(None)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the saved checkpoint; warn if old files were not deleted."""
+        """Return the saved checkpoint, with what this rank wrote; warn if old files remain."""
         from ._checkpoint import Checkpoint
         from ._store.open_path import RootPath
 

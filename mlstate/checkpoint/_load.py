@@ -283,7 +283,7 @@ class Loader:
         return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
 
     def facts(self, section: Section, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape, as loaded, of the tensors `names` of a section, by name."""
+        """Return dtype and shape of the tensors `names` of a section, by name, after conversion."""
         label, dtype = SECTIONS[section.number], self.request.dtype
         stored = {
             row[1]: (row[4], row[5]) for row in self.merged_index.tensors() if row[0] == label

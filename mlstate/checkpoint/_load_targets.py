@@ -557,7 +557,10 @@ def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
 
 
 def needs_all_ranks(into: Any) -> bool:
-    """Return whether all ranks of a group must load together, because of a target in `into`."""
+    """Return whether all ranks of a group must load together.
+
+    This is so if `into` has named states, or a torch module or optimizer, which can refuse to load.
+    """
     if into is None:
         return False
     states = _target(into, "states")

@@ -176,7 +176,10 @@ class SaveJob:
             bell.release()
 
     def give_up(self) -> None:
-        """Stop a save whose handle did not reach the caller, for example after an interrupt."""
+        """Stop a save whose handle did not reach the caller, for example after an interrupt.
+
+        A save that has begun without a group is waited for; one with a group continues.
+        """
         self.cancelled = self.asked = True
         with self.guard:
             begun, self.begun = self.begun, True
@@ -230,7 +233,10 @@ class SaveJob:
             self.end(result, failed)
 
     def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
-        """Record result or error, release all references and memory, and wake waiting threads."""
+        """Record result or error, release all references and memory, and wake waiting threads.
+
+        An error is printed here if the handle is gone and no call has raised it.
+        """
         if _groups.get(id(self.target.group)) is self:
             del _groups[id(self.target.group)]
         self.gathered = None  # before the staging memory is released to another save
@@ -247,7 +253,11 @@ class SaveJob:
             self.report()
 
     def work(self) -> Checkpoint:
-        """Stage, write and commit the save, in its thread; return the saved checkpoint."""
+        """Stage, write and commit the save; return the saved checkpoint.
+
+        It runs in the save's thread. With a group, an error of staging is kept for `commit`,
+        because other ranks wait.
+        """
         freed: Callable[[], object] | None = None
         copies = _Copies(self)
         try:
@@ -410,7 +420,10 @@ class SaveJob:
             self.thread.join()
 
     def abandon(self) -> None:
-        """Print an error that the user never saw: the handle was collected, or Python exits."""
+        """Print an error that no call has raised, when the handle is collected or Python exits.
+
+        If the save still runs, `end` prints it. Nothing is printed in a forked child.
+        """
         if self.pid != os.getpid():
             return
         with self.guard:

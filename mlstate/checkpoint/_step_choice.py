@@ -55,7 +55,10 @@ def read_roots(
 
 
 def read_step(files: CheckpointFiles, step: int) -> tuple[Root, Manifest]:
-    """Return the root of a step and its manifest; raise StoreError (ENOENT) if it is missing."""
+    """Return the root (path and generation) of a step, and its manifest.
+
+    Raises StoreError (ENOENT), which lists the existing steps, if it is missing.
+    """
     roots = read_roots(files)
     for root, manifest in roots:
         if manifest.step == step:

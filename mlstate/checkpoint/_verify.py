@@ -144,7 +144,7 @@ class VerifyReport:
     )
 
     def __init__(self, path: str) -> None:
-        """Create a report without problems, to be filled by `verify`."""
+        """Create a report without problems on the checkpoint at `path`; `verify` fills it."""
         self.path: str = path
         self.problems: list[Problem] = []
         self.leftover: list[str] = []
@@ -702,7 +702,10 @@ def verify(
 
 
 def _find_whole(files: CheckpointFiles) -> WholePath | None:
-    """Return the path of a file or folder without an index, which is read whole; else None."""
+    """Return the path of another program's file or folder that has no index; else None.
+
+    Such files are read whole to verify them.
+    """
     folder = files.folder
     if not folder.is_local or folder.file:
         return None

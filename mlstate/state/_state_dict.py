@@ -28,7 +28,7 @@ Self = TypeVar("Self", bound="StateDict")
 
 
 def as_count(name: str, value: Any) -> int:
-    """Return a count attribute as a non-negative int; the error names the attribute."""
+    """Return the attribute `name` as an int of at least 0; raise TypeError or ValueError."""
     try:
         count = int(index(value))  # int(): index() returns a bool unchanged
     except TypeError:

@@ -162,7 +162,10 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
 
 
 def _parse_record(path: str | os.PathLike[str], array: NDArray) -> dict[str, Any]:
-    """Return the JSON object that describes the file, from the array that holds its text."""
+    """Return the JSON object in the array of text that describes the file.
+
+    Raises FormatError, with `path`, if it is malformed.
+    """
     try:
         record = json.loads(str(array[()]))
         if not isinstance(record, dict):

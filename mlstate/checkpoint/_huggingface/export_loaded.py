@@ -64,7 +64,10 @@ def export_loaded(
 
 
 def _batches(plan: ExportPlan) -> Iterator[list[str]]:
-    """Yield the names of tensors to load together: 64 MiB of one file, or a larger tensor."""
+    """Yield the names of tensors to load together, in the order of the plan's files.
+
+    A batch has at most 64 MiB of one file, or one larger tensor.
+    """
     for file in plan.tensors:
         batch: list[str] = []
         room = _BATCH_BYTES

@@ -157,7 +157,7 @@ class ObjectStore:
         """
 
         def request() -> tuple[bytes, Tag] | None:
-            """Return the object and its version, or None if it has more than `most` bytes."""
+            """Return bytes and tag; None if the object has more than `most` bytes."""
             answer = self._engine.get(self._store, key)
             nbytes = answer.meta["size"]
             if nbytes > most:
@@ -279,7 +279,7 @@ class ObjectStore:
         """
 
         def request() -> None:
-            """Upload the file in parts; an error counts only if the object then lacks its size."""
+            """Upload the file in parts; after an error, an object of the right size is success."""
             try:
                 self._engine.put(
                     self._upload_store(self._options.part_bytes, for_parts=True),
@@ -404,7 +404,10 @@ def _client_environment(url: str) -> dict[str, str]:
 
 
 def _refusal_text(error: Exception) -> str:
-    """Return why the engine refuses a configuration, without any of its values."""
+    """Return why the engine refuses a configuration, without any of its values.
+
+    The values may be credentials, so only known forms of the engine's text are used.
+    """
     key = re.search(r"Configuration key: '([A-Za-z_0-9]{1,60})' is not valid", str(error))
     if key is not None:
         return f"storage_options has an unknown key: {key[1]!r}"

@@ -133,7 +133,10 @@ def modules_of(model: Any, states: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value is stored as a tensor; NumPy scalars and KV caches are not."""
+    """Return whether a value in a flat dict is stored as a tensor.
+
+    Shards, arrays and tensors are; NumPy scalars and KV caches are not.
+    """
     return (
         isinstance(value, Shard)
         or is_torch(value)

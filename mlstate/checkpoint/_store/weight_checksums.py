@@ -50,7 +50,10 @@ def changed_text(data: bytes, record: Record) -> str:
 
 
 def require_index(folder: Folder, root: str, data: bytes) -> None:
-    """Raise ChecksumError if an index (`data`, of the file `root`) differs from its checksum."""
+    """Raise ChecksumError if the index file `root` differs from its checksum.
+
+    `data`: its bytes. Nothing happens without a checksum.
+    """
     checksums = find_checksums(folder)
     if checksums is not None and root in checksums.records:
         text = changed_text(data, checksums.records[root])
