@@ -425,7 +425,7 @@ def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:
         return tuple((axis, world_size) for axis, _ in parsed[0])
     hint = ""
     if isinstance(layout, str) and layout in ("columns", "column", "cols"):
-        hint = f"; pass Layout.columns({world_size}) for columns"
+        hint = f"; pass Layout.axis(1, {world_size}) for columns"
     accepted = ["a Layout", *map(repr, LAYOUT_NAMES)]
     raise ValueError(
         f"layout must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {layout!r}{hint}"
