@@ -487,7 +487,7 @@ class Plan:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Return whether chain, budget and steps are equal."""
+        """Return whether chain, budget and steps are equal; how they were found does not count."""
         if not isinstance(other, Plan):
             return NotImplemented
         return (

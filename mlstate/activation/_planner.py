@@ -253,7 +253,10 @@ class Pareto:
         )
 
     def _rows(self) -> list[list[str]]:
-        """Return a row of texts for each point; of more than `_ROWS`, some at equal distances."""
+        """Return one row of texts for each point of the curve, in the columns `_HEADERS`.
+
+        Of more than `_ROWS` points, those rows are at about equal distances, with both ends.
+        """
         count = len(self)
         rows_shown = list(range(count))
         if count > _ROWS:

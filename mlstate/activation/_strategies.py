@@ -66,7 +66,7 @@ class _Strategy(Operators):
         return {field: getattr(self, field) for field in self._fields}
 
     def __repr__(self) -> str:
-        """Return the class and its settings without empty ones."""
+        """Return the call that creates the strategy, without settings that are None or empty."""
         settings = self._settings().items()
         text = ", ".join(
             f"{k}={shorten(repr(list(v) if isinstance(v, tuple) else v), 80)}"

@@ -325,7 +325,10 @@ def check_own_rows(operation: str, array: Array, counts: Sequence[int], rank: in
 
 
 def _same_place(out: Any, array: Any) -> bool:
-    """Return whether two arrays of one shape and dtype have the same elements in memory."""
+    """Return whether two arrays of one shape and dtype have the same elements in memory.
+
+    That is, they begin at one address and have the same strides. Both are of one library.
+    """
     if out is array:
         return True
     if is_torch(out):

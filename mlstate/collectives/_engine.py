@@ -101,7 +101,10 @@ class OperationQueue:
         return work
 
     def _drain(self) -> None:
-        """Run queued operations until none is left, then end; the main function of the thread."""
+        """Run queued operations until none is left, then end; the main function of the thread.
+
+        An operation's error is kept in its `Work`, and the next operation runs.
+        """
         while True:
             with self._running:
                 with self._lock:

@@ -60,7 +60,7 @@ def _socket_address(name: str) -> str:
 
 
 def _get_credentials(peer: socket.socket) -> tuple[int, int]:
-    """Return process id (0: unknown) and user id of the process at the socket's other end."""
+    """Return process id (0: unknown) and user id of the process at the other end of `peer`."""
     import socket
     import struct
 
@@ -78,7 +78,10 @@ def _is_other_user(peer: socket.socket) -> bool:
 
 
 def _open_listener(address: str) -> socket.socket | None:
-    """Return a socket that listens at `address`, or None if another process does, or it fails."""
+    """Return a socket that listens at `address`; the caller closes it.
+
+    None if another process listens there, or the system refuses: the caller then tries to connect.
+    """
     import socket
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

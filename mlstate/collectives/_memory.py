@@ -135,7 +135,7 @@ def _wide_like(flat: Any) -> Any:
 
 
 def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
-    """Reduce flat arrays in list order into `out`, for dtypes that only NumPy supports."""
+    """Reduce flat arrays in list order into `out`, as `reduce_parts`, for `_ONLY_IN_NUMPY`."""
     steps: dict[str, Any] = {"min": np.minimum, "max": np.maximum}
     total = parts[0].copy()  # `out` may be one of the parts
     for part in parts[1:]:

@@ -95,7 +95,10 @@ class SingleGroup(Engine):
         self._ended = self._ended or "closed"
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Run a task at once, without a lock: a single rank needs no order."""
+        """Run a task at once, without a lock, as a single rank needs no order.
+
+        Returns its result, or a finished `Work` if the call is asynchronous.
+        """
         result = task()
         if not call.async_op:
             return result

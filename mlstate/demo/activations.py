@@ -127,7 +127,10 @@ def _run(schedule: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
 
 
 def _ways(chain: Chain) -> dict[str, Plan]:
-    """Return the four plans by their label in the table."""
+    """Return four plans of `chain` by their label in the table.
+
+    The last one has the peak of recomputing every block, but takes less time.
+    """
     middle = (chain.plain_peak_bytes + chain.least_budget_bytes) // 2
     every = Plan.from_strategy(chain, IntervalStrategy(1))
     return {

@@ -70,7 +70,10 @@ class CharModel:
     def __init__(
         self, arrays: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str]
     ) -> None:
-        """Copy the tensors as float32; `metadata` has ``config`` and ``vocabulary`` as JSON."""
+        """Copy the tensors as float32, and compute the tables of rotations.
+
+        `arrays`: tensors by name. `metadata` has ``config`` and ``vocabulary`` as JSON.
+        """
         self.config: dict[str, int | float] = json.loads(metadata["config"])
         self.vocabulary: str = json.loads(metadata["vocabulary"])
         self._token_of = {character: token for token, character in enumerate(self.vocabulary)}

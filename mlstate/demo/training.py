@@ -45,7 +45,10 @@ class _Task:
     """Characters as embeddings, the expert for each, and the characters that follow."""
 
     def __init__(self, model: CharModel, embedding: Any) -> None:
-        """Encode the text; `embedding`: the model's character embeddings, (characters, width)."""
+        """Encode the text of this demo's source code, and find the expert for each character.
+
+        `embedding`: the model's character embeddings, (characters, width).
+        """
         text = source_text("activations.py", model.vocabulary)[: CHARACTERS + 1]
         tokens = np.array(model.encode(text))
         kinds = [0 if c.isalpha() else 1 if c == " " else 2 if c.isdigit() else 3 for c in text]

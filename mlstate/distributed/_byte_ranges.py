@@ -240,7 +240,7 @@ def copy_part(part: Part, source: Any, target: Array) -> None:
 
 
 def digest(array: Any) -> str:
-    """Return a SHA-256 of the elements in C order, as hexadecimal digits."""
+    """Return the SHA-256 of an array's elements in C order and native byte order, as hex digits."""
     import hashlib
 
     hashed = hashlib.sha256(usedforsecurity=False)

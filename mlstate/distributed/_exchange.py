@@ -414,7 +414,10 @@ class Gathering(_Transfer):
 
 
 def _why_not_filled(raw: Any) -> str:
-    """Return why an array or tensor cannot be overwritten, or ""; a text for the error."""
+    """Return why a state's value cannot be overwritten, or "".
+
+    `raw`: the array or tensor. The text completes the error "broadcast_state: 'name' is ...".
+    """
     if is_torch(raw):
         array = raw.detach()
         if array.is_conj() or array.is_neg():

@@ -159,7 +159,10 @@ class BackwardPass:
                     self.arrived[unit.parameter_name].fail()
 
     def _wait(self) -> BaseException | None:
-        """Wait until the thread has reduced all submitted buckets; return its error or None."""
+        """Wait until the thread has reduced all submitted buckets; return its first error, or None.
+
+        An interruption of the wait, such as KeyboardInterrupt, counts as an error too.
+        """
         error: BaseException | None = None
         for work in self._works:
             try:

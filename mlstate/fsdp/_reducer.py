@@ -453,7 +453,7 @@ class Reducer:
         timeout: float | None,
         record: bool = False,
     ) -> None:
-        """Keep the group and the terms; `settings` are compared between ranks. Sends nothing."""
+        """Keep the arguments, which the class describes; sends nothing to other ranks."""
         self.rank, self.world_size = int(group.rank), int(group.world_size)
         self.group, self.timeout = group, timeout
         self.lock = threading.Lock()

@@ -155,7 +155,10 @@ class BackwardReport:
         return text
 
     def _rows(self) -> list[list[str]]:
-        """Return one row of texts for each bucket, in the columns `_HEADERS`."""
+        """Return one row of texts for each bucket, in the columns `_HEADERS`.
+
+        A bucket's parameters are their number, and the first and the last name.
+        """
         rows = []
         for number, b in enumerate(self.buckets):
             last = f" … {b.names[-1]}" if len(b.names) > 1 else ""
