@@ -26,7 +26,7 @@ from ._common import Commands, add_command
 
 __all__ = ["add"]
 
-# Folders that huggingface_hub makes beside the files that it has downloaded.
+# Folders that huggingface_hub creates beside the files that it downloads.
 _CACHES = (".cache", ".huggingface")
 
 

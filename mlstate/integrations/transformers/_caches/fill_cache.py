@@ -308,11 +308,11 @@ def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) ->
 @contextmanager
 def _allocated_positions(layer: Any, positions: int) -> Iterator[None]:
     """Let a layer allocate another number of positions than its own."""
-    own, layer.max_cache_len = layer.max_cache_len, positions
+    before, layer.max_cache_len = layer.max_cache_len, positions
     try:
         yield
     finally:
-        layer.max_cache_len = own
+        layer.max_cache_len = before
 
 
 def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:
