@@ -26,7 +26,7 @@ from ._common import Commands, add_command
 
 __all__ = ["add"]
 
-# Folders that huggingface_hub creates beside the files that it downloads.
+# huggingface_hub creates these folders beside downloaded files.
 _CACHES = (".cache", ".huggingface")
 
 
