@@ -170,7 +170,10 @@ def _states_text(states: Mapping[str, StateSpec]) -> str:
 
 
 def _disagreement(labels: tuple[str, str], expected: str, got: str, remedy: str) -> Exception:
-    """Return the CompatibilityError for two chunks that differ; `labels`: their names."""
+    """Return the CompatibilityError for two chunks that differ; `labels`: their names.
+
+    `expected`, `got`: texts on the facts that differ, in both. `remedy`: end of the message, or "".
+    """
     return incompatible(
         f"{labels[0]} and {labels[1]} do not belong together: {expected} and {got}{remedy}",
         None,
@@ -298,8 +301,9 @@ def choose_states(
 ) -> tuple[StateSpecs, ...]:
     """Return the states of `function`, or of the default one, for each state object of a model.
 
-    A single model, and chunks with a shared state, have one state object. Otherwise each chunk has
-    its own; the states of a chunk without states are an empty mapping.
+    `source`: in any form that `state_specs` accepts. A single model, and chunks with
+    `shared_state`, have one state object. Otherwise each chunk has its own; the states of a chunk
+    without states are an empty mapping. Raises CompatibilityError if chunks do not belong together.
     """
     chunks = find_chunks(source)
     if chunks is None:
