@@ -144,7 +144,7 @@ def _read_model(source: Source) -> tuple[ModelFunctions, str | None]:
     """
     if isinstance(source, StateSpecs):
         return source.functions, source.default_function
-    get_spec = getattr(source, "get_spec", None)
+    get_spec = getattr(source, "get_spec", None)  # of an MLModel, `_spec` is used, not a copy
     if callable(get_spec) and getattr(source, "_spec", None) is None:
         source = get_spec()
     elif isinstance(path := getattr(source, "path_or_asset", None), str):  # a CompiledMLModel
@@ -191,9 +191,8 @@ def _check_functions(
     """Raise CompatibilityError if two chunks cannot belong to one model.
 
     `labels`: their names in errors. `first`, `other`: states of each function, and default
-    function. Both have the same functions. With `shared_state`, both declare the same states;
-    otherwise states may have other names and layers, but a state of the same name has the same
-    number of positions.
+    function. Both must have the same functions and default. With `shared_state`, they must declare
+    the same states. Without it, only a state of the same name must have as many positions.
     """
     (functions, default), (other_functions, other_default) = first, other
     names = [shorten(", ".join(model), 200) for model in (functions, other_functions)]

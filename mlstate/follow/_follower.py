@@ -504,7 +504,8 @@ class Follower:
         """Restore the elements that an interrupted change overwrote.
 
         Does nothing if the change was committed. A KeyboardInterrupt is raised only after all
-        elements are restored.
+        elements are restored. Each public method calls it first, because another exception may have
+        ended an earlier restoration.
         """
         interrupt: KeyboardInterrupt | None = None
         while True:

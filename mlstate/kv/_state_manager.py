@@ -431,9 +431,10 @@ class StateManagerBase:
     def _make_states(
         self, size: int, make: Callable[[object, Specs], object] | None = None
     ) -> tuple[object, ...]:
-        """Return a new state object for each owner of states of `size`; None: it declares none.
+        """Return new state objects for `size`, one for each owner, a model that creates states.
 
-        `make`: called with a model and its specs to create one. Default: `_make_state`.
+        It is None for a model that declares no states. `make`: called with a model and its specs to
+        create one. Default: `_make_state`.
         """
         context = self._context(size)
         make = make or self._make_state
