@@ -333,9 +333,9 @@ def check_axes(first: StateSpec, other: StateSpec) -> None:
 def find_axis(spec: StateSpec, other: StateSpec) -> int | None:
     """Return the sequence axis of a state, counted from 0, from its specs in two models.
 
-    It is the axis that one of them has, else the only axis whose lengths differ. None if the shapes
-    are equal and neither has a known axis: the state has no sequence, or the context size is the
-    same.
+    It is the axis that `spec` or `other` has, else the only axis whose lengths differ. None if the
+    shapes are equal and neither has a known axis: the state has no sequence, or the context size is
+    the same.
 
     Raises
     ------

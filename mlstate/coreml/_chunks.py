@@ -105,7 +105,7 @@ def _chunks_of_pattern(pattern: str) -> Chunks:
     """Return the chunks whose paths match a glob pattern, in the order of their numbers.
 
     One path needs no number. Raises StoreNotFoundError if no path matches, and CompatibilityError
-    if several paths have no numbers or not all of 1 to their total.
+    if several paths have no numbers, or are not all chunks of one model.
     """
     paths = sorted(glob.glob(pattern))
     if not paths:

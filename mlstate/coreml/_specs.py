@@ -144,7 +144,7 @@ def _read_model(source: Source) -> tuple[ModelFunctions, str | None]:
     """
     if isinstance(source, StateSpecs):
         return source.functions, source.default_function
-    get_spec = getattr(source, "get_spec", None)
+    get_spec = getattr(source, "get_spec", None)  # of an MLModel, `_spec` is used, not a copy
     if callable(get_spec) and getattr(source, "_spec", None) is None:
         source = get_spec()
     elif isinstance(path := getattr(source, "path_or_asset", None), str):  # a CompiledMLModel
@@ -170,7 +170,10 @@ def _states_text(states: Mapping[str, StateSpec]) -> str:
 
 
 def _disagreement(labels: tuple[str, str], expected: str, got: str, remedy: str) -> Exception:
-    """Return the CompatibilityError for two chunks that differ; `labels`: their names."""
+    """Return the CompatibilityError for two chunks that differ; `labels`: their names.
+
+    `expected`, `got`: texts on the facts that differ, in both. `remedy`: end of the message, or "".
+    """
     return incompatible(
         f"{labels[0]} and {labels[1]} do not belong together: {expected} and {got}{remedy}",
         None,
@@ -188,9 +191,8 @@ def _check_functions(
     """Raise CompatibilityError if two chunks cannot belong to one model.
 
     `labels`: their names in errors. `first`, `other`: states of each function, and default
-    function. Both have the same functions. With `shared_state`, both declare the same states;
-    otherwise states may have other names and layers, but a state of the same name has the same
-    number of positions.
+    function. Both must have the same functions and default. With `shared_state`, they must declare
+    the same states. Without it, only a state of the same name must have as many positions.
     """
     (functions, default), (other_functions, other_default) = first, other
     names = [shorten(", ".join(model), 200) for model in (functions, other_functions)]
@@ -298,8 +300,9 @@ def choose_states(
 ) -> tuple[StateSpecs, ...]:
     """Return the states of `function`, or of the default one, for each state object of a model.
 
-    A single model, and chunks with a shared state, have one state object. Otherwise each chunk has
-    its own; the states of a chunk without states are an empty mapping.
+    `source`: in any form that `state_specs` accepts. A single model, and chunks with
+    `shared_state`, have one state object. Otherwise each chunk has its own; the states of a chunk
+    without states are an empty mapping. Raises CompatibilityError if chunks do not belong together.
     """
     chunks = find_chunks(source)
     if chunks is None:

@@ -504,7 +504,8 @@ class Follower:
         """Restore the elements that an interrupted change overwrote.
 
         Does nothing if the change was committed. A KeyboardInterrupt is raised only after all
-        elements are restored.
+        elements are restored. Each public method calls it first, because another exception may have
+        ended an earlier restoration.
         """
         interrupt: KeyboardInterrupt | None = None
         while True:
@@ -586,7 +587,11 @@ def _ways(
 
 
 def _require_equal(name: str, label: str, published: object, followed: object) -> None:
-    """Raise CompatibilityError if a property of the tensor `name`, called `label`, differs."""
+    """Raise CompatibilityError unless the tensor `name` has the published value of a property.
+
+    `label`: name of the property. `published`, `followed`: its values in the version and in the
+    follower.
+    """
     if published != followed:
         error = CompatibilityError(
             f"{name!r}: the published {label} is {published}, not {followed}"

@@ -430,7 +430,7 @@ class CacheState(CopiedByValue):
         for entry in spec if new_length < length else ():
             text = _NO_TRIM.get(entry.kind)
             if entry.window is not None and entry.seq_length is not None:
-                evicted = length - entry.seq_length
+                evicted = length - entry.seq_length  # the window would need them again
                 if evicted > 0:
                     text = f"a sliding entry cannot be trimmed: it has evicted {evicted} tokens"
             if text is not None:
@@ -834,6 +834,7 @@ def _resized_spec(cache: _Cache, capacity: int) -> CacheSpec:
     for old, new in zip(cache.spec, resized, strict=True):
         window = length if old.window is None else old.window  # older tokens may be dropped
         token_count = length if old.seq_length is None else min(length, old.seq_length, window)
+        # Only for its errors.
         moved_positions(old.name, old.shape, new.shape, token_count, old.seq_axis, kind=old.kind)
     return resized
 
@@ -877,7 +878,7 @@ def _move_tokens(array: Any, entry: CacheEntry, ring: Ring) -> Any:
     """Return a copy of `array` of the length of `entry`: the newest tokens of `ring` in order."""
     axis, length = _sequence_of(entry), entry.seq_length or 0
     runs = ring.runs(length)
-    if runs in ([], [range(ring.length)]):
+    if runs in ([], [range(ring.length)]):  # no token, or the first slots in order
         return compact_kv_state(array, length, ring.length, seq_axis=axis)
     moved, at = compact_kv_state(array, length, 0, seq_axis=axis), 0
     for run in runs:

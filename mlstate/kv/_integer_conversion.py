@@ -34,10 +34,11 @@ def result_dtype(dtype: object, out: Array) -> str:
 
 
 def convert_source(source: NDArray, move: KVMove, out: Array) -> NDArray:
-    """Return `source`, or its first `move.position` positions in the result's dtype.
+    """Return `source`, or if only NumPy can convert it, its tokens in the result's dtype.
 
-    The latter if the core cannot convert them, because a dtype is an integer. `out`: memory for the
-    result, whose dtype replaces `move.dtype`, or None. Raises ValueError if a token does not fit.
+    The tokens are the first `move.position` positions. `out`: memory for the result, whose dtype
+    replaces `move.dtype`; None: a new result. Raises ValueError if a token does not fit the dtype,
+    or if `out` shares memory with `source`.
     """
     target = result_dtype(move.dtype, out)
     if not converts(name_of(source.dtype), target):

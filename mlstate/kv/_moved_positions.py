@@ -86,10 +86,10 @@ def moved_positions(
 def differ_in_sequence(
     source: tuple[int, ...], target: tuple[int, ...], seq_axis: int | None
 ) -> bool:
-    """Return whether two shapes have the same rank and differ in the sequence axis only.
+    """Return whether the shapes `source` and `target` differ in the sequence axis only.
 
     `seq_axis` may be negative. False if it is None or not an axis of a cache of 2 to 8 dimensions,
-    and for equal shapes.
+    for shapes of different rank, and for equal shapes.
     """
     rank = len(source)
     if (

@@ -119,7 +119,7 @@ def _check_devices(entry: CacheEntry, arrays: Mapping[str, Any]) -> None:
 
 
 def _new_array(shape: tuple[int, ...], dtype: str, like: Any, *, is_full: bool) -> Any:
-    """Return a new array of zeros: of NumPy, or a tensor on the device of `like`.
+    """Return a new array of zeros: of NumPy, or a tensor if `like` is one on another device.
 
     `is_full`: whether tokens will fill it. Then a NumPy array is not cleared, to save the time.
     """

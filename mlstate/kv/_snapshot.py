@@ -108,7 +108,7 @@ def new_snapshot(
 def check_writable(entry: CacheEntry, array: Any) -> None:
     """Raise CompatibilityError unless all elements of an entry's array can be overwritten.
 
-    It is read-only, or elements share memory, as in an expanded tensor.
+    Reasons are a read-only array, and elements that share memory, as in an expanded tensor.
     """
     if is_torch(array):
         kind, is_readonly = "tensor", False

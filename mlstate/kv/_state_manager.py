@@ -124,7 +124,12 @@ class StateManagerBase:
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
-        """Check the arguments, and the states of all models that are loaded already."""
+        """Check the arguments, and the states of all models that are passed as objects.
+
+        `models`: by context size, the smallest first; each is a model, a sequence of chunk models,
+        or a callable that returns either. `specs`: by context size, descriptions of states that
+        replace those of the model. The others are as for the subclasses and `ContextLadder`.
+        """
         if not isinstance(models, Mapping):
             raise TypeError(
                 "models must be a mapping of context sizes to models, such as "
@@ -426,9 +431,10 @@ class StateManagerBase:
     def _make_states(
         self, size: int, make: Callable[[object, Specs], object] | None = None
     ) -> tuple[object, ...]:
-        """Return a new state object for each owner of states of `size`; None: it declares none.
+        """Return new state objects for `size`, one for each owner, a model that creates states.
 
-        `make`: called with a model and its specs to create one. Default: `_make_state`.
+        It is None for a model that declares no states. `make`: called with a model and its specs to
+        create one. Default: `_make_state`.
         """
         context = self._context(size)
         make = make or self._make_state

@@ -118,7 +118,7 @@ def _mismatch(where: str, text: str, expected: Any, got: Any) -> CompatibilityEr
 
 
 def _facts_of(cache: Any) -> dict[str, Any]:
-    """Return the properties by name that two caches share if one can overwrite the other in place.
+    """Return properties of a cache by name: a cache that overwrites it in place must have the same.
 
     Of a `CacheState` these are the entries. The length of a `KVState` may differ.
     """

@@ -173,8 +173,7 @@ def _problem(
     """Return why the state `name` cannot move, or None, and how many of its positions move.
 
     `moved_positions` returns the second: None if the state is copied whole. It is None too if the
-    state cannot move.
-    `source`, `target`: its specs; None: the model lacks it.
+    state cannot move. The parameters are as for `_plan_state`.
     """
     if source is None or target is None:
         which = "source" if source is None else "target"

@@ -92,7 +92,11 @@ class PendingPuts:
         return not self._queue or self.nbytes + nbytes <= self._most
 
     def _run(self, put: _Put, records: list[Any], write: Callable[[list[Any]], int]) -> int:
-        """Write a put in the thread, and take it out of the queue; log an error, and raise it."""
+        """Write a put in the thread, and take it out of the queue.
+
+        `records`: its copies; the list is emptied. Returns the result of `write`. An error is
+        logged, and raised by the future.
+        """
         try:
             return write(records)
         except Exception as error:

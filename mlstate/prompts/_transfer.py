@@ -93,11 +93,12 @@ def block_parts(
 
 
 def state_parts(stored: StoredSpec, state: CacheState) -> tuple[list[NDArray | Remote], list[Any]]:
-    """Return the parts of a snapshot, as views, and the list that describes them.
+    """Return the parts of a snapshot of `state`, as views, and the list that describes them.
 
-    The list has, for each array, its name, the numbers of tokens of its parts, and None; for an
-    array without a sequence, its name, None, and its shape. A ring that has wrapped has several
-    parts, so that its tokens are by increasing position.
+    The parts are of the arrays of `stored.states`. The list has, for each array, its name, the
+    numbers of tokens of its parts, and None; for an array without a sequence, its name, None, and
+    its shape. A ring that has wrapped has several parts, so that its tokens are by increasing
+    position.
     """
     parts: list[NDArray | Remote] = []
     listed: list[Any] = []
@@ -167,7 +168,7 @@ class Request(NamedTuple):
 
 
 def run_requests(match: _core.PromptMatch, requests: list[Request]) -> dict[int, str]:
-    """Read parts into their targets; return a description of each damaged record, by its index.
+    """Read parts of the records of `match`; return a description of each damaged record, by index.
 
     A part that cannot be read into its target goes through other memory, of at most `_STAGED` bytes
     at a time. The targets of a damaged record may have been written.
@@ -206,7 +207,7 @@ def _batches(requests: list[Request]) -> Iterator[list[Request]]:
 
 
 def _read_in_pieces(match: _core.PromptMatch, request: Request) -> dict[int, str]:
-    """Read one part through a buffer of `_STAGED` bytes.
+    """Read one part of a record of `match` to its targets, through a buffer of `_STAGED` bytes.
 
     Returns {}, or a description of the damage by the index of the record; the pieces before the
     damage are written then.
@@ -298,10 +299,11 @@ class Arrays(NamedTuple):
 def block_requests(
     stored: StoredSpec, into: Arrays, record: int, start: int, stop: int, size: int
 ) -> list[Request]:
-    """Return the requests for positions `start` to `stop` from the parts of a record.
+    """Return the requests that read positions `start` to `stop` of a record into the arrays `into`.
 
-    `record`: its index, of a block, or of a snapshot with tokens after the last block. `size`: its
-    number of tokens; it begins at `start` and may end after `stop`.
+    `stored`: its entries are in the order of the parts. `record`: index of a block, or of a
+    snapshot with tokens after the last block. `size`: tokens of each part; the first one is token
+    `start`, and the last one may be after `stop`.
     """
     requests: list[Request] = []
     for each in stored.blocks:
