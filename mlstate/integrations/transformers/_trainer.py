@@ -235,7 +235,12 @@ class MLStateCallback:
         Warns
         -----
         CheckpointWarning
-            The Trainer's folders cannot be resumed, and `directory` has no step.
+            Neither the Trainer's folders nor the steps in `directory` can be resumed.
+
+        Raises
+        ------
+        StoreError
+            `directory` cannot be read, or its store fails.
         """
         output = Path(local_path(output_dir))
         place = output / _FOLDER if directory is None else directory

@@ -147,10 +147,12 @@ def read_record(manager: CheckpointManager, step: int) -> dict[str, Any]:
 
 
 def _verified_record(manager: CheckpointManager, step: int) -> dict[str, Any] | None:
-    """Return `read_record` of a step, or None if its checksums fail or it cannot be read."""
+    """Return `read_record` of a step, or None if it is damaged; raise if its store fails."""
     try:
         return read_record(manager, step) if manager.checkpoint(step).verify() else None
-    except MLStateError:
+    except MLStateError as error:
+        if manager._checkpoints.folder.is_outage(error):
+            raise
         return None
 
 
@@ -158,7 +160,9 @@ def _is_resumable(output: Path, manager: CheckpointManager, step: int) -> bool:
     """Return whether a step's folder is whole and has the position that the step recorded."""
     try:
         return is_whole(folder_of(output, step), read_record(manager, step)["position"])
-    except MLStateError:
+    except MLStateError as error:
+        if manager._checkpoints.folder.is_outage(error):
+            raise
         return False
 
 
@@ -204,10 +208,11 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
         was_killed = newest[0] not in folders and max(folders, default=-1) > newest[0]
         if good < 0 or was_killed:
             return str(_restore_folder(output, manager, newest[0], newest[1]))
-    if folders and not saved:
+    if good < 0 and (folders or saved):
+        steps = "no step of the Trainer that is undamaged" if saved else "no step"
         warnings.warn(
-            f"{folder_of(output, folders[-1])} cannot be resumed, and {manager.directory} has no "
-            "step, so training starts anew; if the callback has another directory=, pass it to "
+            f"{output} has no checkpoint that can be resumed, and {manager.directory} has {steps}, "
+            "so training starts anew; if the callback has another directory=, pass it to "
             "last_checkpoint too",
             CheckpointWarning,
             stacklevel=3,

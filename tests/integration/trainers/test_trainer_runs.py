@@ -167,6 +167,27 @@ def test_a_run_continues_on_a_new_machine_from_steps_elsewhere(tmp_path, runs, k
     assert resumed.resumed[0] == 4
 
 
+def test_a_store_that_fails_does_not_hide_the_newest_step(tmp_path, runs, store):
+    place, options = "s3://bucket/failing", {"storage_options": store.options(timeout=2.0)}
+    train(runs, tmp_path / "old", callback=MLStateCallback(place, keep=2, **options))
+    files = CheckpointManager(place, **options).checkpoint(4).files()
+    store.faults.reset(
+        lambda _number, _method, path: "503" if path.endswith(tuple(files)) else None
+    )
+    with pytest.raises(mlstate.StoreError):
+        MLStateCallback.last_checkpoint(tmp_path / "new", place, **options)
+    store.faults.reset()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_start_anew_beside_steps_warns(tmp_path, runs):
+    place = tmp_path / "steps"
+    train(runs, tmp_path / "old", callback=MLStateCallback(place))
+    shutil.rmtree(place / "states")
+    with pytest.warns(mlstate.errors.CheckpointWarning, match="no step of the Trainer that is und"):
+        assert MLStateCallback.last_checkpoint(tmp_path / "new", place) is None
+
+
 def test_resume_of_a_trainer_only_checkpoint_warns(tmp_path, runs):
     train(runs, tmp_path, save_total_limit=2)
     train(runs, tmp_path, with_mlstate=False, max_steps=6, save_only_model=False)
