@@ -26,7 +26,7 @@ from ._common import Commands, add_command
 
 __all__ = ["add"]
 
-# huggingface_hub creates these folders beside downloaded files.
+# huggingface_hub creates these folders in a folder of downloads.
 _CACHES = (".cache", ".huggingface")
 
 
