@@ -79,8 +79,7 @@ mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t 
 
 /* Set `*out` to the `*count` numbers of the segments in the folder, sorted. The caller
  * frees it. Needs no lock. With `cleans`, for the writer, deletes the temporary files of
- * killed ones. MLS_E_IO;
- * MLS_E_MEMORY. */
+ * killed ones. MLS_E_IO; MLS_E_MEMORY. */
 mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
                                   size_t *count, mls_status *st);
 
