@@ -261,7 +261,7 @@ class SaveJob:
         freed: Callable[[], object] | None = None
         copies = _Copies(self)
         try:
-            self.check()
+            self.check_cancelled()
         except StoreError as error:
             self.fail(error)
         gathered = self.gather(copies.take)
@@ -320,7 +320,7 @@ class SaveJob:
         reason = OSError(errno.ECANCELED, "the save was cancelled")
         return store_error(reason, "not saved", self.path)
 
-    def check(self) -> None:
+    def check_cancelled(self) -> None:
         """Raise if the save was cancelled."""
         if self.cancelled:
             raise self.cancellation()
@@ -331,10 +331,10 @@ class SaveJob:
         Raises if the save was cancelled, which ends it.
         """
         self.bytes_done = min(self.bytes_done + count, self.bytes_total)
-        self.check()
+        self.check_cancelled()
         if self.callback is not None:
             self.callback(count)
-            self.check()
+            self.check_cancelled()
 
     # -- waiting
 

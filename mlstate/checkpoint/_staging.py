@@ -1,6 +1,7 @@
 """`Staging`: memory for copies of a state during an asynchronous save; `mlstate.checkpoint`.
 
-The core makes the copies. This module decides which save uses the memory, and how much of it.
+The core makes the copies. This module keeps the memory from one save to the next;
+`SaveJob.memory` decides how much of it a save may use.
 """
 
 from __future__ import annotations

@@ -645,14 +645,15 @@ def _apply_change(
     places = _places(part, final)
     try:
         if model is not None:
+            # as a delta: the log then holds only the elements that differ
             delta = compare_arrays(array, _like(model, array), checksum=False)
             del model  # its memory is needed for the undo log
             apply_delta(array, delta, log)
             del delta
         for number, published in enumerate(steps):
             is_last = number == len(steps) - 1
-            if places:
-                source = published[places[0]].required_delta
+            if numbers := _places(part, published):
+                source = published[numbers[0]].required_delta
                 apply_delta(array, source, log, check=check and is_last)
                 continue
             for each in published:

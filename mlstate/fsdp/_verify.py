@@ -246,10 +246,12 @@ def _rounding_bound(world: int, dtype: str, count: int, norms: float, atol: floa
 def compare_sums(
     fsdp: FSDP, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
 ) -> GradientReport:
-    """Compare signed sums of local gradients with signed sums of all ranks' unreduced ones.
+    """Compare local gradients with all ranks' unreduced ones, by one number for each part.
 
+    The number is an AMS sketch: the sum of the elements, each with a pseudo-random sign that its
+    index determines. So ranks exchange no gradients, and errors of several elements rarely cancel.
     All ranks must call this. `gradients`: this rank's unreduced full gradients by parameter.
-    `atol`: tolerance of an element. Raises ValueError for minima and maxima.
+    `atol`: absolute tolerance of an element. Raises ValueError for minima and maxima.
     """
     if fsdp.op not in ("sum", "mean"):
         raise ValueError(f"unreduced= needs op='sum' or 'mean', got op={fsdp.op!r}")

@@ -255,8 +255,9 @@ bool mls_prompt_header_begins(const unsigned char *data)
     return mls_load_le32(data) == MAGIC;
 }
 
-/* Set `*out` to the header at `data`, whose lengths are valid: its fields at fixed
- * offsets, and pointers to tokens, parts and meta. */
+/* Set `*out` to the header at `data`, whose lengths are valid and whose checksum was
+ * compared: its fields at fixed offsets, and pointers to tokens, parts and meta. There
+ * are two types; a store with another one has another version of the format. */
 static void read_fields(const unsigned char *data, mls_prompt_header *out)
 {
     *out = (mls_prompt_header){

@@ -378,8 +378,8 @@ static PyObject *read_piece(const mlspy_state *state, PyObject *self,
 }
 
 /* read_piece(record, part, offset, array, checksum) -> int, or a text about damage: read
- * a piece of a part into the array. `checksum` is the checksum of the part's bytes before
- * the piece; the result continues it. */
+ * bytes of part number `part` from byte `offset` on, as many as the array has. `checksum`
+ * is the checksum of the part's bytes before them; the result continues it. */
 static PyObject *match_read_piece(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));

@@ -67,7 +67,7 @@ class _ExportJob(SaveJob):
         assert self.plan is not None
 
         def written() -> None:
-            self.check()
+            self.check_cancelled()
             if freed is not None:
                 freed()
 

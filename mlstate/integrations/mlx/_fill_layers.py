@@ -326,17 +326,20 @@ def _vector(numbers: list[int]) -> Any:
 def _padding(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
     """Return the vectors ``left_padding`` and ``offset`` of a batch, with an element per sequence.
 
+    Options that a read of the cache stored: "first", the position of each sequence's first token,
+    and "padding", the positions that its offset does not count, both from the first position of
+    the batch, even after it was evicted. Without them, the layer's own padding is both.
     `entries`: of keys and values. Raises CompatibilityError if the number of sequences differs.
     """
-    evicted = at.length - at.stored(entries)
+    evicted = at.length - at.stored(entries)  # tokens
     before = at.before.values["left_padding"].tolist()
     first, padding = at.options.get("first", before), at.options.get("padding", before)
     if len(first) != entries[0].shape[0]:
         text = f"layer {at.where} has {len(first)} sequences, and the array {entries[0].shape[0]}"
         raise entry_error(entries[0].name, text, len(first), entries[0].shape[0])
     return {
-        "left_padding": _vector([number - evicted for number in first]),
-        "offset": _vector([at.length - number for number in padding]),
+        "left_padding": _vector([position - evicted for position in first]),
+        "offset": _vector([at.length - uncounted for uncounted in padding]),
     }
 
 

@@ -393,7 +393,7 @@ def measure_plan(
                 watched.mark()
                 step()
                 watched.mark()
-    spans = watched.spans()[1:]
+    spans = watched.spans()[1:]  # the first one, before the first step, copies the sample
     base = int(plan.chain.activation_bytes[0])
     predicted = plan.simulate().peak_bytes.tolist()
     walk = _StepSimulation(plan, again.of_blocks())

@@ -243,7 +243,7 @@ def _read_states(at: _Place, number_of_states: int) -> None:
         of = at.layer, at.where
         has_conv = state_of(*of, "is_conv_states_initialized", number)
         if has_conv and not state_of(*of, "has_previous_state", number):
-            continue  # the layer was reset
+            continue  # the layer was reset; only a convolution's update sets has_previous_state
         if has_conv:
             conv = state_of(*of, "conv_states", number)
             at.add(f"conv_states.{number}", _last_inputs(at, conv, number), "conv")
