@@ -655,7 +655,10 @@ def fail_as_rank(group, path, victim):
         state["more"], bad = np.array("text"), {}
     if victim == "cancelled" and group.rank == 1:  # before the ranks exchange their parts
         check, bad = _save_async.SaveJob.check_cancelled, {}
-        _save_async.SaveJob.check_cancelled = lambda job: (setattr(job, "cancelled", True), check(job))
+        _save_async.SaveJob.check_cancelled = lambda job: (
+            setattr(job, "cancelled", True),
+            check(job),
+        )
     handle = save_async(path, state, step=2, group=group, **bad)
     try:
         handle.wait(SECONDS)
