@@ -51,7 +51,7 @@ static void remove_all(const mls_prompt_log *log)
     uint32_t *numbers = NULL;
     size_t count = 0;
     mls_status st;
-    require(mls_prompt_segments_list(log, &numbers, &count, &st) == MLS_OK);
+    require(mls_prompt_segments_list(log, false, &numbers, &count, &st) == MLS_OK);
     for (size_t i = 0; i < count; i++) {
         (void)unlinkat(log->folder, mls_prompt_segment_name(name, numbers[i]), 0);
     }
@@ -140,7 +140,8 @@ static void use_log(mls_prompt_log *log)
             match->hits[i].header.part_count == 1) {
             require(mls_tensor_init(&request.into, copy, MLS_U8, 1, &bytes, &st) ==
                     MLS_OK);
-            require(mls_prompt_read(match, &request, 1, log->kernels, crc, NULL, NULL));
+            require(mls_prompt_read(match, &request, 1, log->kernels, crc, NULL, NULL,
+                                    &st) == MLS_OK);
         }
     }
     mls_prompt_match_free(match);

@@ -28,9 +28,9 @@ def check_number(name: str, value: object) -> float:
 
 
 def check_int(name: str, value: Any, least: int, most: int | None = None, also: str = "") -> int:
-    """Return an integer from `least` to `most`; a bool is not one.
+    """Return an integer from `least` to `most` (None: no limit); a bool is refused.
 
-    `also` names another accepted value, for messages.
+    `name`: the parameter's name in errors. `also` names another accepted value there.
     """
     try:
         if is_flag(value):

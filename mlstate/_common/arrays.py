@@ -55,7 +55,10 @@ def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
 
 
 def overlaps_itself(array: Any) -> bool:
-    """Return whether elements of an array share memory: a write to one changes others."""
+    """Return whether elements of an array share memory, so that a write to one changes others.
+
+    False for a tensor that is not strided.
+    """
     if is_torch(array):
         if str(array.layout) != "torch.strided" or array.is_contiguous():
             return False
@@ -65,9 +68,10 @@ def overlaps_itself(array: Any) -> bool:
 
 
 def shares_elements(first: Array, second: Array) -> bool:
-    """Return whether two strided arrays of one device share memory.
+    """Return whether `first` and `second`, strided arrays of one device, share an element.
 
-    Interleaved views, such as the even and odd columns of a matrix, share none.
+    Interleaved views, such as the even and odd columns of a matrix, share none. False without known
+    addresses.
     """
     left, right = _memory_of(first), _memory_of(second)
     has_addresses = left[0] != 0 and right[0] != 0  # meta tensors have none
@@ -75,14 +79,20 @@ def shares_elements(first: Array, second: Array) -> bool:
 
 
 def is_same_memory(first: Array, second: Array) -> bool:
-    """Return whether two arrays are the same elements at the same addresses."""
+    """Return whether two arrays have the same elements at the same addresses.
+
+    True if the first has no elements.
+    """
     if first is second or _size_of(first) == 0:
         return True
     return _has_memory(first, second) and _memory_of(first) == _memory_of(second)
 
 
 def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:
-    """Return the names of arrays whose range of addresses meets the range of another array."""
+    """Return the names of arrays whose range of addresses meets the range of another array.
+
+    Such arrays may still have no element in common.
+    """
     ranges = []
     for name, array in arrays.items():
         if not _has_memory(array) or _size_of(array) == 0:
@@ -148,7 +158,10 @@ def new_packed(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def refuse_given_away(state: Mapping[str, object]) -> None:
-    """Raise ValueError for torch tensors that a `TieredState` moved to a file: they are empty."""
+    """Raise ValueError for a torch tensor that a `TieredState` moved to a file: it is empty.
+
+    `state`: tensors and other values by name.
+    """
     if not any(backend.has_given_away() for backend in imported_backends(TensorBackend)):
         return
     for name, value in state.items():
@@ -160,9 +173,10 @@ def refuse_given_away(state: Mapping[str, object]) -> None:
 
 
 def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> None:
-    """Raise CompatibilityError for torch tensors that cannot be stored, or parts of these.
+    """Raise CompatibilityError for a torch tensor that cannot be stored, or a `Shard` of one.
 
-    Unless `every`, only tensors of subclasses are examined: the core refuses the others.
+    `state`: tensors and other values by name. Unless `every`, only tensors of subclasses are
+    examined: the core refuses the others.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -178,7 +192,10 @@ def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> No
 
 @contextmanager
 def named_refusals(*states: Mapping[str, object] | None) -> Iterator[None]:
-    """Turn an error of torch about a tensor into CompatibilityError, which names the tensor."""
+    """Turn an error of torch about a tensor in the block into one that names the tensor.
+
+    `states`: the tensors by name. If none of them is refused, the error is raised unchanged.
+    """
     try:
         yield
     except (BufferError, RuntimeError, TypeError, ValueError) as error:

@@ -29,7 +29,11 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 def _entry_of(name: str, info: os.stat_result, *, is_top: bool) -> Entry:
-    """Return the identity of a file; a rename changes the ctime of that file only."""
+    """Return the identity of a file, which changes if it is replaced or written.
+
+    `name`: its path in the target. `is_top`: it is the target itself, whose ctime a rename changes;
+    of a folder that is the target, size and times are left out too.
+    """
     kind = stat.S_IFMT(info.st_mode)
     if is_top and stat.S_ISDIR(info.st_mode):
         return name, kind, info.st_ino, 0, 0, 0
@@ -38,6 +42,7 @@ def _entry_of(name: str, info: os.stat_result, *, is_top: bool) -> Entry:
 
 
 def _list_folder(folder: str, prefix: str) -> Iterator[Entry]:
+    """Yield the entries of all files below a folder; `prefix`: its path in the target."""
     with os.scandir(folder) as entries:
         for entry in entries:
             name = prefix + entry.name
@@ -57,7 +62,7 @@ def _list_path(path: str) -> tuple[Entry, ...]:
 
 
 def _remove(path: str) -> None:
-    """Delete a file or folder as far as possible."""
+    """Delete a file or folder as far as possible; errors are ignored."""
     with suppress(OSError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
             shutil.rmtree(path, ignore_errors=True)
@@ -66,7 +71,11 @@ def _remove(path: str) -> None:
 
 
 def _rename_new(source: str, target: str) -> None:
-    """Rename a file or folder to a name that does not exist; raise FileExistsError if it does."""
+    """Rename `source` to a name that does not exist; raise FileExistsError if it does.
+
+    If the file system cannot do this in one operation, a hard link is used for a file, and without
+    links a check before.
+    """
     try:
         _core.path_rename(source, target, False)
         return
@@ -89,7 +98,10 @@ def _rename_new(source: str, target: str) -> None:
 
 
 def _keep_owner_and_mode(path: str, old: str) -> None:
-    """Give a new file the owner, if the system allows it, and the permission bits of the old."""
+    """Give the file `path` the permission bits of `old`, and its owner if the system allows it.
+
+    Nothing happens if `old` does not exist.
+    """
     with suppress(FileNotFoundError):
         info = os.stat(old)
         with suppress(OSError):
@@ -105,7 +117,10 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], *, follow_links: bool = True) -> Target:
-        """Return the target at a path, as it is now; a symbolic link is followed by default."""
+        """Return the target at a path, as it is now; raise StoreError if it cannot be listed.
+
+        `follow_links`: of a symbolic link, the target is the file or folder that it leads to.
+        """
         resolved = os.path.realpath(local_path(path)) if follow_links else local_path(path)
         try:
             return cls(resolved, _list_path(resolved))
@@ -134,8 +149,9 @@ class Target(NamedTuple):
     def put(self, new: str) -> None:
         """Rename a complete file or folder to the target, durably.
 
-        Raises StoreError (EEXIST) if the target changed since the writing began: it is unchanged
-        then, and so it is after every other error before the last sync.
+        `new`: its temporary path. Raises StoreError (EEXIST) if the target changed since the
+        writing began. The target is unchanged after this and every other error before the last
+        sync.
         """
         old = f"{new}.old"
         try:
@@ -155,13 +171,18 @@ class Target(NamedTuple):
             _remove(old)
 
     def _take_vacant(self, new: str) -> None:
+        """Rename `new` to the target, which must still be missing or an empty folder."""
         if self.entries and os.path.isdir(new):
             os.rename(new, self.path)  # the system refuses all targets but an empty folder
         else:
             _rename_new(new, self.path)
 
     def _exchange(self, new: str, old: str) -> None:
-        """Give the target's old content the name `old` if it is the expected one, else restore."""
+        """Put `new` in the target's place, and keep the old content at the path `old`.
+
+        If that is not the content at the beginning, everything is restored, and StoreError (EEXIST)
+        is raised.
+        """
         if _list_path(self.path) != self.entries:  # mostly noticed here, before anyone sees a swap
             raise self._changed()
         created = os.lstat(new)
@@ -174,7 +195,10 @@ class Target(NamedTuple):
             raise
 
     def _swap(self, new: str, old: str) -> None:
-        """Exchange the finished file or folder `new` with the target, which becomes `old`."""
+        """Rename `new` to the target, and the target's content to `old`.
+
+        The system exchanges both at once if it can.
+        """
         try:
             _core.path_rename(new, self.path, True)
         except OSError as error:
@@ -185,7 +209,11 @@ class Target(NamedTuple):
             os.rename(new, old)
 
     def _swap_by_steps(self, new: str, old: str) -> None:
-        """Swap as `_swap` does; a file with links always exists, even if the process is killed."""
+        """Rename as `_swap` does, for a system that cannot exchange two names at once.
+
+        If files can have links, a file exists at the target at any moment, even if the process is
+        killed.
+        """
         if self._is_linked(new, old):
             os.rename(new, self.path)
         else:
@@ -193,7 +221,10 @@ class Target(NamedTuple):
             _rename_new(new, self.path)
 
     def _is_linked(self, new: str, old: str) -> bool:
-        """Give a file that a file replaces a second name, and return True if it can have one."""
+        """Give the target the second name `old`, if `new` and the target are files.
+
+        Returns False without it: for folders, and if the file system has no links.
+        """
         if os.path.isdir(new) or not self.is_file:
             return False
         try:
@@ -205,9 +236,10 @@ class Target(NamedTuple):
         return True
 
     def _restore(self, new: str, old: str, created: os.stat_result) -> None:
-        """Undo the steps of `_swap` that were done, after an error; never delete the old content.
+        """Undo the renames of `_swap` after an error; the old content is never deleted.
 
-        `created`: identifies the new file or folder.
+        `created`: identifies the new file or folder. Raises StoreError, which names the path `old`,
+        if the old content cannot get its place back.
         """
         with suppress(FileNotFoundError):
             if not os.path.samestat(os.lstat(new), created):
@@ -232,6 +264,7 @@ class Target(NamedTuple):
             ) from error
 
     def _changed(self) -> StoreError:
+        """Return the StoreError (EEXIST) for a target that another program changed."""
         state = "appeared" if self.is_vacant else "was changed"
         text = f"it {state} while its replacement was written, and is left as it is"
         return store_error(
@@ -240,9 +273,10 @@ class Target(NamedTuple):
 
 
 def change_mode(file: int | str, mode: int) -> None:
-    """Set the permission bits of a file, by descriptor or path, unless it has them already.
+    """Set the permission bits of a file, by descriptor or path.
 
-    File systems without permissions, such as FAT and CIFS, refuse every change.
+    An error is ignored if the file has them already: file systems without permissions, such as FAT
+    and CIFS, refuse every change.
     """
     try:
         if isinstance(file, int):
@@ -259,7 +293,7 @@ def change_mode(file: int | str, mode: int) -> None:
 def new_path(target: Target) -> Iterator[str]:
     """Yield a temporary path to write a file or folder at, which then becomes the target.
 
-    After an exception, the target is unchanged.
+    After an exception, also of the block, the target is unchanged.
     """
     temporary = target.temporary()
     try:
@@ -278,7 +312,8 @@ def new_path(target: Target) -> Iterator[str]:
 def new_file(target: Target) -> Iterator[str]:
     """Yield a temporary path to write a file at, as `new_path` does.
 
-    An existing file must be writable, and keeps its permission bits.
+    An existing file must be writable, and keeps its permission bits. Raises OSError for a folder,
+    ValueError for a FIFO, socket or device.
     """
     reason = 0
     if target.is_folder:
@@ -300,10 +335,10 @@ def new_file(target: Target) -> Iterator[str]:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], target: Target | None = None) -> Iterator[IO[bytes]]:
-    """Yield a file to write, which becomes `path` atomically and durably; see `Target.put`.
+    """Yield an open file, which becomes `path` atomically and durably; see `Target.put`.
 
-    After an exception, `path` is unchanged. A symbolic link is followed and kept; an existing
-    file keeps its permission bits. `target` is `path` as it was when the caller began.
+    After an exception, `path` is unchanged. A symbolic link is followed and kept; an existing file
+    keeps its permission bits. `target`: `path` as it was when the caller began; None: as now.
     """
     target = target or Target.of(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)

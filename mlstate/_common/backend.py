@@ -37,10 +37,13 @@ class TensorBackend(Protocol):
     """Operations on a framework's tensors that every subsystem uses."""
 
     def arrays_of(self, state: Any) -> dict[str, Any]:
-        """Return NumPy arrays over the memory of tensors."""
+        """Return NumPy arrays over the memory of tensors, by name; other values stay.
+
+        Tensors on a device stay tensors.
+        """
 
     def tensors_of(self, state: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
-        """Return tensors over the memory of arrays, or copies."""
+        """Return tensors over the memory of arrays by name, or with `copy` over new memory."""
 
     def device_of(self, device: Any) -> Any:
         """Return the device that a user named; raise ValueError if there is none."""
@@ -49,10 +52,13 @@ class TensorBackend(Protocol):
         """Return the framework's dtype of a name; raise ValueError if there is none."""
 
     def explain_unsupported_tensor(self, tensor: Any) -> str:
-        """Return why a tensor is not plain memory, with a remedy; empty if it is."""
+        """Return why a tensor is not plain memory, with a remedy; "" if it is."""
 
     def refuse_unstorable(self, name: str, tensor: Any, label: str = "") -> None:
-        """Raise UnstorableError if a tensor cannot be stored."""
+        """Raise UnstorableError if a tensor cannot be stored.
+
+        `name`: of the tensor. `label`: its path for the message; "": the name.
+        """
 
     def write_into_tensor(self, out: Any, write: Callable[[Any], Any]) -> Any:
         """Let `write` fill a tensor, with the framework's checks for writes in place."""
@@ -64,7 +70,10 @@ class TensorBackend(Protocol):
         """Return the result of ``__reduce_ex__`` of a state dict."""
 
     def give_memory(self, tensor: Any, source: Any) -> None:
-        """Replace a tensor's memory with the memory of another tensor, without a copy."""
+        """Replace a tensor's memory by the memory of `source`, without a copy.
+
+        None as `source` leaves it without elements.
+        """
 
     def has_given_away(self) -> bool:
         """Return whether `give_memory` removed any tensor's elements in this process."""
@@ -85,7 +94,11 @@ def register(name: str, framework: Framework) -> None:
 
 
 def backend_named(name: str, protocol: type[BackendT]) -> BackendT:
-    """Return what a framework provides for a Protocol; raise TypeError if it provides nothing."""
+    """Return the implementation of a Protocol for the framework `name`.
+
+    The integration is imported if necessary. Raises TypeError if it does not implement the
+    Protocol.
+    """
     backend: BackendT | None = _backends.get((name, protocol))
     if backend is None:
         if name not in _registered:
@@ -98,7 +111,10 @@ def backend_named(name: str, protocol: type[BackendT]) -> BackendT:
 
 
 def torch_backend(feature: str, protocol: type[BackendT]) -> BackendT:
-    """Return torch's backend; an ImportError names the feature, and the extra to install."""
+    """Return torch's implementation of a Protocol; raise ImportError without torch.
+
+    `feature`: text for the error, in the plural; the error names the extra to install, too.
+    """
     try:
         import torch  # noqa: F401
     except ImportError:
@@ -118,9 +134,10 @@ def imported_backends(protocol: type[BackendT]) -> list[BackendT]:
 
 
 def backend_of(value: object, protocol: type[BackendT]) -> BackendT:
-    """Return the backend of a tensor, module or optimizer; raise TypeError if there is none.
+    """Return the implementation of a Protocol for a tensor, module or optimizer.
 
-    Only imported frameworks are asked, because no other can have created the value.
+    Only imported frameworks are asked, because no other can have created the value. Raises
+    TypeError for any other value.
     """
     for name in _INTEGRATIONS:
         framework = _registered.get(name) or _imported(name)

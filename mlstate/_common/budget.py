@@ -37,14 +37,14 @@ class Budget(NamedTuple):
     given: str  # the number as the caller wrote it
 
     def text(self, nbytes: int) -> str:
-        """Return a number of bytes as text in the unit, rounded up to four digits."""
+        """Return a number of bytes as text in the caller's unit, rounded up to four digits."""
         size = self.unit_bytes
         if not size:
             return f"{nbytes} bytes"
         return f"{self._number(nbytes)} {self.unit_name} ({nbytes} bytes)"
 
     def _number(self, nbytes: int) -> str:
-        """Return a number of bytes in the caller's unit, rounded up, with few digits."""
+        """Return `nbytes` as a number in the caller's unit, rounded up, with about four digits."""
         size = self.unit_bytes
         if nbytes == self.nbytes:
             return self.given
@@ -73,11 +73,12 @@ class Budget(NamedTuple):
 
 
 def parse_budget(name: str, value: object, full: int | None = None, of: str = "") -> Budget:
-    """Parse a memory budget, rounded down to whole bytes.
+    """Return a memory budget, rounded down to whole bytes.
 
-    It is bytes as an int; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a fraction of `full`, as a
-    float up to 1 or a text such as ``"60%"``. Without `full`, fractions are refused. `name` is that
-    of the parameter, and `of` describes `full`, for messages.
+    `value`: bytes as an int; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a fraction of `full`
+    bytes, as a float up to 1 or a text such as ``"60%"``. Without `full`, fractions are refused.
+    `name`: the parameter's name, and `of` describes `full`, both for messages. Raises TypeError or
+    ValueError. A negative number is returned as it is.
     """
     if isinstance(value, str):
         percent = _PERCENT.fullmatch(value)
@@ -104,11 +105,15 @@ def parse_budget(name: str, value: object, full: int | None = None, of: str = ""
         return Budget(math.floor(number), 0, "", "")
     if full is None:
         raise _fraction_error(name, f"{number:g}")
+    # 15 decimals restore the number that the caller typed, such as 0.6.
     return Budget(_multiply(f"{number:.15f}", full), full, f"of {of}", f"{number:g}")
 
 
 def parse_size(name: str, value: object, least: int = 0) -> int:
-    """Return a number of bytes from an int, or from a size such as ``"5GB"``."""
+    """Return a number of bytes from an int, or from a size such as ``"5GB"``.
+
+    `name`: the parameter's name in errors. Raises ValueError below `least`.
+    """
     if isinstance(value, str):
         value = _parse_text(name, value).nbytes
     elif is_flag(value) or not hasattr(value, "__index__"):
@@ -138,6 +143,9 @@ def _parse_text(name: str, value: str) -> Budget:
 
 
 def _multiply(decimal: str, size: int) -> int:
-    """Multiply a decimal number by `size` and round down."""
+    """Return the product of a decimal number, such as "1.5", and `size`, rounded down.
+
+    It is exact for any number of digits.
+    """
     integer, _, part = decimal.partition(".")
     return int(integer + part) * size // int("1" + "0" * len(part))

@@ -16,7 +16,7 @@ class Caller(NamedTuple):
     names: dict[str, Any]  # the global names of its module
 
     def warn(self, text: str) -> None:
-        """Issue a CheckpointWarning that points at the user's line."""
+        """Issue a CheckpointWarning with this text that points at the user's line."""
         import warnings
 
         from ..errors import CheckpointWarning
@@ -27,10 +27,9 @@ class Caller(NamedTuple):
 
 
 def find_caller() -> Caller:
-    """Return the line that called this package.
+    """Return the line outside this package that called it.
 
-    Without such a line, as in a function that ``atexit`` calls, return the first line of the
-    stack.
+    Without such a line, as in a function that ``atexit`` calls, return the first line of the stack.
     """
     frame = sys._getframe(1)
     with suppress(ValueError):  # the stack ends

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def float_name(dtype: object, label: str = "dtype") -> str:
-    """Return the name of a float dtype to convert to; raise TypeError for any other argument."""
+    """Return the name of a float dtype to convert to; raise TypeError for any other argument.
+
+    `label`: the parameter's name in the error.
+    """
     name = dtype_name(dtype)
     if name not in FLOATS:
         choices = ", ".join(sorted(FLOATS))
@@ -25,12 +28,18 @@ def float_name(dtype: object, label: str = "dtype") -> str:
 
 
 def is_converted(stored: str, dtype: str) -> bool:
-    """Return whether a tensor of a dtype is a float of another dtype than `dtype`."""
+    """Return whether a tensor of the dtype `stored` must be converted to have `dtype`.
+
+    Only floats are converted; both are names of dtypes.
+    """
     return stored != dtype and (stored in FLOATS or stored in FLOAT8S)
 
 
 def converted(array: NDArray, dtype: str) -> NDArray:
-    """Return a new array of a float dtype, rounded to nearest; 8-bit floats by their values."""
+    """Return a new array of the float dtype named `dtype`, with the values of `array`.
+
+    They are rounded to nearest. `array` has another float dtype, also of 8 bits.
+    """
     name = name_of(array.dtype)
     values = np.empty(array.shape, numpy_dtype(dtype))
     if name in FLOAT8S:

@@ -46,7 +46,7 @@ EXTENSIONS = {info.name: info.item_bytes for info in DTYPES if not info.in_numpy
 
 
 def label_of(dtype: Any) -> str:
-    """Return the true dtype in the metadata of unsigned integers; usually "".
+    """Return the name of the true dtype in the metadata of an unsigned integer's dtype; else "".
 
     Labels that the core ignores are ignored here too.
     """
@@ -76,7 +76,7 @@ _SHORT_NAMES = {
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype argument, of NumPy, ml_dtypes or torch; "" if it is none.
+    """Return the name of a dtype argument, of NumPy, ml_dtypes or torch; "" for other values.
 
     A str may also be a short name of a float, such as ``"bf16"`` or ``"F32"``.
     """
@@ -98,7 +98,7 @@ def text_of(dtype: NumpyDType) -> str:
 
 
 def ml_dtype(name: str) -> NumpyDType:
-    """Return a dtype of ml_dtypes; the ImportError names the extra to install.
+    """Return the dtype of ml_dtypes with this name; raise ImportError without ml_dtypes.
 
     Raises TypeError for packed dtypes, whose bytes are not numbers.
     """
@@ -116,7 +116,10 @@ def ml_dtype(name: str) -> NumpyDType:
 
 
 def stored_dtype(name: str) -> NumpyDType:
-    """Return a dtype to move elements with: of ml_dtypes, or labelled unsigned integers."""
+    """Return a dtype for moving elements of the dtype `name`, which NumPy lacks.
+
+    It is of ml_dtypes, or without that a labelled unsigned integer.
+    """
     if name not in PACKED:
         try:
             return ml_dtype(name)
@@ -128,7 +131,7 @@ def stored_dtype(name: str) -> NumpyDType:
 
 
 def numpy_dtype(name: str) -> NumpyDType:
-    """Return the dtype of loaded arrays: NumPy's own, or the one of `stored_dtype`."""
+    """Return the dtype of loaded arrays of the dtype `name`: NumPy's, or that by `stored_dtype`."""
     return stored_dtype(name) if name in EXTENSIONS else np.dtype(name)
 
 

@@ -42,7 +42,7 @@ class Record(NamedTuple):
     crcs: bytes  # of the blocks of all parts, native 32-bit integers
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield offset, length and checksum of each block."""
+        """Yield offset, length (at most 1 MiB) and CRC32C of each block, in file order."""
         import numpy as np
 
         starts = [*np.frombuffer(self.starts, np.uint64).tolist(), self.nbytes]
@@ -77,7 +77,11 @@ def _is_size(value: object) -> bool:
 
 
 def make_record(nbytes: int, starts: list[int], digits: str) -> Record:
-    """Return the record of a file: its size, block starts, and checksums from hex digits."""
+    """Return the record of a file of `nbytes` bytes.
+
+    `starts`: offsets of its parts, the first 0; empty for an empty file. `digits`: 8 hex digits for
+    each MiB of each part. Raises ValueError if they do not fit.
+    """
     import numpy as np
 
     if not starts if nbytes else starts:
@@ -94,7 +98,7 @@ def make_record(nbytes: int, starts: list[int], digits: str) -> Record:
 
 
 def _record_of(entry: Any) -> Record:
-    """Return the record of one file from its JSON object; raises ValueError if it is not one."""
+    """Return the record of one file from its JSON object `entry`; raise ValueError if malformed."""
     if not isinstance(entry, dict):
         raise ValueError("it is not an object")
     nbytes: Any = entry.get("bytes")
@@ -110,7 +114,10 @@ def _record_of(entry: Any) -> Record:
 
 
 def _records_of(document: Any) -> dict[str, Record]:
-    """Return the records by file name from the JSON of a checksum file; raises ValueError."""
+    """Return the records by file name from the JSON `document` of a file of checksums.
+
+    Raises ValueError if it is malformed or of another version.
+    """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f'"format" is not "{FORMAT}"')
     version = document.get("format_version")
@@ -130,7 +137,10 @@ def _records_of(document: Any) -> dict[str, Record]:
 
 
 def parse(data: bytes, path: str) -> Checksums:
-    """Parse a file of checksums; raise FormatError or ChecksumError, with `path`, if invalid."""
+    """Return the checksums in the bytes of a file of checksums.
+
+    `path`: of the file, for errors. Raises FormatError, or ChecksumError if the bytes changed.
+    """
     import json
 
     try:
@@ -149,7 +159,11 @@ def parse(data: bytes, path: str) -> Checksums:
 
 
 def build(entries: dict[str, dict[str, Any]]) -> bytes:
-    """Return a file of checksums for JSON members of files; raise ValueError for a wrong name."""
+    """Return the bytes of a file of checksums.
+
+    `entries`: JSON members (``bytes``, ``starts``, ``crc32c``) by relative path. Raises ValueError
+    for a path that leaves the folder.
+    """
     import json
 
     head = {"format": FORMAT, "format_version": VERSION, "block_bytes": BLOCK}
@@ -165,10 +179,13 @@ def build(entries: dict[str, dict[str, Any]]) -> bytes:
 
 
 def read_local(path: str) -> Checksums | None:
-    """Read the file of checksums at a path; None if there is none."""
+    """Return the checksums in the file at a path; None if it does not exist.
+
+    Raises StoreError, and FormatError if it is malformed.
+    """
     try:
         with open_regular(path) as file:
-            return parse(file.read(_MOST_BYTES + 1), path)
+            return parse(file.read(_MOST_BYTES + 1), path)  # `parse` refuses more bytes
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:
@@ -180,7 +197,10 @@ def read_local(path: str) -> Checksums | None:
 
 
 def below(checksums: Checksums, prefix: str) -> Checksums | None:
-    """Return the records of a subfolder, by their paths in it; None if there are none."""
+    """Return the records whose paths begin with `prefix`, by the rest of the path.
+
+    None if there are none.
+    """
     records = {
         name.removeprefix(prefix): record
         for name, record in checksums.records.items()
@@ -190,7 +210,10 @@ def below(checksums: Checksums, prefix: str) -> Checksums | None:
 
 
 def find_of_folder(folder: str) -> Checksums | None:
-    """Return the checksums of a local folder: its own file, or the parts of its parent's."""
+    """Return the checksums of a local folder, from its own file or its parent folder's.
+
+    None without such a file, or if the parent cannot be read.
+    """
     checksums = read_local(os.path.join(folder, NAME))
     parent, name = os.path.split(os.path.abspath(folder))
     if checksums is not None or not name:
@@ -203,9 +226,10 @@ def find_of_folder(folder: str) -> Checksums | None:
 
 
 def find_of_file(path: str) -> tuple[Record, str] | None:
-    """Return the record of a local file, and the file that holds it.
+    """Return the record of a local file, and the path of the file that has the record.
 
-    It is next to the file, under its name or for the whole folder, or in the parent folder.
+    This is next to the file, under its name or for the whole folder, or in the parent folder. None
+    without a record.
     """
     folder, name = os.path.split(os.path.abspath(path))
     checksums = read_local(f"{os.path.join(folder, name)}.{NAME}")
@@ -221,7 +245,10 @@ def find_of_file(path: str) -> tuple[Record, str] | None:
 def changed_ranges(
     file: Any, record: Record, progress: Callable[[int], object] | None = None
 ) -> list[tuple[int, int]]:
-    """Return offset and length of the changed blocks of an open file of the recorded size."""
+    """Return offset and length of each changed block of an open file of the recorded size.
+
+    `progress` is called with numbers of bytes.
+    """
     buffer = memoryview(bytearray(min(BLOCK, record.nbytes)))
     changed = []
     file.seek(0)
@@ -241,7 +268,10 @@ def changed_size(size: int, record: Record) -> str:
 
 
 def _require_file(path: str, record: Record, source: str) -> None:
-    """Raise ChecksumError if the file changed since `source`, with its record, was written."""
+    """Raise ChecksumError if the file `path` differs from its record.
+
+    `source`: path of the file of checksums, for the message.
+    """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -258,9 +288,10 @@ def _require_file(path: str, record: Record, source: str) -> None:
 
 
 def require_unchanged(path: str) -> None:
-    """Raise ChecksumError if a file, or a file of a folder, is not as its checksums record it.
+    """Raise ChecksumError if a file, or a file of a folder, differs from its checksums.
 
-    Readers of formats whose bytes the core does not read call it first.
+    Nothing is read without checksums. Readers of formats whose bytes the core does not read call it
+    first.
     """
     if os.path.isdir(path):
         checksums = find_of_folder(path)

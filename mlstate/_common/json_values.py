@@ -10,8 +10,8 @@ DEEPEST = 100  # a manifest may be nested 128 deep, and the value starts a few l
 def check_json_values(value: object, where: str, *, finite: bool = True) -> None:
     """Raise for a value that JSON cannot represent, or that changes in a round trip.
 
-    `where` names the value in errors, which show the path from there. With `finite`, NaN and
-    infinities are refused, which JSON does not support.
+    TypeError: a type that JSON lacks. ValueError: nested too deeply, invalid UTF-8, or, with
+    `finite`, NaN or infinity. `where`: name of the value in errors, which show the path from there.
     """
     try:
         _check(value, where, finite, DEEPEST)
@@ -28,8 +28,8 @@ class _TooDeepError(Exception):
 def _check(value: object, where: str, finite: bool, levels: int) -> None:
     """Raise TypeError or ValueError if a value cannot be stored as JSON.
 
-    `where`: its path in messages. `finite`: refuse NaN and infinity. `levels`: how deep it may
-    nest.
+    `where`: its path in messages. `finite`: refuse NaN and infinity. `levels`: how many levels of
+    lists and dicts may still follow.
     """
     if levels == 0 and isinstance(value, dict | list | tuple):
         raise _TooDeepError
@@ -62,7 +62,7 @@ def _check(value: object, where: str, finite: bool, levels: int) -> None:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise ValueError for a text that is not valid UTF-8."""
+    """Raise ValueError for a text that cannot be encoded as UTF-8; `where`: its path."""
     if not text.isascii():
         try:
             text.encode()
@@ -71,7 +71,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def _hint(value: object) -> str:
-    """Return an expression that converts a value to one that JSON supports; "" if unknown."""
+    """Return an expression that converts a value to one for JSON, such as ``int(...)``, or ""."""
     if isinstance(value, set | frozenset):
         return "sorted(...)"
     kind = getattr(getattr(value, "dtype", None), "kind", "")  # NumPy scalars and arrays

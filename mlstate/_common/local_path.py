@@ -59,7 +59,7 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
 
 
 def _check_working_folder(path: str) -> None:
-    """Raise StoreNotFoundError if the working folder, the base of a relative path, is deleted."""
+    """Raise StoreNotFoundError if the working folder was deleted; `path` is relative to it."""
     try:
         os.getcwd()
     except FileNotFoundError as error:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 @cache
 def _logger() -> Logger:
+    """Return the logger of the package; called only if `logging` is imported."""
     import logging
 
     logger = logging.getLogger("mlstate")

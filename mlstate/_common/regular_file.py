@@ -19,7 +19,10 @@ NOT_REGULAR = "not a regular file but a FIFO, socket or device"
 
 
 def check_regular(facts: os.stat_result, path: str | bytes | os.PathLike[str]) -> None:
-    """Raise FormatError for a FIFO, socket or device, and IsADirectoryError for a folder."""
+    """Raise unless a file is regular: FormatError for a FIFO, socket or device.
+
+    IsADirectoryError for a folder. `facts`: the result of ``os.stat``.
+    """
     if stat.S_ISDIR(facts.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(facts.st_mode):
@@ -27,9 +30,9 @@ def check_regular(facts: os.stat_result, path: str | bytes | os.PathLike[str]) -
 
 
 def open_descriptor(path: str | bytes | os.PathLike[str], flags: int = 0) -> _core.Descriptor:
-    """Open a regular file to read, without waiting; `flags` are more flags of ``os.open``.
+    """Open a regular file for reading; a FIFO does not block.
 
-    Raises as `check_regular`, and the system's OSError.
+    `flags`: further flags of ``os.open``. Raises as `check_regular`, and the system's OSError.
     """
     try:
         descriptor = _core.Descriptor(os.fsdecode(path), os.O_RDONLY | os.O_NONBLOCK | flags)

@@ -41,7 +41,10 @@ def set_module_of_exports(namespace: dict[str, Any]) -> None:
 
 
 def _set_module_of(thing: Any, old: str, new: str) -> None:
-    """Make a class or function, and its members, appear as defined in the module `new`."""
+    """Make a class or function, and its members, appear as defined in the module `new`.
+
+    `old`: the module that defines it; members of other modules stay.
+    """
     thing.__module__ = new
     if not isinstance(thing, type):
         return

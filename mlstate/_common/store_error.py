@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 def store_error(error: OSError, action: str, path: str | os.PathLike[str]) -> StoreError:
-    """Return an OSError as a StoreError, of the subclass for its errno; a StoreError unchanged."""
+    """Return an OSError as a StoreError, of the subclass for its errno.
+
+    `action`: text such as "cannot read the file", at the start of the message. A StoreError is
+    returned unchanged.
+    """
     if isinstance(error, StoreError):
         return error
     cls: Any = StoreError
@@ -25,7 +29,7 @@ def store_error(error: OSError, action: str, path: str | os.PathLike[str]) -> St
 
 
 def format_error(text: str, path: str | os.PathLike[str]) -> FormatError:
-    """Return the error for a malformed file."""
+    """Return the error for a malformed file; `text` names the file itself."""
     error = FormatError(text)
     error.path = path
     return error

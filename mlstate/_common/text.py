@@ -26,7 +26,7 @@ _TABLE_STYLE = (
 
 
 def bytes_text(count: int) -> str:
-    """Return a number of bytes as short text with a unit."""
+    """Return `count` bytes as short text with a unit, such as ``1.50 KiB``; GiB is the largest."""
     if count < 1024:
         return f"{count} B"
     size = float(count)
@@ -54,7 +54,10 @@ def printable(text: str) -> str:
 
 
 def shorten(name: str, limit: int) -> str:
-    """Shorten a name in the middle to `limit` characters, and escape unprintable characters."""
+    """Return a name of at most `limit` characters: longer ones lose their middle.
+
+    Unprintable characters are escaped, which may make it longer.
+    """
     if len(name) > limit:
         name = f"{name[: limit // 2]}…{name[len(name) - limit // 2 + 1 :]}"
     return printable(name)
@@ -71,10 +74,10 @@ _CONTAINED = 3  # characters of a name that others may contain by more than chan
 
 
 def names_hint(name: str, candidates: Iterable[str], *, listed: bool = True) -> str:
-    """Return a hint with a similar name, or one that contains this one, or the first known names.
+    """Return a hint for an unknown `name`: a similar one of `candidates`, or one that contains it.
 
-    Only the first 10,000 known names are compared. If `listed` is false, names are not listed
-    when none is similar, because the message lists them already.
+    Without one, the hint lists the first candidates, or is "" if `listed` is false because the
+    message lists them already. Only the first 10,000 candidates are compared.
     """
     from difflib import get_close_matches
 
@@ -99,7 +102,10 @@ def sort_steps(steps: Iterable[int | None]) -> list[int | None]:
 
 
 def steps_text(steps: Sequence[int | None], limit: int | None = None) -> str:
-    """Return steps as text in numeric order, ``?`` for unknown; those beyond `limit` as a count."""
+    """Return steps as text in numeric order, ``?`` for None; ``none`` if there are none.
+
+    Steps beyond `limit` are only counted.
+    """
     texts = ["?" if step is None else str(step) for step in sort_steps(steps)[:limit]]
     hidden = len(steps) - len(texts)
     return ", ".join(texts + ([f"{hidden:,} more"] if hidden else [])) or "none"
@@ -108,9 +114,9 @@ def steps_text(steps: Sequence[int | None], limit: int | None = None) -> str:
 def table_text(
     headers: Sequence[str], rows: Sequence[Sequence[str]], limit: int, width: int = 60
 ) -> str:
-    """Return rows aligned under their headers; the last line counts rows beyond `limit`.
+    """Return rows aligned under their headers, of which at most `limit` are shown.
 
-    Cells longer than `width` are shortened in the middle.
+    The last line counts the others. Cells longer than `width` are shortened in the middle.
     """
     cells = [[shorten(cell, width) for cell in row] for row in [headers, *rows[:limit]]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -123,7 +129,10 @@ def table_text(
 
 
 def _collapse(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Return a table's rows; three or more that differ only in the first cell become one."""
+    """Return rows, in which neighbours that differ only in the first cell are one row.
+
+    This takes three or more; the first cell then names the first and the last.
+    """
     from itertools import groupby
 
     merged: list[Sequence[str]] = []
@@ -143,10 +152,10 @@ def table_html(
     collapse: bool = False,
     style: bool = True,
 ) -> str:
-    """Return a table with a title as HTML; rows beyond the 50th are only counted.
+    """Return a table with a title as HTML; rows after the 50th are only counted.
 
-    Columns of numbers, with or without units, are right-aligned. `collapse` merges rows that
-    differ only in their first cell. With `style` false, the page must already have the rules.
+    Columns of numbers, with or without units, are right-aligned. `collapse` merges rows that differ
+    only in their first cell. With `style` false, the page must already have the rules.
     """
     import re
     from html import escape  # slow to import because of its entity tables
@@ -161,6 +170,7 @@ def table_html(
     ]
 
     def line(tag: str, cells: Sequence[str]) -> str:
+        """Return a row of HTML cells; `tag`: td or th."""
         html_cells = (
             f"<{tag}{' class=r' * right}>{escape(shorten(cell, 600))}</{tag}>"
             for cell, right in zip(cells, numeric, strict=True)

@@ -45,6 +45,7 @@ TIERS = tuple(Tier)
 
 
 def _step(step: Any) -> tuple[int | str, int]:
+    """Return a step of a layout (axis or "flat", number of parts); refuse a negative axis."""
     axis, parts = step
     if not isinstance(axis, str) and index(axis) < 0:
         raise ValueError(f"a layout counts axes from 0, got axis {axis}")
@@ -85,6 +86,7 @@ class Layout:
     __slots__ = ("_parts", "_steps")
 
     def __init__(self, steps: Iterable[tuple[int | str, int]] = ()) -> None:
+        """Check the steps, which the class describes, and count the parts."""
         checked_steps = tuple(_step(step) for step in steps)
         _core.layout_project(checked_steps, 0, 0, None)  # raises for invalid steps
         self._steps: Steps = checked_steps
@@ -408,7 +410,11 @@ class Shard:
 
 
 def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:
-    """Return the steps of a layout argument: a Layout, one of `LAYOUT_NAMES` or None."""
+    """Return the steps of a layout argument: a Layout, one of `LAYOUT_NAMES`, or None for None.
+
+    `world_size`: number of parts of a layout that is given by name. Raises ValueError for any other
+    argument.
+    """
     if layout is None:
         return None
     if isinstance(layout, Layout):
@@ -419,7 +425,7 @@ def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:
         return tuple((axis, world_size) for axis, _ in parsed[0])
     hint = ""
     if isinstance(layout, str) and layout in ("columns", "column", "cols"):
-        hint = f"; pass Layout.columns({world_size}) for columns"
+        hint = f"; pass Layout.axis(1, {world_size}) for columns"
     accepted = ["a Layout", *map(repr, LAYOUT_NAMES)]
     raise ValueError(
         f"layout must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {layout!r}{hint}"

@@ -19,7 +19,7 @@ class AppliedStrategy(Protocol):
     blocks: tuple[str, ...]
 
     def remove(self) -> None:
-        """Restore the blocks; further calls do nothing."""
+        """Restore the blocks as before the strategy; further calls do nothing."""
 
     def __enter__(self) -> AppliedStrategy:
         """Return itself."""
@@ -30,7 +30,7 @@ class AppliedStrategy(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Restore the blocks."""
+        """Restore the blocks, as `remove`; an error in the ``with`` block is not suppressed."""
 
 
 class ActivationBackend(Protocol):
@@ -67,7 +67,14 @@ class ActivationBackend(Protocol):
         """Recompute blocks and compare; public as `mlstate.activation.check`."""
 
     def operator_contexts(self, saved: Iterable[str]) -> tuple[Any, Any]:
-        """Return contexts for a checkpointed call that keeps the outputs of some operators."""
+        """Return contexts for a checkpointed call that keeps the outputs of the operators `saved`.
+
+        The first is for the forward run, the second for the recomputation. `saved`: operator names
+        as in `OperatorSelection.contexts`.
+        """
 
     def cuda_memory(self, source: str) -> tuple[int, int, int, str]:
-        """Return the memory use of a CUDA device, for `MemoryTracker`."""
+        """Return used, peak and total bytes of a CUDA device, and its name ("cuda:0").
+
+        `source`: "cuda" for the current device, or "cuda:N".
+        """

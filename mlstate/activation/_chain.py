@@ -38,7 +38,12 @@ _HEADERS = ["block", "forward", "backward", "input", "saved", "gradient", "tempo
 def freeze_numbers(
     name: str, values: object, dtype: str, count: int | None = None, *, each: str = "entry"
 ) -> NDArray:
-    """Copy numbers into a read-only array of `dtype`; raise if a value would change."""
+    """Return a read-only, one-dimensional array of `dtype` with a copy of `values`.
+
+    For errors, `name` is the argument, and `each` the owner of one value ("block"). `count`:
+    required length; None: any. Raises TypeError for other kinds of numbers than `dtype` holds,
+    ValueError for a wrong shape or an integer from 2**63 on.
+    """
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}: give one number per {each}")
@@ -55,7 +60,10 @@ def freeze_numbers(
 
 
 def check_names(names: Iterable[str] | None, count: int, label: str) -> tuple[str, ...] | None:
-    """Return names as a tuple; raise unless there is a str for each block or operator."""
+    """Return `names` as a tuple, or None for None; raise unless they are `count` strings.
+
+    `label`: the things with these names ("blocks"), for errors.
+    """
     if names is None:
         return None
     checked = tuple(names)
@@ -165,12 +173,14 @@ class Chain:
                 name,
                 np.zeros(n, np.int64) if values is None else values,
                 "int64",
+                # one activation more than blocks: the output of the chain
                 n + (name in ("activation_bytes", "gradient_bytes")),
             )
             for name, values in zip(_BYTES, numbers, strict=True)
         ]
         backward = freeze_numbers("backward_seconds", backward_seconds, "float64", n)
         rates = map(_check_rate, _RATES, (offload_bytes_per_second, load_bytes_per_second))
+        # in the order that the core expects: seconds, then bytes as in `_BYTES`, then rates
         self._numbers = (forward, backward, *sizes)
         self._arrays: tuple[Any, ...] = (*self._numbers, *rates)
         self._spread = _check_spread(seconds_spread, n)
@@ -264,8 +274,9 @@ class Chain:
 
     @cached_property
     def _plain(self) -> tuple[float, int]:
+        """Seconds and peak bytes of the schedule that saves every block and recomputes none."""
         n = self.blocks
-        steps = np.empty((2 * n, 2), np.int32)
+        steps = np.empty((2 * n, 2), np.int32)  # (kind, block); kinds are indices of `_plan.KINDS`
         steps[:n, 0], steps[:n, 1] = 1, np.arange(n)  # save
         steps[n:, 0], steps[n:, 1] = 2, np.arange(n)[::-1]  # backward
         seconds, peak = _core.chain_simulate(self._arrays, steps, False)[:2]
@@ -288,7 +299,7 @@ class Chain:
         return json.dumps(self._as_dict())
 
     def _as_dict(self) -> dict[str, Any]:
-        """Return the chain as JSON values; None for spread and names that are unknown."""
+        """Return the chain as a dict of JSON values; None for an unknown spread, names or rate."""
         document: dict[str, Any] = {"format": _FORMAT, "version": 1}
         for name, array in zip(_SECONDS + _BYTES, self._arrays, strict=False):
             document[name] = array.tolist()
@@ -329,7 +340,10 @@ class Chain:
 
     @classmethod
     def _from_dict(cls, document: object) -> Chain:
-        """Return the chain of a parsed JSON text; raises ValueError if it is not one."""
+        """Return the chain of the parsed JSON text `document`, as `from_json`.
+
+        Raises ValueError if it is not an object of this format, or has missing or unknown members.
+        """
         if not isinstance(document, dict):
             raise ValueError(f"a chain is a JSON object, got {type(document).__name__}")
         if document.get("format", _FORMAT) != _FORMAT or document.get("version", 1) != 1:
@@ -390,6 +404,7 @@ class Chain:
         return same and self._names == other._names
 
     def __hash__(self) -> int:
+        # forward seconds and saved bytes suffice to tell most chains apart
         return hash((self._arrays[0].tobytes(), self._arrays[4].tobytes()))
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
@@ -407,7 +422,7 @@ class Chain:
         return _HEADERS if self._spread is None else [*_HEADERS, "spread of time"]
 
     def _rows(self) -> list[list[str]]:
-        """Return one row of texts for each block, for the table of `repr`."""
+        """Return one row of texts for each block, in the columns of `_headers`."""
         forward, backward, activations, gradients, saved, *temporary = self._arrays[:8]
         return [
             [
@@ -434,6 +449,10 @@ class Chain:
 
 
 def _check_spread(stated: Any, count: int) -> NDArray | None:
+    """Return `seconds_spread`, the argument `stated`, as an array; None for None.
+
+    Raises ValueError unless it has `count` finite numbers from 0 on.
+    """
     if stated is None:
         return None
     spread = freeze_numbers("seconds_spread", stated, "float64", count)
@@ -443,7 +462,10 @@ def _check_spread(stated: Any, count: int) -> NDArray | None:
 
 
 def _check_rate(name: str, value: float | None) -> float:
-    """Return a rate as a float, 0 for None; raise unless it is finite and above 0."""
+    """Return a rate in bytes per second as a float, 0 for None; `name`: of the argument.
+
+    Raises ValueError unless it is finite and above 0.
+    """
     if value is None:
         return 0.0
     rate = float(value)

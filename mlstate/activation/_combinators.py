@@ -61,7 +61,10 @@ def is_strategy(candidate: object) -> bool:
 
 
 def check_strategy(candidate: Any, label: str = "a strategy") -> Any:
-    """Return `candidate` if it is a strategy; otherwise raise TypeError."""
+    """Return `candidate` if it is a strategy; otherwise raise TypeError.
+
+    `label`: the role of the candidate, for the error.
+    """
     if is_strategy(candidate):
         return candidate
     if isinstance(candidate, type):
@@ -70,7 +73,7 @@ def check_strategy(candidate: Any, label: str = "a strategy") -> Any:
 
 
 def name_of(strategy: Any) -> str:
-    """Return the name of a strategy, or else of its class."""
+    """Return the attribute `name` of a strategy, or its class's name if it has none."""
     return str(getattr(strategy, "name", type(strategy).__name__))
 
 
@@ -113,6 +116,7 @@ class Composite(Operators):
         if not members:
             raise TypeError(f"{type(self).__name__} needs at least one strategy")
         self._members = tuple(check_strategy(member) for member in members)
+        # bound methods, looked up once because they are called for each layer
         self._asks: list[Callable[..., Any]] = [m.should_checkpoint for m in self._members]
         self._opinions = [getattr(m, "opinion", m.should_checkpoint) for m in self._members]
 
@@ -149,8 +153,8 @@ class Composite(Operators):
 class _Vote(Composite):
     """Base of `AllOf` and `AnyOf`: one member with the decisive answer decides."""
 
-    _sign: str
-    _decisive: bool
+    _sign: str  # operator between the names of members
+    _decisive: bool  # the answer of a single member that decides
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from ._strategies import (
     layer_names,
 )
 
-ENTRY_POINTS = "mlstate.strategies"
+ENTRY_POINTS = "mlstate.strategies"  # group of entry points of packages with strategies
 
 
 class StrategyKind(StrEnum):
@@ -114,6 +114,7 @@ class CheckpointConfig:
         self._set("options", dict(self.options))
 
     def _set(self, name: str, value: object) -> None:
+        """Set a field of this frozen instance while it is created."""
         object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,7 +184,10 @@ def _parse_kind(strategy: object) -> StrategyKind | str:
 
 
 def _check_positive(name: str, value: Any) -> int:
-    """Return `value` as an int from 1 to 2**63 - 1, or raise an error that names it."""
+    """Return `value` as an int from 1 to 2**63 - 1.
+
+    Raises TypeError or ValueError for others; `name`: of the setting, for the error.
+    """
     try:
         number = index(value)
     except TypeError:
@@ -196,6 +200,7 @@ def _check_positive(name: str, value: Any) -> int:
 
 
 def _check_share(value: Any) -> float:
+    """Return `max_memory_percentage` as a float; raise unless it is above 0 and at most 1."""
     if isinstance(value, str):
         raise TypeError(f"max_memory_percentage must be a number, got {value!r}")
     share = float(value)
@@ -215,7 +220,7 @@ _BUILT_IN: dict[str, Factory] = {
     "memory_aware": lambda c: MemoryAwareStrategy(c.max_memory_percentage),
     "smart": lambda c: SmartStrategy(c.exclude_layers),
 }
-_REGISTERED: dict[str, Factory] = {}
+_REGISTERED: dict[str, Factory] = {}  # by `register_strategy`, and entry points once loaded
 
 
 def register_strategy(name: str, factory: Factory) -> None:
@@ -297,9 +302,13 @@ def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
 
 
 def _load_factory(name: str) -> Factory:
-    """Load and register the factory that an installed package provides under this name."""
+    """Load, register and return the factory that an installed package provides under `name`.
+
+    Raises ValueError if no package has it, or more than one.
+    """
     from importlib.metadata import entry_points  # takes tens of milliseconds to import
 
+    # by value, as a package may be found twice on the path
     points = {point.value: point for point in entry_points(group=ENTRY_POINTS, name=name)}
     if len(points) > 1:
         raise ValueError(f"more than one package has a strategy {name!r}: {', '.join(points)}")

@@ -170,7 +170,11 @@ class ActivationManager:
         return chosen
 
     def _index_of(self, layer_id: str) -> int:
-        """Return the number of layers seen before this one; constant for each layer."""
+        """Return the index of a layer that is passed without one.
+
+        It is the number of layers seen before this one. A later call for the layer returns the
+        index of its last decision.
+        """
         with self._lock:
             layer = self._layers.get(layer_id)
             if layer is None:
@@ -236,6 +240,7 @@ class ActivationManager:
         []
         """
         with self._lock:
+            # a layer without a decision: the strategy raised an error about it
             counted = [layer for layer in self._layers.values() if layer.decisions]
             return [
                 LayerDecisions(*(getattr(layer, name) for name in LayerDecisions._fields))
@@ -275,7 +280,10 @@ class ActivationManager:
             self._layers.clear()
 
     def _title(self, layers: list[LayerDecisions]) -> str:
-        """Return one line: strategy, number of checkpointed layers, and bytes they drop."""
+        """Return one line: strategy, number of checkpointed layers, and bytes that they drop.
+
+        It is about the last decision for each of `layers`.
+        """
         chosen = [layer for layer in layers if layer.is_checkpointed]
         dropped, total = (
             bytes_text(sum(layer.activation_bytes for layer in some)) for some in (chosen, layers)
@@ -286,7 +294,7 @@ class ActivationManager:
         )
 
     def _rows(self, layers: list[LayerDecisions]) -> list[list[str]]:
-        """Return one row of texts for each layer, for the table of `repr`."""
+        """Return one row of texts for each layer, in the columns `_HEADERS`."""
         return [
             [
                 layer.layer_id,

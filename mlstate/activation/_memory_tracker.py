@@ -166,7 +166,11 @@ class MemoryTracker:
             self._is_reset = True
 
     def _read_memory(self) -> tuple[int, int, int, str]:
-        """Return used, peak and total bytes now, and the name of their source."""
+        """Return used, peak and total bytes now, and the name of their source.
+
+        The peak is as the system or torch reports it; for a callable source it equals the bytes in
+        use.
+        """
         if callable(self.source):
             return _read_custom(self.source())
         source = self.source or ("cuda" if _torch_uses_cuda() else "process")
@@ -197,7 +201,11 @@ class MemoryTracker:
 
 
 def _read_custom(reading: Any) -> tuple[int, int, int, str]:
-    """Check the return value of a callable source, and return it as `_read_memory` does."""
+    """Return the value of a callable source, `reading`, in the form of `_read_memory`.
+
+    `reading`: bytes in use, or a pair of bytes in use and in total. Without a total, it is the
+    memory of the system. Raises TypeError or ValueError for other values.
+    """
     try:
         used, total = (
             reading if isinstance(reading, tuple) and len(reading) == 2 else (reading, None)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ROWS = 40
 _HEADERS = ["operator", "seconds", "bytes", ""]
-_STATES = 1 << 21  # default limit of search states
+_STATES = 1 << 21  # default limit of search states, which bounds time and memory
 
 
 class OperatorSelection:
@@ -81,16 +81,19 @@ class OperatorSelection:
     ) -> None:
         """Select the operators to save, by seconds per byte, within `budget_bytes`.
 
-        `states`: limit on the partial selections that the search keeps; 0: the default.
+        `states`: limit on the partial selections that the search keeps; 0: the default. Raises
+        ValueError or CapacityError if a cost or the budget is out of range.
         """
         _check_costs(operator_seconds, operator_bytes, budget_bytes)
         search = _KnapsackSearch(operator_seconds, operator_bytes, budget_bytes)
-        most_seconds = search.add_items(states or _STATES)
+        most_seconds = search.add_items(states or _STATES)  # upper bound of the seconds saved
+        # the search leaves out operators of 0 bytes
         self.is_saved: NDArray = search.chosen_items() | (operator_bytes == 0)
         self.is_saved.flags.writeable = False
         self.bytes: int = int(operator_bytes[self.is_saved].sum())
         self.seconds: float = float(operator_seconds[~self.is_saved].sum())
         exact = not most_seconds > search.best.seconds + search.slack
+        # seconds of all operators that may be recomputed, minus the most that a choice saves
         least = float(operator_seconds[operator_bytes > 0].sum()) - most_seconds
         self.least_seconds: float = self.seconds if exact else min(max(least, 0.0), self.seconds)
         self.exact: bool = exact
@@ -100,6 +103,7 @@ class OperatorSelection:
         self._names = names
 
     def _select_names(self, selection: NDArray) -> tuple[Any, ...]:
+        """Return the names of the operators in the mask `selection`, or their numbers."""
         numbers = np.flatnonzero(selection).tolist()
         return tuple(numbers if self._names is None else (self._names[i] for i in numbers))
 
@@ -275,7 +279,10 @@ def choose_operators(
     budget_bytes: MemorySize,
     names: Sequence[str] | None,
 ) -> OperatorSelection:
-    """Return the selection of `select_operators`, without its warning."""
+    """Return the selection of `select_operators`, without its deprecation warning.
+
+    The parameters and errors are the same.
+    """
     times = freeze_numbers("seconds", seconds, "float64", each="operator")
     sizes = freeze_numbers("bytes", bytes, "int64", each="operator")
     if len(times) != len(sizes):
@@ -286,7 +293,11 @@ def choose_operators(
 
 
 def _check_costs(seconds: NDArray, sizes: NDArray, budget: int) -> None:
-    """Raise unless all costs are finite and not negative, and their sums fit their dtypes."""
+    """Raise unless all costs are finite and not negative, and their sums fit their dtypes.
+
+    `seconds` and `sizes`: of each operator, in seconds and bytes. `budget`: bytes. ValueError for a
+    wrong value, CapacityError for one that is too large.
+    """
     if budget < 0:
         raise ValueError(f"a budget of {budget} bytes is negative")
     if budget >> 63:
@@ -302,9 +313,12 @@ def _check_costs(seconds: NDArray, sizes: NDArray, budget: int) -> None:
 
 
 class _Choice(NamedTuple):
-    """A state of the search (-1: the empty one), and the items from ``start`` to ``end``."""
+    """A choice of items: all of a state (-1: none), and the items from ``start`` to ``end``.
 
-    seconds: float
+    Items count in the order of the search; ``end`` is excluded.
+    """
+
+    seconds: float  # saved by all of them
     state: int
     start: int
     end: int
@@ -313,36 +327,55 @@ class _Choice(NamedTuple):
 class _KnapsackSearch:
     """Dynamic programming over lists of states, pruned by Dantzig's bound.
 
-    Items are added in order of seconds per byte. A state is a choice among the items so far; no
+    The items are operators. They are added in order of seconds per byte. A state is a choice among
+    the items so far, with the bytes that it needs and the seconds that it saves; no
     state of the list has both more bytes and fewer seconds than another. A state is pruned if it
     cannot beat the best choice, even with a fraction of the first item that does not fit.
     """
 
     def __init__(self, seconds: NDArray, sizes: NDArray, budget: int) -> None:
-        """Sort the items that fit the budget by seconds per byte, the best first."""
-        self._count = len(seconds)
-        self._room = min(budget, int(sizes.sum()))
+        """Sort the operators that fit the budget by seconds per byte, the largest rate first.
+
+        `seconds` and `sizes`: time and bytes of each operator. `budget`: bytes. Operators that need
+        no bytes or save no seconds are left out.
+        """
+        self._count = len(seconds)  # of operators
+        self._room = min(budget, int(sizes.sum()))  # bytes
         items = np.flatnonzero((sizes > 0) & (sizes <= self._room) & (seconds > 0))
         order = np.lexsort((items, -sizes[items], -seconds[items] / sizes[items]))
         self._items = items[order]
-        self._sizes = np.append(sizes[self._items], 1)  # with an entry for the end
+        # One more item at the end, of 1 byte that saves nothing: `_bounds` needs no special case.
+        self._sizes = np.append(sizes[self._items], 1)
         self._seconds = np.append(seconds[self._items], 0.0)
+        # sums over the items before each
         self._bytes_before = np.append(0, np.cumsum(self._sizes[:-1]))
         self._seconds_before = np.append(0.0, np.cumsum(self._seconds[:-1]))
-        self._parents: list[NDArray] = []  # by item: the states that got it
+        # For each item, and each new state that has it: the number of the state without the item.
+        self._parents: list[NDArray] = []
         self.slack = 1e-12 * float(seconds.sum())  # smaller differences are rounding
         self.best = _Choice(-1.0, -1, 0, 0)
 
     def _bounds(self, sizes: NDArray, seconds: NDArray, start: int) -> tuple[NDArray, ...]:
-        """Return the end of the whole items that fit, and seconds without and with a fraction."""
+        """Return how far each state can be filled with the items from `start` on, in their order.
+
+        `sizes`, `seconds`: of each state. The three results are, for each state, the end of the
+        items that fit as a whole, the seconds saved with these, and Dantzig's bound: the seconds
+        with a fraction of the next item too, in all room that is left.
+        """
         reach = self._bytes_before[start] + (self._room - sizes)
+        # the last end for which the sum of bytes fits
         end = np.searchsorted(self._bytes_before, reach, "right") - 1
         full_seconds = seconds + (self._seconds_before[end] - self._seconds_before[start])
         fraction = (reach - self._bytes_before[end]) / self._sizes[end]
         return end, full_seconds, full_seconds + fraction * self._seconds[end]
 
     def add_items(self, limit: int) -> float:
-        """Add all items, or as many as `limit` states allow; return a bound of all choices."""
+        """Add all items, or as many as `limit` states allow, and set `best`.
+
+        Returns an upper bound of the seconds that any choice can save; `best` reaches it if all
+        items were added.
+        """
+        # the states of the list: their numbers, bytes and seconds
         states, sizes, seconds = np.array([-1]), np.array([0]), np.array([0.0])
         ends, full_seconds, bounds = self._bounds(sizes, seconds, 0)
         self.best = _Choice(float(full_seconds[0]), -1, 0, int(ends[0]))
@@ -350,20 +383,22 @@ class _KnapsackSearch:
         for at in range(len(self._items)):
             if not len(states) or state_count + len(states) > limit:
                 break
+            # rows of the states that have room for the item; each gets a new state with it
             parents = np.flatnonzero(sizes + self._sizes[at] <= self._room)
             sizes = np.append(sizes, sizes[parents] + self._sizes[at])
             seconds = np.append(seconds, seconds[parents] + self._seconds[at])
             ends, full_seconds, bounds = self._bounds(sizes, seconds, at + 1)
-            full_seconds = full_seconds[len(states) :]
+            full_seconds = full_seconds[len(states) :]  # of the new states
             if len(full_seconds) and full_seconds.max() > self.best.seconds:
                 i = int(full_seconds.argmax())
                 parent, end = int(states[parents[i]]), int(ends[len(states) + i])
                 self.best = _Choice(float(full_seconds[i]), parent, at, end)
+            # prune by the bound, then states that need more bytes for no more seconds than another
             rows = np.flatnonzero(bounds > self.best.seconds + self.slack)
             rows = rows[np.lexsort((-seconds[rows], sizes[rows]))]
             most_before = np.maximum.accumulate(np.append(-1.0, seconds[rows]))[:-1]
             rows = rows[seconds[rows] > most_before]
-            added = rows[rows >= len(states)] - len(states)
+            added = rows[rows >= len(states)] - len(states)  # new states, as indices of `parents`
             self._parents.append(states[parents[added]])
             numbers = np.append(states, np.zeros(len(parents), np.int64))
             numbers[added + len(states)] = np.arange(state_count, state_count + len(added))
@@ -382,7 +417,7 @@ class _KnapsackSearch:
         first = np.append(0, np.cumsum([len(parents) for parents in self._parents]))
         state = self.best.state
         while state >= 0:
-            at = int(np.searchsorted(first, state, "right")) - 1
+            at = int(np.searchsorted(first, state, "right")) - 1  # the item that the state added
             chosen[self._items[at]] = True
             state = int(self._parents[at][state - first[at]])
         return chosen

@@ -79,7 +79,11 @@ class Simulation(NamedTuple):
 
 
 def _steps_array(steps: Any) -> NDArray:
-    """Return steps as a read-only array; `steps` is such an array, or (kind, index) pairs."""
+    """Return steps as a read-only int32 array of shape (steps, 2).
+
+    `steps`: such an array, or pairs of a kind of `KINDS` and an index. The core checks whether the
+    schedule is valid; ValueError here is about an unknown kind, an index out of range, or a shape.
+    """
     if isinstance(steps, np.ndarray):
         flags = steps.flags
         frozen = flags.owndata and not flags.writeable  # arrays from the core need no copy
@@ -158,9 +162,9 @@ class Plan:
         method: str = "given",
         exact: bool = False,
     ) -> None:
-        """Simulate the steps; raises CapacityError if their peak exceeds the budget.
+        """Simulate the steps; raise if they are not valid or their peak exceeds the budget.
 
-        `method`, `exact`: how the planner found them, for `repr`.
+        The class describes the arguments; `schedules`, `method` and `exact` are for reports.
         """
         self.chain = chain
         budget = None if budget_bytes is None else chain._budget(budget_bytes)
@@ -223,13 +227,13 @@ class Plan:
     @cached_property
     def _runs(self) -> NDArray:
         """Number of forward runs of each block."""
-        forward = self._steps[:, 0] <= _SAVE
+        forward = self._steps[:, 0] <= _SAVE  # kinds forward and save
         return np.bincount(self._steps[forward, 1], minlength=self.chain.blocks)
 
     @property
     def kept(self) -> list[int]:
         """Blocks that run forward once, and whose saved memory stays on the device."""
-        away = set(self.offloaded)
+        away = set(self.offloaded)  # blocks
         return [i for i, runs in enumerate(self._runs.tolist()) if runs == 1 and i not in away]
 
     @property
@@ -411,7 +415,7 @@ class Plan:
             again[block] = True
         every = np.arange(n, dtype=np.int32)
         forward = np.stack([np.where(again, _FORWARD, _SAVE).astype(np.int32), every], 1)
-        # backward: for a recomputed block i, drop i + 1 and save i; then backward i
+        # backward: for a recomputed block i, drop its output i + 1 and save i; then backward i
         kinds = np.broadcast_to(np.array([_DROP, _SAVE, _BACKWARD], np.int32), (n, 3))
         numbers = every[:, None] + np.array([1, 0, 0], np.int32)
         is_used = again[:, None] | np.array([False, False, True])
@@ -475,6 +479,7 @@ class Plan:
             blocks = [
                 i
                 for i, name in enumerate(names)
+                # an array of the activation's size, without memory for it
                 if strategy.should_checkpoint(name, np.broadcast_to(np.uint8(0), (sizes[i],)), i)
             ]
         return cls.from_recomputed(
@@ -482,7 +487,7 @@ class Plan:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Return whether chain, budget and steps are equal."""
+        """Return whether chain, budget and steps are equal; how they were found does not count."""
         if not isinstance(other, Plan):
             return NotImplemented
         return (
@@ -505,7 +510,7 @@ class Plan:
         )
 
     def _rows(self) -> list[list[str]]:
-        """Return one row of texts for each step, for the table of `repr`."""
+        """Return one row of texts for each step, in the columns `_HEADERS`."""
         run = self.simulate()
         names = self.chain.names
         return [
@@ -554,6 +559,7 @@ class Plan:
         return "\n".join([*lines, table_text(_HEADERS, self._rows(), _ROWS)])
 
     def _describe_search(self) -> str:
+        """Return a line about how the schedule was found, and whether it is the fastest."""
         if self.schedules == "given":
             return f"not searched for: the choice of {self.method}"
         if self.exact:

@@ -15,7 +15,7 @@ _HEADERS = ["steps", "blocks", "before", "peak", "after", "time"]
 
 
 class Phase(NamedTuple):
-    """Equal steps for consecutive blocks."""
+    """Equal steps for consecutive blocks. Numbers count from 0; the last ones are included."""
 
     kinds: tuple[str, ...]  # step kinds of each block, such as forward and drop
     first_block: int
@@ -25,10 +25,15 @@ class Phase(NamedTuple):
 
 
 def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
-    """Merge the steps of each block, then consecutive blocks with equal kinds of steps."""
-    blocks: list[Phase] = []
+    """Return the phases of a schedule, in order.
+
+    Merges consecutive steps of one block, then consecutive blocks with equal kinds of steps.
+    `steps`: (kind, index) pairs as in `Plan.steps`.
+    """
+    blocks: list[Phase] = []  # phases of one block each
     for place, (kind, block) in enumerate(steps):
         last = blocks[-1] if blocks else None
+        # After several saves, a backward step begins a phase: the last save belongs to the others.
         ends_saves = len(blocks) > 1 and blocks[-2].kinds == ("save",) and kind == "backward"
         if last and last.first_block == block and not ends_saves:
             blocks[-1] = last._replace(kinds=(*last.kinds, kind), last_step=place)
@@ -45,7 +50,10 @@ def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
 
 
 def _continues(phase: Phase, block: int) -> bool:
-    """Return whether a phase can take `block`: the next one in the phase's direction."""
+    """Return whether `block` continues a phase: it is the next block in the phase's direction.
+
+    A phase of one block has no direction yet.
+    """
     step = block - phase.last_block
     if abs(step) != 1:
         return False
@@ -61,12 +69,17 @@ def plan_html(
     nbytes: tuple[NDArray, NDArray, NDArray],
     seconds: NDArray,
 ) -> str:
-    """Return a table of a plan's phases; `nbytes` is memory before, at the peak and after."""
+    """Return an HTML table of a plan's phases, which unfolds to its steps.
+
+    `title`: text above the table. `steps`: (kind, index) pairs. `names`: of the blocks. `nbytes`:
+    arrays with the memory before, at the peak of and after each step, in bytes. `seconds`: time of
+    each step.
+    """
     before, peak, after = nbytes
     names = [*names, "output"]  # a drop frees the input of the block with this name, or the output
 
     def row(phase: Phase) -> list[str]:
-        """Return the table row of a phase, steps of alike kinds: blocks, bytes, seconds."""
+        """Return the table row of a phase, as texts in the columns `_HEADERS`."""
         part = slice(phase.first_step, phase.last_step + 1)
         ends = [names[phase.first_block]]
         if phase.last_block != phase.first_block:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _ROWS = 40
 _HEADERS = ["budget", "of plain peak", "time", "over plain time"]
-_CLASSES = ("persistent", "any")
+_CLASSES = ("persistent", "any")  # values of `schedules`
+# for reports: how the core searched; {} is the number of slots
 _METHODS = {
     "bytes": "to the byte",
     "slots": "{} slots of memory",
@@ -29,7 +30,10 @@ _METHODS = {
 
 
 def _check_arguments(chain: Chain, slots: int | None, offload: bool) -> int:
-    """Check the common arguments of `plan` and `pareto`; return the number of slots, 0 for None."""
+    """Check the common arguments of `plan` and `pareto`; return the number of slots, 0 for None.
+
+    Raises ValueError if `slots` is below 1, or `offload` is set for a chain without rates.
+    """
     check_flags(offload=offload)
     if offload and chain.offload_bytes_per_second is None:
         raise ValueError(
@@ -133,9 +137,10 @@ def plan(
 
 
 def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
-    """Return the fastest plan of all schedules, or the best persistent one if none is faster.
+    """Return the fastest of all schedules within `budget` bytes.
 
-    `slots`: of the persistent schedules' search; 0: the default.
+    If that search is too large, it is the fastest persistent schedule. `slots`: of the search for
+    persistent schedules; 0: the default. Raises CapacityError if no schedule fits.
     """
     start, how, used = None, "bytes", 0
     with suppress(_core.CapacityError):  # other schedules may need less memory
@@ -197,6 +202,7 @@ class Pareto:
             chain._arrays, number, offload
         )
         self.budget_bytes.flags.writeable = self.seconds.flags.writeable = False
+        # `used`: slots of the core's search, also by default; 0 if it was to the byte
         self.method: str = _METHODS[method].format(used)
         self.exact: bool = method == "bytes"
         self._slots = used
@@ -247,7 +253,10 @@ class Pareto:
         )
 
     def _rows(self) -> list[list[str]]:
-        """Return one row of texts for a budget, of many budgets only some at equal distances."""
+        """Return one row of texts for each point of the curve, in the columns `_HEADERS`.
+
+        Of more than `_ROWS` points, those rows are at about equal distances, with both ends.
+        """
         count = len(self)
         rows_shown = list(range(count))
         if count > _ROWS:

@@ -21,7 +21,11 @@ MEBIBYTE = 1 << 20
 
 
 def layer_names(label: str, layers: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the names of layers as a tuple, without duplicates, in order."""
+    """Return the names of layers as a tuple, without duplicates, in order; None: an empty one.
+
+    `label`: of the argument, for errors. Raises TypeError for a single str, which is probably one
+    layer's name, and for names that are not str.
+    """
     if layers is None:
         return ()
     if isinstance(layers, str | bytes):
@@ -34,7 +38,7 @@ def layer_names(label: str, layers: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def check_overlap(chosen: Iterable[str], excluded: Iterable[str]) -> None:
-    """Raise ValueError with all layers that are in both lists."""
+    """Raise ValueError, with all their names, if layers are in both lists."""
     out = set(excluded)
     both = [name for name in chosen if name in out]
     if both:
@@ -42,7 +46,7 @@ def check_overlap(chosen: Iterable[str], excluded: Iterable[str]) -> None:
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes in whole units, rounded down, for names of strategies."""
+    """Return a number of bytes in whole units, rounded down, for names of strategies: "4KB"."""
     for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if count >= size:
             return f"{count // size}{unit}"
@@ -50,7 +54,10 @@ def format_bytes(count: int) -> str:
 
 
 class _Strategy(Operators):
-    """Common base of the strategies of the core; `_fields` are settings and attributes."""
+    """Base of the strategies of the core.
+
+    `_fields` are the names of settings: constructor arguments that are also attributes.
+    """
 
     __slots__ = ()
     _fields: ClassVar[tuple[str, ...]]
@@ -59,7 +66,7 @@ class _Strategy(Operators):
         return {field: getattr(self, field) for field in self._fields}
 
     def __repr__(self) -> str:
-        """Return the class and its settings without empty ones."""
+        """Return the call that creates the strategy, without settings that are None or empty."""
         settings = self._settings().items()
         text = ", ".join(
             f"{k}={shorten(repr(list(v) if isinstance(v, tuple) else v), 80)}"
@@ -68,7 +75,7 @@ class _Strategy(Operators):
         )
         return f"{type(self).__name__}({text})"
 
-    # copies and pickles: settings through the constructor, then the state
+    # copies and pickles: settings through the constructor, then the counts (`_state` of the core)
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
         return (), self._settings()
 
@@ -360,7 +367,7 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
     @property
     def total_memory(self) -> int | None:
         """The constructor argument."""
-        return self._number or None
+        return self._number or None  # the core has 0 for None
 
     def _measure(self) -> tuple[int, int]:
         """Return used and total bytes; the core calls this when an adjustment is due."""

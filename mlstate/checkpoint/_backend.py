@@ -9,7 +9,12 @@ if TYPE_CHECKING:
 
 
 class OptimizerRecord(NamedTuple):
-    """A checkpoint's description of an optimizer state."""
+    """A checkpoint's description of an optimizer state.
+
+    `parameter`: its parameter's name. `state`: its own, None for a key without a parameter.
+    `shape`: of the part to load. `axes`: the parameter's axis for each axis, None for the same
+    axes.
+    """
 
     parameter: str
     state: str | None
@@ -24,12 +29,19 @@ class CheckpointBackend(Protocol):
     def saved_module(
         self, module: Any, ranks: int
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Return a module's tensors, its other entries, and the framework's metadata."""
+        """Return a module's tensors, its other entries, and the framework's metadata.
+
+        `ranks`: number of ranks that save together. Raises if the module is sharded over more.
+        """
 
     def saved_optimizer(
         self, optimizer: Any, module: Any, ranks: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return an optimizer's states and keywords, for saving by a number of ranks."""
+        """Return an optimizer's states by name, and keywords of an `OptimizerStateDict`.
+
+        `module`: has the parameters, and gives their names; None without one. `ranks`: number of
+        ranks that save together.
+        """
 
     def tied_names(self, module: Any) -> set[str]:
         """Return the names of a module's state whose tensor has an earlier name."""
@@ -51,8 +63,8 @@ class CheckpointBackend(Protocol):
     ) -> Any:
         """Prepare a load of some submodules by their own `load_state_dict`, and return it.
 
-        `filling`: the target's memory. `entries`: values to load by name. `metadata`: of torch's
-        modules, None if it was not saved. `units`: the submodules.
+        The result has `apply` and `undo`. `filling`: the target's memory. `entries`: values to load
+        by name. `metadata`: of torch's modules, None if it was not saved. `units`: the submodules.
         """
 
     def fill_optimizer(
@@ -70,4 +82,11 @@ class CheckpointBackend(Protocol):
         complete: bool,
         cast: bool,
     ) -> Any:
-        """Return this rank's memory for the states of an optimizer, to be filled by `read`."""
+        """Return this rank's memory for an optimizer's states, and create those that it lacks.
+
+        `module`: has the parameters, or None. `records`: the stored states by key. `saved`: their
+        parameter groups and learning rate. `read`: returns stored arrays by key. `names`: names of
+        the parameters in the optimizer's order, or the module that gives them. `meant`: returns
+        those of its keys that the user chose. `shapes`: of the stored parameters, by name.
+        `complete`: the user chose all names. `strict`, `cast`: as for `load`.
+        """

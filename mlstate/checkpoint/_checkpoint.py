@@ -33,7 +33,7 @@ _HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
 
 
 def stored_text(nbytes: int, stored: int) -> str:
-    """Return a size in bytes as text, with the stored size if that is different."""
+    """Return a size as text, such as "8 KiB, 2 KiB stored" if the bytes in files differ."""
     text = bytes_text(nbytes)
     return text if stored == nbytes else f"{text}, {bytes_text(stored)} stored"
 
@@ -96,7 +96,7 @@ class TensorRecord(NamedTuple):
 
 
 def in_order(tensors: list[TensorRecord]) -> list[TensorRecord]:
-    """Sort tensors for a table: by section, and by the numbers in their names."""
+    """Return tensors in the order of a table: by section, then by the numbers in their names."""
     return sorted(tensors, key=lambda t: (SECTIONS.index(t.section), number_order(t.key)))
 
 
@@ -258,10 +258,7 @@ class Checkpoint:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Open the folder of a pickle.
-
-        Its manifest and index are used, not a newer save.
-        """
+        """Open the folder of a pickle; its manifest is used, also if a newer save replaced it."""
         manifest = state["manifest"]
         if isinstance(manifest, bytes):
             manifest = parse(manifest, state["root"])
@@ -284,7 +281,7 @@ class Checkpoint:
 
     @property
     def _target(self) -> str | RootPath:
-        """What `load` and `verify` read."""
+        """The path for `load` and `verify`."""
         return RootPath(self._files, self._root) if self._whole is None else self._whole.path
 
     @property
@@ -450,7 +447,7 @@ class Checkpoint:
         return ", ".join([*parts, self.created])
 
     def _rows(self) -> list[list[str]]:
-        """Return one row of texts for each tensor, for the table of `repr` (columns as there)."""
+        """Return the table of `repr`: a row of texts for each tensor, in `_HEADERS` columns."""
         return [
             [
                 t.parameter,
@@ -474,7 +471,7 @@ class Checkpoint:
 
 
 def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
-    """Return the description of a file or folder of another program, which is read whole for it."""
+    """Return the Checkpoint of another program's file or folder, `foreign`; reads all of it."""
     from ._load_whole import WholeIndex, manifest_of
 
     parts = foreign.read()

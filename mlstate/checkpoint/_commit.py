@@ -81,7 +81,10 @@ def creation_time() -> str:
 
 
 def refuse_manager_folder(target: SaveTarget, roots: Sequence[Root]) -> None:
-    """Raise StoreError (EEXIST) if the roots are a manager's steps, unless that is wanted."""
+    """Raise StoreError (EEXIST) if the roots are a manager's steps.
+
+    A manager's own save and one that replaces all steps are allowed.
+    """
     is_allowed = not roots or target.keep_root or target.replace_steps
     if not is_allowed and target.files.holds_steps(roots):
         raise store_error(
@@ -96,7 +99,7 @@ def refuse_manager_folder(target: SaveTarget, roots: Sequence[Root]) -> None:
 
 
 def _record_of(written: dict[str, Any]) -> IndexRecord:
-    """Return the manifest's record of a written index."""
+    """Return the manifest's record of an index, from the report of `shards_write`."""
     return IndexRecord(*(written[name] for name in IndexRecord._fields))
 
 
@@ -141,7 +144,7 @@ class Commit:
     # ---- begin: rank 0 takes the claim and chooses the generation ----
 
     def begin(self, *, states: bool) -> None:
-        """Agree on a generation on every rank, or raise on every rank.
+        """Choose a generation (random id of this save) for every rank, or raise on every rank.
 
         `states` tells whether the save has named states, which need their own subfolder.
         """
@@ -170,9 +173,11 @@ class Commit:
             del error  # its traceback refers to this frame
 
     def _take(self, claim: Claim, *, states: bool) -> None:
-        """Take the claim to the folder, and choose the name (generation) of this save.
+        """Take the claim to the folder, and choose the generation (the name) of this save.
 
         The generation is recorded in the lock's file, so that a later writer can delete its files.
+        `states`: create the subfolder of named states too. Raises StoreError if the folder has
+        changed since the caller looked at it, or holds a manager's steps.
         """
         files = self._files
         self._folder.create(FOLDERS if states else [part for part in FOLDERS if part != "states"])
@@ -219,7 +224,8 @@ class Commit:
     ) -> None:
         """Write one rank's shards and index durably; call `freed` when arrays may change.
 
-        With a group, errors are kept for `commit`, because the other ranks wait.
+        `gathered` gives up its shards and its error. With a group, errors are kept for `commit`,
+        because the other ranks wait. `progress` is called with numbers of bytes.
         """
         self._error, gathered.error = gathered.error, None
         if self._error is not None:
@@ -256,7 +262,11 @@ class Commit:
             self._reports.append(report)
 
     def _previous_index(self) -> _core.MergedIndex | None:
-        """Return this rank's committed index, to keep its unchanged shards; None if unreadable."""
+        """Return this rank's committed index, whose unchanged shards are not written again.
+
+        None if it is missing or unreadable, or if the old checkpoint had fewer ranks: then every
+        shard is written.
+        """
         rank = self._target.rank
         try:
             before = self._files.read_manifest() if rank > 0 else self._before
@@ -272,8 +282,8 @@ class Commit:
     def commit(self, header: dict[str, Any], copies: bytes = b"") -> None:
         """Commit if every rank wrote its shards; otherwise delete their files and raise.
 
-        `header` describes the state in the manifest. `copies` are the names of shards that this
-        rank leaves to another one. After an error the old checkpoint is unchanged.
+        `header` describes the state in the manifest. `copies`: names of shards that this rank
+        leaves to another one, joined by NUL. After an error the old checkpoint is unchanged.
         """
         if self._group is None:
             self._replace_manifest(header, self._reports, ())
@@ -306,8 +316,9 @@ class Commit:
     ) -> dict[str, Any]:
         """Replace the manifest if every rank succeeded; return rank 0's message to all ranks.
 
-        `header`: the description of the state. `messages`: each rank's report and, after a line,
-        its `copies` (see `commit`).
+        `header`: the description of the state. `messages`: of each rank, its report, a newline, and
+        its `copies` (see `commit`). The message has `committed`; after a failure also `error`,
+        `rank`, and `unsure`: the manifest may have been replaced.
         """
         reports = [unpack_message(report) for report, _, _ in messages]
         refusal: dict[str, Any] = {"committed": False, "unsure": False}
@@ -328,7 +339,8 @@ class Commit:
         """Check that the ranks' files make one complete checkpoint, and replace the manifest.
 
         `reports`: what each rank wrote. `copies`: see `commit`. The manifest and, with a single
-        rank, its index are read back before; each of several ranks has read back its own.
+        rank, its index are read back first; each of several ranks has read back its own. Raises if
+        a part of a tensor is missing.
         """
         assert self._claim is not None
         manifest = Manifest(
@@ -359,7 +371,7 @@ class Commit:
             self._take_back(is_unsure=self._is_unsure())
 
     def _is_unsure(self) -> bool:
-        """Return whether a root may name this save's files."""
+        """Return whether a root may name this save's files, so that they must stay."""
         assert self._claim is not None
         return self._is_replacing and (
             self._claim.is_unsure or self._files.is_committed(self._generation)
@@ -380,7 +392,7 @@ class Commit:
     # ---- after the commit: files that no root needs ----
 
     def delete_replaced(self) -> None:
-        """Delete the files that no root needs, each rank its own; `warning` has the first error.
+        """Delete the files that no root needs, each rank its own; set `warning` to the first error.
 
         A failure here costs only disk space. Warnings may be configured to raise, so the caller
         issues the warning last.
@@ -392,10 +404,10 @@ class Commit:
         self._is_clean = self.warning is None  # otherwise the next save looks for remaining files
 
     def _delete_all_replaced(self, manifest: Manifest) -> str | None:
-        """Delete the files of all ranks that no root needs; return the text of a warning.
+        """Delete the files of all ranks that no root needs; return the text of a warning, or None.
 
-        If other writers may be running, their new files are not known, so only files of replaced
-        checkpoints are deleted.
+        `manifest`: the committed one. If other writers may be running, their new files are not
+        known, so only files of replaced checkpoints are deleted.
         """
         if not self._folder.excludes_writers:
             return self._delete_own_replaced(self._delete_old_roots(manifest)) or None
@@ -411,9 +423,10 @@ class Commit:
         return None
 
     def _delete_old_roots(self, manifest: Manifest) -> dict[str, list[Generation]]:
-        """Delete the roots (steps' manifests) that a manager does not keep, before their files.
+        """Delete the roots (manifests of steps) that a manager does not keep, before their files.
 
-        Returns the generations of deleted and of kept roots, or {} if they are unknown.
+        `manifest`: the committed one. Returns the generations that ended and those that stay, or {}
+        if they are unknown; see `generations_to_delete`.
         """
         before, retain = self._before, self._target.retain
         if before is None and retain is None:
@@ -427,9 +440,9 @@ class Commit:
         return {}
 
     def _delete_own_replaced(self, plan: dict[str, Any]) -> str:
-        """Delete this rank's files of deleted generations; return the text of an error, or "".
+        """Delete this rank's files of ended generations; return the text of an error, or "".
 
-        `plan`: rank 0's message with the generations.
+        `plan`: the result of rank 0's `_delete_old_roots`; nothing is deleted if it is empty.
         """
         if not plan:
             return ""
@@ -442,9 +455,9 @@ class Commit:
         return ""
 
     def _delete_replaced_together(self, group: ProcessGroup) -> str | None:
-        """Delete the files that no root needs, each rank its own; return the text of a warning.
+        """Delete the files that no root needs, each rank its own; every rank calls it.
 
-        If a rank fails, rank 0 tries again for all ranks.
+        Returns the text of a warning, or None. If a rank fails, rank 0 tries again for all ranks.
         """
         import json
 
@@ -462,13 +475,13 @@ class Commit:
         return warning
 
     def close(self) -> None:
-        """Remove the note from the lock, unless files are left; `holder` then ends the claim."""
+        """Remove the note from the lock, unless files are left; then `holder` ends the claim."""
         self._error = None
         if self._claim is not None and self._is_clean:
             self._claim.note(None)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the saved checkpoint; warn if old files were not deleted."""
+        """Return the saved checkpoint, with what this rank wrote; warn if old files remain."""
         from ._checkpoint import Checkpoint
         from ._store.open_path import RootPath
 
@@ -487,7 +500,8 @@ def write_and_commit(
 ) -> Checkpoint:
     """Write the gathered shards and commit them; every rank calls it, even after a failure.
 
-    `freed` is called when the arrays may change. After an error the old checkpoint is unchanged.
+    `progress` is called with numbers of bytes, `freed` when the arrays may change. After an error
+    the old checkpoint is unchanged.
     """
     commit = Commit(target)
     with commit.holder:
@@ -502,5 +516,7 @@ def write_and_commit(
         finally:
             commit.close()
     if target.group is not None:
+        # No rank returns before rank 0 has released the lock, so that a save that follows can take
+        # it.
         target.group.barrier()
     return commit.checkpoint()

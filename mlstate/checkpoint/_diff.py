@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def _loaded(value: object, storage_options: Mapping[str, Any] | None) -> LoadedState | None:
-    """Return what a path holds, or a loaded state; None for the tensors of one state."""
+    """Return the loaded state of a path, or a loaded state itself; None for tensors of one state.
+
+    `storage_options`: used if the path is a URL.
+    """
     from ._load import LoadedState, load
     from ._store.open_path import is_url
 
@@ -31,7 +34,11 @@ def _loaded(value: object, storage_options: Mapping[str, Any] | None) -> LoadedS
 
 
 def _add_entries(entries: dict[str, Any], name: str, value: Any) -> None:
-    """Add the arrays and numbers of a value, however nested; any other value is part of a name."""
+    """Add the arrays and numbers of a value to `entries`, however nested it is.
+
+    `name`: of the value; keys and indices are added with dots. A value of another kind, such as a
+    text, becomes part of a name, with an empty array.
+    """
     if is_cache(value):
         from ..kv._stored import cache_values
 

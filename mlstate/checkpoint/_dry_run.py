@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ._store.manifest import Manifest
 
-_GENERATION = "0" * 16
+_GENERATION = "0" * 16  # as long as a save's
 
 
 class SavePlan(NamedTuple):
@@ -148,7 +148,10 @@ class LoadPlan(NamedTuple):
 
 
 def _shape_only(value: Any) -> Any:
-    """Return a tensor on a device as one on the CPU without memory; other values unchanged."""
+    """Return a tensor on a device as one on the CPU without memory; other values unchanged.
+
+    All elements of the result share one zero, so its values are meaningless.
+    """
     torch = sys.modules.get("torch")
     if isinstance(value, Shard):
         array = _shape_only(value.array)
@@ -234,6 +237,7 @@ def plan_save(
     numbers = [len(text), shards, nbytes]
     if summary is not None and world_size > 1:
         numbers += [rank, *summary.parts]
+    # In the manifest, a rank has 8 digits of its index's CRC32C, and these numbers.
     described_bytes = len("0" * 8) + sum(len(f"{number}, ") for number in numbers)
     return SavePlan(
         rank=rank,
@@ -317,10 +321,7 @@ def plan_load(
     root, read_manifest = files.open_root(root)
 
     def plan(manifest: Manifest) -> LoadPlan:
-        """Return the files and byte ranges that a load reads with this manifest.
-
-        Reads the indexes.
-        """
+        """Return the files and byte ranges that a load reads with this manifest; reads indexes."""
         manifest = without_missing(files.folder, manifest, listed)
         indexes = Indexes(files, manifest, rank)
         sections = [indexes.merged_index.keys(section) for section in range(len(SECTIONS))]

@@ -51,7 +51,11 @@ def _page(content: str) -> str:
 
 
 def fit_page(make: Callable[[int], str], rows: int) -> str:
-    """Return the page with as many rows as fit the byte limit."""
+    """Return a page with as many rows as fit the limit of `MOST_BYTES`.
+
+    `make`: returns the page with a number of rows. `rows`: number to begin with; it is halved until
+    the page fits, and 0 always fits.
+    """
     while True:
         page = make(rows)
         if rows == 0 or len(page.encode("utf-8", "replace")) < MOST_BYTES:
@@ -67,7 +71,11 @@ def _name(text: str, limit: int = 80) -> str:
 
 
 def _bar(nbytes: dict[str, int], columns: list[str], largest: int) -> str:
-    """Return a bar of a layer's bytes, by state (`columns`); the `largest` has full length."""
+    """Return an HTML bar of a layer's bytes, one colour for each state.
+
+    `nbytes`: by column. `columns`: names, whose places determine the colours. `largest`: bytes of a
+    bar of full length.
+    """
     parts = [
         f'<s class=c{place} style="width:{100 * nbytes[column] / largest:.1f}%"></s>'
         for place, column in enumerate(columns)
@@ -97,7 +105,8 @@ def _row(parameter: Parameter, layer: str, columns: list[str]) -> str:
 def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: bool) -> str:
     """Return a foldable layer: bar of bytes, and a table of its first `rows` parameters.
 
-    `largest`: bytes of the largest layer, whose bar has full length.
+    `columns`: of the table. `largest`: bytes of the largest layer, whose bar has full length.
+    `unfolded`: show the table at first.
     """
     label = _name(group.name) if group.name else "<em>without a layer</em>"
     count = count_text(len(group.parameters), "parameter")
@@ -120,6 +129,7 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
 
 
 def _hidden_layers(groups: Sequence[Group]) -> str:
+    """Return the line that counts the layers that a page leaves out, with bytes and parameters."""
     size = bytes_text(sum(group.total for group in groups))
     layers = count_text(len(groups), "layer")
     parameters = count_text(sum(len(group.parameters) for group in groups), "parameter")
@@ -127,7 +137,10 @@ def _hidden_layers(groups: Sequence[Group]) -> str:
 
 
 def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
-    """Return the layers of a checkpoint, each with a bar of bytes; they unfold to parameters."""
+    """Return the page of a checkpoint: layers with bars of bytes, which unfold to parameters.
+
+    `title`: the first line. `records`: its tensors.
+    """
     columns = columns_of(records)
     groups = groups_of(records, columns)
     largest = max((group.total for group in groups), default=0) or 1
@@ -141,7 +154,7 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
     def make(rows: int) -> str:
         """Return the page with about `rows` parameters; 0: only layers, and 8 of them at most."""
         first, last = GROUPS if rows else (8, 0)
-        if len(groups) <= first + last + 1:
+        if len(groups) <= first + last + 1:  # a line that counts one layer would save nothing
             first = len(groups)
         hidden = groups[first : len(groups) - last] if first < len(groups) else []
         visible = groups[:first], groups[len(groups) - last :] if hidden and last else []
@@ -160,7 +173,10 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
 
 
 def _files(label: str, names: Sequence[str]) -> str:
-    """Return a foldable list of the first file names, "" if there are none."""
+    """Return a foldable list of the first 20 file names, "" if there are none.
+
+    `label`: which files these are.
+    """
     if not names:
         return ""
     listed = "<br>".join(_name(name, 120) for name in names[:_LIST])
@@ -173,7 +189,10 @@ def _files(label: str, names: Sequence[str]) -> str:
 
 
 def report_html(title: str, report: VerifyReport) -> str:
-    """Return the page of a verification: whether the checkpoint is good, its problems by file."""
+    """Return the page of a verification: whether the checkpoint is good, its problems by file.
+
+    `title`: the first line.
+    """
     state = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
     head = f"<p>{state} {escape(shorten(title, 600))}</p>"
     problems = report.problems
@@ -207,7 +226,10 @@ def _seconds(seconds: float) -> str:
 
 
 def _durations(times: SaveTimes, now: float, failed: bool) -> Sequence[str]:
-    """Return texts for the phases of an asynchronous save; `now`: `perf_counter`."""
+    """Return texts for the phases of an asynchronous save.
+
+    `now`: `perf_counter`. `failed`: the save ended with an error.
+    """
     since = now - times.began
     if times.staged is None:
         return [f"staging for {_seconds(since)}"]
@@ -231,7 +253,8 @@ def save_html(
 ) -> str:
     """Return a page on an asynchronous save, for notebooks.
 
-    `state`: text. `progress`: bytes done, of all. `now`: `perf_counter`.
+    `path`: of the checkpoint. `state`: text such as "writing". `progress`: bytes done, of all.
+    `now`: `perf_counter`. `error`: why the save failed, or None.
     """
     done, total = progress
     saved = times.ended is not None and error is None
@@ -252,14 +275,17 @@ def save_html(
 
 
 def _metadata(metadata: Mapping[str, object], limit: int) -> str:
-    """Return the first entries of metadata as one line."""
+    """Return the first 20 entries of metadata as one line of about `limit` characters."""
     entries = [f"{key}: {value!r}" for key, value in list(metadata.items())[:20]]
     more = len(metadata) - len(entries)
     return shorten(", ".join(entries), limit) + (f", … {more:,} more" if more > 0 else "")
 
 
 def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
-    """Return the steps of a run as a table, newest first."""
+    """Return the steps of a run as a table, newest first; the first 50 are shown.
+
+    `title`: the first line. `manifests`: oldest first.
+    """
     headers = ("step", "saved", "ranks", "bytes", "metadata")
     rows = [
         (
@@ -269,7 +295,7 @@ def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
             bytes_text(sum(record.data_bytes for record in manifest.indexes)),
             _metadata(manifest.metadata, 200),
         )
-        for manifest in manifests[: -_STEPS - 1 : -1]
+        for manifest in manifests[: -_STEPS - 1 : -1]  # the last ones, in reverse order
     ]
     older = len(manifests) - len(rows)
     count = count_text(len(manifests), "step") + (f", the newest {_STEPS}" if older else "")

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ._store.weight_files import WeightFiles
 
 MISSING = ("skip", "zeros", "error")
-_LAYOUT = 6  # place of the layout's steps in a record of a tensor
+_LAYOUT = 6  # index of the layout's steps in a row of `MergedIndex.tensors`
 _CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
 
 
@@ -228,9 +228,9 @@ class Loader:
             self.verify = False
 
     def _find_pairs(self) -> Pairs | None:
-        """Return the quantized weights to compute values of, None if `cast` asks for none.
+        """Return the quantized weights that `cast` decodes, with their scales; None without such.
 
-        Their scales are no longer among the names of the model.
+        The names of the scales are removed from the model's.
         """
         if not self.request.dtype or self.manifest.weights is None:
             return None
@@ -260,7 +260,7 @@ class Loader:
         return self.manifest.states or {}
 
     def chosen(self) -> tuple[Names, list[list[str]]]:
-        """Return the name matcher, and the selected names of model and optimizer."""
+        """Return the name matcher, and the selected names of the model and of the optimizer."""
         names = [section.names for section in self.sections[:STATES]]
         weights, is_renamed = self.manifest.weights, bool(self.request.options["rename"])
         return chosen_names(names, self.request.names, self.folder, weights, is_renamed)
@@ -277,12 +277,13 @@ class Loader:
     def _load(
         self, section: int, keys: list[str], cutting: Cutting, *, mmap: bool
     ) -> dict[str, Any]:
+        """Read tensors into new arrays, by key; `mmap`: into unverified views of the files."""
         progress, verify = self.options["progress"], self.verify and not mmap
         folder = self.request.files.folder
         return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
 
     def facts(self, section: Section, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape, as loaded, of the tensors `names` of a section, by name."""
+        """Return dtype and shape of the tensors `names` of a section, by name, after conversion."""
         label, dtype = SECTIONS[section.number], self.request.dtype
         stored = {
             row[1]: (row[4], row[5]) for row in self.merged_index.tensors() if row[0] == label
@@ -321,7 +322,7 @@ class Loader:
         return section.restore(arrays, self.folder)
 
     def _pair_values(self, section: Section, keys: list[str]) -> dict[str, Any]:
-        """Return the values of those `keys` that are quantized, by the keys of their codes."""
+        """Return the values of those `keys` of a section that are quantized, by their codes."""
         if self.pairs is None or section.number != 0:
             return {}
         chosen = [pair for key in keys if (pair := self.pairs.by_codes.get(key)) is not None]
@@ -413,7 +414,7 @@ class Loader:
 
 
 def _load_into_targets(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Check all targets of ``into``, fill them, and return them; on an error none has changed."""
+    """Check the targets of ``into``, fill and return them; an error undoes changes of objects."""
     loader = Loader(request, manifest)
     prepared = prepare(loader)
     apply_all(prepared.actions)
@@ -610,7 +611,7 @@ def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
 
 
 def _checked_device(device: object, *, mmap: bool) -> Any:
-    """Return ``device=`` as a device of torch, or None; raise if it is not one."""
+    """Return ``device=`` as a device of torch, or None; raise if it is none, or with `mmap`."""
     if device is None:
         return None
     if mmap:

@@ -58,6 +58,7 @@ class Prepared:
     """The checked targets of a load; `actions` restore the objects among the named states."""
 
     def __init__(self, model: Any, optimizer: Any, states: Mapping[str, Any]) -> None:
+        """Keep the user's targets, which `prepare` checks; they are also the result of the load."""
         self.model = model
         self.optimizer = optimizer
         self.states = dict(states)
@@ -214,7 +215,10 @@ def _shape_of(
 
 
 def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
-    """Return the part of each tensor that the target takes: one cut for all names, or a list."""
+    """Return how the tensors `names` are cut for a target: one cut for all, or a list.
+
+    `filling`: the target's memory, which may know its own part of each tensor.
+    """
     if isinstance(filling, _ArrayTarget):
         return loader.request.cutting
     if loader.request.by_target:
@@ -247,7 +251,7 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
 
 
 def _check(loader: Loader, ready_target: _Ready) -> None:
-    """Raise if a stored tensor does not fit its target in shape or dtype; nothing is read."""
+    """Raise if a stored tensor does not fit `ready_target` in shape or dtype; nothing is read."""
     section = ready_target.section
     keys, arrays = (
         section.keys(ready_target.names),
@@ -257,7 +261,10 @@ def _check(loader: Loader, ready_target: _Ready) -> None:
 
 
 def _fill(loader: Loader, ready_target: _Ready) -> None:
-    """Read a section's tensors into its target; all shapes and dtypes are checked first."""
+    """Read a section's tensors into the target `ready_target`; shapes and dtypes were checked.
+
+    Converted tensors are read in the stored dtype first.
+    """
     section, filling = ready_target.section, ready_target.filling
     keys, arrays = (
         section.keys(ready_target.names),
@@ -407,7 +414,10 @@ def _prepare_tensors(
 
 
 def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
-    """Drop those names from the targets whose memory a later name shares: one read fills both."""
+    """Return the targets without names whose memory a later name shares: one read fills both.
+
+    `ready`: the targets in the order of the reads.
+    """
     tied = _core.targets_tied(
         [(ready_target.names, ready_target.filling.arrays) for ready_target in ready]
     )
@@ -547,7 +557,10 @@ def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
 
 
 def needs_all_ranks(into: Any) -> bool:
-    """Return whether all ranks of a group must load together, because of a target in `into`."""
+    """Return whether all ranks of a group must load together.
+
+    This is so if `into` has named states, or a torch module or optimizer, which can refuse to load.
+    """
     if into is None:
         return False
     states = _target(into, "states")

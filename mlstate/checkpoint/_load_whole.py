@@ -53,7 +53,7 @@ class WholePath(NamedTuple):
     format: str
 
     def read(self, *, checked: bool = True) -> Parts:
-        """Read all of it."""
+        """Read all of it; `checked`: compare the files with checksums of `checksum`, if any."""
         return read_any(self.path, format=self.format, checked=checked)
 
 
@@ -64,7 +64,7 @@ _MAPPED = ("torch", "huggingface")
 
 
 def has_safetensors_header(path: str) -> bool:
-    """Return whether a file starts with the length of a header and the header's brace."""
+    """Return whether a file starts like safetensors: a plausible header length, then a brace."""
     with open_regular(path) as file:
         start = file.read(9)
         size = file.seek(0, 2)
@@ -72,7 +72,10 @@ def has_safetensors_header(path: str) -> bool:
 
 
 def _has_parts(path: str) -> bool:
-    """Return whether a safetensors file holds an optimizer, as its metadata tell."""
+    """Return whether the metadata of a safetensors file describe an optimizer in it.
+
+    False if the metadata cannot be read: reading the tensors reports this.
+    """
     try:
         texts = _core.file_metadata(path, True)
     except MLStateError:  # reading the tensors reports it
@@ -81,7 +84,10 @@ def _has_parts(path: str) -> bool:
 
 
 def whole_path(folder: Folder) -> WholePath | None:
-    """Return path and format of a folder or file that has no index and is read whole; else None."""
+    """Return path and format of a local file or folder that is read whole; else None.
+
+    These are formats without an index, and safetensors files with an optimizer.
+    """
     if not folder.is_local:
         return None
     path = os.path.join(folder.path, folder.file) if folder.file else str(folder.path)
@@ -108,6 +114,7 @@ class WholeIndex:
     """The tensors of parts in memory, with the methods of a merged index that list them."""
 
     def __init__(self, path: str, parts: Parts) -> None:
+        """List the tensors of `parts`, the content of the file or folder at `path`."""
         self._path = path
         named = (StateDict(value) for value in parts.states.values() if is_flat(value))
         states = dict(zip((k for k, v in parts.states.items() if is_flat(v)), named, strict=True))
@@ -148,7 +155,10 @@ class WholeIndex:
 
 
 def manifest_of(where: WholePath, parts: Parts) -> Manifest:
-    """Return a manifest that describes a file of another program, whose parts are in memory."""
+    """Return a manifest that describes a file or folder of another program, `where`.
+
+    `parts`: its content, in memory.
+    """
     changed = datetime.datetime.fromtimestamp(os.path.getmtime(where.path), datetime.UTC)
     root = os.path.basename(where.path)
     return Manifest(
@@ -167,6 +177,7 @@ def manifest_of(where: WholePath, parts: Parts) -> Manifest:
 
 
 def _kind_of(state: StateDict) -> dict[str, Any]:
+    """Return the manifest's description of a state; only its kind if JSON cannot hold the rest."""
     try:
         return kind_of(state) or {"kind": "state"}
     except (TypeError, ValueError):  # values that JSON cannot hold
@@ -177,7 +188,7 @@ def _kind_of(state: StateDict) -> dict[str, Any]:
 
 
 def _refuse_options(where: WholePath, request: LoadRequest) -> None:
-    """Raise ValueError for options of `load` that need an index, which a whole file lacks."""
+    """Raise ValueError for options of `request` that need an index, which `where` lacks."""
     options = request.options
     for name, is_given in (
         ("mmap=True", options["mmap"]),
@@ -198,9 +209,11 @@ def _refuse_options(where: WholePath, request: LoadRequest) -> None:
 
 
 def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
-    """Return a rank's part of the tensor `name` as a new array.
+    """Return the part of the tensor `name` that `cutting` requests, as a new array.
 
-    `parameter`: of an optimizer's state, which is cut like it; None for a parameter.
+    The array itself is returned for all of it. `parameter`: of an optimizer's state, which is cut
+    like it; None for a tensor of the model. States with one element or without axes stay whole;
+    raises CompatibilityError for any other shape than the parameter's.
     """
     steps, index, world = cutting
     if not steps or not world:
@@ -221,7 +234,11 @@ def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
 
 
 def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]]:
-    """Return the arrays of model and optimizer by name, after the caller's renaming `rules`."""
+    """Return the arrays of model and optimizer by name, after the caller's renaming.
+
+    `rules`: pattern to replacement, None for no renaming. The groups of the optimizer in `parts`
+    get the new names.
+    """
     states = [parts.model, parts.optimizer]
     arrays = [{} if state is None else dict(state) for state in states]
     if rules is None:
@@ -251,9 +268,10 @@ def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None
 
 
 def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) -> list[Any]:
-    """Copy model and optimizer into the targets of ``into``, and return the targets.
+    """Copy model and optimizer into the targets of ``into``; return both targets or None.
 
-    `arrays`: of both, by name. All are checked before one is changed.
+    `where`: the source, for errors. `arrays`: of model and optimizer, by name. Names, shapes and
+    dtypes of all are checked before one is changed.
     """
     into, strict = request.options["into"], request.options["strict"]
     take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)
@@ -280,6 +298,7 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
     model, optimizer = targets
     if optimizer is not None and model is not None:
         trial = {name: array.copy() for name, array in StateDict(optimizer).items()}
+        # A copy of the optimizer is filled before the model is changed.
         load_into(trial, arrays[1], strict=strict, cast=request.cast)  # raises before any change
     for target, each in zip(targets, arrays, strict=True):
         if target is not None:
@@ -288,7 +307,11 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
 
 
 def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
-    """Read a file or folder whole, and return the selected tensors, or this rank's parts."""
+    """Read the file or folder `where`; return the selected tensors, or this rank's parts of them.
+
+    `request`: the checked arguments of the load. Arrays are copies if the file was mapped, so that
+    a later writer cannot change them.
+    """
     from .._common.converted import converted_value
     from ._load import LoadedState, chosen_names, expects_parts, warn_of_whole_tensors
     from ._quantized.pairs import refuse_quantized_state
@@ -337,7 +360,10 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
 
 
 def _files(path: str) -> dict[str, str]:
-    """Return the regular files of a path, by their names in it."""
+    """Return the paths of the regular files of a path, by their names in it.
+
+    A path that is a file is its only one.
+    """
     if os.path.isfile(path):
         return {os.path.basename(path): path}
     if not os.path.isdir(path):
@@ -347,10 +373,10 @@ def _files(path: str) -> dict[str, str]:
 
 
 def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str | None:
-    """Return the first entry of a zip file whose bytes do not match its CRC-32.
+    """Return the name of the first damaged entry of a zip file; None if all match their CRC-32.
 
-    Raises zipfile.BadZipFile if the list of entries is damaged. Entries that share bytes would take
-    a small file hours to read.
+    Raises zipfile.BadZipFile if the list of entries is damaged, or entries share bytes: such a
+    small file could take hours to read. `progress` is called with numbers of bytes.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -372,7 +398,8 @@ def verify_whole(
 ) -> None:
     """Read all of a file or folder of another program, and add its problems to `report`.
 
-    `report.checksums` tells whether its bytes were compared with checksums.
+    `report.checksums` becomes True if all its files are zip files, whose CRC-32 values were
+    compared. `progress` is called with numbers of bytes.
     """
     from ._verify import file_problem
 

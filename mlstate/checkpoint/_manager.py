@@ -138,10 +138,7 @@ class CheckpointManager:
         warn_unchanged: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check the arguments, which the class describes, and open the folder.
-
-        Nothing is written.
-        """
+        """Check the arguments, which the class describes, and open the folder; write nothing."""
         check_flags(warn_unchanged=warn_unchanged)
         if keep is not None:
             keep = check_int("keep", keep, 1, also=", or None for all")
@@ -197,10 +194,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
-        """Wait for a running save.
-
-        Its error is a note on the block's own exception, if there is one.
-        """
+        """Wait for a running save; its error becomes a note of the block's exception, if any."""
         try:
             self.close()
         except Exception as error:
@@ -231,8 +225,9 @@ class CheckpointManager:
     def _turn(self, group: ProcessGroup | None) -> AbstractContextManager[object]:
         """Return the lock that lets one thread at a time save.
 
-        Ranks that are threads may share a manager and must save at the same time, so with a
-        group the lock is a no-op.
+        Ranks that are threads may share a manager and must save at the same time, so with a `group`
+        of several ranks the lock does nothing. Raises if called from the thread of the running
+        save.
         """
         under_way = self._under_way
         if under_way is not None:
@@ -265,6 +260,7 @@ class CheckpointManager:
     def _roots(
         self, unread: type[MLStateError] = MLStateError, newest: Manifest | None = None
     ) -> Roots:
+        """Return the roots with their manifests, oldest first, except those that raise `unread`."""
         return read_roots(self._checkpoints, unread, newest)
 
     def steps(self) -> list[int]:
@@ -344,7 +340,7 @@ class CheckpointManager:
         return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
 
     def _number_of(self, step: Any) -> int:
-        """Return the number of a step that may be "latest" or "best"; raise if there is none."""
+        """Return the number of `step`, also for "latest" and "best"; an int is not looked up."""
         if isinstance(step, str) and step in ("latest", "best"):
             number = self.best_step() if step == "best" else self.latest_step()
             if number is not None:
@@ -359,6 +355,7 @@ class CheckpointManager:
         return int(step)
 
     def _no_step(self) -> Exception:
+        """Return the error for a folder without steps, which tells if it has another checkpoint."""
         reason = "no checkpoint there; before the first save, latest_step() is None"
         if holds_other_checkpoint(self._checkpoints):
             reason = f"{OTHER}: mlstate.load loads it"
@@ -593,12 +590,13 @@ class CheckpointManager:
         return any(answer == b"1" for answer in replies)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
-        """Warn once if a save wrote no file of the model: perhaps another model is trained."""
+        """Warn once, on rank 0, if `saved` has no new file of the model: another may be trained."""
         before, self._last_model = self._last_model, saved.step if saved.model else None
         if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
             return
         if not self._checkpoints.folder.is_local:  # every save writes all objects
             return
+        # Names of new files contain the generation of their save.
         mark = f".{saved.generation}-"
         if before == saved.step or any(
             mark in name for name in self._checkpoints.folder.names("params")
@@ -616,7 +614,7 @@ class CheckpointManager:
     # -- deleting
 
     def _refuse_other(self, group: ProcessGroup | None) -> None:
-        """Raise on all ranks if the folder has a checkpoint that is not a step."""
+        """Raise StoreError (EEXIST) on all ranks if the folder's checkpoint is not a step."""
         is_other = False
         with if_alone(group):
             is_other = holds_other_checkpoint(self._checkpoints)
@@ -628,7 +626,7 @@ class CheckpointManager:
             )
 
     def _warn_of_deletions(self, step: int, group: ProcessGroup | None) -> None:
-        """Warn once, before a save starts, if `keep` deletes steps of another manager."""
+        """Warn once, before `step` is saved, if `keep` deletes steps of another manager."""
         if self.keep is None or self._has_warned or self._is_kept_elsewhere is not None:
             return
         steps_deleted: list[int | None] = []
@@ -638,7 +636,7 @@ class CheckpointManager:
         with if_alone(group):
             roots = [root for root in self._roots(FormatError) if root[1].step != step]
             can_load = self._can_load if look else self._is_undamaged
-            count = count_old(roots, self.keep - 1, can_load)
+            count = count_old(roots, self.keep - 1, can_load)  # the new step is one of `keep`
             rules = self._rules.without_one()  # the new step may become one of the best
             ruled = rules.kept(roots, can_load)
             steps_deleted = [m.step for _, m in roots[:count] if m.generation not in ruled]
@@ -656,14 +654,14 @@ class CheckpointManager:
         self._has_warned = True  # not set if the warning was raised: then nothing is deleted
 
     def _is_own(self, step: int | None) -> bool:
-        """Return whether this manager saved a step, or restored it or a later one."""
+        """Return whether this manager saved `step`, or restored it or a later one."""
         if step in self._own:
             return True
         last = self._last_restored
         return step is not None and last is not None and step <= last
 
     def _warn_without_metric(self, step: int, metadata: Any, group: ProcessGroup | None) -> None:
-        """Warn once if no step so far has the metric of `keep_best`; its name may be wrong."""
+        """Warn once, on rank 0, if the first saved step lacks `keep_best`'s metric."""
         if not self._warns_metric or not isinstance(metadata or {}, Mapping):
             return
         self._warns_metric = False
@@ -682,7 +680,7 @@ class CheckpointManager:
     def _retain(self, newest: Manifest) -> dict[str, Manifest]:
         """Delete roots: replaced ones of a step saved again, and those beyond `keep`.
 
-        Returns the manifests of the other roots by path.
+        `newest`: of the save just committed. Returns the manifests of the other roots by path.
         """
         # a root that cannot be read now because of an I/O error may be good, so it stays
         old, retained = self._divide_roots(newest.generation, self._roots(FormatError, newest))
@@ -692,9 +690,10 @@ class CheckpointManager:
     def _divide_roots(
         self, newest: str, roots: Roots, *, is_new: bool = True
     ) -> tuple[list[Root], dict[str, Manifest]]:
-        """Return the roots to delete, without generation `newest`, and the others by path.
+        """Return the roots to delete, except generation `newest`; and manifests of others by path.
 
-        If `is_new`, `newest` was written just now, so that it can be loaded.
+        `roots`: the readable ones, oldest first. If `is_new`, `newest` was written just now, so
+        that it can be loaded.
         """
         good = newest if is_new else ""
         retained = self._rules.choose(

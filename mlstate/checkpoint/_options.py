@@ -77,7 +77,7 @@ LOAD_DEFAULTS = cast(
 
 
 def check_timeout(seconds: float) -> float:
-    """Return the seconds to wait for the lock; raise unless they are a number of at least 0."""
+    """Return ``lock_timeout=`` in seconds; raise unless it is a number of at least 0."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"lock_timeout must be a number of seconds, got {type(seconds).__name__}")
     if not seconds >= 0:
@@ -86,7 +86,10 @@ def check_timeout(seconds: float) -> float:
 
 
 def show_options(defaults: SaveOptions | LoadOptions) -> Callable[[Function], Function]:
-    """Return a decorator of functions with ``**options``: signatures show keywords and defaults."""
+    """Return a decorator for functions with ``**options``.
+
+    The signature of such a function then shows the keywords and values of `defaults` instead.
+    """
     options = [
         Parameter(
             name, Parameter.KEYWORD_ONLY, default=value, annotation=_HINTS[name].__forward_arg__
@@ -95,6 +98,7 @@ def show_options(defaults: SaveOptions | LoadOptions) -> Callable[[Function], Fu
     ]
 
     def decorate(function: Function) -> Function:
+        """Set the signature of `function`, whose last parameter is ``**options``."""
         documented = signature(function)
         parameters = [*documented.parameters.values()][:-1] + options
         function.__signature__ = documented.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -106,7 +110,11 @@ def show_options(defaults: SaveOptions | LoadOptions) -> Callable[[Function], Fu
 def complete_options(
     function: Callable[..., object], options: OptionsT, defaults: OptionsT
 ) -> OptionsT:
-    """Return the options of a call with defaults; raise TypeError for an unknown keyword."""
+    """Return the keywords of a call, completed by `defaults`.
+
+    Raises TypeError for an unknown keyword; `function` is named in it, and its parameters are
+    suggested.
+    """
     for name in options:
         if name not in defaults:
             parameters = signature(function).parameters
@@ -121,7 +129,10 @@ def complete_options(
 
 
 def complete_save_options(function: Callable[..., object], options: SaveOptions) -> SaveOptions:
-    """Return the options of a save with defaults; check flags, codec and timeout."""
+    """Return the keywords of a save, completed by defaults; check flags, codec and timeout.
+
+    `function`: as for `complete_options`.
+    """
     options = complete_options(function, options, SAVE_DEFAULTS)
     check_flags(sparse=options["sparse"], incremental=options["incremental"])
     if options["compress"] is not None:

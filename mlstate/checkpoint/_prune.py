@@ -60,6 +60,7 @@ class PruneReport(NamedTuple):
         return sum(self.files.values())
 
     def _title(self) -> str:
+        """Return one line: what was or would be deleted, and its bytes."""
         done = "would delete" if self.dry_run else "deleted"
         count = len(self.files)
         amount = f"{count_text(count, 'file')}, {bytes_text(self.nbytes)}"
@@ -70,7 +71,7 @@ class PruneReport(NamedTuple):
 
 
 def _old_roots(files: CheckpointFiles, keep: int | None) -> list[Root]:
-    """Return the roots without the newest `keep` steps; None keeps all."""
+    """Return the roots (manifests of steps) except the newest `keep`; none if `keep` is None."""
     if keep is None:
         return []
     manager = CheckpointManager(files.path, keep=keep)
@@ -79,6 +80,7 @@ def _old_roots(files: CheckpointFiles, keep: int | None) -> list[Root]:
 
 
 def _steps_of(files: CheckpointFiles) -> dict[Root, int | None]:
+    """Return the step number of each root, oldest first; None for one that cannot be read."""
     steps: dict[Root, int | None] = {}
     for root in files.list_roots():
         steps[root] = None
@@ -88,7 +90,11 @@ def _steps_of(files: CheckpointFiles) -> dict[Root, int | None]:
 
 
 def _is_dead(name: str, changed: float, generations: set[str], before: float) -> bool:
-    """Return whether an unneeded file is of a deleted generation, or is old enough."""
+    """Return whether an unneeded file can be deleted.
+
+    It can be if it is of one of the deleted `generations`, or was last changed at `before` or
+    earlier (seconds since 1970), so that no running writer needs it.
+    """
     parts = os.path.basename(name).split(".")
     return changed <= before or any(part.partition("-")[0] in generations for part in parts)
 
@@ -173,7 +179,11 @@ def prune(
 def delete_roots(
     files: CheckpointFiles, choose: Callable[[], list[Root]], dry_run: bool, timeout: float
 ) -> PruneReport:
-    """Delete the roots that `choose` returns under the writers' lock, and unneeded files."""
+    """Delete the roots (manifests of steps) that `choose` returns, and files that no root needs.
+
+    `choose` is called under the writers' lock. `dry_run`: delete nothing, and take no lock.
+    `timeout`: seconds to wait for the lock. Returns a report of the deletions.
+    """
     folder = files.folder
     before = folder.orphan_time(local_clock=dry_run)
     exclusion = NoExclusion() if dry_run else folder.exclusive(timeout)

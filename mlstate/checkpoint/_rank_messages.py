@@ -11,14 +11,20 @@ _MESSAGE_BYTES = 1024  # largest fixed-size message between ranks
 
 
 def gather_bytes(group: ProcessGroup | None, data: bytes, root: int | None = None) -> list[bytes]:
-    """Gather data from every rank, on all ranks or on one."""
+    """Return the data of all ranks, in their order; every rank calls it.
+
+    `root`: only this rank gets them, and others []. None: all ranks do.
+    """
     if group is None or group.world_size == 1:
         return [data]
     return list(group.gather_bytes(data, root=root) or [])
 
 
 def broadcast_text(group: ProcessGroup | None, text: bytes) -> bytes:
-    """Return the text of rank 0 on every rank; each rank calls this. Without a group: the text."""
+    """Return the text of rank 0 on every rank; every rank calls it. Without a group: the text.
+
+    A text of rank 0 has at most `_MESSAGE_BYTES` bytes, and no NUL at its end.
+    """
     if group is None:
         return text
     import numpy as np
@@ -30,7 +36,10 @@ def broadcast_text(group: ProcessGroup | None, text: bytes) -> bytes:
 
 
 def pack_message(content: dict[str, Any]) -> bytes:
-    """Return the JSON text of a message between ranks; the text of an error is cut to fit."""
+    """Return the JSON text of a message between ranks, of at most `_MESSAGE_BYTES` bytes.
+
+    Only the text of an error in it may be too long; it is cut.
+    """
     import json
 
     text = json.dumps(content).encode()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     _Summary: TypeAlias = dict[str, Any]
     _Group: TypeAlias = dict[str, Any]
 
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of a SHA-256
 # Entries of a group that describe its parameters.
 _OF_PARAMETERS = frozenset({"params", "python_numbers", "packed_states"})
 
@@ -56,7 +56,7 @@ def whole_names(dicts: _Dicts) -> list[str]:
 
 
 def by_section(names: Iterable[str]) -> tuple[frozenset[str], ...]:
-    """Split qualified names into the names of the sections."""
+    """Return the names of each section, from qualified names such as ``0/w``."""
     names = list(names)
     return tuple(
         frozenset(name[2:] for name in names if name[0] == str(section))
@@ -75,7 +75,7 @@ def _quote_name(name: str) -> str:
 def _array_facts(value: Any, cache: dict[Any, str]) -> str:
     """Return dtype and shape as text, equal for all array libraries; "" without a dtype.
 
-    `cache` keeps the texts, because many arrays of a model have the same dtype and shape.
+    `cache`: texts by dtype and shape, because many arrays of a model have the same.
     """
     try:
         facts = value.dtype, label_of(value.dtype), tuple(value.shape)
@@ -90,7 +90,11 @@ def _array_facts(value: Any, cache: dict[Any, str]) -> str:
 def _summarize(
     dicts: _Dicts, steps: Steps, states: Sequence[str], groups: Mapping[str, list[_Group]]
 ) -> _Summary:
-    """Return what this rank saves, as other ranks compare it: names, dtypes, shapes, layout."""
+    """Return what this rank saves, as other ranks compare it: names, dtypes, shapes, layout.
+
+    `steps`: of the layout for whole arrays. `states`: kind and name of each named state. `groups`:
+    parameter groups by optimizer.
+    """
     cache: dict[Any, str] = {}
     entries = sorted(_entries(dicts), key=itemgetter(0))
     replicated = {name: _array_facts(v, cache) for name, v in entries if not isinstance(v, Shard)}
@@ -107,7 +111,7 @@ def _summarize(
 def _compare_sections(rank: int, first: _Summary, other: int, other_summary: _Summary) -> None:
     """Raise ValueError if two ranks pass different arguments to a save.
 
-    `rank`, `other`: their numbers. `first`, `other_summary`: their arguments.
+    `rank`, `other`: their numbers. `first`, `other_summary`: their summaries.
     """
     both = f"ranks {rank} and {other} do not save the same:"
     for section_name in ("model", "optimizer"):
@@ -130,7 +134,10 @@ def _compare_sections(rank: int, first: _Summary, other: int, other_summary: _Su
 
 
 def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summary) -> None:
-    """Raise ValueError if one of two ranks (`rank`, `other`) lacks an array that a layout cuts."""
+    """Raise ValueError if one of the ranks `rank` and `other` lacks an array that a layout cuts.
+
+    `first`, `other_summary`: their summaries.
+    """
     lacking = other_summary["whole"].keys() ^ first["whole"].keys()
     if lacking:
         raise ValueError(
@@ -140,7 +147,10 @@ def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summa
 
 
 def _compare_arrays(summaries: dict[int, _Summary]) -> None:
-    """Raise ValueError if replicas of an array have different dtypes or shapes on two ranks."""
+    """Raise ValueError if a whole array has two dtypes or shapes on the ranks.
+
+    `summaries`: by rank.
+    """
     seen: dict[str, tuple[int, str]] = {}
     for other, summary in summaries.items():
         for name, facts in summary["whole"].items():
@@ -154,7 +164,11 @@ def _compare_arrays(summaries: dict[int, _Summary]) -> None:
 
 
 def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
-    """Raise ValueError if ranks save different states; every rank raises the same error."""
+    """Raise ValueError if ranks save different states; every rank raises the same error.
+
+    `summaries`: by rank, one for each different summary. `has_layout`: the save has a layout, which
+    requires the same whole arrays on all ranks.
+    """
     (rank, first), *others = summaries.items()
     for other, other_summary in others:
         _compare_sections(rank, first, other, other_summary)
@@ -167,7 +181,7 @@ def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
 
 
 def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of a group, and the entries that describe its parameters."""
+    """Return the hyperparameters of a group, and the entries that describe its parameters."""
     parameter_values = {key: value for key, value in group.items() if key in _OF_PARAMETERS}
     return {
         key: value for key, value in group.items() if key not in parameter_values
@@ -179,7 +193,8 @@ def _refuse_values(
 ) -> None:
     """Raise ValueError if the groups of a parameter have different hyperparameters on two ranks.
 
-    `label`: the optimizer. `first`, `other`: rank and group of each.
+    `label`: the optimizer. `name`: the parameter. `first`, `other`: rank and hyperparameters of
+    each.
     """
     values = first[1], other[1]
     for key in {**values[0], **values[1]}:
@@ -194,10 +209,10 @@ def _refuse_values(
 def _merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]:
     """Return the groups of an optimizer whose parameters ranks hold in part.
 
-    The groups of the first rank come first, then the groups of other ranks, without parameters
-    of an earlier rank. `groups_of` has the groups by rank. If a group has no names of parameters,
-    there is nothing to join by, so the groups of the first rank are returned. Raises ValueError if
-    ranks disagree about the values of a parameter's group.
+    `label`: the optimizer, for errors. `groups_of`: the groups by rank. The groups of the first
+    rank come first, then the groups of other ranks, without parameters of an earlier rank. If a
+    group has no names of parameters, nothing can be joined, and the groups of the first rank are
+    returned. Raises ValueError if ranks disagree about the values of a parameter's group.
     """
     if not all("params" in group for groups in groups_of.values() for group in groups):
         return next(iter(groups_of.values()))
@@ -209,10 +224,11 @@ def _merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group
             new = [i for i, name in enumerate(parameter_values["params"]) if name not in seen]
             for name in parameter_values["params"]:
                 _refuse_values(label, name, seen.setdefault(name, (rank, values)), (rank, values))
-            if rank and not new:
+            if rank and not new:  # rank 0 keeps its empty groups
                 continue
             positions = {old: i for i, old in enumerate(new)}
             parameter_values["params"] = [parameter_values["params"][i] for i in new]
+            # Packed states list positions in `params`, which has changed.
             for state, those in parameter_values.get("packed_states", {}).items():
                 parameter_values["packed_states"][state] = [
                     positions[i] for i in those if i in positions
@@ -231,7 +247,11 @@ def _pack_local(
     groups: Mapping[str, list[_Group]],
     error: BaseException | None,
 ) -> tuple[_Summary, bytes, BaseException | None]:
-    """Return this rank's summary and names of its replicas as messages, and its error or None."""
+    """Return this rank's summary, its replicas' names joined by NUL, and its error or None.
+
+    The other parameters are as for `_summarize`. After an `error`, the summary has only its text.
+    Never raises for an array, because other ranks wait for the message.
+    """
     replicas: list[str] = []
     summary: _Summary = {}
     if error is None:
@@ -250,11 +270,12 @@ def _pack_local(
 def _exchange_digests(
     group: ProcessGroup, summary: bytes, replicas: bytes, own_states: Sequence[bytes]
 ) -> tuple[list[int], bool, tuple[set[bytes], ...]]:
-    """Return each rank's first rank with an equal summary, and whether to report replicas.
+    """Compare the digests of all ranks' summaries; every rank calls it.
 
-    The first of several ranks with the same replicas reports them. Also return the digests
-    of all ranks for each one in `own_states`; they are valid if all ranks save the same states,
-    which the summaries show.
+    Returns three values: for each rank, the first rank with an equal summary; whether this rank
+    reports its `replicas`, as the first of several ranks with the same ones does; and for each
+    digest in `own_states` the set of all ranks' digests. This last one is valid if all ranks save
+    the same states, which the summaries show.
     """
     import hashlib
 
@@ -275,7 +296,7 @@ def _exchange_digests(
 
 
 def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
-    """Return the error of the first rank that reports one, None if no rank does."""
+    """Return the error of the first rank that reports one in `summaries`; None if none does."""
     for rank, summary in summaries.items():
         if "error" in summary:
             error = CollectiveError(f"not saved: rank {rank}: {summary['error']}")
@@ -290,7 +311,10 @@ def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
 def _names_of_first_owner(
     rank: int, own_summary: _Summary, summaries: dict[int, _Summary]
 ) -> list[str]:
-    """Return the names of this rank's replicas that no lower rank has: it writes these."""
+    """Return the names of the whole arrays of `rank` that no lower rank has: it writes these.
+
+    `own_summary`: of `rank`. `summaries`: by rank, one for each different summary.
+    """
     earlier = {
         name
         for other, other_summary in summaries.items()
@@ -309,13 +333,14 @@ def assign_replicas(
     digests: Sequence[bytes] = (),
     groups: Mapping[str, list[_Group]] = MappingProxyType({}),
 ) -> Assignment:
-    """Agree on which rank writes what; every rank calls it, even after an `error`.
+    """Agree on which rank writes each whole array; every rank calls it, even after an `error`.
 
-    If all ranks have the same whole arrays, these are divided round-robin. Otherwise the first
-    rank that has an array writes it. `states` describes the named states, which must agree, and
-    `digests` the content of some of them, which may differ. `groups` has the parameter groups of
-    optimizers. If the ranks save different states, or a parameter has different values in their
-    groups, every rank raises ValueError.
+    `dicts`: arrays of model, optimizer and named states, by name. `steps`: of the layout for whole
+    arrays, () for none. `states` describes the named states, which must agree, and `digests` the
+    content of some of them, which may differ. `groups` has the parameter groups of optimizers. If
+    all ranks have the same whole arrays, these are divided round-robin. Otherwise the first rank
+    that has an array writes it. If the ranks save different states, or a parameter has different
+    values in their groups, every rank raises ValueError.
     """
     import json
 
@@ -351,7 +376,10 @@ def assign_replicas(
 
 
 def check_copies(merged: _core.MergedIndex, reports: Iterable[bytes]) -> None:
-    """Raise ValueError for a replica that no rank wrote; `reports` are all ranks' `copies`."""
+    """Raise ValueError for a replica that no rank wrote.
+
+    `merged`: index of all ranks. `reports`: each rank's `copies`, names joined by NUL.
+    """
     stored: set[str] | None = None
     for rank, text in enumerate(reports):
         if not text:

@@ -29,9 +29,13 @@ _KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's 
 
 
 class _ShardAssigner:
-    """Assigns shards to the ranks of the new world; replicated parts go to the first rank."""
+    """Assigns shards to the ranks of the new world; equal parts go to the first rank with one.
+
+    `merged`: index of the source. `steps`: of the new layout.
+    """
 
     def __init__(self, merged: _core.MergedIndex, steps: Steps) -> None:
+        """Note the tensors of the source; no part is stored yet."""
         self._facts = {
             (section, key): (shape, axes, version, tier)
             for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in merged.tensors()
@@ -40,7 +44,11 @@ class _ShardAssigner:
         self._stored: set[tuple[str, str, int]] = set()
 
     def shards(self, section: str, arrays: dict[str, Any], rank: int) -> dict[str, Shard]:
-        """Return the arrays of one new rank as shards; the first rank with a part stores it."""
+        """Return the arrays of the new rank `rank` as shards, by key.
+
+        `section`: name of their section. The first rank with a part stores it; others get a
+        replica.
+        """
         shards_made = {}
         for key, array in arrays.items():
             shape, axes, _, tier = self._facts[section, key]
@@ -62,7 +70,8 @@ def _write_all_ranks(
 ) -> Checkpoint:
     """Save all ranks of the new checkpoint, one after the other, and commit it.
 
-    `states`: returns the dicts of a rank. `like`: the old manifest.
+    `states`: returns the dicts (model, optimizer, named states) of a rank. `like`: the old
+    manifest, whose description is kept. `progress`: called with numbers of bytes.
     """
     commit = Commit(target, world_size)
     with commit.holder:
@@ -90,7 +99,10 @@ def _folders(
     target: str | os.PathLike[str],
     storage_options: Mapping[str, object] | None,
 ) -> tuple[CheckpointFiles, CheckpointFiles]:
-    """Return the folders of source and target; `storage_options` apply to the URLs."""
+    """Return the files of source and target; `storage_options` are for those that are URLs.
+
+    Raises ValueError if both are one folder.
+    """
     urls = [is_url(path) for path in (source, target)]
     options = [storage_options if url or not any(urls) else None for url in urls]
     files = (open_files(source, options[0], reads=True), open_files(target, options[1]))
@@ -106,7 +118,10 @@ def _load(
     keys: list[str],
     cutting: Cutting,
 ) -> dict[str, Any]:
-    """Return the parts `cutting` of verified tensors: views of mapped files, or copies."""
+    """Return the parts `cutting` of the tensors `keys` of a section, which were verified.
+
+    Local ones are views of mapped files.
+    """
     mmap = files.folder.is_local
     # objects may be replaced after the verification, so their checksums are compared again
     return files.folder.load(merged, section, keys, cutting, not mmap, mmap, None)
@@ -232,7 +247,7 @@ def reshard(
         replicated_keys = {key for key in merged.keys(STATES) if key.startswith(trees)}
 
         def states(rank: int) -> tuple[Any, Any, Any]:
-            """Return a new rank's model, optimizer, named states: shards by key, or None."""
+            """Return the new rank's shards by key: model, optimizer, named states, each or None."""
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:

@@ -20,6 +20,7 @@ MODES = ("min", "max")
 
 
 def _created(manifest: Manifest) -> datetime:
+    """Return the time of a save; 1970 if another program wrote it in an unknown form."""
     from datetime import UTC, datetime
 
     try:
@@ -42,7 +43,7 @@ class Retention(NamedTuple):
         return self.best is None and self.period is None and self.interval is None
 
     def without_one(self) -> Retention:
-        """Return rules that keep one of the best steps less."""
+        """Return rules that keep one of the best steps less: a new step may be one of them."""
         return self if self.best is None else self._replace(best=self.best - 1)
 
     def metric(self, manifest: Manifest) -> float | None:
@@ -57,7 +58,10 @@ class Retention(NamedTuple):
         return None if isinstance(value, float) and math.isnan(value) else value
 
     def ranked(self, roots: Roots) -> Roots:
-        """Return the steps with a metric, the best one first; of equal ones the newer first."""
+        """Return the steps with a metric, the best one first; of equal ones the newer first.
+
+        `roots`: oldest first.
+        """
         scored = [(self.metric(entry[1]), number, entry) for number, entry in enumerate(roots)]
         sign = 1 if self.mode == "min" else -1
         sorted_scores = [
@@ -66,7 +70,11 @@ class Retention(NamedTuple):
         return [entry for *_, entry in sorted(sorted_scores, key=lambda each: each[:2])]
 
     def kept(self, roots: Roots, can_load: Callable[[Manifest], bool]) -> set[str]:
-        """Return the generations of the steps that the rules keep; `roots` are oldest first."""
+        """Return the generations of the steps that the rules keep.
+
+        `roots`: oldest first. A step counts for `best` and `interval` only if `can_load` is true of
+        it.
+        """
         generations: set[str] = set()
         left = self.best or 0
         for _, manifest in self.ranked(roots) if left else ():
@@ -93,10 +101,11 @@ class Retention(NamedTuple):
         can_load: Callable[[Manifest], bool],
         is_kept_elsewhere: Callable[[int | None], bool] | None,
     ) -> dict[str, Manifest]:
-        """Return the manifests of the roots to keep, by path; `roots` are oldest first.
+        """Return the manifests of the roots to keep, by path.
 
-        Kept are the newest `keep` roots that can be loaded, those that cannot and are newer than
-        the oldest of these, those of the rules, and steps that another program keeps.
+        `roots`: oldest first. Kept are the newest `keep` roots that can be loaded (None: all
+        roots), any newer ones, the rules' roots, and steps that another program keeps:
+        `is_kept_elsewhere` is called with their numbers.
         """
         count = count_old(roots, len(roots) if keep is None else keep, can_load)
         generations = self.kept(roots if count else [], can_load)
@@ -109,7 +118,10 @@ class Retention(NamedTuple):
 
 
 def count_old(roots: Roots, keep: int, can_load: Callable[[Manifest], bool]) -> int:
-    """Return how many of the oldest roots precede the newest `keep` that can be loaded."""
+    """Return how many of the oldest roots precede the newest `keep` that can be loaded.
+
+    0 if fewer can be loaded, so that no root is deleted.
+    """
     if keep >= len(roots):
         return 0
     for count in range(len(roots), 0, -1):
@@ -123,7 +135,10 @@ NO_RULES = Retention(None, None, "min", None, None)
 
 
 def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: Any) -> Retention:
-    """Return the rules of a manager's `keep_...` arguments; raise if one of them is wrong."""
+    """Return the rules of a manager's ``keep_`` arguments and of `monitor` and `mode`.
+
+    Raises TypeError or ValueError if one of them is wrong.
+    """
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(f"monitor must be a key of metadata, got {type(monitor).__name__}")
     if mode is not None and mode not in MODES:

@@ -111,7 +111,7 @@ def check_target(
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check the arguments and return where to save; the claim is not acquired yet.
+    """Check the arguments and return where and how to save; the claim is not acquired yet.
 
     `path` may be a `SaveFolder`, of a manager. `options` has all keywords, as
     `complete_save_options` returns them.
@@ -163,9 +163,10 @@ def is_on_device(value: Any) -> bool:
 
 
 def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
-    """Return a copy of a tensor in main memory; a `Shard` stays one, with the tier "hot".
+    """Return a copy of a device tensor in main memory; a `Shard` stays one, of the tier "hot".
 
-    `copy`: copies to memory that it provides; None: newly allocated memory.
+    `name`: for errors. `copy`: copies to memory that it provides; None: newly allocated memory.
+    Raises BufferError for torch's meta device.
     """
     array = _array_of(value)
     if array.device.type == "meta":
@@ -177,9 +178,10 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
 
 
 def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any]:
-    """Replace a torch module and a torch optimizer by their states.
+    """Return the states of a torch module and a torch optimizer, and other values as they are.
 
-    The third value has the module's entries that are not tensors, and torch's metadata.
+    `ranks`: number of ranks that save. The third value has the module's entries that are not
+    tensors, and torch's metadata.
     """
     others: Any = ({}, metadata_of(model))
     module = model if is_module(model) else None
@@ -196,7 +198,7 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
 
 
 def _mapping_of(name: str, state: Any) -> Any:
-    """Return the mapping that the argument `name` holds; raise TypeError if it holds none."""
+    """Return the mapping in the argument `name`; raise TypeError if it is not one."""
     if hasattr(state, "get_state_dict"):
         state = state.get_state_dict()
     if state is not None and not hasattr(state, "keys"):
@@ -216,10 +218,9 @@ def _mapping_of(name: str, state: Any) -> Any:
 def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any, Any]:
     """Return the states of the arguments: mappings unchanged, torch objects as their states.
 
-    The third value has a torch module's entries that are not tensors, and torch's metadata.
-
-    `ranks` is the number of ranks that save together. A module that torch sharded over more
-    ranks is refused.
+    `ranks`: number of ranks that save together; a module that torch sharded over more ranks is
+    refused. The third value has a torch module's entries that are not tensors, and torch's
+    metadata.
     """
     model, optimizer, others = _torch_states(model, optimizer, ranks)
     return _mapping_of("model", model), _mapping_of("optimizer", optimizer), others
@@ -232,9 +233,9 @@ def refuse_empty_save(*states: Any) -> None:
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
-    """Return the error for the user about a value that is not an array, with a hint.
+    """Return the TypeError for a value that is not an array, with a hint for the user.
 
-    `section`: model or optimizer. `state`: all of it.
+    `section`: its name. `state`: all of it. `name`: of the value.
     """
     value = state[name]
     if is_cache(value):
@@ -259,7 +260,7 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
 def _as_dict(state: Any, section: str, source: Any) -> dict[str, Any] | None:
     """Return the caller's state as a new dict; raise if a value cannot be stored.
 
-    `source`: the object that the state is of, for the error.
+    `section`: name for errors. `source`: the caller's object, a module or optimizer or the state.
     """
     if state is None:
         return None
@@ -275,6 +276,7 @@ def _as_dict(state: Any, section: str, source: Any) -> dict[str, Any] | None:
 
 
 def _step_of(step: int | None, optimizer: Any) -> int | None:
+    """Return the step to save: the argument, or the one of an `OptimizerStateDict`, or None."""
     if step is None and isinstance(optimizer, OptimizerStateDict):
         return optimizer.step
     if step is None:
@@ -283,7 +285,7 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
 
 
 def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the caller's metadata ({} for None), or raise if it is not JSON."""
+    """Return a copy of the caller's metadata `mapping` ({} for None); raise if it is not JSON."""
     import json
 
     if mapping is not None and not hasattr(mapping, "keys"):
@@ -315,7 +317,7 @@ class SaveContent:
         named: NamedStates = NO_STATES,
         entries: Iterable[str] = (),
     ) -> None:
-        """Keep what one rank saves: arrays, description, and an error that prevents the save."""
+        """Keep what one rank saves; the comments describe each attribute."""
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest
@@ -325,7 +327,10 @@ class SaveContent:
 
 
 def _refuse_manager_folder_early(target: SaveTarget) -> None:
-    """Refuse a manager's folder before the thread starts; the commit raises other errors."""
+    """Raise StoreError (EEXIST) if the folder is a manager's, before the thread starts.
+
+    Other errors are left to the commit.
+    """
     if target.keep_root or target.replace_steps:
         return
     try:
@@ -346,9 +351,9 @@ def take_content(
 ) -> SaveContent:
     """Check the states without copying any array.
 
-    If `in_thread`, a thread does the rest, so a manager's folder is refused here, but in an
-    object store this would delay the caller. Errors are raised if this process saves alone;
-    otherwise the result carries them.
+    `step`, `options`: of the save. `in_thread`: a thread does the rest, so a manager's folder is
+    refused here, but not in an object store, because this would delay the caller. Errors are raised
+    if this process saves alone; otherwise the result carries them.
     """
     states = options["states"]
     try:
@@ -389,6 +394,7 @@ class GatheredShards:
     __slots__ = ("copies", "error", "header", "nbytes", "shards")
 
     def __init__(self, header: dict[str, Any], copies: bytes = b"") -> None:
+        """Create the result without shards; the comments describe each attribute."""
         self.header = header  # description of the state in the manifest
         self.copies = copies  # names of shards that another rank must store, if to be reported
         self.shards: Any = None  # of `_core.shards_collect`; `write_and_commit` consumes them
@@ -404,10 +410,10 @@ class GatheredShards:
 def gather_shards(
     target: SaveTarget, content: SaveContent, copy: Callable[[Any], Any] | None = None
 ) -> GatheredShards:
-    """Gather the shards that this rank stores; every rank calls it, even after a failure.
+    """Return the shards that this rank stores; every rank calls it, even after a failure.
 
-    `copy` copies tensors on a device to main memory. Errors are raised if this process saves
-    alone; otherwise the result carries them.
+    `copy` copies tensors on a device to main memory; None: to new memory. `content` loses its
+    arrays. Errors are raised if this process saves alone; otherwise the result carries them.
     """
     gathered = GatheredShards(content.header)
     try:
@@ -443,7 +449,11 @@ def gather_shards(
 
 
 def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) -> Assignment:
-    """Agree with all ranks on which rank writes what; every rank calls it, even after a failure."""
+    """Agree with all ranks on which rank writes each whole array.
+
+    Every rank calls it, even after a failure. `steps`: of the layout for these arrays. The
+    optimizers' groups in `content` become the groups of all ranks.
+    """
     digests: list[bytes] = []
     try:
         digests = content.named.digests()
@@ -459,7 +469,7 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
 
 
 def _optimizer_kinds(content: SaveContent) -> dict[str, dict[str, Any]]:
-    """Return the descriptions of the optimizers in the manifest, by their names in errors."""
+    """Return the optimizers' descriptions in the manifest, by the optimizers' names in errors."""
     kinds = {f"states[{name!r}]": kind for name, kind in content.named.kinds.items()}
     kinds["optimizer"] = content.header.get("optimizer") or {}
     return {label: kind for label, kind in kinds.items() if "param_groups" in kind}
@@ -470,9 +480,10 @@ def _copy_to_host(
     own_names: tuple[frozenset[str] | None, ...],
     copy: Callable[[Any], Any] | None,
 ) -> None:
-    """Replace the tensors on devices that this rank stores, in `dicts`, by copies in main memory.
+    """Replace the device tensors in `dicts` that this rank stores by copies in main memory.
 
-    `own_names`: of replicated tensors that this rank stores, by section; None: all.
+    `own_names`: of replicated tensors that this rank stores, by section; None: all. `copy`: as for
+    `gather_shards`.
     """
     if sys.modules.get("torch") is None:
         return

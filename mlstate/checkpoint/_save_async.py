@@ -167,7 +167,7 @@ class SaveJob:
             self.run()
 
     def start_thread(self, bell: Any) -> None:
-        """Start the save's thread if the system can; release `bell`, for which the caller waits."""
+        """Start the save's thread if the system can; release `bell`, which the caller waits for."""
         try:
             self.thread.start()
         except (RuntimeError, MemoryError):
@@ -176,7 +176,10 @@ class SaveJob:
             bell.release()
 
     def give_up(self) -> None:
-        """Stop a save whose handle did not reach the caller, for example after an interrupt."""
+        """Stop a save whose handle did not reach the caller, for example after an interrupt.
+
+        A save that has begun without a group is waited for; one with a group continues.
+        """
         self.cancelled = self.asked = True
         with self.guard:
             begun, self.begun = self.begun, True
@@ -189,14 +192,17 @@ class SaveJob:
     # -- this rank's shards
 
     def gather(self, copy: Callable[[Any], Any] | None = None) -> GatheredShards:
-        """Gather the shards on the first call, and return them."""
+        """Return this rank's shards, gathered at the first call; `copy` is as for `collect`."""
         if self.gathered is None:
             self.gathered = self.collect(copy)
             self.bytes_total = self.gathered.nbytes
         return self.gathered
 
     def collect(self, copy: Callable[[object], object] | None) -> GatheredShards:
-        """Return this rank's shards; every rank calls it, even after a failure."""
+        """Return this rank's shards; every rank calls it, even after a failure.
+
+        `copy`: copies tensors on a device; None: to new memory.
+        """
         return gather_shards(self.target, self.content, copy)
 
     def fail(self, error: BaseException) -> None:
@@ -227,7 +233,10 @@ class SaveJob:
             self.end(result, failed)
 
     def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
-        """Record result or error, release all references and memory, and wake waiting threads."""
+        """Record result or error, release all references and memory, and wake waiting threads.
+
+        An error is printed here if the handle is gone and no call has raised it.
+        """
         if _groups.get(id(self.target.group)) is self:
             del _groups[id(self.target.group)]
         self.gathered = None  # before the staging memory is released to another save
@@ -244,11 +253,15 @@ class SaveJob:
             self.report()
 
     def work(self) -> Checkpoint:
-        """Stage, write and commit the save, in its thread; return the saved checkpoint."""
+        """Stage, write and commit the save; return the saved checkpoint.
+
+        It runs in the save's thread. With a group, an error of staging is kept for `commit`,
+        because other ranks wait.
+        """
         freed: Callable[[], object] | None = None
         copies = _Copies(self)
         try:
-            self.check()
+            self.check_cancelled()
         except StoreError as error:
             self.fail(error)
         gathered = self.gather(copies.take)
@@ -263,11 +276,14 @@ class SaveJob:
         return self.commit(gathered, freed)
 
     def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
-        """Write and commit; every rank calls it. `freed`, if given, marks the job as staged."""
+        """Write and commit `gathered`; every rank calls it. `freed`: called if arrays are free."""
         return write_and_commit(self.target, gathered, self.advance, freed)
 
     def memory(self, nbytes: int, overhead: int = 0) -> Any:
-        """Return memory of `nbytes` bytes, or of fewer if the budget less `overhead` is smaller."""
+        """Return staging memory of `nbytes` bytes, or of fewer if the budget is smaller.
+
+        `overhead`: bytes of the budget that the writer needs.
+        """
         if self.budget is not None:
             most = self.budget.nbytes
             # even if the budget barely covers the writer, a quarter of it is used for copies
@@ -277,7 +293,8 @@ class SaveJob:
     def stage(self, gathered: GatheredShards, copies: _Copies) -> bool:
         """Copy the shards that fit the staging memory; return whether any did not fit.
 
-        The rest is written from the caller's arrays, which must not change until then.
+        The rest is written from the caller's arrays, which must not change until then. `copies`:
+        the copies of device tensors, at the beginning of the memory.
         """
         memory = copies.memory
         if memory is None:
@@ -303,18 +320,21 @@ class SaveJob:
         reason = OSError(errno.ECANCELED, "the save was cancelled")
         return store_error(reason, "not saved", self.path)
 
-    def check(self) -> None:
+    def check_cancelled(self) -> None:
         """Raise if the save was cancelled."""
         if self.cancelled:
             raise self.cancellation()
 
     def advance(self, count: int) -> None:
-        """Count processed bytes and call the caller's progress; the core calls this."""
+        """Count processed bytes and call the caller's progress; the core calls this.
+
+        Raises if the save was cancelled, which ends it.
+        """
         self.bytes_done = min(self.bytes_done + count, self.bytes_total)
-        self.check()
+        self.check_cancelled()
         if self.callback is not None:
             self.callback(count)
-            self.check()
+            self.check_cancelled()
 
     # -- waiting
 
@@ -350,9 +370,9 @@ class SaveJob:
                 add_wait(self.waits, start, now)
 
     def wait_until(self, event: str, timeout: float | None) -> bool:
-        """Wait for "staged" or "ended" by a lock of this thread; return False after the timeout.
+        """Wait for "staged" or "ended" by a lock of this thread; return False after `timeout`.
 
-        An interrupt affects no other thread.
+        `timeout`: seconds, None for no limit. An interrupt affects no other thread.
         """
         import threading
 
@@ -370,7 +390,10 @@ class SaveJob:
                 return bool(getattr(self, event))
 
     def wait_for(self, event: str, timeout: float | None) -> None:
-        """Wait until the job is "staged" or "ended"; raise its error if it failed."""
+        """Wait until the job is "staged" or "ended"; raise its error if it failed.
+
+        Raises TimeoutError after `timeout` seconds (None: no limit), and RuntimeError in a fork.
+        """
         self.belongs_here()
         if not self.reached(event, timeout):
             raise TimeoutError(f"the save of {self.path} is not {event} after {timeout} seconds")
@@ -397,7 +420,10 @@ class SaveJob:
             self.thread.join()
 
     def abandon(self) -> None:
-        """Print an error that the user never saw: the handle was collected, or Python exits."""
+        """Print an error that no call has raised, when the handle is collected or Python exits.
+
+        If the save still runs, `end` prints it. Nothing is printed in a forked child.
+        """
         if self.pid != os.getpid():
             return
         with self.guard:
@@ -407,7 +433,7 @@ class SaveJob:
             self.report()
 
     def report(self) -> None:
-        """Print the save's error as that of its thread, because no call raised it."""
+        """Print the save's error as an error of its thread, because no call raised it."""
         import threading
 
         error = self.error
@@ -425,7 +451,10 @@ class _Copies:
         self.used = 0
 
     def take(self, tensor: Any) -> Any:
-        """Return a copy of a device tensor in staging memory; raise ValueError if too large."""
+        """Return a copy of a device tensor in staging memory; raise ValueError if it does not fit.
+
+        The first call waits until the device has computed all tensors.
+        """
         import torch
 
         if self.memory is None:
@@ -481,6 +510,7 @@ class SaveHandle:
     """
 
     def __init__(self, job: object) -> None:
+        """Wrap a running save; its unseen error is printed when the handle is collected."""
         import weakref
 
         if not isinstance(job, SaveJob):
@@ -660,6 +690,7 @@ class SaveHandle:
         return SaveTimes(job.began, job.staged_at, job.ended_at, list(job.waits))
 
     def _state(self) -> str:
+        """Return the phase of the save as a word, for the text and the HTML page."""
         job = self._job
         if job.ended:
             return "saved" if job.error is None else "failed"
@@ -703,14 +734,14 @@ def refuse_default_group(group: ProcessGroup | None) -> None:
 
 
 def devices_of(content: SaveContent) -> list[Any]:
-    """Return the devices of the state's tensors, except the CPU."""
+    """Return the devices of the state's tensors, except the CPU, each once."""
     values = [v for state in content.dicts if state is not None for v in state.values()]
     arrays = (v.array if isinstance(v, Shard) else v for v in values if is_on_device(v))
     return list(dict.fromkeys(array.device for array in arrays))
 
 
 def _event(device: Any) -> Any:
-    """Return an event that fires when the device has done all work queued so far."""
+    """Return an event that fires when the device has done all work queued so far; None without."""
     module = getattr(sys.modules["torch"], device.type, None)
     if module is None or not hasattr(module, "current_stream"):
         return None
@@ -727,9 +758,9 @@ def staging_of(staging: object) -> Staging:
 
 
 def start_job(job: SaveJob, devices: list[object], *, until_staged: bool = False) -> SaveHandle:
-    """Start a job, and return its handle; if `until_staged`, when the state may change.
+    """Start a job, and return its handle; with `until_staged`, after the state may change.
 
-    `devices` hold tensors of the state.
+    `devices`: that hold tensors of the state. If anything fails, the job is given up.
     """
     if job.target.group is None and not devices:
         job.gather()  # raises errors about the arrays here instead of in the thread

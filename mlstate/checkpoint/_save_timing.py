@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def number_of_steps(name: str, value: object) -> int | None:
-    """Return a number of steps from 1, or None."""
+    """Return a manager's argument `name` as a number of steps from 1, or None; else raise."""
     if value is None:
         return None
     return check_int(name, value, 1, also=" or None")
 
 
 def seconds_of(name: str, value: float | timedelta | None) -> float | None:
-    """Return a manager's argument as positive seconds, or None; raise for other values."""
+    """Return a manager's argument `name` as positive seconds, or None; raise for other values."""
     if value is None:
         return None
     seconds = value.total_seconds() if hasattr(value, "total_seconds") else value
@@ -68,7 +68,11 @@ class SignalWatch:
     """
 
     def __init__(self, signals: tuple[int, ...]) -> None:
-        """Install a handler that only records a signal; the old handlers return with `close`."""
+        """Install a handler that only records a signal; the old handlers return with `close`.
+
+        Raises ValueError outside the main thread, and OSError or ValueError for an unknown signal;
+        no handler is changed then.
+        """
         self._old: dict[int, Any] = {}
         self._pid = os.getpid()
         self.received: int | None = None
@@ -88,8 +92,10 @@ class SignalWatch:
         self._restore(number)
 
     def _restore(self, number: int) -> None:
+        """Restore the handler of the signal `number`, unless another one has replaced this one."""
         old = self._old.pop(number, None)
         if signal.getsignal(number) == self._receive:
+            # None: the old handler was not installed by Python.
             signal.signal(number, signal.SIG_DFL if old is None else old)
 
     def close(self) -> None:

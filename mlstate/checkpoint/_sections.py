@@ -33,9 +33,10 @@ class Section:
         keys: Iterable[str],
         prefix: str = "",
     ) -> None:
-        """Create a section of these index keys.
+        """Create the section of the index keys `keys`.
 
-        The names are the keys without `prefix` ("state/").
+        `label`: its name in errors. `number`: of the index's section. `kind`: description in the
+        manifest, None if it was not saved. `prefix`: "<state>/", which the names of tensors lack.
         """
         self.label = label  # name in errors: model, optimizer or states['...']
         self.number = number  # of the index's section
@@ -51,13 +52,13 @@ class Section:
         return self.number == OPTIMIZER or (self.kind or {}).get("kind") == "optimizer"
 
     def keys(self, names: Iterable[str]) -> list[str]:
-        """Return the keys of tensors in the index."""
+        """Return the index keys of the tensors `names`."""
         if not self._stored and not self._prefix:
             return list(names)
         return [self._prefix + self._stored.get(name, name) for name in names]
 
     def by_key(self, arrays: dict[str, object], names: Iterable[str]) -> dict[str, Any]:
-        """Return arrays by the keys of their tensors."""
+        """Return the arrays of the tensors `names` by their index keys."""
         if not self._stored and not self._prefix:
             return arrays
         names = list(names)
@@ -68,16 +69,19 @@ class Section:
         return dict(zip(self.keys(self.names), self.names, strict=True))
 
     def restore(self, arrays: dict[str, Any], folder: str) -> StateDict | None:
-        """Return the saved state with these arrays; None if it was not saved."""
+        """Return a state of the saved class with these arrays; None if it was not saved.
+
+        `folder`: for errors.
+        """
         return None if self.kind is None else restore_kind(arrays, self.kind, folder)
 
     def replace(self, keys: Mapping[str, str]) -> None:
-        """Replace all tensors; `keys` has the key of each new name."""
+        """Replace all tensors; `keys` has the index key of each new name."""
         self.names = list(keys)
         self._stored = {name: key for name, key in keys.items() if name != key}
 
     def renamed_layers(self, values: Mapping[str, object]) -> dict[str, Any]:
-        """Return `values`, by names of layers, by the names after the renaming."""
+        """Return `values` with names of layers after the renaming; old names stay in it, too."""
         renamed = dict(values)
         for name, old in self._stored.items():
             for layer in values:
@@ -87,7 +91,11 @@ class Section:
         return renamed
 
     def rename(self, rules: Mapping[str, str]) -> set[int]:
-        """Rename the tensors; return the numbers of the rules that match no name."""
+        """Rename the tensors, and those that the optimizer's groups list.
+
+        `rules`: pattern to replacement. Returns the positions of the rules that match no name.
+        Raises CompatibilityError if two names become the same.
+        """
         try:
             renamed, unused = _core.state_rename({n: n for n in self.names}, tuple(rules.items()))
         except CompatibilityError as error:
@@ -106,7 +114,10 @@ class Section:
 
 
 def sections_of(merged: _core.MergedIndex, manifest: Manifest) -> list[Section]:
-    """Return the sections of model and optimizer, and of named states that are not nested."""
+    """Return the sections of model and optimizer, and of each named state that has tensors.
+
+    Nested values have no section.
+    """
     sections = [
         Section("model", 0, manifest.model, merged.keys(0)),
         Section("optimizer", OPTIMIZER, manifest.optimizer, merged.keys(OPTIMIZER)),
@@ -122,7 +133,10 @@ def sections_of(merged: _core.MergedIndex, manifest: Manifest) -> list[Section]:
 
 
 def rename_sections(sections: list[Section], rules: Mapping[str, str]) -> None:
-    """Rename the tensors of all sections; raise if a rule matches no name of any section."""
+    """Rename the tensors of all sections by `rules` (pattern to replacement).
+
+    Raises if a rule matches no name of any section.
+    """
     check_rules(rules)
     before = {name: None for section in sections for name in section.names}
     unused = set(range(len(rules)))

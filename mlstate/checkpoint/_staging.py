@@ -1,6 +1,7 @@
 """`Staging`: memory for copies of a state during an asynchronous save; `mlstate.checkpoint`.
 
-The core makes the copies. This module decides which save uses the memory, and how much of it.
+The core makes the copies. This module keeps the memory from one save to the next;
+`SaveJob.memory` decides how much of it a save may use.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Staging:
         return f"Staging({self.nbytes})"
 
     def _begin(self, user: object) -> None:
-        """Reserve the memory for a save, until `_end`."""
+        """Reserve the memory for the save `user` until `_end`; raise ValueError if it is in use."""
         if self._users.setdefault("save", user) is not user:  # atomic: one thread gets it
             raise ValueError("this Staging is in use by another save: wait for that one first")
 
@@ -82,12 +83,15 @@ class Staging:
         """Free memory that is not kept for the next save."""
 
     def _take(self, nbytes: int) -> Any:
-        """Return memory of `nbytes` bytes, or all of it if it is smaller."""
+        """Return memory of `nbytes` bytes, or all of it if it is smaller; `_begin` came before."""
         return self._memory[:nbytes]
 
 
 class OwnStaging(Staging):
-    """Memory of the size that a save needs; `kept` for the next save, or freed."""
+    """Memory of the size that a save needs, which is allocated by the save.
+
+    `keeps_memory`: keep it for the next save instead of freeing it.
+    """
 
     def __init__(self, *, keeps_memory: bool) -> None:
         super().__init__(0)
@@ -98,6 +102,7 @@ class OwnStaging(Staging):
             self._memory = _NO_MEMORY
 
     def _take(self, nbytes: int) -> Any:
+        """Return new memory of `nbytes` bytes, or the kept memory if it has this size."""
         if self.nbytes != nbytes:  # kept memory must also respect the budget
             self._memory = _NO_MEMORY  # free first, so that both never exist together
             self._memory = np.empty(nbytes, np.uint8)

@@ -31,10 +31,10 @@ def read_roots(
     unread: type[MLStateError] = MLStateError,
     newest: Manifest | None = None,
 ) -> Roots:
-    """Return the readable roots, oldest first; if a step has several, only the newest.
+    """Return the readable roots (files of steps) with their manifests, oldest first.
 
-    Errors of class `unread` skip a root; other errors are raised. The root of `newest` is not read
-    again.
+    If a step has several roots, only the newest counts. Errors of class `unread` skip a root; other
+    errors are raised. The root of `newest` is not read again.
     """
     roots_by_step: dict[int | None, tuple[Root, Manifest]] = {}
     roots = files.list_roots()
@@ -55,7 +55,10 @@ def read_roots(
 
 
 def read_step(files: CheckpointFiles, step: int) -> tuple[Root, Manifest]:
-    """Return the root (file and name) of a step and its manifest; raise StoreError if missing."""
+    """Return the root (path and generation) of a step, and its manifest.
+
+    Raises StoreError (ENOENT), which lists the existing steps, if it is missing.
+    """
     roots = read_roots(files)
     for root, manifest in roots:
         if manifest.step == step:
@@ -73,9 +76,10 @@ def best_of(roots: Roots, rules: Retention) -> tuple[Root, Manifest] | None:
 
 
 def find_best(files: CheckpointFiles, monitor: str, mode: str | None) -> tuple[Root, Manifest]:
-    """Return the step with the best metric (`mode`: "min" or "max"); ValueError if none has one.
+    """Return the step with the best metric; raise ValueError if none has one.
 
-    In a folder without steps, its only checkpoint is the one to choose from.
+    `monitor`: key of the metric in the metadata. `mode`: "min" or "max"; None: "min". In a folder
+    without steps, its only checkpoint is the best.
     """
     rules = check_retention(None, monitor, mode, None, None)
     root = _current_root_of_steps(files)
@@ -97,9 +101,10 @@ def no_metric(path: str, monitor: str | None) -> ValueError:
 def choose_root(
     files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str | None
 ) -> str:
-    """Return the name of the root (manifest) to load for `step`; `root` itself if it is None.
+    """Return the path of the manifest to load for `step`; `root` itself if `step` is None.
 
-    `monitor`, `mode`: the metric that "best" compares.
+    `step`: a number, "latest" or "best". `monitor`, `mode`: the metric that "best" compares, and
+    only that. Raises ValueError if they do not fit each other.
     """
     if step == "best":
         if monitor is None:
@@ -122,20 +127,24 @@ def choose_root(
 
 
 def find_root(files: CheckpointFiles, step: int | str) -> str:
-    """Return the name of a step's root; in a folder without steps, of its only root."""
+    """Return the path of the manifest of a step or of "latest".
+
+    In a folder without steps, the only checkpoint is found by its step. Raises StoreError if the
+    step is missing, ValueError for another text or a path that cannot have steps.
+    """
     if isinstance(step, str) and step != "latest":
         raise ValueError(f"step must be an int, 'latest' or 'best', got {step!r}")
     root = _current_root_of_steps(files)
     if step == "latest":
         return root
-    step = check_int("step", step, -1 << 63)
+    step = check_int("step", step, -1 << 63)  # a negative step does not exist: a clearer error
     if not files.list_roots() and files.read_manifest().step == step:
         return MANIFEST
     return read_step(files, step)[0].path
 
 
 def _current_root_of_steps(files: CheckpointFiles) -> str:
-    """Return the current root; raise ValueError if the path is not a folder of steps."""
+    """Return the newest checkpoint's root; raise ValueError if the path cannot have steps."""
     if files.folder.is_local and os.path.isfile(files.path):
         raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")
     root = files.current_root()

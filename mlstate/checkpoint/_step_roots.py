@@ -25,7 +25,11 @@ def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
 
 
 def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str]:
-    """Return the roots that rank 0 lists; ranks that list at other times may differ."""
+    """Return the paths of the steps' manifests that rank 0 lists, oldest first, on all ranks.
+
+    Ranks that list at other times may find others. If rank 0 fails, the others raise
+    CollectiveError.
+    """
     names: list[str] = []
     error: MLStateError | None = None
     if group is None or group.rank == 0:
@@ -47,9 +51,10 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
 def try_root(
     files: CheckpointFiles, root: str, options: LoadOptions
 ) -> tuple[LoadedState | None, MLStateError | None]:
-    """Load a root on all ranks; return the state, None if a rank cannot read it, and the error.
+    """Load the manifest `root`, of a step, on all ranks; return the state and this rank's error.
 
-    The error is this rank's own, or None.
+    The state is None if any rank cannot read it. The error is None if this rank can. An exception
+    other than FormatError and StoreError is raised, and then every rank raises.
     """
     group = options.get("group")
     state: LoadedState | None = None

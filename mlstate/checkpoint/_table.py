@@ -36,6 +36,7 @@ class Parameter:
     __slots__ = ("dtype", "name", "nbytes", "shape", "shards", "version")
 
     def __init__(self, name: str) -> None:
+        """Create a parameter without tensors; `add` counts them."""
         self.name = name
         self.dtype = ""
         self.shape: tuple[int, ...] | None = None
@@ -44,7 +45,7 @@ class Parameter:
         self.nbytes: dict[str, int] = {}
 
     def add(self, record: TensorRecord, column: str) -> None:
-        """Add one tensor to the totals."""
+        """Add the shards, version and bytes of one tensor; `column`: name for its bytes."""
         if column == WEIGHTS:
             self.dtype, self.shape = record.dtype, record.shape
         self.shards += record.shards
@@ -58,6 +59,7 @@ class Group:
     __slots__ = ("name", "nbytes", "parameters", "total")
 
     def __init__(self, name: str) -> None:
+        """Create a layer without parameters."""
         self.name = name
         self.parameters: dict[str, Parameter] = {}
         self.nbytes: dict[str, int] = {}
@@ -65,13 +67,16 @@ class Group:
 
 
 def column_of(record: TensorRecord, columns: Iterable[str]) -> str:
-    """Return the column that counts a tensor."""
+    """Return the name of the column that counts a tensor's bytes, one of `columns`.
+
+    A state without its own column is in the one for the rest.
+    """
     name = WEIGHTS if record.section == "params" else record.state or OTHER
     return name if name in columns else OTHER
 
 
 def columns_of(records: Iterable[TensorRecord]) -> list[str]:
-    """Return the column names of a table: weights, the largest states, and one for the rest."""
+    """Return the column names for the tensors `records`: weights, the largest states, the rest."""
     sizes: dict[str, int] = {}
     weights = False
     for record in records:
@@ -88,7 +93,10 @@ def columns_of(records: Iterable[TensorRecord]) -> list[str]:
 
 
 def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group]:
-    """Return the layers with their parameters, in order of the numbers in their names."""
+    """Return the layers with their parameters, in the order of the numbers in their names.
+
+    `columns`: as `columns_of` returns them.
+    """
     groups: dict[str, Group] = {}
     for record in sorted(records, key=lambda record: number_order(record.parameter)):
         name = layer_of(record.parameter)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ._store.manifest import Manifest
 
 _ROWS = 20
-_CRC32C = -3  # place of the checksum in a shard of an index
+_CRC32C = -3  # index of the checksum in a row of `MergedIndex.shards`
 
 
 class Problem(NamedTuple):
@@ -68,7 +68,10 @@ class Problem(NamedTuple):
     text: str
 
     def as_error(self, folder: str) -> FormatError | StoreError:
-        """Return the problem as an exception; a missing file is a `FileNotFoundError`."""
+        """Return the problem as an exception, whose path is in `folder`.
+
+        A missing file is a `FileNotFoundError`, too.
+        """
         where = f"bytes {self.offset} to {self.offset + self.length}"
         of = f" of {self.name!r}" if self.name is not None else ""
         text = f"{self.path}: {self.kind}: {where}{of}: {self.text}"
@@ -141,7 +144,7 @@ class VerifyReport:
     )
 
     def __init__(self, path: str) -> None:
-        """Create a report without problems, to be filled by `verify`."""
+        """Create a report without problems on the checkpoint at `path`; `verify` fills it."""
         self.path: str = path
         self.problems: list[Problem] = []
         self.leftover: list[str] = []
@@ -153,6 +156,7 @@ class VerifyReport:
         self.checksums: bool = True
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Restore a pickled report; pickles of older versions lack some attributes."""
         self.checksums, self.compared = True, []  # pickles of older versions lack them
         for name, value in state[1].items():
             setattr(self, name, value)
@@ -161,6 +165,7 @@ class VerifyReport:
         return not self.problems
 
     def _rows(self) -> list[list[str]]:
+        """Return a row of texts for each problem, in `_HEADERS` columns."""
         return [
             [p.kind, p.path, p.name or "", f"{p.offset}-{p.offset + p.length}", p.text]
             for p in self.problems
@@ -193,7 +198,11 @@ _HEADERS = ["problem", "file", "tensor", "bytes", "what"]
 
 
 def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Problem:
-    """Return the problem of a rank's manifest or index; `kind` unless it is missing."""
+    """Return the problem of a manifest or an index at `path` that cannot be read.
+
+    `kind`: of a malformed file; a missing one is "missing", and one that the system refuses
+    "unreadable". `rank`: of the index, 0 for a manifest.
+    """
     if isinstance(error, FileNotFoundError):
         kind = "missing"
     elif isinstance(error, StoreError):
@@ -204,7 +213,10 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
 def _verify_weight_files(
     files: CheckpointFiles, manifest: Manifest, progress: Callable[[int], object] | None
 ) -> tuple[int, list[Problem]]:
-    """Verify the files of a Hugging Face folder, or one file; return bytes read and problems."""
+    """Verify the files of a Hugging Face folder, or one file; return bytes read and problems.
+
+    Of files without checksums of mlstate, only the structure is checked.
+    """
     from ._files.safetensors_verify import read_header, verify_file
 
     def has_checksums(path: str) -> bool:
@@ -236,7 +248,10 @@ def verify_files(
     merged: _core.MergedIndex,
     progress: Callable[[int], object] | None,
 ) -> tuple[int, list[Problem]]:
-    """Read and verify all files of a root; return the number of bytes, and the problems."""
+    """Read and verify all files of a root; return the number of bytes, and the problems.
+
+    `merged`: index of all ranks. `progress`: called with the bytes read since the last call.
+    """
     if manifest.weights is None:
         count, problems = files.folder.verify(merged, progress)
         return count, [Problem(*problem) for problem in problems]
@@ -251,7 +266,7 @@ def verify_files(
 
 
 def _index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]:
-    """Return a problem for each rank's index that is damaged; reads each separately."""
+    """Return a problem for each rank's damaged index; each index is read separately."""
     if manifest.weights is not None:
         return _verify_weight_files(files, manifest, None)[1]
     problems = []
@@ -267,7 +282,10 @@ _NAMED = 3  # tensors of one file that a problem names
 
 
 def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Problem]:
-    """Return the problems; problems of whole files get the names of the tensors in the file."""
+    """Return the problems, with the names of the affected tensors in problems of whole files.
+
+    `merged`: index of all ranks. A file with several tensors names the first ones in the text.
+    """
     damaged_files = {problem.path for problem in problems if problem.name is None}
     if not damaged_files:
         return problems
@@ -296,9 +314,10 @@ def _verify_once(
     progress: Callable[[int], object] | None,
     indexes: dict[str, _core.MergedIndex],
 ) -> Manifest | None:
-    """Verify the root `name`, and return its manifest, or None if that cannot be read.
+    """Verify the manifest `name` and its files; return it, or None if it cannot be read.
 
-    Problems are added to `report`, the merged index into `indexes`, by generation.
+    Problems are added to `report`, and the merged index to `indexes` by its generation. Raises the
+    error of a store that does not answer.
     """
     try:
         manifest = files.read_manifest(name)
@@ -324,7 +343,10 @@ def _verify_once(
 
 
 def _is_replaced(files: CheckpointFiles, name: str, generation: str) -> bool:
-    """Return whether a root was replaced or deleted: then its files may be deleted too."""
+    """Return whether a root was replaced or deleted since it had `generation`.
+
+    Then its files may be deleted, too. True if the root cannot be read.
+    """
     try:
         return files.is_replaced(name, generation)
     except MLStateError:
@@ -338,9 +360,11 @@ def verify_root(
     progress: Callable[[int], object] | None,
     indexes: dict[str, _core.MergedIndex],
 ) -> None:
-    """Add the problems of one root to the report, and its merged index to `indexes`.
+    """Add the problems of the manifest `name` and its files to `report`.
 
-    If files are missing and a writer has replaced the root meanwhile, start again.
+    Its merged index is added to `indexes`, by generation. If files are missing and a writer has
+    replaced the manifest meanwhile, start again. Raises StoreError (EBUSY) after `TRIES` such
+    attempts.
     """
     for _ in range(TRIES):
         fresh_report, read = VerifyReport(files.path), dict[str, Any]()
@@ -373,7 +397,8 @@ def _note_result(
 ) -> None:
     """Mark steps with damaged files, so that no process counts them; unmark a step that loads.
 
-    Missing and unreadable files may come back, and every process finds them itself.
+    `problems`: of the root of `manifest`. `sizes`: bytes of its shard files, by path. Missing and
+    unreadable files may come back, and every process notices them, so they mark no step.
     """
     others = [problem for problem in problems if not _is_of_header(problem, sizes)]
     damaged = {other.path for other in others if other.kind not in ("missing", "unreadable")}
@@ -390,7 +415,10 @@ def _verify_names(
     report: VerifyReport,
     progress: Callable[[int], object] | None,
 ) -> None:
-    """Read the named tensors, one after the other, and add their problems to `report`."""
+    """Read the tensors `names`, one after the other, and add their problems to `report`.
+
+    `root`: path of the root. No step is marked.
+    """
     from ._load import chosen_names, ranks_of
 
     def verify_tensors(manifest: Manifest) -> None:
@@ -426,7 +454,10 @@ def _verify_names(
 
 
 def _problem_of(error: MLStateError, key: str | None, folder: str) -> Problem:
-    """Return the problem that a load of a tensor raised."""
+    """Return the problem for the error that a load of the tensor `key` raised.
+
+    The problem's path is relative to `folder`, of the checkpoint.
+    """
     path = os.path.relpath(error.path, folder) if error.path else ""
     kind = "altered" if isinstance(error, ChecksumError) else "unreadable"
     return _root_problem(kind, path, 0, error)._replace(name=error.name or key)
@@ -445,15 +476,18 @@ class _Trial(NamedTuple):
 
 
 def _is_of_header(problem: Problem, sizes: dict[str, int]) -> bool:
-    """Return whether a problem affects only a file's header, which loading does not read."""
+    """Return whether a problem affects only a file's header, which loading does not read.
+
+    `sizes`: bytes of each file. A problem of the whole file has the file's length.
+    """
     return problem.kind in ("header", "foreign") and problem.length < sizes[problem.path]
 
 
 def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
-    """Rewrite headers of shard files; return whether any was rewritten.
+    """Rewrite the headers of the shard files `paths`; return whether any was rewritten.
 
-    A header needs an index that lists all tensors of the file. If several steps share a file,
-    the index of the step that wrote it does.
+    A header needs an index that lists all tensors of the file. If several steps share a file, the
+    index of the step that wrote it does.
     """
     left = set(paths)
     roots = [root.path for root in files.list_roots()]
@@ -462,7 +496,7 @@ def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
             break
         try:
             merged = files.load_merged_index(files.read_manifest(name))
-        except MLStateError:
+        except MLStateError:  # another root may have the header too
             continue
         for path in sorted(left):
             header = merged.header(path)
@@ -474,7 +508,10 @@ def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
 
 
 def _try_root(files: CheckpointFiles, name: str) -> _Trial:
-    """Verify a root for a repair; rewrite damaged headers of files whose tensors are good."""
+    """Verify the manifest `name` for a repair; rewrite damaged headers of files.
+
+    Only headers of files with good tensors are rewritten; then all is verified again.
+    """
     is_mended = False
     while True:
         report = VerifyReport(files.path)
@@ -492,10 +529,11 @@ def _try_root(files: CheckpointFiles, name: str) -> _Trial:
 
 
 def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
-    """Rewrite damaged headers; if that is not enough, make the newest loadable root current.
+    """Rewrite damaged headers; if that is not enough, make the newest loadable step current.
 
-    Newer steps that cannot be loaded are deleted; the next save or `prune` deletes their files.
-    Steps that cannot be read now because of an I/O error may be good, so they stay.
+    `report`: of the current root; its result is updated. Newer steps that cannot be loaded are
+    deleted; the next save or `prune` deletes their files. Steps that cannot be read now because of
+    an I/O error may be good, so they stay. Without a loadable step only headers change.
     """
     claim = files.folder.claim()
     with claim.holder:
@@ -664,7 +702,10 @@ def verify(
 
 
 def _find_whole(files: CheckpointFiles) -> WholePath | None:
-    """Return the path of a file or folder that has no index and is read whole, else None."""
+    """Return the path of another program's file or folder that has no index; else None.
+
+    Such files are read whole to verify them.
+    """
     folder = files.folder
     if not folder.is_local or folder.file:
         return None
@@ -676,7 +717,10 @@ def _find_whole(files: CheckpointFiles) -> WholePath | None:
 
 
 def _root_to_verify(files: CheckpointFiles, root: str) -> str:
-    """Return the name of the root to verify; raise StoreError if nothing has a root."""
+    """Return the path of the root to verify; raise StoreError if the folder has no checkpoint.
+
+    A missing manifest is a problem, not an error, if there are steps.
+    """
     folder = files.folder
     folder.require_folder()
     root = files.current_root(root)

@@ -40,7 +40,11 @@ def add_command(
     run: Callable[[argparse.Namespace], int],
     no: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a parser with the option ``--json``; `no` describes exit status 1 in the help."""
+    """Add the parser of the command `name` to `commands`, with the option ``--json``; return it.
+
+    `run`: called with the parsed arguments; returns the exit status. `no`: meaning of exit status 1
+    in the help; None: it does not occur.
+    """
     epilog = EPILOG.format(no="" if no is None else f"1 {no}, ")
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help_text, description=help_text, epilog=epilog
@@ -70,7 +74,10 @@ _step.__name__ = "step"  # argparse: "invalid step value"
 
 
 def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "run") -> None:
-    """Add `--step`, or an option of another name, to a command's parser."""
+    """Add ``--step``, or an option of another `name`, to a command's parser.
+
+    `of`: the folder that the help refers to.
+    """
     parser.add_argument(
         f"--{name}",
         type=_step,
@@ -80,7 +87,7 @@ def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "
 
 
 def add_monitor(parser: argparse.ArgumentParser) -> None:
-    """Add the options that tell which step is the best."""
+    """Add the options ``--monitor`` and ``--mode``, which define the best step."""
     parser.add_argument("--monitor", metavar="KEY", help="the metadata that --step best compares")
     text = "which value is best (default: min)"
     parser.add_argument("--mode", choices=("min", "max"), help=text)
@@ -103,7 +110,12 @@ def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set
 
 
 def number_of_step(path: str, step: int | str | None, arguments: argparse.Namespace) -> int | None:
-    """Return the number of the step that the user chose; None for the newest."""
+    """Return the number of the step that the user chose; None for the newest.
+
+    `path`: of the run. `step`: a number, "latest", "best" or None. With "best", the metadata of all
+    steps are compared, by the options ``--monitor`` and ``--mode`` in `arguments`. Raises
+    ValueError for options that do not fit.
+    """
     steps = [value for name, value in vars(arguments).items() if name.endswith("step")]
     for option in ("monitor", "mode"):
         if getattr(arguments, option) is not None and "best" not in steps:
@@ -123,14 +135,20 @@ def number_of_step(path: str, step: int | str | None, arguments: argparse.Namesp
 
 
 def kind_of(root: str) -> str:
-    """Return what a root describes: ``checkpoint``, ``huggingface``, or one file in a store."""
+    """Return the format of a root: ``checkpoint``, ``huggingface`` or ``safetensors``.
+
+    The last is one file in a store.
+    """
     if weights_root([root]) is not None:
         return "huggingface"
     return "safetensors" if is_weights_root(root) else "checkpoint"
 
 
 def stat_path(path: str) -> None:
-    """Raise the error for a missing path; it names the command that downloads a model."""
+    """Raise the OSError for a path that does not exist or cannot be accessed.
+
+    For a missing path that looks like a model of the Hub, it names the command that downloads it.
+    """
     try:
         Path(local_path(path)).stat()
     except FileNotFoundError as error:
@@ -139,7 +157,10 @@ def stat_path(path: str) -> None:
 
 
 def find(path: str, step: int | None) -> RootPath | None:
-    """Return the checkpoint for a path and step; None if `path` is a file."""
+    """Return the root of the checkpoint at a path; None if `path` is a file.
+
+    `step`: number; None: the newest. Raises StoreError if the folder has no checkpoint.
+    """
     where = _find(path, step, reads_whole=False)
     assert not isinstance(where, WholePath)
     return where
@@ -154,11 +175,12 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 
 
 def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
-    """Return what commands read at `path`.
+    """Return the checkpoint or file that commands read at `path`.
 
     A RootPath for a checkpoint (a run, a step, a bucket, a Hugging Face folder), a WholePath for
     one file without an index, such as a ``.npz``, if `reads_whole`, and None for one safetensors
-    file. Raises StoreError if nothing can be read, and ValueError for a `step` of one file.
+    file. `step`: number; None: the newest. Raises StoreError if nothing can be read, and ValueError
+    for a `step` of one file.
     """
     if is_url(path):
         store = open_files(path, reads=True)
@@ -193,7 +215,10 @@ def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | Whole
 
 
 def _reader_hint(place: Path) -> str | None:
-    """Return which command reads a file or folder of another program; None if none does."""
+    """Return a text with the command that reads another program's file or folder, or None.
+
+    `place`: its path.
+    """
     suffix = place.suffix.lower()
     if suffix in (".mlpackage", ".mlmodel"):
         return f"mlstate coreml states reads a {suffix}"
@@ -209,7 +234,7 @@ def _reader_hint(place: Path) -> str | None:
 def check_is_safetensors(path: str) -> None:
     """Raise ValueError for a file of another kind, with the command that reads it.
 
-    A damaged ``.safetensors`` file passes: the caller reports its damage.
+    A damaged ``.safetensors`` file, and a path without a file, pass: the caller reports the reason.
     """
     place = Path(local_path(path))
     if place.suffix.lower() == ".safetensors" or not place.is_file():

@@ -26,7 +26,7 @@ class _Line:
         self._began, self._printed = time.monotonic(), -math.inf
 
     def add(self, count: int) -> None:
-        """Count bytes, and update the line in the terminal at most a few times a second."""
+        """Count `count` more bytes, and rewrite the line, at most 10 times per second."""
         self._done += count
         now = time.monotonic()
         if now - self._printed < _LEAST_SECONDS and self._done < self._total:
@@ -59,7 +59,8 @@ def _clock(seconds: float) -> str:
 def progress_of(label: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
     """Yield a function that adds bytes to the line, or None if stderr is not a terminal.
 
-    `count` returns the total; if it is 0 or unknown, None is yielded too.
+    `label`: start of the line. `count`: returns the total of bytes; if it is 0 or unknown, None is
+    yielded too.
     """
     total = 0
     if sys.stderr is not None and sys.stderr.isatty():

@@ -45,8 +45,9 @@ def add_actions(
     seq_axis: int | None,
     default: str,
 ) -> tuple[Commands, argparse.ArgumentParser]:
-    """Add a command with the actions ``states`` and ``plan``.
+    """Add a command with the actions ``states`` and ``plan`` for the models of one format.
 
+    `models`: word for several. `seq_axis`: default of ``--seq-axis``, and `default` its help text.
     Return the object that adds further actions, and the parser of ``plan`` for further options,
     which become arguments of the format's plan.
     """
@@ -58,6 +59,7 @@ def add_actions(
 
 
 def _add_states(actions: Commands, which: ModelFormat) -> None:
+    """Add the action ``states`` for the models of one format."""
     text = f"list the states that a {which.model} declares, by function"
     states = actions.add_parser("states", help=text, description=text)
     states.add_argument(which.model, help=which.path_help)
@@ -71,9 +73,9 @@ def _add_plan(
     seq_axis: int | None,
     default: str,
 ) -> argparse.ArgumentParser:
-    """Add the subcommand `plan` for one kind of model (`which`), and return its parser.
+    """Add the action ``plan`` for the models of one format, and return its parser.
 
-    `default`: help text on the default of `--seq-axis`.
+    `seq_axis`: default of ``--seq-axis``; `default`: help text about it.
     """
     text = f"show the effect of moving all states from one {which.model} to another"
     plan: argparse.ArgumentParser = actions.add_parser(
@@ -110,7 +112,7 @@ def _state_data(spec: Any) -> dict[str, Any]:
 
 
 def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
-    """Print the states of every function of the model that the user named; return the status."""
+    """Print the states of each function of the user's model; return 0."""
     functions, default = which.read(getattr(arguments, which.model))
     if arguments.json:
         listed = {
@@ -132,7 +134,7 @@ def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
 
 
 def _run_plan(which: ModelFormat, arguments: argparse.Namespace) -> int:
-    """Print the plan; return 1 if the states do not fit."""
+    """Print the plan of a move between two models; return 1 if some states do not fit, else 0."""
     values = vars(arguments)
     options = {name: values[name] for name in _PLAN_OPTIONS if name in values}
     plan = which.plan(arguments.source, arguments.target, arguments.at, **options)

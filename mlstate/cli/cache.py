@@ -31,7 +31,7 @@ _NO_VERIFY = "--no-verify"
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``cache`` and its actions."""
+    """Add the parser of ``mlstate cache`` and its actions to `commands`; it sets ``run``."""
     help_text = "show and convert prompt cache files of mlx-lm"
     parser = commands.add_parser("cache", help=help_text, description=help_text)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -50,7 +50,10 @@ def add(commands: Commands) -> None:
 
 
 def _flat(layers: list[LayerValues], where: str = "") -> list[tuple[str, LayerValues]]:
-    """Return all layers with their names, the layers of lists too."""
+    """Return all layers with their places, such as "3" or "3.1", and the layers of lists too.
+
+    `where`: start of the places.
+    """
     listed = []
     for i, layer in enumerate(layers):
         listed += [(f"{where}{i}", layer), *_flat(layer.children, f"{where}{i}.")]
@@ -58,7 +61,7 @@ def _flat(layers: list[LayerValues], where: str = "") -> list[tuple[str, LayerVa
 
 
 def _numbers_of(layer: LayerValues) -> dict[str, Any]:
-    """Return the values of a layer that are not arrays of tokens."""
+    """Return the values of a layer that are not arrays of tokens, by field; vectors as lists."""
     numbers = {}
     for name, kind in layer.cls.fields.items():
         value = layer.values[name]
@@ -109,7 +112,7 @@ def _layer_rows(name: str, layer: LayerValues) -> list[list[str]]:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """Print the layers of a file."""
+    """Print the version, counts and layers of a prompt cache file; return 0."""
     stat_path(arguments.file)
     prompt = read_prompt(arguments.file, verify=arguments.verify, mmap=True, remedy=_NO_VERIFY)
     header = read_header(str(local_path(arguments.file)), verify=arguments.verify)
@@ -142,7 +145,11 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
-    """Read a file, write the other one, and print a summary."""
+    """Write a prompt cache file for another version of mlx-lm, and print a summary; return 0.
+
+    Raises ValueError if the target is the source, CompatibilityError for values that the version
+    cannot store.
+    """
     stat_path(arguments.source)
     source, target = (Path(local_path(each)) for each in (arguments.source, arguments.target))
     if target.exists() and target.samefile(source):

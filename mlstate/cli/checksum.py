@@ -16,7 +16,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``checksum``."""
+    """Add the parser of ``mlstate checksum`` to `commands`; it sets ``run``."""
     help_text = "write checksums next to files of another program, for load and verify"
     parser = add_command(commands, "checksum", help_text, run_checksum)
     parser.add_argument("path", help="a folder, or a file of any format; it does not change")
@@ -24,14 +24,14 @@ def add(commands: Commands) -> None:
 
 
 def _size(path: str) -> int:
-    """Return the bytes of a file, or of the files in a folder."""
+    """Return the bytes of a file, or of the files directly in a folder, for the progress."""
     place = Path(local_path(path))
     files = place.iterdir() if place.is_dir() else [place]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def run_checksum(arguments: argparse.Namespace) -> int:
-    """Write the checksums of the user's files, print their number, and return the status."""
+    """Write the checksums of the user's files, print their number, and return 0."""
     if "://" not in arguments.path:
         stat_path(arguments.path)
     with progress_of("checksum", lambda: _size(arguments.path)) as progress:

@@ -54,7 +54,10 @@ _COMMANDS = (
 
 
 def _hint_of_abbreviation(value: str, choices: list[str]) -> str:
-    """Return a hint with the choice that a value such as "hf" abbreviates, or ""."""
+    """Return a hint with the choice that a value such as "hf" abbreviates, or "".
+
+    The letters of the value must occur in the choice in this order, beginning with its first one.
+    """
     for choice in choices:
         letters = iter(choice)
         if value[:1] == choice[:1] and all(letter in letters for letter in value) and value:
@@ -66,6 +69,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports a usage error in one line."""
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
+        """Raise ArgumentError, with a hint at a similar choice, if a value is not a choice."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -76,7 +80,10 @@ class _Parser(argparse.ArgumentParser):
             raise
 
     def parse_known_args(self, *arguments: Any, **keywords: Any) -> tuple[Any, list[str]]:
-        """Refuse unknown options here, because only a command's parser knows its options."""
+        """Parse arguments as argparse does, but exit with a usage error for unknown options.
+
+        Only a command's parser knows its options, so a hint at a similar one is given here.
+        """
         parsed, unknown = super().parse_known_args(*arguments, **keywords)
         if unknown:
             option = unknown[0].partition("=")[0]
@@ -110,7 +117,10 @@ def _print_error(text: str) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """Return one line about an error for the user, with the file that it concerns."""
+    """Return one line about an error for the user, with the file that it concerns.
+
+    The path is added only if the text does not have it.
+    """
     text = str(getattr(error, "strerror", None) or error)
     path = getattr(error, "path", None) or getattr(error, "filename", None)
     path_text = None if path is None else os.fsdecode(path)
@@ -127,7 +137,10 @@ _WITH_OPTION = re.compile(r"\w+=\S* \((--[^()]+) on the command line\)")
 
 
 def _name_options(text: str, parser: argparse.ArgumentParser | None) -> str:
-    """Replace names of Python keywords in an error by the command's options, for the user."""
+    """Replace names of Python keywords in an error's text by the command's options.
+
+    `parser`: of the command; None: no keywords are replaced.
+    """
     text = _WITH_OPTION.sub(r"\1", text)
     for action in () if parser is None else parser._actions:
         if action.option_strings and "_" in action.dest:
@@ -141,7 +154,10 @@ class _RefusalError(Exception):
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its status; print each warning as one line, once."""
+    """Run the command and return its exit status; print each warning as one line, once.
+
+    Errors for the user become _RefusalError, with the line to print.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
@@ -176,14 +192,17 @@ def _flush_output() -> None:
 
 
 def _drop_output(stream: TextIO) -> None:
-    """Discard a failed stream's buffer: Python would flush it again at exit."""
+    """Let a failed stream write to the null device: Python would flush its buffer again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def run_command_line(argv: Sequence[str] | None) -> int:
-    """Run one command and return the exit status."""
+    """Run one command and return the exit status; `argv` None: the process's arguments.
+
+    Errors are printed as one line, and the status is 2. A closed pipe gives 0.
+    """
     try:
         status = _parse_and_run(argv)
         _flush_output()

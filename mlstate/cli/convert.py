@@ -57,7 +57,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``convert``."""
+    """Add the parser of ``mlstate convert`` to `commands`; it sets ``run``."""
     help_text = "convert between checkpoints and files of torch, Lightning, Hugging Face, NumPy"
     parser = add_command(commands, "convert", help_text, run_convert)
     parser.add_argument("source", help=f"a folder, a URL, or a file: {' '.join(SUFFIXES)}")
@@ -108,7 +108,10 @@ def add(commands: Commands) -> None:
 
 
 def _export_options(arguments: argparse.Namespace, write: str) -> dict[str, Any]:
-    """Return the options of an export; raise ValueError if they are given for another format."""
+    """Return the options of an export to Hugging Face by name; `write`: the target's format.
+
+    Raises ValueError if they are given for another format.
+    """
     names = ("files_from", "max_shard_bytes")
     values = {name: getattr(arguments, name) for name in names}
     values = {name: value for name, value in values.items() if value is not None}
@@ -121,9 +124,12 @@ def _export_options(arguments: argparse.Namespace, write: str) -> dict[str, Any]
 def _export(
     arguments: argparse.Namespace, read: str, options: dict[str, Any], start: Target
 ) -> dict[str, int]:
-    """Export the model of the source; return the number of its tensors, and their bytes.
+    """Export the model of the source to a Hugging Face folder.
 
-    Local checkpoints whose tensors are not quantized are verified, then mapped.
+    Return the number of its tensors, and their bytes. `read`: format of the source. `options`: of
+    the export. `start`: the target. Local checkpoints whose tensors are not quantized are verified,
+    then mapped; others are read one tensor at a time if possible. Raises ValueError without a
+    model.
     """
     source = open_folder(arguments.source, reads=True)
     is_torch = read == "huggingface" and _is_torch(arguments.source)
@@ -166,7 +172,10 @@ def _is_torch(path: str) -> bool:
 
 
 def _read(arguments: argparse.Namespace, name: str) -> Parts:
-    """Return the parts of the source that the user chose; `name`: its format."""
+    """Return the parts of the source that the user chose, with the changes to tensors.
+
+    `name`: format of the source. Raises ValueError for ``--step`` if it has no steps.
+    """
     path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
     where = None
     if name == "mlstate" or (name == "huggingface" and any(changes) and not _is_torch(path)):
@@ -192,7 +201,10 @@ def _selection(arguments: argparse.Namespace) -> Selection | None:
 
 
 def _changes(arguments: argparse.Namespace) -> Changes:
-    """Return the changes to tensors; raise ValueError or TypeError for options that are none."""
+    """Return the changes to tensors that the options describe.
+
+    Raises ValueError or TypeError for malformed options.
+    """
     rules: dict[str, str] | None = None
     for rule in arguments.rename or ():
         old, equals, new = rule.partition("=")
@@ -204,7 +216,10 @@ def _changes(arguments: argparse.Namespace) -> Changes:
 
 
 def _load_folder(arguments: argparse.Namespace) -> Any:
-    """Return the checkpoint of the source, with tensors of torch."""
+    """Return the checkpoint of the source with tensors of torch, for Lightning.
+
+    Raises ValueError if the source is a file.
+    """
     where = find(arguments.source, arguments.step)
     if where is None:
         raise ValueError(f"{arguments.source} is not an mlstate checkpoint")
@@ -214,7 +229,7 @@ def _load_folder(arguments: argparse.Namespace) -> Any:
 def _part_data(state: StateDict | None, dtype: str | None = None) -> dict[str, int] | None:
     """Return the number of tensors of a state and their bytes, for the summary; None for None.
 
-    `dtype`: that floats are converted to, or None.
+    `dtype`: name of the dtype that floats are converted to, or None.
     """
     if state is None:
         return None
@@ -235,13 +250,17 @@ def _is_same(source: Place, target: Place) -> bool:
 
 
 def _absolute(place: Place) -> str:
+    """Return the absolute path of a source or target, or its URL, for the JSON output."""
     if isinstance(place, Path):
         return str(place.absolute())
     return f"{place}/{place.folder.file}" if place.folder.file else str(place)
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
-    """Read the source, write the target, and print a summary."""
+    """Read the source, write the target, print a summary, and return 0.
+
+    Raises ValueError if formats, options or paths do not fit, before anything is written.
+    """
     source, target = place_of(arguments.source, reads=True), place_of(arguments.target)
     if isinstance(source, Path):
         stat_path(arguments.source)

@@ -16,7 +16,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``coreai`` and its sub-commands."""
+    """Add the parser of ``mlstate coreai`` and its actions to `commands`; it sets ``run``."""
     path_help = "an .aimodel folder"
     models = ModelFormat("coreai", "model", path_help, read_functions, plan_transition)
     default = "default: the dynamic or the differing dimension"
@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print the hash of the model; return 1 if the model is damaged."""
+    """Verify a model and print its hash, or the problem; return 1 if it is damaged, else 0."""
     digest, problem = None, None
     try:
         digest = verify(arguments.model)

@@ -14,7 +14,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``demo``."""
+    """Add the parser of ``mlstate demo`` to `commands`; it sets ``run``."""
     help_text = "move a language model's cache between real Core ML packages, and watch"
     parser = commands.add_parser("demo", help=help_text, description=help_text)
     parser.add_argument(
@@ -28,7 +28,11 @@ def add(commands: Commands) -> None:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the demo; return the status, 1 if a check failed or damage was not repaired."""
+    """Run the demo and write its picture.
+
+    Return 1 if a check failed or damage was not repaired, else 0. An existing picture is refused
+    before the demo, unless ``--force`` is given.
+    """
     if arguments.picture:
         refuse_existing(LocalFolder(os.fsdecode(local_path(arguments.picture))), arguments.force)
     from ..demo.story import run

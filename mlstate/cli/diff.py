@@ -48,7 +48,7 @@ _BATCH_TENSORS = 1024
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``diff``."""
+    """Add the parser of ``mlstate diff`` to `commands`; it sets ``run``."""
     help_text = "compare two checkpoints or files, tensor by tensor"
     parser = add_command(commands, "diff", help_text, run_diff, no="they differ")
     parser.add_argument("first", help=PATH_HELP)
@@ -91,11 +91,14 @@ class _CheckpointSide:
         return self._merged_index.keys(section)
 
     def size(self, section: int, key: str) -> tuple[int, int]:
-        """Return the bytes of a tensor and the memory it takes; (0, 0) if it does not exist."""
+        """Return the bytes of a tensor, and the memory that it takes; (0, 0) if it does not exist.
+
+        A tensor that can be mapped from one file takes no memory.
+        """
         return self._sizes.get((SECTIONS[section], key), (0, 0))
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
-        """Return the existing tensors among `keys`."""
+        """Return the existing tensors among `keys`, by name: mapped if possible."""
         have = [key for key in keys if (SECTIONS[section], key) in self._sizes]
         verify, full_cut = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
         folder = self._files.folder
@@ -108,6 +111,7 @@ class _FileSide:
     step = None
 
     def __init__(self, path: str, parts: Parts | None = None) -> None:
+        """Map the file at `path`, or use the `parts` that were read from it."""
         self.path = local_folder(path)
         model, optimizer, *_ = parts or read_file(Path(self.path), mmap=True)
         self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), {})
@@ -132,7 +136,11 @@ class _FileSide:
 
 
 def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
-    """Return the object that reads the tensors of one path; `step`: of a manager's folder."""
+    """Return the object that reads the tensors of one path.
+
+    `step`: of a manager's folder; None: the newest. Raises MLStateError or ValueError for other
+    paths.
+    """
     where = find_any(path, step)
     if where is None:
         check_is_safetensors(path)
@@ -146,7 +154,10 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
 
 
 def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> Iterator[list[str]]:
-    """Yield the chosen names of both sides, in batches that fit the memory."""
+    """Yield the names of both sides in a section, in batches whose tensors fit the memory.
+
+    `sides`: the two. `names`: patterns of the user; None: all names.
+    """
     every = [list(dict.fromkeys([*sides[0].keys(s), *sides[1].keys(s)])) for s in _NUMBERS]
     chosen = chosen_keys(names, every)[section]
     batch: list[str] = []
@@ -168,9 +179,10 @@ def _compare(
     progress: Callable[[int], object] | None,
     arguments: argparse.Namespace,
 ) -> StateDiff:
-    """Compare a section of two checkpoints in batches that fit the memory.
+    """Return the differences of one section of two sides, compared batch by batch.
 
-    `section`: 0 for models, 1 for optimizers. `progress`: called with bytes of the first side.
+    `section`: number in `_SECTIONS`. `progress`: called with bytes of the first side, or None.
+    `arguments`: of the command, for tolerances and names.
     """
     total = StateDiff(missing=[], unexpected=[], shapes=[], dtypes=[], changes=[], unchanged=0)
     tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
@@ -193,7 +205,7 @@ def _number(value: float) -> float | None:
 
 
 def _diff_data(difference: StateDiff) -> dict[str, Any]:
-    """Return the differences as JSON values."""
+    """Return the differences of one section as JSON values."""
 
     def pairs(differing: list[Any]) -> list[dict[str, Any]]:
         return [{"name": name, "first": a, "second": b} for name, a, b in differing]
@@ -214,7 +226,10 @@ def _diff_data(difference: StateDiff) -> dict[str, Any]:
 
 
 def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateDiff]:
-    """Return the differences of models, optimizers and named states, in this order."""
+    """Return the differences of models, optimizers and named states, in this order.
+
+    `sides`: the two. Shows the progress on the terminal.
+    """
 
     def size() -> int:
         return sum(sides[0].size(s, key)[0] for s in _NUMBERS for key in sides[0].keys(s))
@@ -226,7 +241,7 @@ def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateD
 def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:
     """Open and compare both paths; return the sides and their differences by section.
 
-    Starts again if a writer replaces one of them meanwhile.
+    Starts again, a few times, if a writer replaces one of them meanwhile.
     """
     paths = arguments.first, arguments.second
     steps = arguments.first_step, arguments.second_step
@@ -246,7 +261,7 @@ def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDif
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """Print the differences; return 1 if there are any."""
+    """Compare the two paths and print the differences; return 1 if they differ, else 0."""
     sides, differences = _diff_paths(arguments)
     identical = all(difference.identical for difference in differences)
     if arguments.json:

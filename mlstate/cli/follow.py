@@ -26,12 +26,12 @@ from ._common import Commands, add_command
 
 __all__ = ["add"]
 
-# Folders in which huggingface_hub records its downloads.
+# huggingface_hub creates these folders in a folder of downloads.
 _CACHES = (".cache", ".huggingface")
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``follow``."""
+    """Add the parser of ``mlstate follow`` to `commands`; it sets ``run``."""
     text = "keep a Hugging Face folder at the newest version that a Publisher wrote"
     parser = add_command(commands, "follow", text, run_follow)
     parser.add_argument("path", help="the folder of the versions, or its URL")
@@ -57,7 +57,11 @@ def add(commands: Commands) -> None:
 
 
 def run_follow(arguments: argparse.Namespace) -> int:
-    """Write each new version; return after the newest one with ``--once``."""
+    """Write each new version to the folder, without an end.
+
+    With ``--once``, write the newest one and return 0. Otherwise damage and errors of the store are
+    printed once, and it tries again.
+    """
     if not arguments.every > 0:
         raise ValueError(f"--every must be a positive number of seconds, got {arguments.every}")
     if arguments.once:
@@ -86,7 +90,10 @@ class _Progress:
 
 
 def _follow(progress: _Progress, arguments: argparse.Namespace) -> None:
-    """Write the newest version unless the folder has it."""
+    """Write the newest version unless the folder has it; print warnings.
+
+    `progress`: is updated.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
@@ -103,7 +110,10 @@ def _follow(progress: _Progress, arguments: argparse.Namespace) -> None:
 
 
 def _advance(follower: Follower | None, path: str) -> Follower | None:
-    """Advance a follower, or a new one if the model has other tensors."""
+    """Advance a follower to the newest version, and return it; None if nothing is published.
+
+    `follower` None, or with other tensors than the version: a new one for `path` is returned.
+    """
     if follower is not None:
         try:
             follower.advance()
@@ -123,7 +133,10 @@ def _warn(text: str) -> None:
 
 
 def _write(follower: Follower, arguments: argparse.Namespace) -> None:
-    """Replace the folder by the follower's version, or leave it unchanged."""
+    """Replace the user's folder by the follower's version atomically, and print the step.
+
+    After an error the folder is unchanged.
+    """
     target = Target.of(local_path(arguments.into))
     source = arguments.files_from
     if source is None and target.is_folder:
@@ -137,7 +150,7 @@ def _write(follower: Follower, arguments: argparse.Namespace) -> None:
 
 
 def _refuse_loss(folder: str) -> None:
-    """Raise StoreError (EEXIST) if a folder has what its next version would not have."""
+    """Raise StoreError (EEXIST) if a folder has files that its next version would not have."""
     with os.scandir(folder) as entries:
         is_folder = {entry.name: entry.is_dir() for entry in entries}
     stem = stem_of(is_folder)

@@ -11,7 +11,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``info``."""
+    """Add the parser of ``mlstate info`` to `commands`; it sets ``run``."""
     text = "show versions, processor and choices, for bug reports"
     add_command(commands, "info", text, run_info)
 

@@ -42,7 +42,7 @@ _TEXT = 200  # characters of a JSON value
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``inspect``."""
+    """Add the parser of ``mlstate inspect`` to `commands`; it sets ``run``."""
     parser = add_command(commands, "inspect", "list what a checkpoint or a file holds", run_inspect)
     parser.add_argument("path", help=PATH_HELP)
     add_step(parser)
@@ -54,6 +54,7 @@ def add(commands: Commands) -> None:
 
 
 def _tensor_data(record: TensorRecord) -> dict[str, Any]:
+    """Return a tensor's record as JSON values; its sizes are called "bytes" there."""
     data = record._asdict()
     data["bytes"] = data.pop("nbytes")
     data["stored_bytes"] = data.pop("stored_nbytes")
@@ -61,7 +62,10 @@ def _tensor_data(record: TensorRecord) -> dict[str, Any]:
 
 
 def _shard_data(record: ShardRecord) -> dict[str, Any]:
-    """Return a shard's record as JSON values; its sizes are called "bytes" there."""
+    """Return a shard's record as JSON values, with "bytes" as the name of its size.
+
+    Layers of a sparse or compressed shard are listed too.
+    """
     data = record._asdict()
     data["bytes"] = data.pop("nbytes")
     if record.layers is None:
@@ -76,7 +80,7 @@ def _shard_data(record: ShardRecord) -> dict[str, Any]:
 
 
 def _shard_rows(record: ShardRecord) -> list[list[str]]:
-    """Return a row for the shard, and one for each layer of a sparse or compressed shard."""
+    """Return a table row for the shard, and one for each layer of a sparse or compressed shard."""
     row = [
         f"{record.key} [{record.part}]",
         str(record.rank),
@@ -112,7 +116,10 @@ def _kind(checkpoint: Checkpoint) -> str:
 
 
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
-    """Return the tensors of a checkpoint that the user wants listed."""
+    """Return the tensors of a checkpoint to list: those that ``--names`` selects, in order.
+
+    The list is empty with ``--summary``; names without a match raise all the same.
+    """
     tensors = in_order(checkpoint.tensors())
     keys = [[t.key for t in tensors if t.section == section] for section in SECTIONS]
     chosen = chosen_keys(arguments.names, keys)
@@ -122,7 +129,10 @@ def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Tens
 
 
 def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what `--json` prints of a checkpoint, with the tensors that were asked for."""
+    """Return a checkpoint as the JSON values that ``--json`` prints.
+
+    The options of the command select tensors and shards.
+    """
     tensors = _tensors(checkpoint, arguments)
     data = {
         "path": checkpoint.path,
@@ -161,7 +171,10 @@ def _print_value(label: str, value: object) -> None:
 
 
 def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> None:
-    """Print a checkpoint: a line with counts, its states and metadata, a table of tensors."""
+    """Print a checkpoint: a line with counts, its states and metadata, a table of tensors.
+
+    With ``--shards``, also print a table of the shards of these tensors.
+    """
     tensors = _tensors(checkpoint, arguments)
     kind = _kind(checkpoint)
     label = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
@@ -199,7 +212,10 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
 
 
 def _inspect_file(arguments: argparse.Namespace) -> None:
-    """Print one safetensors file, as text or as JSON."""
+    """Print one safetensors file, as text or as JSON; no tensor is read.
+
+    States of an optimizer do not count as parameters.
+    """
     path = arguments.path
     place = local_folder(path)
     header = read_header(place)
@@ -248,7 +264,7 @@ def _inspect_file(arguments: argparse.Namespace) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Print the contents of the checkpoint or file."""
+    """Print the contents of the user's checkpoint or file; return 0."""
     step = number_of_step(arguments.path, arguments.step, arguments)
     where = find_any(arguments.path, step)
     if where is None:

@@ -23,7 +23,7 @@ _TOKENS = 16  # that show prints
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``prompts`` and its actions."""
+    """Add the parser of ``mlstate prompts`` and its actions to `commands`; it sets ``run``."""
     text = "list, verify and prune the prompts of a store"
     parser = commands.add_parser("prompts", help=text, description=text)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -49,7 +49,7 @@ def _open(path: str) -> AbstractContextManager[_core.PromptLog]:
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """List the prompts."""
+    """Print a row for each prompt, the last used first; return 0."""
     with _open(arguments.path) as log:
         prompts, stats = list_prompts(log, arguments.path), log.stats()
     if arguments.json:
@@ -63,7 +63,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """Show one prompt."""
+    """Print one prompt: its key, model, first tokens and entries; return 0."""
     with _open(arguments.path) as log:
         prompt = _choose(list_prompts(log, arguments.path), arguments.prompt)
     tokens = prompt.tokens()
@@ -82,6 +82,10 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def _choose(prompts: list[StoredPrompt], prefix: str) -> StoredPrompt:
+    """Return the prompt whose key begins with `prefix`.
+
+    Raises ValueError if no prompt, or several, begin with it.
+    """
     chosen = [each for each in prompts if each.key.startswith(prefix.lower())]
     if len(chosen) != 1:
         count = "no prompt begins" if not chosen else f"{len(chosen)} prompts begin"
@@ -90,7 +94,7 @@ def _choose(prompts: list[StoredPrompt], prefix: str) -> StoredPrompt:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Read every byte; return 1 if one is damaged."""
+    """Read every byte of the store, and print damaged records; return 1 if it has some."""
     with _open(arguments.path) as log:
         damage = log.verify()
     _print_damage(arguments, damage, "good" if not damage else "damaged")
@@ -98,7 +102,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_repair(arguments: argparse.Namespace) -> int:
-    """Remove the damaged records."""
+    """Remove the damaged records, print them, and return 0."""
     with _open(arguments.path) as log:
         damage = log.repair(arguments.lock_timeout)
     _print_damage(arguments, damage, f"{count_text(len(damage), 'damaged record')} removed")
@@ -108,7 +112,10 @@ def run_repair(arguments: argparse.Namespace) -> int:
 def _print_damage(
     arguments: argparse.Namespace, damage: list[tuple[str, int, str]], summary: str
 ) -> None:
-    """Print a line, `summary`, and the damaged records (file, offset, text), or JSON."""
+    """Print the line `summary` and a table of damaged records, or the records as JSON.
+
+    `damage`: (file, offset in bytes, text) of each.
+    """
     if arguments.json:
         listed = [dict(zip(("file", "offset", "text"), each, strict=True)) for each in damage]
         print(json.dumps({"path": arguments.path, "damage": listed}, indent=2))
@@ -118,7 +125,11 @@ def _print_damage(
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Delete prompts until the rest fits, and compact the files."""
+    """Delete the least recently used prompts until the rest fits ``--max-bytes``.
+
+    Also compacts the files, prints the bytes that were freed, and returns 0. Without a limit, no
+    prompt is deleted.
+    """
     most = None if arguments.max_bytes is None else parse_size("max_bytes", arguments.max_bytes)
     with _open(arguments.path) as log:
         freed, stats = log.prune(most, arguments.lock_timeout), log.stats()

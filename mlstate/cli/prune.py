@@ -14,7 +14,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``prune``."""
+    """Add the parser of ``mlstate prune`` to `commands`; it sets ``run``."""
     help_text = "delete old steps, and files that killed writers left behind"
     parser = add_command(commands, "prune", help_text, run_prune)
     parser.add_argument("path", help="a checkpoint, or the folder of a run")
@@ -32,7 +32,10 @@ def add(commands: Commands) -> None:
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Delete the files, and print a summary."""
+    """Delete the files that no kept step needs, and print a summary; return 0.
+
+    Raises ValueError for a file, and for a URL without an option that makes deletion safe.
+    """
     if find(arguments.path, None) is None:
         raise ValueError(f"{arguments.path} is a file: there is nothing to prune")
     if arguments.keep is not None and arguments.keep < 1:

@@ -24,7 +24,7 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``publish`` and its sub-commands."""
+    """Add the parser of ``mlstate publish`` and its actions to `commands`; it sets ``run``."""
     text = "list, verify and delete the versions that a Publisher wrote"
     parser = commands.add_parser("publish", help=text, description=text)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -48,12 +48,13 @@ def add(commands: Commands) -> None:
 
 
 def _read(path: str) -> tuple[CheckpointFiles, Lineage]:
+    """Return the files of a folder of versions, and its lineage of versions."""
     files = open_files(path, reads=True)
     return files, lineage_of(files.read_manifest(), path)
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Print one row for each version."""
+    """Print one row for each version that followers can reach; return 0."""
     files, lineage = _read(arguments.path)
     rows: list[dict[str, Any]] = []
     for version in lineage.versions:
@@ -78,7 +79,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print one row for each version; return 1 if one is damaged."""
+    """Read every byte of the versions, and print a row for each; return 1 if one is damaged."""
     files, lineage = _read(arguments.path)
     rows: list[dict[str, Any]] = []
     for version in lineage.versions:
@@ -112,7 +113,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Delete old versions, and print a summary."""
+    """Delete old versions but the newest ``--keep`` and the ones that they need; return 0.
+
+    Prints a summary.
+    """
     if arguments.keep < 1:
         raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")
     files = open_files(arguments.path)

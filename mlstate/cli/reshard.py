@@ -27,7 +27,7 @@ _NAMES = tuple(sorted(LAYOUT_NAMES, key="whole".__ne__))  # "whole" first
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``reshard``."""
+    """Add the parser of ``mlstate reshard`` to `commands`; it sets ``run``."""
     help_text = "write a checkpoint anew, cut in another way"
     parser = add_command(commands, "reshard", help_text, run_reshard)
     parser.add_argument("source", help="a checkpoint, or a folder of a run or a Hugging Face model")
@@ -45,7 +45,11 @@ def add(commands: Commands) -> None:
 
 
 def _layout(text: str, world_size: int | None) -> Layout:
-    """Parse a layout; a single cut without a number of parts has `world_size` parts."""
+    """Return the layout that the user's text describes, such as "rows" or "axis:1=2,rows=4".
+
+    A single cut without a number of parts has `world_size` parts. Raises ValueError for other
+    texts, or if the number is missing.
+    """
     words = text.split(",")
     steps: list[tuple[int | str, int]] = []
     for word in words:
@@ -68,7 +72,7 @@ def _layout(text: str, world_size: int | None) -> Layout:
 
 
 def run_reshard(arguments: argparse.Namespace) -> int:
-    """Write the new checkpoint, and print a summary."""
+    """Write a copy of the checkpoint with the new layout, and print a summary; return 0."""
     if arguments.world_size is not None and arguments.world_size < 1:
         raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
     layout = _layout(arguments.layout, arguments.world_size)

@@ -52,7 +52,7 @@ class _Verified(NamedTuple):
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``verify``."""
+    """Add the parser of ``mlstate verify`` to `commands`; it sets ``run``."""
     help_text = "read every byte of a checkpoint, and report damage"
     parser = add_command(commands, "verify", help_text, run_verify, no="damaged")
     parser.add_argument("path", help=PATH_HELP)
@@ -72,7 +72,7 @@ def add(commands: Commands) -> None:
 
 
 def _size(files: CheckpointFiles, roots: list[str]) -> int:
-    """Return the number of bytes that the verification reads, for the progress."""
+    """Return the number of bytes that the verification of `roots` reads, for the progress."""
     total = 0
     for root in roots:
         with suppress(MLStateError):  # unreadable roots and indexes are not counted
@@ -82,7 +82,10 @@ def _size(files: CheckpointFiles, roots: list[str]) -> int:
 
 
 def _roots(files: CheckpointFiles) -> list[str]:
-    """Return all roots, oldest first, and the manifest if it is damaged or not among them."""
+    """Return the paths of all roots, oldest first.
+
+    The manifest is added if it is damaged, or describes none of them.
+    """
     roots = files.list_roots()
     names = [root.path for root in roots]
     try:
@@ -94,7 +97,10 @@ def _roots(files: CheckpointFiles) -> list[str]:
 
 
 def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
-    """Return a report on each step, and one on unneeded and foreign files."""
+    """Return a report on each step, and one on unneeded and foreign files.
+
+    Steps that a writer deletes meanwhile are left out.
+    """
     rest = VerifyReport(files.path)
     verified = []
     names = _roots(files)
@@ -115,6 +121,10 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
 
 
 def _verify_one(where: RootPath, repair: bool) -> tuple[list[_Verified], VerifyReport]:
+    """Verify one root, and repair it if `repair`.
+
+    Return its report twice: as the report on the only checkpoint, and on the whole folder.
+    """
     with progress_of("verify", lambda: _size(where.files, [where.root])) as progress:
         report = verify(where, repair=repair, progress=progress)
     return [_Verified(where.root, report)], report
@@ -129,6 +139,8 @@ def _has_checksums(where: RootPath) -> bool:
 
 
 def _verify_file(path: str) -> tuple[_Verified, bool]:
+    """Verify one safetensors file; return its report, and whether it has checksums."""
+
     def size() -> int:
         return sum(tensor.nbytes for tensor in read_header(local_path(path)).tensors)
 
@@ -138,7 +150,10 @@ def _verify_file(path: str) -> tuple[_Verified, bool]:
 
 
 def _verify_foreign(path: str) -> VerifyReport | None:
-    """Return the report on files with checksums next to them, or in the Hub's cache, if any."""
+    """Return the report on files with checksums next to them, or in the Hub's cache.
+
+    None without such checksums, for a URL, and for a path that does not exist.
+    """
     place = None if is_url(path) else Path(local_folder(path))
     if place is None or not place.exists():
         return None
@@ -157,7 +172,11 @@ def _verify_foreign(path: str) -> VerifyReport | None:
 def _data(
     items: list[_Verified], rest: VerifyReport, kind: str, checksums: bool, good: bool
 ) -> dict[str, Any]:
-    """Return the reports as JSON values; `rest` has what belongs to the whole folder."""
+    """Return the reports as JSON values.
+
+    `items`: one for each checkpoint. `rest`: on the whole folder. `kind`: format. `checksums`:
+    whether the format has them. `good`: the result.
+    """
     return {
         "path": rest.path,
         "format": kind,
@@ -190,7 +209,10 @@ def _step_text(report: VerifyReport) -> str:
 
 
 def _problem_row(problem: Problem, folder: str) -> list[str]:
-    """Return a row of the table; folder and file are removed from the problem's text."""
+    """Return a row of the table of problems; folder and file are removed from the text.
+
+    `folder`: of the checkpoint. The bytes are a range: begin and end in the file.
+    """
     place = f"{folder}/{problem.path}"
     text = problem.text.replace(place, problem.path).removeprefix(f"{problem.path}: ")
     span = f"{problem.offset}-{problem.offset + problem.length}" if problem.length else ""
@@ -198,7 +220,10 @@ def _problem_row(problem: Problem, folder: str) -> list[str]:
 
 
 def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
-    """Print the line and the problems of one checkpoint of the folder."""
+    """Print a line about one checkpoint and a table of its problems.
+
+    `path`: as the user gave it. `checksums`: whether the format has them.
+    """
     report = verified.report
     problems = report.problems
     parts = [_result_text(report)]
@@ -214,7 +239,7 @@ def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
 
 
 def _print_all(path: str, verified: list[_Verified]) -> None:
-    """Print a title, a row for each step, then a row for each problem."""
+    """Print a line about all steps of a run, a row for each step, then a row for each problem."""
     damaged = sum(1 for item in verified if item.report.problems)
     total = count_text(len(verified), "checkpoint")
     result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"
@@ -232,6 +257,7 @@ def _print_all(path: str, verified: list[_Verified]) -> None:
 
 
 def _print_files(label: str, names: list[str]) -> None:
+    """Print the number of files and their names, after a title with `label`; nothing for none."""
     if names:
         print(f"{count_text(len(names), 'file')} {label}:")
         for name in names:
@@ -239,7 +265,7 @@ def _print_files(label: str, names: list[str]) -> None:
 
 
 def _reason(report: VerifyReport) -> str:
-    """Return why nothing was repaired."""
+    """Return the reason why nothing was repaired, as a text for the user."""
     if {problem.kind for problem in report.problems} == {"header"}:
         return "every tensor loads, and the next save writes files with damaged headers again"
     return "there is no older step that is good"
@@ -248,7 +274,10 @@ def _reason(report: VerifyReport) -> str:
 def _verify_chosen(
     arguments: argparse.Namespace,
 ) -> tuple[list[_Verified], VerifyReport, str, bool]:
-    """Verify the tensors that ``--names`` chooses; return what `_verify_any` returns."""
+    """Verify the tensors that ``--names`` chooses; return the same as `_verify_any`.
+
+    Raises ValueError for options that concern whole steps.
+    """
     if arguments.repair or arguments.all_steps:
         raise ValueError("--names cannot be used with --repair or --all-steps")
     number = number_of_step(arguments.path, arguments.step, arguments)
@@ -262,9 +291,10 @@ def _verify_chosen(
 def _verify_any(
     arguments: argparse.Namespace,
 ) -> tuple[list[_Verified], VerifyReport, str, bool]:
-    """Verify the path of the user; return reports by root, one on the folder, format, checksums.
+    """Verify the user's path; return reports by root, one on the folder, format, checksums.
 
-    The last is whether the format has checksums.
+    The last is whether the format has checksums. Raises ValueError for options that need steps if
+    the path has none.
     """
     number = number_of_step(arguments.path, arguments.step, arguments)
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
@@ -300,7 +330,10 @@ def _verify_any(
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print the problems; return 1 if there are any and they were not repaired."""
+    """Verify the user's path and print its problems.
+
+    Return 1 if it has any and they were not repaired, else 0.
+    """
     run = _verify_chosen if arguments.names else _verify_any
     items, rest, kind, checksums = run(arguments)
     good = all(verified.report for verified in items) or rest.repaired is not None

@@ -59,9 +59,9 @@ _REDUCIBLE = {
 
 
 def check_group(group: Any) -> Any:
-    """Return a process group; a group of torch.distributed is wrapped, always by the same object.
+    """Return `group` itself if it has the methods of a process group.
 
-    Raises TypeError for other objects.
+    A group of torch.distributed is wrapped, always by the same object. Raises TypeError for others.
     """
     if hasattr(group, "gather_bytes") and hasattr(group, "world_size"):
         return group
@@ -85,7 +85,10 @@ def optional_group(group: Any) -> Any:
 
 
 def failed(operation: str, rank: int, reason: str) -> CollectiveError:
-    """Return the error of a failed operation; `reason` is the cause and the remedy."""
+    """Return the error of an operation that failed on this `rank`.
+
+    `reason`: the cause and the remedy, as text.
+    """
     error = CollectiveError(f"{operation} on rank {rank}: {reason}")
     error.name, error.rank = operation, rank
     return error
@@ -94,6 +97,11 @@ def failed(operation: str, rank: int, reason: str) -> CollectiveError:
 def _mismatch_error(
     operation: str, label: str, got: object, expected: object, do: str, *, rank: int | None = None
 ) -> CompatibilityError:
+    """Return the error for an argument that does not fit; its text is the first five in order.
+
+    `label`: start of the sentence about `got` ("out has shape"). `do`: the remedy. `rank`: the rank
+    at fault, if known.
+    """
     error = CompatibilityError(f"{operation}: {label} {got}, expected {expected}; {do}")
     error.name, error.got, error.expected = operation, str(got), str(expected)
     error.rank = rank
@@ -104,7 +112,10 @@ def _mismatch_error(
 
 
 def check_timeout(timeout: object) -> float | None:
-    """Return a caller's timeout as seconds, or None for the group's own; raise if invalid."""
+    """Return a caller's timeout in seconds as a float, or None for the group's timeout.
+
+    Raises TypeError if it is not a number, ValueError unless it is above 0 and below 1e9.
+    """
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
@@ -116,7 +127,10 @@ def check_timeout(timeout: object) -> float | None:
 
 
 def check_root(operation: str, root: Any, world_size: int) -> int:
-    """Return `root` as an int; raise if it is not a rank of the group."""
+    """Return `root` as an int; raise TypeError or ValueError if it is not a rank of the group.
+
+    `operation`: its name, for the error.
+    """
     try:
         if is_flag(root):
             raise TypeError
@@ -131,7 +145,7 @@ def check_root(operation: str, root: Any, world_size: int) -> int:
 
 
 def check_bytes(operation: str, data: Any) -> bytes:
-    """Return the data of `gather_bytes` as immutable bytes; raise TypeError for others."""
+    """Return `data`, any object with a buffer, as immutable bytes; raise TypeError for others."""
     try:
         return data if type(data) is bytes else memoryview(data).tobytes()
     except TypeError:
@@ -145,12 +159,15 @@ def check_bytes(operation: str, data: Any) -> bytes:
 
 
 def dtype_name(array: Any) -> str:
-    """Return the name of a dtype, equal in NumPy and torch."""
+    """Return the name of an array's dtype, equal in NumPy and torch."""
     return name_of(array.dtype)
 
 
 def kind_of(array: Any) -> str:
-    """Return an array's dtype and the shape of its rows as text, which ranks compare."""
+    """Return an array's dtype and the shape of its rows as text, which ranks compare.
+
+    The length of the first axis is not part of it, as it may differ between ranks.
+    """
     dtype = array.dtype
     if is_torch(array) or dtype.isbuiltin == 1:  # for others, the name omits the byte order
         kind = name_of(dtype)
@@ -160,7 +177,10 @@ def kind_of(array: Any) -> str:
 
 
 def check_array(operation: str, array: Any) -> Any:
-    """Return a caller's input as an array without gradients; raise TypeError for objects."""
+    """Return a caller's input as an array, or as a tensor detached from autograd.
+
+    Raises TypeError for other objects, and for arrays of Python objects.
+    """
     if is_torch(array):
         return array.detach()
     if not isinstance(array, np.ndarray | np.generic):
@@ -177,7 +197,7 @@ def check_array(operation: str, array: Any) -> Any:
 
 
 def check_supported_tensor(operation: str, array: Any) -> None:
-    """Raise TypeError for a tensor that is not plain memory."""
+    """Raise TypeError for a tensor that is not plain memory, such as a sparse one; arrays pass."""
     if is_torch(array):
         reason = backend_of(array, TensorBackend).explain_unsupported_tensor(array)
         if reason:
@@ -185,7 +205,10 @@ def check_supported_tensor(operation: str, array: Any) -> None:
 
 
 def check_writable(operation: str, array: Array, rank: int) -> None:
-    """Raise ValueError if the caller's array cannot be overwritten: read-only, or overlapping."""
+    """Raise ValueError if the caller's array cannot be overwritten.
+
+    It is read-only, or some of its elements share memory. `rank`: this rank, for the error.
+    """
     if not is_torch(array) and not (isinstance(array, np.ndarray) and array.flags.writeable):
         raise ValueError(f"{operation}: the array of rank {rank} is read-only")
     if overlaps_itself(array):
@@ -196,7 +219,11 @@ def check_writable(operation: str, array: Array, rank: int) -> None:
 
 
 def check_op(operation: str, op: object, array: Array) -> str:
-    """Return the name of a reduction ("sum"); raise if it is not defined for the array's dtype."""
+    """Return the name of the reduction `op`, a `ReduceOp` or str, as a str ("sum").
+
+    Raises ValueError if it is unknown, CompatibilityError if it is not defined for the array's
+    dtype.
+    """
     try:
         name = str(op.value if hasattr(op, "value") else op)
         kinds = _REDUCIBLE[name]
@@ -215,7 +242,11 @@ def check_op(operation: str, op: object, array: Array) -> str:
 
 
 def check_counts(operation: str, name: str, counts: Any, rows: int, world_size: int) -> list[int]:
-    """Return each rank's number of rows: `counts`, or equal parts of `rows`."""
+    """Return each rank's number of rows: `counts`, or equal parts of `rows` if it is None.
+
+    `rows`: length of the array's first axis. `name`: of the argument `counts`, for errors. Raises
+    CompatibilityError if the numbers do not add up to `rows`; also as `counts_of`.
+    """
     if counts is None:
         if rows % world_size:
             raise _mismatch_error(
@@ -239,7 +270,11 @@ def check_counts(operation: str, name: str, counts: Any, rows: int, world_size: 
 
 
 def counts_of(operation: str, name: str, counts: Sequence[Any], world_size: int) -> list[int]:
-    """Return rows per rank as a list of int; check its length and that none is negative."""
+    """Return `counts`, the number of rows of each rank, as a list of int.
+
+    `name`: of the argument, for errors. Raises TypeError if it is not a sequence of int, ValueError
+    if its length is not `world_size` or a number is negative.
+    """
     try:
         listed = [int(index(count)) for count in counts]
     except TypeError:
@@ -257,7 +292,7 @@ def counts_of(operation: str, name: str, counts: Sequence[Any], world_size: int)
 
 
 def check_rows(operation: str, array: Any) -> int:
-    """Return the length of an array's first dimension; raise if it has none."""
+    """Return the length of an array's first axis; raise CompatibilityError if it has no axes."""
     if not array.ndim:
         raise _mismatch_error(
             operation,
@@ -270,7 +305,10 @@ def check_rows(operation: str, array: Any) -> int:
 
 
 def check_own_rows(operation: str, array: Array, counts: Sequence[int], rank: int) -> None:
-    """Raise CompatibilityError if the array's length differs from this rank's count."""
+    """Raise CompatibilityError unless the length of an array's first axis is ``counts[rank]``.
+
+    `rank`: this rank.
+    """
     rows = check_rows(operation, array)
     if rows != counts[rank]:
         raise _mismatch_error(
@@ -287,7 +325,10 @@ def check_own_rows(operation: str, array: Array, counts: Sequence[int], rank: in
 
 
 def _same_place(out: Any, array: Any) -> bool:
-    """Return whether both arrays are the same elements in the same order, in one memory."""
+    """Return whether two arrays of one shape and dtype have the same elements in memory.
+
+    That is, they begin at one address and have the same strides. Both are of one library.
+    """
     if out is array:
         return True
     if is_torch(out):
@@ -300,7 +341,9 @@ def _same_place(out: Any, array: Any) -> bool:
 def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> Any:
     """Return the array for a result of this shape: `out` if it fits, else a new array.
 
-    If `out` shares memory with `array`, it must have the same elements in the same order.
+    `out`: the caller's argument, or None. `array`: the operation's input, which determines kind,
+    dtype and device. If `out` shares memory with `array`, it must have the same elements in the
+    same order. A tensor is returned detached. Raises TypeError, ValueError or CompatibilityError.
     """
     if out is None:
         return array.new_empty(shape) if is_torch(array) else np.empty(shape, array.dtype)

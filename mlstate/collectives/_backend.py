@@ -9,4 +9,7 @@ class GroupBackend(Protocol):
     """Groups of a framework as process groups."""
 
     def wrapped_group(self, value: object) -> Any:
-        """Return the group of mlstate for a group of the framework; None for other values."""
+        """Return the process group that wraps a group of the framework; None for other values.
+
+        Each group is wrapped once: the same `value` returns the same object.
+        """

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def _error_class_name(error: BaseException) -> str:
-    """Return the name of the error class that other ranks raise for an error."""
+    """Return the name of the class that other ranks raise for this rank's `error`.
+
+    It is the nearest public class of `mlstate.errors`, or CollectiveError for other exceptions.
+    """
     for cls in type(error).__mro__:
         if issubclass(cls, MLStateError) and cls.__name__ in errors.__all__:
             return cls.__name__
@@ -20,7 +23,10 @@ def _error_class_name(error: BaseException) -> str:
 
 
 def _peer_error(rank: int, reply: dict[str, Any]) -> MLStateError:
-    """Return the error for another rank's failure; it has the same class on every rank."""
+    """Return the error for the failure of `rank`; it has the same class on every rank.
+
+    `reply`: the rank's message of `agree`.
+    """
     cls = getattr(errors, reply["kind"], CollectiveError)
     error: MLStateError = cls(f"rank {rank}: {reply['error']}")
     error.rank = rank
@@ -31,6 +37,9 @@ def agree(
     group: ProcessGroup, about: str, error: BaseException | None, *, again: bool = False
 ) -> bool:
     """Return whether all ranks can continue; False if all must retry. Every rank must call this.
+
+    `about`: a text that describes this rank's view of the matter, and must be equal on all ranks.
+    `error`: this rank's failure, or None.
 
     All must retry if `about` differs between ranks, or if a rank has an `error` that a retry by
     all can resolve (`again`). Other errors are final: raises `error`, or the error of the first
@@ -47,6 +56,7 @@ def agree(
         )
         message |= {"error": str(text), "kind": _error_class_name(error)}
     everyone = [json.loads(text) for text in group.gather_bytes(json.dumps(message).encode()) or ()]
+    # (rank, message) of each rank with an error that is final
     failed = [
         (r, reply) for r, reply in enumerate(everyone) if reply["error"] and not reply["again"]
     ]

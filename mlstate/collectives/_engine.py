@@ -53,7 +53,7 @@ class OperationQueue:
     """
 
     def __init__(self, name: str, rank: int) -> None:
-        """Create the queue of a group; `name` is of its thread, `rank` this rank, for errors."""
+        """Create an empty queue; `name` is of its thread, `rank` this rank, for errors."""
         import threading  # keeps threading out of `import mlstate`
 
         self._name = name
@@ -66,7 +66,9 @@ class OperationQueue:
     def run(self, operation: str, task: Task, *, async_op: bool = False) -> Any:
         """Run a task after all earlier ones, and return its result.
 
-        With `async_op`, return a `Work` at once; the thread runs the task.
+        With `async_op`, return a `Work` at once; the thread runs the task. Otherwise the caller's
+        thread runs it if nothing is queued, and errors of the task are raised here. `operation`:
+        its name, for errors.
         """
         if async_op:
             return self._enqueue(operation, task)
@@ -78,13 +80,16 @@ class OperationQueue:
         return self._enqueue(operation, task).wait()
 
     def run_at_once(self, operation: str, task: Task) -> Work:
-        """Run a task in this thread, after all earlier ones; return a finished `Work`."""
+        """Run a task to its end, after all earlier ones; return a finished `Work` with its result.
+
+        Errors of the task are raised here.
+        """
         work = Work(operation, self._rank)
         work.set_result(self.run(operation, task))
         return work
 
     def _enqueue(self, operation: str, task: Task) -> Work:
-        """Queue an operation for the queue's thread, and return its handle."""
+        """Queue a task for the queue's thread, which is started if necessary; return its handle."""
         import threading
 
         work = Work(operation, self._rank)
@@ -96,7 +101,10 @@ class OperationQueue:
         return work
 
     def _drain(self) -> None:
-        """Run queued operations until none is left, then end; the main function of the thread."""
+        """Run queued operations until none is left, then end; the main function of the thread.
+
+        An operation's error is kept in its `Work`, and the next operation runs.
+        """
         while True:
             with self._running:
                 with self._lock:
@@ -125,7 +133,7 @@ class OperationQueue:
 class Call(NamedTuple):
     """One call of an operation on this rank."""
 
-    name: str
+    name: str  # of the operation and of the link's method
     seconds: float | None  # timeout; None for the group's own
     async_op: bool
     text: str = ""  # must be equal on every rank
@@ -253,7 +261,7 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Copy the root's array into that of each other rank, and return it."""
+        """Copy the root's array into the array of each other rank (see `ProcessGroup`)."""
         name = "broadcast"
         seconds, checked = check_timeout(timeout), check_array(name, array)
         start = check_root(name, root, self.world_size)
@@ -263,7 +271,10 @@ class Engine(ProcessGroup, ABC):
         memory = (self._source if sends else self._target)(name, checked, reduced=False)
 
         def perform(link: Link) -> Any:
-            """Broadcast in the group's memory, and put the result into the caller's array."""
+            """Broadcast in the group's memory, and put the result into the caller's array.
+
+            Returns the caller's array, not the detached one.
+            """
             link.broadcast(memory, start)
             if not sends:
                 self._put(memory, checked)
@@ -303,16 +314,18 @@ class Engine(ProcessGroup, ABC):
         *arguments: object,
         reduced: bool = False,
     ) -> Any:
-        """Submit an operation that fills `out`, or a new array with this number of rows.
+        """Submit an operation that fills `out`, or a new array with `rows` rows if it is None.
 
-        The result has the shape of the source if `rows` is None. `arguments` follow
-        source and target in the call of the link.
+        Returns that array, or a `Work` if the call is asynchronous. The result has the shape of
+        `source`, the operation's input, if `rows` is None. `arguments` follow source and target in
+        the call of the link. `reduced`: the operation computes with elements.
         """
         shape = source.shape if rows is None else (rows, *source.shape[1:])
         place = result_of(call.name, out, tuple(shape), source)
         memory = self._source(call.name, source, reduced=reduced)
 
         def perform(link: Link) -> Any:
+            """Run the operation in the group's memory, and return the result for the caller."""
             target = self._target(call.name, place, reduced=reduced)
             getattr(link, call.name)(memory, target, *arguments)
             self._put(target, place)
@@ -323,20 +336,25 @@ class Engine(ProcessGroup, ABC):
     def _submit(self, call: Call, perform: Callable[[Any], Any]) -> Any:
         """Run an operation after all earlier ones; return its result, or its `Work` if async.
 
-        `perform`: does it, with the link to other ranks.
+        `perform`: called with the link to the other ranks; returns the result. Raises
+        CollectiveError if the group has ended.
         """
         if type(call.async_op) is not bool:
             check_flags(async_op=call.async_op)
         self._check_open(call.name)
 
         def task() -> Any:
+            # again: the group may have ended while the operation was queued
             self._check_open(call.name)
             return self._perform(call, perform)
 
         return self._run(call, task)
 
     def _check_open(self, operation: str) -> None:
-        """Raise CollectiveError if the group has ended, or belongs to the process before a fork."""
+        """Raise CollectiveError if the group has ended, or this process was forked from its owner.
+
+        `operation`: its name, for the error.
+        """
         if self._process and self._process != os.getpid():
             raise failed(
                 operation,
@@ -348,7 +366,7 @@ class Engine(ProcessGroup, ABC):
             raise failed(operation, self._rank, f"this group was {self._ended}; make a new one")
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Run a task after all earlier ones; return its result, or a `Work`."""
+        """Run a task after all earlier ones; return its result, or a `Work` if async."""
         if call.async_op and self._runs_at_once(call):
             return self._operations.run_at_once(call.name, task)
         return self._operations.run(call.name, task, async_op=call.async_op)
@@ -359,25 +377,33 @@ class Engine(ProcessGroup, ABC):
 
     @abstractmethod
     def _perform(self, call: Call, perform: Callable[[object], object]) -> Any:
-        """Create a link and perform an operation over it; no other operation runs."""
+        """Create a link for `call`, and return the result of `perform(link)`.
+
+        No other operation of the group runs meanwhile.
+        """
 
     # ---- memory ----
 
     def _source(self, operation: str, array: Array, *, reduced: bool) -> Any:
-        """Return memory with the elements of an array, which may be the array's own.
+        """Return memory with the elements of an input, which may be the array's own memory.
 
-        If `reduced`, the elements must support arithmetic; otherwise this raises.
+        `operation`: its name, for errors. `reduced`: the operation computes with the elements;
+        raises if the group cannot compute with the dtype.
         """
         return flat_of(operation, array, native=reduced)
 
     def _target(self, operation: str, place: Array, *, reduced: bool) -> Any:
-        """Return memory for the elements of `place`: its own or new."""
+        """Return memory for the elements of `place`, the result: its own memory, or new.
+
+        The arguments are as for `_source`.
+        """
         return target_for(operation, place, native=reduced)
 
     def _put(self, target: Any, place: Any) -> None:
-        """Copy a filled target to its place, unless they share memory."""
+        """Copy `target`, filled memory of `_target`, to its `place`, unless they share memory."""
         copy_back(target, place)
 
 
 def _device_of(array: Any) -> Any:
+    """Return the device of a tensor; None for a NumPy array."""
     return array.device if is_torch(array) else None

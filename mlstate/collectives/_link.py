@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .._types import Array
 
-# Up to this size, every rank reduces everything, which saves a second exchange.
+# Up to this size of all ranks' arrays, every rank reduces everything: this saves an exchange.
 _SMALL_BYTES = 64 << 10
 # From this size on, the root of a broadcast sends each rank a part, which the ranks pass on.
 _SHARED_BYTES = 1 << 20
@@ -38,13 +38,13 @@ class Link(Protocol):
     """
 
     def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
-        """Reduce sources; each rank r gets ``rows[r]`` rows of the result."""
+        """Reduce sources by `op` ("sum", "mean", "min", "max"); rank r gets ``rows[r]`` rows."""
 
     def all_gather(self, source: Array, target: Array, rows: list[int]) -> None:
         """Fill the target with the sources of all ranks, ``rows[r]`` rows from rank r."""
 
     def all_reduce(self, source: Array, target: Array, op: str) -> None:
-        """Reduce sources; every rank gets the result."""
+        """Reduce sources by `op`; every rank gets the result in `target`."""
 
     def all_to_all(
         self, source: Array, target: Array, sent: list[int], expected: list[int]
@@ -85,7 +85,7 @@ class ExchangeLink(ABC):
         return bytes_of(flat)
 
     def from_bytes(self, data: bytes) -> Any:
-        """Return memory that contains `data`, for sending only."""
+        """Return byte memory that contains `data`, for sending only: it may be read-only."""
         return np.frombuffer(data, np.uint8)
 
     def to_bytes(self, memory: Any) -> bytes:
@@ -94,11 +94,19 @@ class ExchangeLink(ABC):
         return copied
 
     def reduce(self, parts: Sequence[Any], op: str, out: Any) -> None:
-        """Reduce flat memory in list order into `out`, which may be one of the parts."""
+        """Reduce flat memory of equal lengths in list order into `out`.
+
+        `out` may be one of the parts.
+        """
         reduce_parts(parts, op, out)
 
     def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
+        """Send each rank its part of `source`, and reduce all ranks' parts for this one.
+
+        The result is in `target`, reduced by `op` in rank order. ``rows[r]``: rows of rank r.
+        """
         sends = split(source, rows)
+        # this rank's own part needs no memory for receiving
         lengths = [0 if r == self.rank else len(sends[self.rank]) for r in range(self.world_size)]
         parts = split(new_like(source, sum(lengths)), lengths)
         self.exchange([self.bytes_of(p) for p in sends], [self.bytes_of(p) for p in parts])
@@ -106,7 +114,11 @@ class ExchangeLink(ABC):
         self.reduce(parts, op, target)
 
     def all_reduce(self, source: Any, target: Any, op: str) -> None:
-        """Write the reduction of all ranks' `source` to `target`: small arrays by one gather."""
+        """Write the reduction of all ranks' `source` to `target`, which may be the source.
+
+        Small arrays are gathered and reduced on every rank; of large ones, each rank reduces a part
+        and gathers the others.
+        """
         length, world = len(source), self.world_size
         if world == 1:
             self.reduce([source], op, target)
@@ -123,6 +135,7 @@ class ExchangeLink(ABC):
         self.all_gather(own_rows, target, counts)
 
     def all_gather(self, source: Array, target: Array, rows: list[int]) -> None:
+        """Fill `target` with all ranks' sources; `source` may be this rank's part of it."""
         own_bytes, parts = self.bytes_of(source), split(self.bytes_of(target), rows)
         if _address(parts[self.rank]) != _address(own_bytes):
             parts[self.rank][...] = own_bytes
@@ -131,7 +144,10 @@ class ExchangeLink(ABC):
     def all_to_all(
         self, source: Array, target: Array, sent: list[int], expected: list[int]
     ) -> None:
-        """Send `sent[i]` rows to rank i, and receive `expected[i]` rows from it."""
+        """Send `sent[i]` rows to rank i, and receive `expected[i]` rows from it.
+
+        `source` is copied first if it overlaps `target`.
+        """
         source_bytes, into = self.bytes_of(source), self.bytes_of(target)
         start, end = _address(source_bytes), _address(into)
         if start < end + len(into) and end < start + len(source_bytes):
@@ -141,9 +157,12 @@ class ExchangeLink(ABC):
         self.exchange(sends, receives)
 
     def broadcast(self, memory: Any, root: int) -> None:
-        """Send the memory of `root` to all ranks; if large, in parts that each rank passes on."""
+        """Overwrite `memory` on all ranks with the memory of rank `root`.
+
+        If it is large, the root sends each rank a part, which that rank passes on to the others.
+        """
         flat, world = self.bytes_of(memory), self.world_size
-        empty, is_root = flat[:0], self.rank == root
+        empty, is_root = flat[:0], self.rank == root  # empty parts are not sent
         shared = world > 2 and len(flat) >= _SHARED_BYTES
         parts = split(flat, even_counts(len(flat), world)) if shared else [flat] * world
         own_part = parts[self.rank]
@@ -154,13 +173,15 @@ class ExchangeLink(ABC):
             self.exchange(to_others, [empty] * world if is_root else parts)
 
     def barrier(self) -> None:
+        """Wait until every rank has called this: exchange one byte with each."""
         byte, ones = self.from_bytes(b"\0"), [1] * self.world_size
         self.exchange([byte for _ in ones], split(new_like(byte, len(ones)), ones))
 
     def gather_bytes(self, data: bytes, root: int | None) -> list[bytes] | None:
         """Return the bytes of all ranks; None if there is a root and this rank is not it.
 
-        Short ones are sent together with their lengths, in one exchange.
+        Short ones are sent together with their lengths in slots of `_SLOT_BYTES`, in one exchange.
+        If some are longer, a second exchange sends these as a whole.
         """
         room, world = _SLOT_BYTES - _LENGTH_BYTES, self.world_size
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
@@ -173,7 +194,7 @@ class ExchangeLink(ABC):
         texts = [head[_LENGTH_BYTES:][:n] for head, n in zip(heads, lengths, strict=True)]
         rest = [n if n > room else 0 for n in lengths]
         if any(rest):
-            ends = range(world) if root is None else [root]
+            ends = range(world) if root is None else [root]  # ranks that receive
             own_head = self.from_bytes(data if rest[self.rank] else b"")
             counts = [n if self.rank in ends and r != self.rank else 0 for r, n in enumerate(rest)]
             long = split(new_like(own_head, sum(counts)), counts)
@@ -187,28 +208,36 @@ class ExchangeLink(ABC):
 
 
 def split(flat: Any, rows: Sequence[int]) -> list[Any]:
-    """Return each rank's part of flat memory, divided in proportion to `rows`."""
+    """Return a view of each rank's part of flat memory, divided in proportion to `rows`."""
     ends = accumulate(shares(len(flat), rows), initial=0)
     return [flat[start:end] for start, end in pairwise(ends)]
 
 
 def even_counts(length: int, world_size: int) -> list[int]:
-    """Divide a length among ranks; counts differ by at most one."""
+    """Return each rank's part of a length, in the same unit; they differ by at most one."""
     ends = [length * rank // world_size for rank in range(world_size + 1)]
     return [end - start for start, end in pairwise(ends)]
 
 
 def new_like(flat: Any, count: int) -> Any:
-    """Return new flat memory for `count` elements of the same kind."""
+    """Return new flat memory for `count` elements of the dtype and kind of `flat`.
+
+    A tensor is on the same device. The contents are arbitrary.
+    """
     return flat.new_empty(count) if is_torch(flat) else np.empty(count, flat.dtype)
 
 
 def _address(flat: Any) -> int:
+    """Return the memory address of the first byte of a flat array or tensor."""
     return int(flat.data_ptr() if is_torch(flat) else flat.__array_interface__["data"][0])
 
 
 def shares(size: int, rows: Sequence[int]) -> list[int]:
-    """Divide the size of a flat array, in elements or bytes, in proportion to `rows`."""
+    """Return each rank's part of `size`, divided in proportion to `rows`.
+
+    `size`: of a flat array, in elements or bytes; a multiple of the sum of `rows`. All parts are 0
+    if that sum is 0.
+    """
     total = sum(rows)
     width = size // total if total else 0
     return [n * width for n in rows]

@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 DEFAULT_SECONDS = 300.0
 
-# Environment variables of launchers: torchrun, Open MPI, MPICH's hydra, Slurm.
+# Environment variables of launchers, for the rank, the number of ranks, and the number on this host
+# (empty: unknown): torchrun, Open MPI, MPICH's hydra, Slurm.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_NTASKS", ""),  # srun's ranks per host are not a single number
 )
+# Variables that a launcher sets equally for all processes of a job; together they name the job.
 _JOBS = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
@@ -43,7 +45,10 @@ _JOBS = (
 
 
 def _check_numbers(operation: str, array: Any) -> None:
-    """Raise CompatibilityError if the core cannot compute with the array's dtype."""
+    """Raise CompatibilityError if the core cannot compute with the array's dtype.
+
+    These are NumPy's dtypes of more than 64 bits, except complex128. `operation`: its name.
+    """
     name = dtype_name(array)
     wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"
     if wide or name in ("longdouble", "clongdouble"):
@@ -55,7 +60,10 @@ def _check_numbers(operation: str, array: Any) -> None:
 
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape that the caller passed, an int or a sequence, as a tuple of int."""
+    """Return a shape that the caller passed, an int or a sequence, as a tuple of int.
+
+    Raises TypeError if it is neither, ValueError if a length is negative.
+    """
     axes: Sequence[int]
     try:
         axes = (index(shape),)  # type: ignore[arg-type]
@@ -78,10 +86,11 @@ class _Link:
     def __init__(self, group: LocalGroup, call: Call) -> None:
         self._core = group._link
         self._rank, self._world_size = group._rank, group._world_size
-        # the last arguments of each call of the core
+        # the last arguments of each call of the core: timeout in seconds, text that ranks compare
         self._call = group._timeout if call.seconds is None else call.seconds, call.text
 
     def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
+        """Reduce as a bucket of one array, so that all reductions use the same code of the core."""
         numbers, out = reals_of(source), reals_of(target)
         segment = numbers, tuple(shares(len(numbers), rows)), out
         kind, divisor = core_reduction(op, self._world_size)
@@ -89,7 +98,11 @@ class _Link:
         self.reduce_bucket(bucket, wants_norms=False)
 
     def reduce_bucket(self, bucket: _core.Bucket, *, wants_norms: bool) -> list[tuple[float, int]]:
-        """Reduce a bucket; return the norm partials of its outputs."""
+        """Reduce a bucket of the core into its outputs, together with all ranks.
+
+        With `wants_norms`, returns the sum of squares and the number of non-finite elements of each
+        output, else an empty list.
+        """
         return self._core.reduce_scatter(bucket, wants_norms, *self._call)
 
     def all_gather(self, source: Array, target: Array, rows: list[int]) -> None:
@@ -103,7 +116,10 @@ class _Link:
     def all_to_all(
         self, source: Array, target: Array, sent: list[int], expected: list[int]
     ) -> None:
-        """Send `sent[i]` rows to rank i, and receive `expected[i]` rows from it."""
+        """Send `sent[i]` rows to rank i, and receive `expected[i]` rows from it.
+
+        `source` is copied first if it overlaps `target`.
+        """
         source_bytes, into = bytes_of(source), bytes_of(target)
         input_bytes = (
             source_bytes.copy() if np.may_share_memory(source_bytes, into) else source_bytes
@@ -165,7 +181,10 @@ class LocalGroup(Engine):
     """
 
     def __init__(self, link: _core.LocalLink, rank: int, world_size: int, timeout: float) -> None:
-        """Wrap a link of the core; callers use `threads`, `run`, `from_env` or `join` instead."""
+        """Wrap a link of the core; users call `threads`, `run`, `from_env` or `join` instead.
+
+        `timeout`: seconds, for operations without a timeout.
+        """
         if not isinstance(link, _core.LocalLink):
             raise TypeError(
                 "create a LocalGroup by LocalGroup.threads, run, from_env or join, not by its "
@@ -364,7 +383,7 @@ class LocalGroup(Engine):
         """
         from ._local_launch import run
 
-        _core.local_measure(world_size)
+        _core.local_measure(world_size)  # raises if world_size is out of range
         return run(function, world_size, args, start_method, timeout)
 
     # ---- description ----
@@ -420,6 +439,7 @@ class LocalGroup(Engine):
         tensor = type(dtype).__module__ == "torch"
         kind = dtype if tensor else np.dtype(dtype)
         size = prod(lengths) * kind.itemsize
+        # NumPy would raise ValueError
         if size > sys.maxsize:
             raise MemoryError(f"empty: {size} bytes for the shape {lengths} of {kind}")
         if tensor:
@@ -436,6 +456,7 @@ class LocalGroup(Engine):
     # ---- call order ----
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        """Perform an operation over a new link; its CollectiveError gets this rank."""
         try:
             return perform(_Link(self, call))
         except CollectiveError as error:
@@ -450,10 +471,11 @@ class LocalGroup(Engine):
     def _reduce_bucket(
         self, bucket: _core.Bucket, text: str, timeout: float | None
     ) -> list[tuple[float, int]]:
-        """Reduce a bucket of the core as one operation, without copies of arrays.
+        """Reduce a bucket of the core into its outputs, as one operation without copies of arrays.
 
-        Returns the sum of squares and the number of non-finite elements of each output. `text`
-        must be equal on all ranks.
+        Returns the sum of squares and the number of non-finite elements of each output. `text`, a
+        description of the operation, must be equal on all ranks. `timeout`: seconds; None: the
+        group's. `mlstate.fsdp` calls this if a group has it.
         """
         seconds = None if timeout is None else check_timeout(timeout)
         call = Call("reduce_scatter", seconds, False, text)
@@ -500,7 +522,11 @@ class LocalGroup(Engine):
 
 
 def _read_launcher_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
-    """Return the job's name, this rank and the number of ranks, from launcher variables."""
+    """Return the job's name, this rank and the number of ranks, from launcher variables.
+
+    `variables`: the environment. Raises CollectiveError if one is missing or invalid, or if the job
+    has ranks on other hosts.
+    """
     for names in _LAUNCHERS:
         first, second, local = names
         if first in variables and second in variables:
@@ -518,6 +544,7 @@ def _read_launcher_variables(variables: Mapping[str, str]) -> tuple[str, int, in
             f"LocalGroup.from_env: {first}={variables[first]!r} and "
             f"{second}={variables[second]!r} must be numbers"
         ) from None
+    # a launcher that does not set the number on this host is trusted
     local_size = variables.get(local, str(world_size))
     if local_size != str(world_size):
         raise CollectiveError(

@@ -30,7 +30,8 @@ def _end_with_parent() -> None:
     if sys.platform == "linux":  # without a thread: a rank may fork
         import ctypes
 
-        death_signal = 1  # PR_SET_PDEATHSIG
+        # PR_SET_PDEATHSIG: the kernel sends SIGTERM to this process when its parent ends
+        death_signal = 1
         ctypes.CDLL(None).prctl(death_signal, int(signal.SIGTERM), 0, 0, 0)
         return
 
@@ -39,6 +40,7 @@ def _end_with_parent() -> None:
     from multiprocessing.connection import wait
 
     def watch(sentinel: int) -> None:
+        """Wait until the parent has ended, then end this process."""
         wait([sentinel])
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -57,7 +59,8 @@ def _run_rank(
 ) -> None:
     """Join the group as `rank`, call the user's function, and send its result to the parent.
 
-    Runs in the rank's process. `name`: of the group. An exception is sent too.
+    Runs in the rank's process. `name`: of the group. `pipe`: to the parent. `function` is called
+    with the group and `args`. An exception is sent too, after the group is aborted.
     """
     from ._local_group import LocalGroup
 
@@ -84,7 +87,8 @@ def _run_rank(
 def _send_message(pipe: Connection, message: tuple[str, object, str]) -> None:
     """Send a rank's message to the parent; if it cannot be pickled, a text instead.
 
-    `message`: kind ("result", "error", "interrupted"), value, traceback.
+    `message`: kind ("result", "error", "interrupted"), value, traceback. The value is the result or
+    the exception; the kind of a text is "text", with the text in place of the traceback.
     """
     import pickle
 
@@ -104,20 +108,22 @@ def _send_message(pipe: Connection, message: tuple[str, object, str]) -> None:
 
 
 class _Rank:
-    """A process, its pipe and its message."""
+    """A rank as the parent sees it: its process, the pipe from it, and its message."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
+        """Keep the rank's process, which need not be started, and the pipe's end for receiving."""
         self.rank = rank
         self.process = process
         self.pipe = pipe
+        # as in `_send_message`; None: not received yet, or the process ended without one
         self.message: tuple[str, object, str] | None = None
-        self.order = 0  # position among the received messages
-        self.done = False
+        self.order = 0  # position among the received messages, from 1
+        self.done = False  # nothing more comes from the rank
 
     def receive_message(self, order: int) -> None:
-        """Receive the rank's message, or wait until a silent process has ended; in the parent.
+        """Receive the rank's message; if its pipe has closed, wait until the process has ended.
 
-        `order`: number of messages before, to find the rank that failed first.
+        `order`: position among all received messages, to find the rank that failed first.
         """
         import pickle
 
@@ -131,17 +137,26 @@ class _Rank:
         self.done = True
 
     def has_result(self) -> bool:
+        """Return whether the rank's function has returned, and its result was received."""
         return self.message is not None and self.message[0] == "result"
 
     def failure_order(self) -> tuple[int, int]:
-        """Return a sort key: the rank with the smallest key most likely failed first."""
+        """Return a sort key: the rank with the smallest key most likely failed first.
+
+        A process that died comes first, then other errors. A CollectiveError or an interruption is
+        last, as it is probably a consequence of another rank's failure.
+        """
         if self.message is None:
             return 0, self.order
         consequence = isinstance(self.message[1], CollectiveError)
         return 2 if consequence or self.message[0] == "interrupted" else 1, self.order
 
     def error(self) -> BaseException:
-        """Return the exception for the caller of `run` about this failed rank."""
+        """Return the exception for the caller of `run` about this failed rank.
+
+        It is the rank's own exception with its traceback as a note, if it could be sent; otherwise
+        a CollectiveError, or KeyboardInterrupt after an interruption.
+        """
         if self.message is None:
             return failed("LocalGroup.run", self.rank, _describe_exit(self.process))
         kind, value, text = self.message
@@ -154,7 +169,7 @@ class _Rank:
 
 
 def _describe_exit(process: BaseProcess) -> str:
-    """Return a text for the user: how the process of a rank ended that sent no message."""
+    """Return a text for the error about a rank without a message: how its process ended."""
     import signal
 
     code = process.exitcode
@@ -168,7 +183,11 @@ def _describe_exit(process: BaseProcess) -> str:
 
 
 def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
-    """Wait for the messages of all ranks, a grace period after a failure, or the deadline."""
+    """Receive the messages of all ranks, until all have arrived or the time is over.
+
+    `deadline`: on `time.monotonic`; None: no limit. After a failure, the other ranks have
+    `GRACE_SECONDS` left.
+    """
     from multiprocessing.connection import wait
 
     order = 0
@@ -185,7 +204,10 @@ def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
 
 
 def _end_processes(processes: Iterable[BaseProcess]) -> None:
-    """Wait for the ranks' processes to end; terminate, then kill those that do not."""
+    """Wait for the ranks' processes to end, and close them; terminate, then kill those that do not.
+
+    Processes that were not started are skipped.
+    """
     alive = [process for process in processes if process.pid is not None]
     end = time.monotonic() + GRACE_SECONDS
     for stop in ("", "terminate", "kill"):
@@ -206,7 +228,11 @@ def run(
     start_method: str | None,
     timeout: float | None,
 ) -> list[Any]:
-    """Implement `LocalGroup.run`: start a process for each rank, and return their results."""
+    """Implement `LocalGroup.run`: start a process for each rank, and return their results.
+
+    `start_method`: None for Python's default. `timeout`: seconds, None for no limit. All processes
+    have ended afterwards.
+    """
     import multiprocessing
     import secrets
 
@@ -243,7 +269,11 @@ def run(
 
 
 def _find_error(ranks: list[_Rank], timeout: float | None) -> BaseException:
-    """Return the error for the caller of `run`: of the rank that failed first, or of late ranks."""
+    """Return the error for the caller of `run`, if a rank has no result.
+
+    It is the error of the rank that failed first; if none failed, it is about the ranks that were
+    not done after `timeout` seconds.
+    """
     ended = [rank for rank in ranks if rank.done and not rank.has_result()]
     if ended:
         return min(ended, key=_Rank.failure_order).error()

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ..errors import CollectiveError
 
 LINUX = sys.platform == "linux"
-VERSION = 1
-LINE_BYTES = 4096
-RETRY_SECONDS = 0.01
+VERSION = 1  # of these messages and of the shared memory; equal on all ranks
+LINE_BYTES = 4096  # longest line
+RETRY_SECONDS = 0.01  # between attempts to connect while rank 0 does not listen yet
 GRACE_SECONDS = 1.0  # late ranks still get the error during this time
 
 
@@ -36,6 +36,7 @@ class _PeerLostError(Exception):
 
 
 def _join_error(rank: int, reason: str) -> CollectiveError:
+    """Return the error of `LocalGroup.join` on this `rank`; `reason`: cause and remedy."""
     return failed("LocalGroup.join", rank, reason)
 
 
@@ -43,7 +44,10 @@ def _join_error(rank: int, reason: str) -> CollectiveError:
 
 
 def _socket_address(name: str) -> str:
-    """Return the address of a job's socket, on which its rank 0 listens."""
+    """Return the address of the Unix socket on which rank 0 of the job `name` listens.
+
+    On Linux it is an abstract name, elsewhere a path. It differs between users.
+    """
     import hashlib
 
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
@@ -56,13 +60,13 @@ def _socket_address(name: str) -> str:
 
 
 def _get_credentials(peer: socket.socket) -> tuple[int, int]:
-    """Return process id (0: unknown) and user id of the process at the socket's other end."""
+    """Return process id (0: unknown) and user id of the process at the other end of `peer`."""
     import socket
     import struct
 
     if not LINUX:
         return 0, os.getuid()  # the socket's file has mode 0600
-    form = struct.Struct("3i")
+    form = struct.Struct("3i")  # struct ucred: process, user, group
     data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
     process, user, _ = form.unpack(data)
     return process, user
@@ -74,7 +78,10 @@ def _is_other_user(peer: socket.socket) -> bool:
 
 
 def _open_listener(address: str) -> socket.socket | None:
-    """Return a listening socket, or None if another process listens at this address."""
+    """Return a socket that listens at `address`; the caller closes it.
+
+    None if another process listens there, or the system refuses: the caller then tries to connect.
+    """
     import socket
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -96,7 +103,7 @@ def _open_listener(address: str) -> socket.socket | None:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file at `path` if no process listens: its process was killed."""
+    """Remove the socket file at `path` if no process listens there, because that was killed."""
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -106,26 +113,27 @@ def _remove_stale(path: str) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         except OSError:
-            pass
+            pass  # no such file, or not known to be stale: `bind` decides
 
 
 # ---- lines ----
 
 
 def _send_line(peer: socket.socket, message: dict[str, Any]) -> None:
-    """Send a line; if the other process is gone, do nothing."""
+    """Send a message as a line of JSON; if the other process is gone, do nothing."""
     with contextlib.suppress(OSError):
         peer.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _receive_line(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]:
-    """Return a line, and the descriptor that came with it or -1.
+    """Return a line's message, and the file descriptor that came with it, or -1.
 
-    Raises `_PeerLostError` if the other process is gone, and TimeoutError after the deadline.
+    The caller owns the descriptor. `deadline`: on `time.monotonic`. Raises `_PeerLostError` if the
+    other process is gone or sends something else, and TimeoutError after the deadline.
     """
     import socket
 
-    data, descriptors = b"", [-1]
+    data, descriptors = b"", [-1]  # the last descriptor is returned, others are closed
     try:
         while not data.endswith(b"\n"):
             peer.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -146,7 +154,10 @@ def _receive_line(peer: socket.socket, deadline: float) -> tuple[dict[str, Any],
 
 
 def _receive_hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return the first line of a process, and close a descriptor that came with it."""
+    """Return the message in the first line of another process.
+
+    A descriptor that came with it is closed: only rank 0 sends one. Raises as `_receive_line`.
+    """
     message, descriptor = _receive_line(peer, deadline)
     if descriptor >= 0:
         os.close(descriptor)
@@ -168,7 +179,10 @@ def _parse_line(data: bytes) -> dict[str, Any]:
 
 
 def make_memory(size: int) -> int:
-    """Return a descriptor of `size` zero bytes of unnamed shared memory."""
+    """Return a descriptor of `size` zero bytes of unnamed shared memory; the caller closes it.
+
+    Raises OSError if there is not enough memory.
+    """
     if LINUX:
         import fcntl
 
@@ -176,6 +190,7 @@ def make_memory(size: int) -> int:
         descriptor = os.memfd_create("mlstate-group", flags)
         try:
             os.posix_fallocate(descriptor, 0, size)  # fails now, not with SIGBUS on use
+            # so that no rank can make it shorter while others use it
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         except BaseException:
             os.close(descriptor)
@@ -203,7 +218,7 @@ class _Host:
         self._name = name
         self._world_size = world_size
         self._listener = listener
-        self.ranks: dict[int, socket.socket] = {}
+        self.ranks: dict[int, socket.socket] = {}  # connections of the known ranks
         self._unidentified: list[socket.socket] = []  # connected, but have not sent their rank
 
     def close(self) -> None:
@@ -212,7 +227,10 @@ class _Host:
             peer.close()
 
     def send_error(self, reason: str) -> CollectiveError:
-        """Send an error to all ranks, also to slightly late ones; return it as an exception."""
+        """Send an error to all ranks, also to slightly late ones; return it as an exception.
+
+        Waits up to `GRACE_SECONDS` for ranks that have not connected.
+        """
         informed = len(self.ranks) + len(self._unidentified)
         for peer in (*self.ranks.values(), *self._unidentified):
             _send_line(peer, {"error": reason})
@@ -229,7 +247,8 @@ class _Host:
     def gather(self, deadline: float, seconds: float) -> None:
         """Wait until all ranks have connected; raise CollectiveError at the deadline.
 
-        `deadline`: on `time.monotonic`. `seconds`: the same as duration, for the error.
+        Accepts connections and reads their ranks until then. `deadline`: on `time.monotonic`.
+        `seconds`: the whole time limit, for the error.
         """
         import select
 
@@ -252,9 +271,10 @@ class _Host:
             )
 
     def _handle_sockets(self, ready: list[socket.socket], deadline: float) -> None:
-        """Accept new peers, read their ranks, and drop ranks whose connection has ended.
+        """Accept new processes, read their ranks, and drop ranks whose connection has ended.
 
-        `ready`: sockets with something to read. `deadline`: of the rendezvous, on `time.monotonic`.
+        `ready`: sockets with something to read, the listener or connections. `deadline`: of the
+        rendezvous, on `time.monotonic`.
         """
         for peer in ready:
             if peer is self._listener:
@@ -262,6 +282,7 @@ class _Host:
             elif peer in self._unidentified:
                 self._unidentified.remove(peer)
                 try:
+                    # at most a second, so that a silent process does not block the others
                     self._register_rank(
                         peer, _receive_hello(peer, min(deadline, time.monotonic() + 1))
                     )
@@ -283,9 +304,11 @@ class _Host:
             self._unidentified.append(peer)
 
     def _register_rank(self, peer: socket.socket, hello: dict[str, Any]) -> None:
-        """Register a rank, or raise the error of a conflict, which ends the rendezvous.
+        """Register the process at `peer` with the rank in its first message, `hello`.
 
-        A process with an invalid rank gets an error, and the rendezvous continues.
+        Raises CollectiveError for a conflict, which ends the rendezvous for all ranks. A process
+        with an invalid rank gets an error line; then `_PeerLostError` is raised, and the rendezvous
+        continues.
         """
         rank, world_size, version = map(hello.get, ("rank", "world_size", "version"))
         if type(version) is not int or type(world_size) is not int:
@@ -312,6 +335,7 @@ class _Host:
                 f"two processes of job {self._name!r} claim to be rank {rank}; give each process "
                 "its own rank, and each job its own name"
             )
+        # ranks by process id, with this process as rank 0
         processes = {_get_credentials(joined)[0]: r for r, joined in self.ranks.items()}
         twin = {**processes, os.getpid(): 0}.get(_get_credentials(peer)[0])
         if twin is not None:  # file locks belong to processes, not to ranks
@@ -328,7 +352,8 @@ def _host_group(
 ) -> Any:
     """Run the rendezvous as rank 0, and return rank 0's link to the group.
 
-    `deadline`: on `time.monotonic`. `seconds`: the same as duration, for the error.
+    `listener` is closed once all ranks have connected. `deadline`: on `time.monotonic`. `seconds`:
+    the whole time limit, for the error. Raises CollectiveError, which the other ranks raise too.
     """
     import socket
 
@@ -357,7 +382,10 @@ def _host_group(
 
 
 def _make_group(host: _Host, world_size: int) -> Any:
-    """Create the shared memory, send it to all ranks, and return rank 0's link."""
+    """Create the shared memory, send its descriptor to all ranks, and return rank 0's link.
+
+    Raises CollectiveError if there is not enough memory; all ranks get that error.
+    """
     import socket
 
     try:
@@ -378,7 +406,11 @@ def _make_group(host: _Host, world_size: int) -> Any:
 
 
 def _join_group(name: str, rank: int, world_size: int, address: str, deadline: float) -> Any:
-    """Join the rendezvous, and return this rank's link; None if rank 0 is not listening."""
+    """Join the rendezvous at `address` as `rank`, and return this rank's link to the group.
+
+    None if rank 0 does not listen or has ended that rendezvous: the caller tries again. `deadline`:
+    on `time.monotonic`. Raises CollectiveError for an error of rank 0, and TimeoutError.
+    """
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as host:
@@ -415,7 +447,10 @@ def _join_group(name: str, rank: int, world_size: int, address: str, deadline: f
 
 
 def meet(name: str, rank: int, world_size: int, seconds: float) -> Any:
-    """Wait for all ranks of the job `name`, and return this rank's link to them."""
+    """Wait up to `seconds` for all ranks of the job `name`, and return this rank's link to them.
+
+    Raises CollectiveError if ranks are missing then, or contradict each other.
+    """
     address = _socket_address(name)
     deadline = time.monotonic() + seconds
     while True:
@@ -429,6 +464,7 @@ def meet(name: str, rank: int, world_size: int, seconds: float) -> Any:
                         if not address.startswith("\0"):
                             with contextlib.suppress(FileNotFoundError):
                                 os.unlink(address)
+        # Rank 0 gets here if another process listens, probably a second rank 0.
         try:
             link = _join_group(name, rank, world_size, address, deadline)
         except TimeoutError:

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
     from .._types import Array
 
+# Dtypes that the core cannot compute with.
 _ONLY_IN_NUMPY = (np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name)
 
 
 def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
-    """Return the elements as a flat array: the array's own memory if contiguous and on the CPU.
+    """Return an array's elements in C order as a flat array in main memory.
 
-    With `native`, the result is in native byte order, as arithmetic requires.
+    It is the array's own memory if that is contiguous and in main memory, else a copy. With
+    `native`, the result is in native byte order, as arithmetic requires. `operation`: its name, for
+    the TypeError about a tensor that is not plain memory.
     """
     check_supported_tensor(operation, array)
     if is_torch(array):
@@ -40,7 +43,11 @@ def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
 
 
 def target_for(operation: str, place: Any, *, native: bool = False) -> Any:
-    """Return flat memory for a result: the memory of `place` if it is flat, else new memory."""
+    """Return flat memory for the elements of the result `place`, in main memory.
+
+    It is the memory of `place` if that can be used as it is, else new memory, which `copy_back`
+    copies to `place`. `native` and `operation` are as for `flat_of`.
+    """
     check_supported_tensor(operation, place)
     if is_torch(place):
         if place.device.type == "cpu" and place.is_contiguous():
@@ -53,7 +60,10 @@ def target_for(operation: str, place: Any, *, native: bool = False) -> Any:
 
 
 def copy_back(flat: Any, place: Any) -> None:
-    """Copy a flat result to the caller's array `place`, unless it is the same memory."""
+    """Copy a flat result to the caller's array `place`, unless it is the same memory.
+
+    Autograd is notified of a write into a tensor's memory.
+    """
     if not is_torch(place):
         if not np.may_share_memory(flat, place):
             place[...] = flat.reshape(place.shape)
@@ -64,7 +74,7 @@ def copy_back(flat: Any, place: Any) -> None:
 
 
 def bytes_of(flat: Any) -> Any:
-    """Return a NumPy uint8 view of a flat array."""
+    """Return a NumPy uint8 view of a flat array or tensor in main memory."""
     if is_torch(flat):
         import torch
 
@@ -73,7 +83,11 @@ def bytes_of(flat: Any) -> Any:
 
 
 def reals_of(flat: Any) -> Any:
-    """Return complex128 as float64, of alternating real and imaginary parts; others unchanged."""
+    """Return a flat complex128 array as a float64 view, others unchanged.
+
+    The view alternates real and imaginary parts: the core has no complex128, and sums treat both
+    parts alike.
+    """
     if dtype_name(flat) != "complex128":
         return flat
     if is_torch(flat):
@@ -84,12 +98,18 @@ def reals_of(flat: Any) -> Any:
 
 
 def core_reduction(op: str, world_size: int) -> tuple[str, float]:
-    """Return the core's name of a reduction, and the divisor of its result."""
+    """Return the core's name of the reduction `op`, and the divisor of its result.
+
+    The core has no mean: it is a sum that is divided by the number of ranks.
+    """
     return ("sum", float(world_size)) if op == "mean" else (op, 1.0)
 
 
 def reduce_parts(parts: Sequence[Any], op: str, out: Array) -> None:
-    """Reduce flat arrays in list order into `out`, which may be one of them."""
+    """Reduce flat arrays of one dtype and length in list order into `out`.
+
+    `out` may be one of them. `op`: "sum", "mean", "min" or "max".
+    """
     name = dtype_name(out)
     if name in _ONLY_IN_NUMPY:
         _reduce_in_numpy(parts, op, out)
@@ -106,7 +126,7 @@ def reduce_parts(parts: Sequence[Any], op: str, out: Array) -> None:
 
 
 def _wide_like(flat: Any) -> Any:
-    """Return new flat float32 memory with as many elements."""
+    """Return new flat float32 memory of the kind of `flat`, with as many elements."""
     if is_torch(flat):
         import torch
 
@@ -115,9 +135,9 @@ def _wide_like(flat: Any) -> Any:
 
 
 def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
-    """Reduce flat arrays into `out`, for dtypes that only NumPy supports."""
+    """Reduce flat arrays in list order into `out`, as `reduce_parts`, for `_ONLY_IN_NUMPY`."""
     steps: dict[str, Any] = {"min": np.minimum, "max": np.maximum}
-    total = parts[0].copy()
+    total = parts[0].copy()  # `out` may be one of the parts
     for part in parts[1:]:
         steps.get(op, np.add)(total, part, out=total)
     if op == "mean":

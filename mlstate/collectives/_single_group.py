@@ -31,6 +31,7 @@ class _Link:
     def all_to_all(
         self, source: Array, target: Array, sent: list[int], expected: list[int]
     ) -> None:
+        """Copy the source to the target; raise if this rank expects other rows than it sends."""
         check_counts("all_to_all", "out_counts", expected, sum(sent), 1)
         assign(target, source)
 
@@ -94,7 +95,10 @@ class SingleGroup(Engine):
         self._ended = self._ended or "closed"
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Run a task at once, without a lock: a single rank needs no order."""
+        """Run a task at once, without a lock, as a single rank needs no order.
+
+        Returns its result, or a finished `Work` if the call is asynchronous.
+        """
         result = task()
         if not call.async_op:
             return result
@@ -105,7 +109,7 @@ class SingleGroup(Engine):
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
         return perform(_LINK)
 
-    # the array itself, on any device, with its shape
+    # memory is the array itself, on any device, with its shape
     def _source(self, operation: str, array: Array, *, reduced: bool) -> Any:
         return array
 

@@ -20,7 +20,7 @@ _HASH_BYTES = 32  # SHA-256
 
 
 def import_coreai(module: str) -> ModuleType:
-    """Import a module of coreai-core; the ImportError names the extra to install."""
+    """Import ``coreai.<module>`` of coreai-core; the ImportError names the extra to install."""
     from importlib import import_module
 
     try:
@@ -34,7 +34,7 @@ def import_coreai(module: str) -> ModuleType:
 
 
 def asset_folder(path: str | os.PathLike[str]) -> str:
-    """Return the folder of an ``.aimodel``, or raise StoreError if it is not a folder."""
+    """Return `path`, of an ``.aimodel``, as text; raise StoreError if it is not a folder."""
     folder: str = os.fsdecode(local_path(path))
     reason: OSError | None = None
     if not os.path.exists(folder):
@@ -47,13 +47,17 @@ def asset_folder(path: str | os.PathLike[str]) -> str:
 
 
 def _check_metadata(path: str) -> None:
+    """Raise FormatError unless the metadata.json at `path` is a JSON object."""
     document = read_metadata(path)
     if not isinstance(document, dict):
         raise format_error(path, f"expected a JSON object, got {type(document).__name__}")
 
 
 def _read_hash(path: str) -> str:
-    """Return the SHA-256 that a .aimodel has in a file, as hex digits."""
+    """Return the SHA-256 that the main.hash at `path` has as 32 bytes, as hex digits.
+
+    Raises FormatError if the file has another size.
+    """
     expected = read_file(path, _HASH_BYTES)
     if len(expected) < _HASH_BYTES:
         raise format_error(
@@ -65,7 +69,7 @@ def _read_hash(path: str) -> str:
 
 
 def _hash_of(path: str) -> tuple[str, int]:
-    """Return the SHA-256 and the size of a file."""
+    """Return the SHA-256 of the file at `path` as hex digits, and its size in bytes."""
     import hashlib
 
     try:

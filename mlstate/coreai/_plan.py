@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 def _with_size(
     specs: StateSpecs, which: str, size: int | None, axes: Mapping[str, int | None]
 ) -> dict[str, StateSpec]:
-    """Return the states of the source or target model for a context size.
+    """Return the states of a model by name, with fixed shapes for a context of `size` positions.
 
-    Raises CompatibilityError if a dynamic state has no size, or if `size` is not the size of a
-    model with fixed shapes.
+    `which`: "source" or "target", for errors. `size`: None if the caller passed none. `axes`:
+    sequence axes of the states by name. Raises CompatibilityError if a dynamic state has no size,
+    or if `size` is not the length of a state of a model with fixed shapes.
     """
     dynamic = next((spec for spec in specs.values() if None in spec.shape), None)
     if size is None:
@@ -51,7 +52,7 @@ def _with_size(
 
 def _fixed_lengths(specs: StateSpecs, axes: Mapping[str, int | None]) -> list[int | None]:
     """Return the different sequence lengths of the states; `axes`: their sequence axes by name."""
-    lengths = dict[int | None, None]()
+    lengths = dict[int | None, None]()  # a set in the order of the states
     for name, spec in specs.items():
         axis = axes.get(name)
         if axis is not None and axis < len(spec.shape):

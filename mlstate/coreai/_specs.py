@@ -120,7 +120,10 @@ class StateSpecs(FunctionStates[StateSpec]):
 
 
 def _as_dtype(name: str, text: str) -> NumpyDType:
-    """Return the dtype for Core AI's name of it, such as Float16 or bfloat16."""
+    """Return the dtype for Core AI's name of it, `text`, such as Float16 or bfloat16.
+
+    `name`: the state, for errors. Raises CompatibilityError for a dtype that is not supported.
+    """
     dtype = {"bool": "bool", "boolean": "bool"}.get(text.lower(), text.lower())
     if dtype in EXTENSIONS:
         return ml_dtype(dtype)
@@ -136,13 +139,16 @@ def _as_dtype(name: str, text: str) -> NumpyDType:
 
 
 def _spec(name: str, shape: Shape, dtype: NumpyDType) -> StateSpec:
-    """Return a spec; the only dynamic dimension is the sequence."""
+    """Return the spec of the state `name`; its sequence axis is the only dynamic one, or None."""
     dynamic = [axis for axis, length in enumerate(shape) if length is None]
     return StateSpec(name, shape, dtype, dynamic[0] if len(dynamic) == 1 else None)
 
 
 def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
-    """Return the spec of a state from its text in the summary that Core AI makes of a model."""
+    """Return the spec of the state `name` from its text in Core AI's summary of a model.
+
+    `path`: the model, for errors. Raises FormatError for a text that is not as `_STATE`.
+    """
     match = _STATE.fullmatch(text)
     if match is None:
         error = format_error(
@@ -158,7 +164,10 @@ def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
 
 
 def _read_asset(path: str, asset: Any) -> _Functions:
-    """Return the states of each function by name, from the summary of an AIModelAsset."""
+    """Return the states of each function by name, from the summary of an AIModelAsset.
+
+    `path`: its folder, for errors. Raises FormatError if Core AI cannot read it.
+    """
     try:
         summary = asset.summary(include_statistics=False)
     except RuntimeError as error:
@@ -175,10 +184,12 @@ def _read_asset(path: str, asset: Any) -> _Functions:
 
 
 def _asset_error(path: str, text: str) -> FormatError:
+    """Return the FormatError for the model at `path`, with the remedy after `text`."""
     return format_error(path, f"{text}; convert the model again, or copy it again")
 
 
 def _load_asset(path: str) -> Any:
+    """Return Core AI's AIModelAsset of a folder; raise FormatError if Core AI refuses it."""
     try:
         return import_coreai("authoring.asset").AIModelAsset.load(path)
     except RuntimeError as error:
@@ -190,13 +201,14 @@ def _read_function(function: Any) -> dict[str, StateSpec]:
     states = {}
     for name in function.desc.state_names:
         descriptor = function.desc.state_descriptor(name)
+        # Core AI marks a dynamic dimension by None or a negative number.
         shape = tuple(None if n is None or n < 0 else int(n) for n in descriptor.shape)
         states[name] = _spec(name, shape, _as_dtype(name, descriptor.dtype))
     return states
 
 
 def _as_spec(name: str, value: Any) -> StateSpec:
-    """Return the caller's spec of a state; from a shape, one with dtype float16."""
+    """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`."""
     if isinstance(value, StateSpec):
         return value
     try:
@@ -210,7 +222,12 @@ def _as_spec(name: str, value: Any) -> StateSpec:
 
 
 def read_functions(source: Source, *, verified: bool = True) -> tuple[_Functions, str | None]:
-    """Return the states of each function by name, and the name of the default function or None."""
+    """Return the states of each function by name, and the name of the default function or None.
+
+    `source`: in any form that `state_specs` accepts. `verified`: whether to check the hash of an
+    ``.aimodel`` folder before Core AI reads it. The default is the function of `StateSpecs`, else
+    the only function, else ``main``.
+    """
     functions: _Functions
     if isinstance(source, StateSpecs):
         return source.functions, source.function
@@ -246,9 +263,11 @@ def choose(
     *,
     verified: bool = True,
 ) -> StateSpecs:
-    """Return the states of one function of a model; None: of the default one.
+    """Return the states of `function`, or of the default one if it is None.
 
-    `seq_axis`: the sequence axis of states without one dynamic dimension.
+    `seq_axis`: the sequence axis of states without one dynamic dimension; None: as `source` has it.
+    `source`, `verified`: as for `read_functions`. Raises CompatibilityError if the function does
+    not exist, or if no state of a function has the axis.
     """
     functions, default = read_functions(source, verified=verified)
     chosen = choose_function(functions, function or default)
@@ -259,7 +278,7 @@ def choose(
 
 
 def _with_axis(states: dict[str, StateSpec], axis: int) -> dict[str, StateSpec]:
-    """Return the states with another sequence axis.
+    """Return the states of a function with `axis`, which may be negative, as their sequence axis.
 
     States with one dynamic dimension, and states without this axis, keep theirs. Raises
     CompatibilityError if then no state has a sequence axis.
@@ -294,7 +313,11 @@ def usual_axis(shape: Shape) -> int:
 
 
 def check_axes(first: StateSpec, other: StateSpec) -> None:
-    """Raise CompatibilityError if two models name different sequence axes for a state."""
+    """Raise CompatibilityError if a state has different sequence axes in two models.
+
+    `first`, `other`: its specs. An axis that is not known, and shapes of different rank, which
+    other checks refuse, are accepted.
+    """
     axes = first.seq_axis, other.seq_axis
     if None in axes or axes[0] == axes[1] or len(first.shape) != len(other.shape):
         return
@@ -308,10 +331,11 @@ def check_axes(first: StateSpec, other: StateSpec) -> None:
 
 
 def find_axis(spec: StateSpec, other: StateSpec) -> int | None:
-    """Return the sequence axis of a state from its shapes in two models.
+    """Return the sequence axis of a state, counted from 0, from its specs in two models.
 
-    None if the shapes are equal and neither has a known axis: the state has no sequence, or the
-    context size is the same.
+    It is the axis that `spec` or `other` has, else the only axis whose lengths differ. None if the
+    shapes are equal and neither has a known axis: the state has no sequence, or the context size is
+    the same.
 
     Raises
     ------

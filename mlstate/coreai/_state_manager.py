@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _check_array(name: str, array: Any, spec: StateSpec) -> None:
-    """Raise unless the array of a state has the shape of its spec."""
+    """Raise CompatibilityError unless the array of the state `name` has the shape of `spec`."""
     shape = tuple(array.shape)
     if shape != spec.shape:
         raise incompatible(
@@ -156,7 +156,11 @@ class StateManager(StateManagerBase):
         specs: Mapping[int, Any] | None,
         seq_axis: int | None,
     ) -> tuple[dict[int, Any], Mapping[int, Any] | None]:
-        """Return the one model as a mapping from sizes, and its states by size, or `specs`."""
+        """Return the single model for each of `sizes`, and its states for each, or `specs`.
+
+        The states are read at once, except if `specs` are passed, for a list of chunk models, and
+        for a callable, which is called once for all sizes. Raises TypeError if `sizes` is None.
+        """
         if sizes is None:
             raise TypeError(
                 "sizes is missing: pass the context sizes of the model, such as sizes=(256, 512), "
@@ -173,6 +177,7 @@ class StateManager(StateManagerBase):
         return callable(model) and not hasattr(model, "desc")
 
     def _read_specs(self, size: int, model: Any, chunk: int) -> Mapping[str, StateSpec]:
+        """Return the states of a model, or from `specs`, with the shapes for `size` positions."""
         specs = choose(self._given_specs.get(size, model), None, self._given_axis)
         return {name: spec.with_size(size) for name, spec in specs.items()}
 
@@ -186,6 +191,7 @@ class StateManager(StateManagerBase):
         super()._check_state(models, name, former, new)
 
     def _make_state(self, model: Any, specs: Mapping[str, Any]) -> Any:
+        """Return new NDArrays of zeros by name; Core AI's models do not create states."""
         array = import_coreai("runtime").NDArray
         return {name: array(np.zeros(spec.shape, spec.dtype)) for name, spec in specs.items()}
 
@@ -207,9 +213,11 @@ class StateManager(StateManagerBase):
         positions: int | None,
         compact: bool,
     ) -> None:
-        """Put the state `name` of the source into the target; `positions` None: it does not grow.
+        """Put the state `name` of `source` into `target`; both are dicts of NDArrays by name.
 
-        `specs`: of source and target. `compact`: the target is the shorter one.
+        `specs`: of the state in source and target. `positions`: number of tokens; None: both shapes
+        are equal, and the target gets the same array unless the dtypes differ. `compact`: whether
+        the target's context is smaller.
         """
         have, want = specs
         _check_array(name, source[name], have)
@@ -218,6 +226,7 @@ class StateManager(StateManagerBase):
             return
         value = source[name].numpy()
         if positions is None:
+            # Only the dtype changes: one row, because a state may have any number of dimensions.
             rows = value.reshape(1, prod(want.shape))
             moved = transition_kv_state(rows, rows.shape[1], dtype=want.dtype, seq_axis=1)
             moved = moved.reshape(want.shape)
@@ -248,6 +257,7 @@ class StateManager(StateManagerBase):
         import inspect
 
         def prefill_now(tokens: Array, position: int, state: Any) -> None:
+            """Call `prefill`; raise TypeError if its result is awaitable, and so never runs."""
             result = prefill(tokens, position, state)
             if inspect.isawaitable(result):
                 if inspect.iscoroutine(result):

@@ -53,9 +53,10 @@ class Chunks(NamedTuple):
 
 
 def find_chunks(source: Any) -> Chunks | None:
-    """Return the chunks of a model that is stored as several; None for a single model.
+    """Return the chunks of a model that is stored as several packages; None for a single model.
 
-    `source`: models in a list, a folder or file of ANEMLL's meta.yaml, or a glob pattern.
+    `source`: a list of models, a folder with ANEMLL's meta.yaml, this file, or a glob pattern. A
+    path of another kind, and an object, is a single model.
     """
     if isinstance(source, list | tuple):
         return _chunks_of_list(source)
@@ -77,7 +78,11 @@ def find_chunks(source: Any) -> Chunks | None:
 
 
 def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
-    """Return the chunks that the caller listed in order; paths must be numbered so."""
+    """Return the chunks in the order of `sources`, paths or models.
+
+    Raises TypeError for no source or a nested sequence, and CompatibilityError if the names of the
+    paths have numbers that are not in order or not complete.
+    """
     if not sources:
         raise TypeError("source is an empty sequence of chunk models")
     for source in sources:
@@ -97,7 +102,11 @@ def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
 
 
 def _chunks_of_pattern(pattern: str) -> Chunks:
-    """Return the chunks whose paths match a glob pattern, ordered by their numbers."""
+    """Return the chunks whose paths match a glob pattern, in the order of their numbers.
+
+    One path needs no number. Raises StoreNotFoundError if no path matches, and CompatibilityError
+    if several paths have no numbers, or are not all chunks of one model.
+    """
     paths = sorted(glob.glob(pattern))
     if not paths:
         hint = "; write [[] for a bracket in a name" if "[" in pattern else ""
@@ -127,16 +136,17 @@ def _split_extension(name: str) -> tuple[str, str]:
 
 
 def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
-    """Return the numbers in the names of chunks, or None if no name has one.
+    """Return the number in the name of each path, such as 1 of "m_chunk_01of02"; None without any.
 
-    CompatibilityError: the names do not belong to all chunks of one model.
+    Raises CompatibilityError unless the paths are all chunks of one model: the names differ in the
+    number only, and no number is missing or repeated.
     """
     labels = [_file_name(path) for path in paths]
     matches = [_CHUNK.fullmatch(_split_extension(label)[0]) for label in labels]
     named = [match for match in matches if match is not None]
     if not named:
         return None
-    kinds = sorted({(match[1], match[3] or "") for match in named})
+    kinds = sorted({(match[1], match[3] or "") for match in named})  # (name, total in the name)
     if len(named) < len(paths) or len(kinds) > 1 or len(paths) > _MOST_CHUNKS:
         raise incompatible(
             f"{quoted(labels)} are not the chunks of one model; narrow the pattern or the list",
@@ -171,6 +181,7 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
 
 
 def _numbers_text(numbers: Iterable[int]) -> str:
+    """Return at most 8 numbers of chunks as text, such as "chunks 2, 3 and 4 more"."""
     listed = list(numbers)
     text = ", ".join(map(str, listed[:8]))
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
@@ -187,7 +198,7 @@ def _missing(path: str, text: str) -> StoreNotFoundError:
 
 
 def _repeated_key(file: str, key: Any) -> FormatError:
-    """Return the exception for a key node of YAML that repeats another one."""
+    """Return the FormatError for `key`, a node of a mapping in `file` that repeats another key."""
     name = shorten(key.value, 80)
     error = format_error(file, f"line {key.start_mark.line + 1}: the key {name!r} appears twice")
     error.name = name
@@ -195,7 +206,10 @@ def _repeated_key(file: str, key: Any) -> FormatError:
 
 
 def _load_yaml(file: str) -> Any:
-    """Return the document in a YAML file; its scalars are text."""
+    """Return the document in the YAML file `file`; all its scalars are text, also with tags.
+
+    Raises FormatError if it is not YAML or too large, and ImportError without PyYAML.
+    """
     data = read_file(file, _MOST_BYTES)
     try:
         import yaml
@@ -210,6 +224,7 @@ def _load_yaml(file: str) -> Any:
         """Makes text, lists and dicts only; YAML forbids keys that appear twice."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            """Return the mapping in `node`; raise FormatError if it has a key twice."""
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             names: set[str] = set()
             for key, _ in node.value:
@@ -228,6 +243,7 @@ def _load_yaml(file: str) -> Any:
 
 
 def _read_parameters(file: str) -> dict[str, Any]:
+    """Return the mapping ``model_info: parameters:`` of a meta.yaml; FormatError if it has none."""
     document = _load_yaml(file)
     for key in ("model_info", "parameters"):
         document = document.get(key) if isinstance(document, dict) else None
@@ -237,7 +253,10 @@ def _read_parameters(file: str) -> dict[str, Any]:
 
 
 def _text(file: str, parameters: dict[str, Any], key: str) -> str | None:
-    """Return a value; None if it is absent or empty."""
+    """Return the value of `key` in `parameters`, from the meta.yaml `file`, without outer spaces.
+
+    None if it is absent, empty or null. Raises FormatError if it is a list or a mapping.
+    """
     value = parameters.get(key, "")
     if not isinstance(value, str):
         raise format_error(file, f"{key}: expected text, got a {type(value).__name__}")
@@ -246,6 +265,7 @@ def _text(file: str, parameters: dict[str, Any], key: str) -> str | None:
 
 
 def _number(file: str, key: str, value: Any, most: int) -> int:
+    """Return the text `value` of `key` as an int; raise FormatError unless it is 1 to `most`."""
     if not isinstance(value, str) or not _NUMBER.fullmatch(value) or int(value) > most:
         got = shorten(repr(value), 60) if isinstance(value, str) else type(value).__name__
         raise format_error(file, f"{key}: expected an integer from 1 to {most}, got {got}")
@@ -253,7 +273,11 @@ def _number(file: str, key: str, value: Any, most: int) -> int:
 
 
 def _read_contexts(file: str, parameters: dict[str, Any]) -> dict[int, str]:
-    """Return the function name of each context size from a meta.yaml, {} if it lists none."""
+    """Return the function name of each context size from `parameters`; {} if they list none.
+
+    `file`: the path of the meta.yaml, for errors. Raises FormatError for a list or template that
+    is not valid.
+    """
     key = "state_transition_infer_contexts"
     values = parameters.get(key, "")
     values = [] if values in _NULLS else values
@@ -271,9 +295,10 @@ def _read_contexts(file: str, parameters: dict[str, Any]) -> dict[int, str]:
 
 
 def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
-    """Return the file names of all chunks from the parameters of a meta.yaml.
+    """Return the file names of all chunks from `parameters`, from the meta.yaml `file`.
 
-    They may lack the extension, or have another one.
+    The files may have another extension than these names, which may have none. Raises FormatError
+    if the parameters name no chunk, or contradict one another.
     """
     monolithic = _text(file, parameters, "monolithic_model")
     if monolithic is not None:
@@ -293,13 +318,17 @@ def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
         if int(match[3] or count) != count:
             name = shorten(first, 80)
             raise format_error(file, f"num_chunks is {count}, but ffn is {name!r}")
-    elif count == 1 and _chunk_path(file, first) is not None:
+    elif count == 1 and _chunk_path(file, first) is not None:  # not named as a chunk
         return [first]
     return [f"{stem}_chunk_{i:02d}of{count:02d}{extension}" for i in range(1, count + 1)]
 
 
 def _chunk_path(file: str, name: str) -> str | None:
-    """Return the path of the chunk `name` beside `file`, compiled or not; None if it is missing."""
+    """Return the path of the chunk `name` in the folder of `file`; None if it is missing.
+
+    The extension of `name` is tried first, then the other ones. Raises FormatError for a name or a
+    link that leads outside of the folder.
+    """
     if not is_inside(name):
         got = shorten(repr(name), 80)
         raise format_error(file, f"the name of a chunk leads outside of the folder: {got}")
@@ -316,7 +345,10 @@ def _chunk_path(file: str, name: str) -> str | None:
 
 
 def _read_meta(file: str) -> Chunks:
-    """Return the chunks that ANEMLL's meta.yaml lists; raises if a file is missing."""
+    """Return the chunks that the meta.yaml `file` lists.
+
+    Raises StoreNotFoundError if a chunk is missing, and FormatError if the file is not valid.
+    """
     parameters = _read_parameters(file)
     contexts = _read_contexts(file, parameters)
     names = _chunk_names(file, parameters)

@@ -28,17 +28,22 @@ _DTYPES = {
 
 
 def metadata_path(source: Any) -> str | None:
-    """Return the metadata file of a compiled model; None if the path is not one."""
+    """Return the path of the metadata file of a compiled model; None if `source` is not one.
+
+    `source`: any path. A folder with a Manifest.json is a package, not a compiled model.
+    """
     file = os.path.join(source, _FILE)
     is_package = os.path.exists(os.path.join(source, "Manifest.json"))
     return file if os.path.isfile(file) and not is_package else None
 
 
 def read_compiled(file: str) -> tuple[Functions, str | None]:
-    """Return the states of each function of a compiled model, and the default function, if any.
+    """Return the states of each function by name, and the default function or None.
 
-    The compiler lists each function with its states, and repeats the states of the default
-    function outside the list. Older compilers write no list for a single function.
+    `file`: the metadata.json of a compiled model. The compiler lists each function with its states,
+    and repeats the states of the default function outside the list. Older compilers write no list
+    for a single function. Raises FormatError if the file is not valid, or lacks the states of a
+    function.
     """
     document = read_metadata(file)
     if not isinstance(document, list) or len(document) != 1 or not isinstance(document[0], dict):
@@ -68,6 +73,7 @@ def read_compiled(file: str) -> tuple[Functions, str | None]:
 
 
 def _states(file: str, owner: dict[str, Any]) -> list[State]:
+    """Return the states in the JSON of a function or model; FormatError if two have one name."""
     states = [_state(file, entry) for entry in _listed(file, owner, "stateSchema")]
     names = [name for name, _, _ in states]
     if len(set(names)) < len(names):
@@ -76,7 +82,10 @@ def _states(file: str, owner: dict[str, Any]) -> list[State]:
 
 
 def _state(file: str, entry: dict[str, Any]) -> State:
-    """Return name, dtype and shape of a state from its JSON in a .mlmodelc."""
+    """Return name, dtype and shape of a state from its JSON `entry` in `file`.
+
+    Raises FormatError for an unknown dtype, or a shape that is empty or too large.
+    """
     name = _text(file, entry, "name")
     dtype = _DTYPES.get(_text(file, entry, "dataType"))
     if dtype is None:
@@ -97,6 +106,7 @@ def _state(file: str, entry: dict[str, Any]) -> State:
 
 
 def _listed(file: str, owner: dict[str, object], key: str) -> list[dict[str, Any]]:
+    """Return the list of objects that `owner` has for `key`; an empty list if it lacks the key."""
     entries = owner.get(key, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise format_error(file, f"{key!r} is not a list of objects")
@@ -104,6 +114,7 @@ def _listed(file: str, owner: dict[str, object], key: str) -> list[dict[str, Any
 
 
 def _text(file: str, entry: dict[str, object], key: str) -> str:
+    """Return the text that `entry` has for `key`; FormatError if it is missing or too long."""
     text = entry.get(key)
     if not isinstance(text, str):
         raise format_error(file, f"expected text for {key!r}, got {type(text).__name__}")

@@ -75,7 +75,11 @@ _ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
 
 
 def _read_name(fields: Fields, label: str) -> str:
-    """Return the name of a function or state, its field 1; a missing name is an error."""
+    """Return the name of a function or state, which is field 1 of its message.
+
+    `label`: such as "the name of a state", for errors. Raises FormatError for a name that is
+    missing, empty or too long, is not UTF-8, or contains a zero.
+    """
     message = fields.only(1, label)
     if message is None:
         raise error_at(fields.offset, f"{label} is missing")
@@ -86,7 +90,7 @@ def _read_name(fields: Fields, label: str) -> str:
     try:
         name = bytes(message.data).decode()
     except UnicodeDecodeError:
-        name = "\0"
+        name = "\0"  # refused below
     if "\0" in name:
         raise error_at(message.offset, f"{label} is not UTF-8 text")
     return name
@@ -96,11 +100,15 @@ def _read_name(fields: Fields, label: str) -> str:
 
 
 def _read_shape(array: Fields, name: str) -> tuple[int, ...]:
-    """Return the shape; writers may pack it into one field or not, or mix both forms."""
+    """Return the shape in `array`, the array type of the state `name`, which is for errors.
+
+    A writer may write one field for each dimension, or pack dimensions into a field of bytes, or
+    mix both forms. Raises FormatError if a dimension is not positive.
+    """
     shape: list[int] = []
 
     def add(value: int, offset: int) -> None:
-        """Add a dimension that was read at `offset`; raises FormatError if it is not positive."""
+        """Add the dimension `value`, an unsigned number that was read at `offset` of the file."""
         if len(shape) == _MOST_RANK:
             raise error_at(offset, f"state {name} has more than {_MOST_RANK} dimensions")
         if not 0 < value < 1 << 63:
@@ -128,7 +136,11 @@ def _read_shape(array: Fields, name: str) -> tuple[int, ...]:
 
 
 def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of a state from its protobuf message; `name`: for errors."""
+    """Return dtype and shape in `array`, the array type of the state `name`, which is for errors.
+
+    Of several data types the last counts, as in protobuf. Raises FormatError for an unknown data
+    type, and for a shape that is missing or too large.
+    """
     shape = _read_shape(array, name)
     number, offset = 0, array.offset
     for field in array.of(2):
@@ -152,7 +164,10 @@ def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _read_state(feature: Fields) -> State:
-    """Return name, dtype and shape of a state from its protobuf message."""
+    """Return name, dtype and shape of a state from the fields of its message.
+
+    A FormatError about dtype or shape has the name of the state as its attribute `name`.
+    """
     name = _read_name(feature, "the name of a state")
     try:
         kind = feature.only(3, "a type")
@@ -170,7 +185,11 @@ def _read_state(feature: Fields) -> State:
 
 
 def _read_states(owner: Fields, number: int, total: int) -> list[State]:
-    """Return the states of a function or description; `total` is the number of earlier ones."""
+    """Return the states in the fields `number` of `owner`, a function or description.
+
+    `total`: states of earlier functions. Raises FormatError if two states have the same name, or if
+    the function or model has too many states.
+    """
     states: dict[str, State] = {}
     for message in owner.messages(number, "a state"):
         count = total + len(states)
@@ -187,7 +206,10 @@ def _read_states(owner: Fields, number: int, total: int) -> list[State]:
 
 
 def _read_functions(description: Fields) -> Functions:
-    """Return the states of each function by name, from a model description."""
+    """Return the states of each function by name, from a model description; {} without functions.
+
+    Raises FormatError if two functions have the same name, or if there are too many.
+    """
     functions: Functions = {}
     total = 0
     for message in description.messages(20, "a function"):
@@ -206,9 +228,10 @@ def _read_functions(description: Fields) -> Functions:
 def parse_description(data: bytes, offset: int = 0) -> tuple[Functions, str | None]:
     """Return the states of each function, and the name of the default function, if any.
 
-    `offset` is the place of the description in its file. Without functions, the states of the
-    description belong to the only function, which Core ML and its converters call "main". Several
-    functions without a default are accepted.
+    `data`: a serialized description; `offset`: bytes before it in its file, for errors. Without
+    functions, the states of the description belong to the only function, which Core ML and its
+    converters call "main". Several functions without a default are accepted. Raises FormatError if
+    the description is not valid.
     """
     description = Fields(Message(memoryview(data), offset), [13, 20, 21])
     functions = _read_functions(description)
@@ -232,10 +255,12 @@ def parse_description(data: bytes, offset: int = 0) -> tuple[Functions, str | No
 
 
 def _find_description(read: Callable[[int, int], bytes], size: int) -> tuple[int, int]:
-    """Return start and length of the only description among the top-level fields.
+    """Return start and length, in bytes, of the only description among the top-level fields.
 
+    `read` returns bytes of the specification from an offset and a count; `size`: all its bytes.
     Continues to the end, so that a file truncated in its program fails here and not in Core ML
-    later. One small read for each field; their number is limited.
+    later. One small read for each field; their number is limited. Raises FormatError unless there
+    is one description.
     """
     description: tuple[int, int] | None = None
     offset = count = 0
@@ -265,6 +290,7 @@ def _find_description(read: Callable[[int, int], bytes], size: int) -> tuple[int
 
 
 def _parse(read: Callable[[int, int], bytes], size: int) -> tuple[Functions, str | None]:
+    """As `parse_specification`; `read` and `size` are as for `_find_description`."""
     start, length = _find_description(read, size)
     if length > _MOST_DESCRIPTION:
         text = f"a description of {length} bytes, expected at most {_MOST_DESCRIPTION}"
@@ -286,7 +312,11 @@ def parse_specification(data: Any) -> tuple[Functions, str | None]:
 
 
 def _read_file(path: str, file: str, source: Any) -> tuple[Functions, str | None]:
-    """Read a specification; errors have the path `source`, and name the file inside it."""
+    """As `parse_specification`, for the file `path`.
+
+    `file`: its path inside the package, which begins the message of errors. `source`: the caller's
+    path of the package or file, which errors have as their `path`.
+    """
     try:
         with open_regular(path) as stream:
 
@@ -305,7 +335,10 @@ def _read_file(path: str, file: str, source: Any) -> tuple[Functions, str | None
 
 
 def _name_file(error: FormatError, path: str, file: str, source: Any) -> FormatError:
-    """Name a file as `file` inside `source`; the text of an error may begin with its path."""
+    """Return `error` with a message that begins with `file`, instead of `path`, if it has that.
+
+    `file`: path inside the package. `source`: the caller's path, which becomes the error's `path`.
+    """
     text = str(error).removeprefix(f"{path}: ")
     error.args = (f"{file}: {text}",)
     error.path = source
@@ -313,7 +346,10 @@ def _name_file(error: FormatError, path: str, file: str, source: Any) -> FormatE
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a manifest's path stays inside its package, on every system."""
+    """Return whether a path from a manifest stays inside its package, on every system.
+
+    A path with a backslash, a zero or more than 1024 bytes is false too.
+    """
     is_plain = (
         "\\" not in path
         and "\0" not in path
@@ -323,9 +359,11 @@ def is_inside(path: str) -> bool:
 
 
 def _read_manifest(folder: str, source: Any) -> str:
-    """Return the path of the specification in a package, from its Manifest.json.
+    """Return the path of the specification below Data/ of a package, from its Manifest.json.
 
-    `source`: the caller's path, for errors.
+    `folder`: the package. `source`: the caller's path of it, for errors. Raises FormatError if the
+    manifest is missing or not valid, or names a path outside of the package, and StoreError if it
+    cannot be read.
     """
     file = "Manifest.json"
     name = os.path.join(folder, file)
@@ -371,11 +409,11 @@ def _read_manifest(folder: str, source: Any) -> str:
 
 
 def read_package(path: Any) -> tuple[Functions, str | None]:
-    """As `parse_specification`, for a .mlpackage folder or a .mlmodel file.
+    """As `parse_specification`, for a .mlpackage folder or a .mlmodel file at `path`.
 
-    Names and extensions are ignored. StoreError: a file cannot be opened or read. FormatError
-    also for a folder without a manifest, a manifest that is invalid or refers outside the
-    package, a file that is not regular or is truncated during the read.
+    Names and extensions are ignored. Raises StoreError if a file cannot be opened or read, and
+    FormatError also for a folder without a manifest, a manifest that is invalid or refers outside
+    the package, and a file that is not regular or is truncated during the read.
     """
     name = os.fsdecode(path)
     try:

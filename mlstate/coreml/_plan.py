@@ -95,7 +95,7 @@ at least 300"
 
 
 def _named_by_chunk(parts: tuple[StateSpecs, ...]) -> dict[str, StateSpec]:
-    """Return the states of all chunks."""
+    """Return the states of all chunks in one mapping, by names such as ``"chunk 1: kv_cache"``."""
     return {
         f"chunk {number}: {name}": spec
         for number, part in enumerate(parts, 1)

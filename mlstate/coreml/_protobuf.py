@@ -46,20 +46,28 @@ class Field(NamedTuple):
 
 
 def error_at(offset: int, text: str) -> FormatError:
+    """Return the FormatError for the byte `offset` of a file."""
     error = FormatError(f"byte {offset}: {text}")
     error.offset = offset
     return error
 
 
 def length_error(field: int, offset: int, length: int, left: int, text: str) -> FormatError:
-    """Return the error of a field that is longer than its message; `text` describes the rest."""
+    """Return the error for a field that claims more bytes than its message has left.
+
+    `field`: its number. `offset`: byte of the file at which it begins. `length`, `left`: bytes that
+    it claims and that are left. `text`: describes these, and ends the message.
+    """
     error = error_at(offset, f"field {field} claims {length} bytes, but {text}")
     error.expected, error.got = f"at most {left} bytes", f"{length} bytes"
     return error
 
 
 def read_varint(message: Message, at: int) -> tuple[int, int]:
-    """Return the number of a protobuf message at a position, and the position after it."""
+    """Return the number that is stored at byte `at` of a message, and the index of the byte after.
+
+    Raises FormatError if the data ends inside the number, or if it has more than 64 bits.
+    """
     if at < len(message.data) and message.data[at] < 0x80:  # nearly all are this short
         return message.data[at], at + 1
     value = 0
@@ -76,15 +84,16 @@ def read_varint(message: Message, at: int) -> tuple[int, int]:
 
 
 def read_header(message: Message, at: int) -> tuple[int, int, int, int]:
-    """Return field number, wire type, and value of a field, and the position after them.
+    """Return field number, wire type and value of the field at byte `at`, and the byte after them.
 
-    Field number 0 is invalid, so a run of zeros (a hole in a file) is refused. Groups are refused
-    because they end at a matching tag: skipping one would need a stack.
+    The value of a field of bytes is their number; the bytes follow. Field number 0 is invalid, so a
+    run of zeros (a hole in a file) is refused. Groups are refused because they end at a matching
+    tag: skipping one would need a stack.
     """
     start = message.offset + at
     tag, at = read_varint(message, at)
     number, wire_type = tag >> 3, tag & 7
-    if tag >> 32 or not number:
+    if tag >> 32 or not number:  # a tag has at most 32 bits
         raise error_at(start, f"no field can have the tag {tag}")
     if wire_type in (VARINT, BYTES):
         value, at = read_varint(message, at)
@@ -106,9 +115,11 @@ class Fields:
     def __init__(
         self, message: Message, numbers: Collection[int], room: list[int] | None = None
     ) -> None:
-        """Read all fields, and keep those with the given numbers.
+        """Read all fields of `message`, and keep those with one of `numbers`.
 
-        `room` holds the number of fields that may follow, nested ones too.
+        `room`: a list of one item, the number of fields that may follow, nested ones too; all
+        messages of a file share and lower it. None: a new one. Raises FormatError for a message
+        that is not valid, or has too many fields.
         """
         self.offset = message.offset
         self._room = room or [_MOST_FIELDS]
@@ -134,7 +145,10 @@ class Fields:
         return self._fields[number]
 
     def messages(self, number: int, label: str) -> list[Message]:
-        """Return the payloads of the fields with a number; `label` names them in errors."""
+        """Return the payloads of the fields with a number; `label` names them in errors.
+
+        Raises FormatError if one of them is a number.
+        """
         for field in self.of(number):
             if field.wire_type != BYTES:
                 raise error_at(field.offset, f"{label} is not of its type")

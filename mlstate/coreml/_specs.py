@@ -82,7 +82,7 @@ class StateSpecs(FunctionStates[StateSpec]):
 
 
 def as_spec(name: str, value: Any) -> StateSpec:
-    """Return the caller's spec of a state; from a shape, one with dtype float16."""
+    """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`."""
     if isinstance(value, StateSpec):
         return value
     try:
@@ -99,7 +99,10 @@ def as_spec(name: str, value: Any) -> StateSpec:
 
 
 def _serialized(source: Any) -> bytes | None:
-    """Return the serialized description of a coremltools model or spec, without its program."""
+    """Return the serialized description of a coremltools model or spec, without its program.
+
+    None if `source` is neither.
+    """
     spec = getattr(source, "_spec", None)  # get_spec() would copy the whole program
     if spec is None:
         spec = source
@@ -112,7 +115,11 @@ def _serialized(source: Any) -> bytes | None:
 
 
 def _read(source: Source) -> tuple[Functions, str | None]:
-    """Return the states of each function, and the default function or None, of any source."""
+    """Return the states of each function by name, and the default function or None.
+
+    `source`: a path, the bytes of a specification, or a coremltools model or specification.
+    Raises TypeError for another type, and the errors of the readers.
+    """
     if isinstance(source, (str, os.PathLike)):
         path = local_path(source)
         compiled = metadata_path(path)
@@ -131,13 +138,16 @@ def _read(source: Source) -> tuple[Functions, str | None]:
 
 
 def _read_model(source: Source) -> tuple[ModelFunctions, str | None]:
-    """Return the states of every function of a single model, and the default function."""
+    """Return the states of every function of a single model, and the default function or None.
+
+    `source`: in any form that `state_specs` accepts, except several chunks.
+    """
     if isinstance(source, StateSpecs):
         return source.functions, source.default_function
-    get_spec = getattr(source, "get_spec", None)
+    get_spec = getattr(source, "get_spec", None)  # of an MLModel, `_spec` is used, not a copy
     if callable(get_spec) and getattr(source, "_spec", None) is None:
         source = get_spec()
-    elif isinstance(path := getattr(source, "path_or_asset", None), str):  # CompiledMLModel
+    elif isinstance(path := getattr(source, "path_or_asset", None), str):  # a CompiledMLModel
         source = path
     if isinstance(source, Mapping):
         states = {name: as_spec(name, value) for name, value in source.items()}
@@ -160,6 +170,10 @@ def _states_text(states: Mapping[str, StateSpec]) -> str:
 
 
 def _disagreement(labels: tuple[str, str], expected: str, got: str, remedy: str) -> Exception:
+    """Return the CompatibilityError for two chunks that differ; `labels`: their names.
+
+    `expected`, `got`: texts on the facts that differ, in both. `remedy`: end of the message, or "".
+    """
     return incompatible(
         f"{labels[0]} and {labels[1]} do not belong together: {expected} and {got}{remedy}",
         None,
@@ -174,10 +188,11 @@ def _check_functions(
     other: tuple[ModelFunctions, str | None],
     shared_state: bool,
 ) -> None:
-    """Raise CompatibilityError if two chunks have other functions or contexts, or share no state.
+    """Raise CompatibilityError if two chunks cannot belong to one model.
 
-    Chunks with separate states may have other names and layers, but a state of the same name
-    has the same number of positions.
+    `labels`: their names in errors. `first`, `other`: states of each function, and default
+    function. Both must have the same functions and default. With `shared_state`, they must declare
+    the same states. Without it, only a state of the same name must have as many positions.
     """
     (functions, default), (other_functions, other_default) = first, other
     names = [shorten(", ".join(model), 200) for model in (functions, other_functions)]
@@ -203,7 +218,7 @@ def _check_functions(
 
 
 def _read_chunk(source: Source, label: str) -> tuple[ModelFunctions, str | None]:
-    """As `_read_model`; errors name the chunk."""
+    """As `_read_model`; the message of a FormatError or TypeError contains `label`."""
     try:
         return _read_model(source)
     except (FormatError, TypeError) as error:
@@ -215,7 +230,11 @@ def _read_chunk(source: Source, label: str) -> tuple[ModelFunctions, str | None]
 def _read_chunks(
     chunks: Chunks, shared_state: bool
 ) -> tuple[list[tuple[ModelFunctions, str | None]], int]:
-    """Return the functions and default function of each chunk, and the first chunk with states."""
+    """Return the functions and default function of each chunk, and the index of one with states.
+
+    It is the first one with states, or 0 if no chunk has any. Chunks with states are checked
+    against it. `shared_state`: as for `plan_transition`.
+    """
     labels = [_label(source, i) for i, source in enumerate(chunks.sources)]
     models = list(map(_read_chunk, chunks.sources, labels))
     if chunks.default is not None:
@@ -235,15 +254,16 @@ def _read_chunks(
 
 
 def _label(source: Any, number: int) -> str:
+    """Return the name of a chunk in errors: its file name, or its number, counted from 1 there."""
     if isinstance(source, str | os.PathLike):
         return shorten(os.path.basename(os.fsdecode(source).rstrip("/")), 80)
     return f"chunk {number + 1}"
 
 
 def read_functions(source: Source) -> tuple[ModelFunctions, str | None]:
-    """Return the states of every function, and the name of the default function.
+    """Return the states of every function, and the name of the default function or None.
 
-    Chunks share one state.
+    Several chunks must share one state; the states of the first one that has any are returned.
     """
     chunks = find_chunks(source)
     if chunks is None:
@@ -255,7 +275,11 @@ def read_functions(source: Source) -> tuple[ModelFunctions, str | None]:
 def _choose_of(
     source: Source, functions: ModelFunctions, default: str | None, function: str | None
 ) -> StateSpecs:
-    """Return the states of one function: `function`, that of the source, or the default."""
+    """Return the states of one of `functions`, the functions of `source` by name.
+
+    It is `function`, or if this is None the function that `source` was loaded for, else `default`.
+    Raises CompatibilityError if the function does not exist or none is chosen.
+    """
     if isinstance(source, StateSpecs):
         name: str | None = function or source.function
     else:
@@ -264,16 +288,21 @@ def _choose_of(
 
 
 def choose(source: Source, function: str | None) -> StateSpecs:
-    """Return the states of a function; `source` is read unless it is `StateSpecs`."""
+    """Return the states of `function`, or of the default one if it is None.
+
+    `source` is read unless it is `StateSpecs`. Several chunks must share one state.
+    """
     return choose_states(source, function, shared_state=True)[0]
 
 
 def choose_states(
     source: Source, function: str | None, *, shared_state: bool
 ) -> tuple[StateSpecs, ...]:
-    """Return the states of a function for each state object of a model.
+    """Return the states of `function`, or of the default one, for each state object of a model.
 
-    That is one of a single model and of chunks with a shared state, else one of each chunk.
+    `source`: in any form that `state_specs` accepts. A single model, and chunks with
+    `shared_state`, have one state object. Otherwise each chunk has its own; the states of a chunk
+    without states are an empty mapping. Raises CompatibilityError if chunks do not belong together.
     """
     chunks = find_chunks(source)
     if chunks is None:
@@ -294,7 +323,11 @@ def choose_states(
 def states_of_contexts(
     source: Source, sizes: Iterable[int], *, shared_state: bool
 ) -> dict[int, tuple[StateSpecs, ...]] | None:
-    """Return the states of each context size, or None if `source` does not list contexts."""
+    """Return the states for each of `sizes`, or None if `source` does not list context sizes.
+
+    Only ANEMLL's meta.yaml lists them. The states of a size are those that `choose_states` returns.
+    Raises CompatibilityError if a size is not in the list.
+    """
     chunks = find_chunks(source)
     if chunks is None or not chunks.contexts:
         return None
@@ -316,7 +349,7 @@ def states_of_contexts(
 # Failures were observed for the innermost axis. The rule is also applied to the axis before it,
 # the sequence of a KV cache, unless its length is 1.
 def _engine_faults(shape: tuple[int, ...]) -> Iterator[int]:
-    """Yield the axes whose length must be a multiple of 32 and is not."""
+    """Yield the axes of a state whose length should be a multiple of 32 and is not."""
     rank = len(shape)
     for axis in range(max(rank - 2, 0), rank):
         inner = axis == rank - 1
@@ -325,7 +358,10 @@ def _engine_faults(shape: tuple[int, ...]) -> Iterator[int]:
 
 
 def warn_of_shapes(specs: StateSpecs, stacklevel: int) -> None:
-    """Warn of states whose shapes may fail on the Neural Engine."""
+    """Issue a StateShapeWarning for each axis of a state that may fail on the Neural Engine.
+
+    `stacklevel`: 1 is the caller of this function, as for `warnings.warn` in that caller.
+    """
     for spec in specs.values():
         for axis in _engine_faults(spec.shape):
             label = f" ({AXES[axis]})" if len(spec.shape) == len(AXES) else ""
@@ -341,6 +377,7 @@ def warn_of_shapes(specs: StateSpecs, stacklevel: int) -> None:
 
 
 def _next_multiple(length: int) -> int:
+    """Return the smallest multiple of 32 that is at least `length`."""
     return -(-length // _ENGINE_MULTIPLE) * _ENGINE_MULTIPLE
 
 

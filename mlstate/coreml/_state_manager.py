@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def _too_old(missing: str) -> Exception:
-    """Return the exception for a coremltools without states that can be read and written."""
+    """Return the error for a coremltools below 9, whose states cannot be read and written.
+
+    `missing`: text on the method that is missing.
+    """
     version = getattr(sys.modules.get("coremltools"), "__version__", "an unknown version")
     return incompatible(
         f"{missing}: coremltools 9.0 or newer is needed to move states, found {version}; run "
@@ -123,12 +126,15 @@ class StateManager(StateManagerBase):
         return callable(model) and not hasattr(model, "make_state")
 
     def _as_specs(self, specs: Any) -> dict[int, Any]:
-        """Return the caller's specs by context size; also from the path of a meta.yaml."""
+        """Return the argument `specs` by context size; a path is of a folder with a meta.yaml.
+
+        Raises CompatibilityError if the path does not list context sizes.
+        """
         if not isinstance(specs, str | os.PathLike):
             return super()._as_specs(specs)
         states = states_of_contexts(specs, self._ladder.sizes, shared_state=self._shared_state)
         if states is None:
-            read_functions(specs)  # raises unless it is a model
+            read_functions(specs)  # raises a better error unless it is a model
             raise incompatible(
                 f"specs: {os.fsdecode(specs)} does not list contexts as ANEMLL's meta.yaml does; "
                 "pass a mapping of context sizes",
@@ -139,7 +145,11 @@ class StateManager(StateManagerBase):
         return dict(states)
 
     def _read_context(self, size: int, model: Any) -> Context:
-        """Return a model with its states, checked against the caller's specs if there are any."""
+        """As in the base; first reads the specs that the caller passed for `size`, if any.
+
+        `_given_specs` then has the states of this size as a tuple: one for all chunks, or one for
+        each. Raises CompatibilityError for another number of chunks.
+        """
         if size in self._given_specs:
             source = self._given_specs[size]
             listed = states_of_contexts(source, (size,), shared_state=self._shared_state)
@@ -161,7 +171,11 @@ class StateManager(StateManagerBase):
         return super()._read_context(size, model)
 
     def _read_specs(self, size: int, model: object, chunk: int) -> Mapping[str, StateSpec]:
-        """Return the states of a model, or of its chunk number `chunk`, from specs or itself."""
+        """Return the states of a model from the specs of its size, else from its description.
+
+        `chunk`: its number among the models of this size, from 0. Raises TypeError, or
+        CompatibilityError for an old coremltools, if it cannot create states.
+        """
         if not callable(getattr(model, "make_state", None)):
             if type(model).__module__.partition(".")[0] == "coremltools":
                 raise _too_old("the model has no make_state")
@@ -177,6 +191,7 @@ class StateManager(StateManagerBase):
         return states
 
     def _make_state(self, model: Any, specs: Mapping[str, StateSpec]) -> Any:
+        """Return a new state of Core ML; raise CompatibilityError for an old coremltools."""
         state = model.make_state()
         for method in ("read_state", "write_state"):
             if not hasattr(state, method):
@@ -199,9 +214,10 @@ class StateManager(StateManagerBase):
         positions: int | None,
         compact: bool,
     ) -> None:
-        """Copy the state `name` from source to target; `positions` None: it does not grow.
+        """Copy the state `name` from `source` to `target`, both states of Core ML.
 
-        `specs`: of source and target. `compact`: the target is the shorter one.
+        `specs`: of the state in source and target. `positions`: number of tokens; None: both shapes
+        are equal. `compact`: whether the target's context is smaller.
         """
         have, want = specs
         move_state(

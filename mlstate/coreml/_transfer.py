@@ -50,7 +50,11 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def _check_names(
     names: str | Sequence[str], specs: Mapping[str, StateSpec | Sequence[int]] | None
 ) -> tuple[str, ...]:
-    """Return the names of the states to move as a list; raise TypeError for wrong arguments."""
+    """Return `names`, one name or several, as a tuple.
+
+    Raises TypeError unless they are names and `specs` is a mapping or None, and ValueError for a
+    name that appears twice.
+    """
     if specs is not None and not isinstance(specs, Mapping):
         raise TypeError(
             "specs must be the target model's state_specs(...) or a mapping of names to shapes, "
@@ -73,9 +77,10 @@ def _check_names(
 def _target_state(
     target: MLStateLike, name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None
 ) -> tuple[tuple[int, ...], np.dtype[Any] | None]:
-    """Return shape and dtype of the target's state: from its specs, or by reading it.
+    """Return shape and dtype of the state `name` of `target`, from `specs`, or by reading it.
 
-    The dtype is None if the specs have only the shape.
+    The dtype is None if the specs have only the shape. Raises CompatibilityError if they lack the
+    state.
     """
     if specs is None:
         value = np.asarray(target.read_state(name=name))
@@ -92,7 +97,10 @@ def _target_state(
 
 
 def written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return a dtype that `write_state` accepts and that holds every value of `dtype`."""
+    """Return a dtype that `write_state` accepts, and that holds every value of `dtype`.
+
+    `name`: the state, for errors. Raises CompatibilityError if no accepted dtype holds them.
+    """
     native = dtype.newbyteorder("=")
     if name_of(native) in ("float16", "bfloat16"):
         return np.dtype(np.float32)
@@ -110,10 +118,10 @@ def written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 class _Move(NamedTuple):
     """How states move: the arguments that all states have in common."""
 
-    position: int
-    compact: bool
+    position: int  # number of tokens
+    compact: bool  # whether the target may be shorter than the source
     seq_axis: int
-    pad_value: float = 0.0
+    pad_value: float = 0.0  # of positions without a token; not used to compact
 
 
 def _read_moved(
@@ -124,9 +132,10 @@ def _read_moved(
     move: _Move,
     declared: tuple[int, ...] | None = None,
 ) -> tuple[NDArray, tuple[int, ...]]:
-    """Read a state and check everything; return the array for the target and the source's shape.
+    """Read the state `name`, and return the array to write to `target`, and the source's shape.
 
-    `declared` is the shape that the source's state must have, if it is known.
+    Nothing is written, and everything is checked. `specs`: as for `_target_state`. `declared`: the
+    shape that the source's state must have; None: any.
     """
     shape, expected = _target_state(target, name, specs)
     value = np.asarray(source.read_state(name=name))
@@ -180,7 +189,11 @@ def move_state(
     seq_axis: int,
     declared: tuple[int, ...] | None = None,
 ) -> None:
-    """Read, check everything, move and write; the write to the target is the last step."""
+    """Move the state `name` with `position` tokens from `source` to `target`.
+
+    Everything is checked before the write, so after an error of a check the target is unchanged.
+    The other parameters are as for `_Move` and `_read_moved`.
+    """
     move = _Move(as_position(position), compact, valid_axis(seq_axis))
     value, _ = _read_moved(source, target, name, specs, move, declared)
     target.write_state(name=name, value=value)
@@ -205,9 +218,11 @@ class _Write(NamedTuple):
 
 
 def _state_pairs(sources: tuple[Any, ...], targets: tuple[Any, ...], specs: Any) -> list[_Pair]:
-    """Return the state objects of each chunk with states.
+    """Return the state objects of each chunk with states, checked against one another.
 
-    Chunks that share a pair of state objects count once.
+    `sources`, `targets`: a state object or None for each chunk. `specs`: a list with the target's
+    specs for each chunk, or specs for all. Chunks that share a pair of state objects count once.
+    Raises CompatibilityError if a state would be read after another one was written over it.
     """
     count = len(sources)
     each = tuple(specs) if isinstance(specs, list | tuple) else (specs,) * count
@@ -219,7 +234,7 @@ def _state_pairs(sources: tuple[Any, ...], targets: tuple[Any, ...], specs: Any)
             count,
             len(targets),
         )
-    pairs: dict[int, _Pair] = {}
+    pairs: dict[int, _Pair] = {}  # by the id of the target
     for number, (source, target, spec) in enumerate(zip(sources, targets, each, strict=True), 1):
         if source is None and target is None:
             continue
@@ -243,7 +258,11 @@ def _state_pairs(sources: tuple[Any, ...], targets: tuple[Any, ...], specs: Any)
 def _move_all(
     sources: Any, targets: Any, names: str | Sequence[str], specs: Any, move: _Move
 ) -> None:
-    """Move states of all chunks: read and check all, then write all, or restore the targets."""
+    """Move the states `names` of all chunks: read and check all, then write all.
+
+    If a write fails, the former values are written back to the targets, and the error is raised.
+    The parameters are as for `transition_coreml_state`.
+    """
     pairs = [_Pair(1, sources, targets, specs)]
     if isinstance(sources, list | tuple) or isinstance(targets, list | tuple):
         pairs = _state_pairs(_as_tuple(sources), _as_tuple(targets), specs)
@@ -272,7 +291,10 @@ def _move_all(
 
 
 def _read_former(write: _Write) -> NDArray:
-    """Return a copy of the state that a write replaces, in the form that can be written back."""
+    """Return a copy of the state that a write will replace, in a form that can be written back.
+
+    Raises CompatibilityError if it has another shape than the array to write.
+    """
     value = np.asarray(write.pair.target.read_state(name=write.name))
     if value.shape != write.value.shape:
         raise incompatible(
@@ -286,9 +308,10 @@ def _read_former(write: _Write) -> NDArray:
 
 
 def _restore(former: Sequence[_Write], error: BaseException) -> None:
-    """Write former values back, the newest first; raise if one cannot be written.
+    """Write former values back, the last one of `former` first; return if all were written.
 
-    MLStateError, or the interrupt among the errors, with a note.
+    `error`: the exception that ended the move. If a value cannot be written, raises MLStateError,
+    or the interrupt among the exceptions, such as KeyboardInterrupt, with a note.
     """
     failures: list[BaseException] = []
     texts = []
@@ -519,6 +542,7 @@ float64 or int32
         return other
 
     def _find(self, name: str) -> NDArray:
+        """Return the array of the state `name`, not a copy; RuntimeError if there is none."""
         state = self._states.get(name) if isinstance(name, str) else None
         if state is None:
             raise RuntimeError(f"no state is called {name!r}; the model has {quoted(self._states)}")
@@ -577,7 +601,7 @@ float64 or int32
 
 
 def _refusal_reason(state: NDArray, value: object) -> str | None:
-    """Return why Core ML does not accept `value` for `state`, or None."""
+    """Return why Core ML does not accept `value` for the array `state`; None if it does."""
     if not isinstance(value, np.ndarray):
         return f"value type not convertible: {type(value).__name__}; write a NumPy array"
     if value.dtype.name not in _WRITABLE_DTYPES or not value.dtype.isnative:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Planned", "show_activations"]
 
-CHARACTERS, HIDDEN, BLOCKS, SEED = 2048, 256, 10, 0
+CHARACTERS, HIDDEN, BLOCKS, SEED = 2048, 256, 10, 0  # HIDDEN: width between a block's matrices
 MERGE = (2, 5, 8)  # blocks that merge two positions into one
 SECONDS = 1e-9  # of one multiplication; times are computed, so all machines get the same plan
-FLOAT = 4
+FLOAT = 4  # bytes of a float32
 MIB = 1024.0**2
 
 
@@ -44,6 +44,7 @@ class _Block:
     """Two matrices with a tanh between them; with `merge`, two positions are first joined."""
 
     def __init__(self, generator: np.random.Generator, width: int, merge: bool) -> None:
+        """Draw the matrices; `width`: elements of a position in the block's input and output."""
         inside = 2 * width if merge else width
         self.first: NDArray = generator.standard_normal((inside, HIDDEN), np.float32)
         self.first /= np.float32(inside**0.5)
@@ -52,15 +53,22 @@ class _Block:
         self.gradients = [np.zeros_like(self.first), np.zeros_like(self.second)]
 
     def forward(self, x: NDArray) -> tuple[NDArray, NDArray]:
-        """Return the output, and the hidden values that the backward pass needs."""
+        """Return the output, and the hidden values that the backward pass needs.
+
+        `x`: (positions, width). With `merge`, the output has half as many positions.
+        """
         hidden = x.reshape(-1, len(self.first)) @ self.first
         np.tanh(hidden, out=hidden)
         return hidden @ self.second, hidden
 
     def backward(self, x: NDArray, hidden: NDArray, gradient: NDArray) -> NDArray:
-        """Store the matrices' gradients; return the input's gradient. Overwrites `hidden`."""
+        """Store the matrices' gradients, and return the gradient of the input `x`.
+
+        `hidden`: from `forward`; it is overwritten. `gradient`: of the output.
+        """
         inner = gradient @ self.second.T
         np.matmul(hidden.T, gradient, out=self.gradients[1])
+        # the derivative of tanh
         np.square(hidden, out=hidden)
         np.subtract(1, hidden, out=hidden)
         inner *= hidden
@@ -69,8 +77,11 @@ class _Block:
 
 
 def _chain(width: int) -> Chain:
-    """Return the chain of the blocks, with counted multiplications and bytes."""
-    rows = [CHARACTERS]
+    """Return the chain of the blocks, with counted multiplications and bytes.
+
+    `width`: elements of a position.
+    """
+    rows = [CHARACTERS]  # positions of each activation
     for i in range(BLOCKS):
         rows.append(rows[-1] // 2 if i in MERGE else rows[-1])
     inside = [2 * width if i in MERGE else width for i in range(BLOCKS)]
@@ -88,7 +99,11 @@ def _chain(width: int) -> Chain:
 
 
 def _run(schedule: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
-    """Run the steps of a plan; return the peak memory that NumPy allocated, including `x`."""
+    """Run a forward and backward pass by the steps of a plan; the blocks store their gradients.
+
+    `schedule`: the plan. `x`: the input of the first block, (positions, width). Returns the peak
+    memory that NumPy allocated, plus `x`, in bytes.
+    """
     activations: dict[int, NDArray] = {0: x}
     saved: dict[int, NDArray] = {}
     gradient: NDArray | None = None
@@ -112,7 +127,10 @@ def _run(schedule: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
 
 
 def _ways(chain: Chain) -> dict[str, Plan]:
-    """Return the plans by their label in the table."""
+    """Return four plans of `chain` by their label in the table.
+
+    The last one has the peak of recomputing every block, but takes less time.
+    """
     middle = (chain.plain_peak_bytes + chain.least_budget_bytes) // 2
     every = Plan.from_strategy(chain, IntervalStrategy(1))
     return {
@@ -124,7 +142,11 @@ def _ways(chain: Chain) -> dict[str, Plan]:
 
 
 def show_activations(model: CharModel, embedding: Any, say: Callable[[str], None]) -> Planned:
-    """Run a network with several plans, and compare memory, time and gradients."""
+    """Run a network with several plans, and compare memory, time and gradients.
+
+    `embedding`: the model's character embeddings, (characters, width). `say` is called with each
+    text of the output.
+    """
     tokens = model.encode(source_text("model.py", model.vocabulary)[:CHARACTERS])
     x = embedding.astype(np.float32)[np.array(tokens)]
     generator = np.random.default_rng(SEED)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Kept", "show_checkpoints"]
 
 STEPS = (1000, 2000)
-RANK, RANKS = 1, 4
+RANK, RANKS = 1, 4  # the rank that loads a part, and the number of ranks
 
 
 class Kept(NamedTuple):
@@ -32,7 +32,10 @@ class Kept(NamedTuple):
 
 
 def _flip(folder: str, shard: ShardRecord) -> int:
-    """Flip one bit in the middle of a shard; return its offset."""
+    """Flip one bit in the middle of a shard's bytes; return the offset of its byte in the file.
+
+    `folder`: of the checkpoint.
+    """
     assert shard.path is not None and shard.offset is not None
     at = shard.offset + shard.nbytes // 2
     with (Path(folder) / shard.path).open("r+b") as file:
@@ -44,7 +47,10 @@ def _flip(folder: str, shard: ShardRecord) -> int:
 
 
 def show_checkpoints(weights: ModelStateDict, say: Callable[[str], None]) -> Kept:
-    """Save two checkpoints, damage one, repair it, and load a part."""
+    """Save two checkpoints, damage the newer one, repair it, and load a part.
+
+    `say` is called with each text of the output.
+    """
     with tempfile.TemporaryDirectory(prefix="mlstate-demo-") as folder:
         manager = CheckpointManager(folder, keep=2)
         model = weights.copy()

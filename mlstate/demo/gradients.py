@@ -29,7 +29,7 @@ __all__ = ["Reduced", "show_gradients"]
 RANKS, STEPS, BATCH, RATE, SEED = 2, 50, 32, 1.0, 0
 BEFORE, HIDDEN = 4, 32  # characters of context, and the width of the hidden layer
 BUCKETS = {"25 MiB": 25 << 20, "16 KiB": 16 << 10, "one gradient": 0}
-SECONDS = 60.0
+SECONDS = 60.0  # timeout of each operation
 
 
 class Reduced(NamedTuple):
@@ -48,12 +48,14 @@ class _Network:
     """Predicts a character from the preceding ones, using the demo model's embeddings."""
 
     def __init__(self, model: CharModel, embedding: Floats) -> None:
+        """Encode the text, and draw weights; `embedding`: (characters, width)."""
         self.tokens = np.array(model.encode(source_text("model.py", model.vocabulary)))
         self.embedding = embedding.astype(np.float32)
         characters, width = embedding.shape
         generator = np.random.default_rng(SEED)
 
         def drawn(rows: int, columns: int) -> Floats:
+            """Return a random matrix that keeps the scale of its input."""
             wide = generator.standard_normal((rows, columns), np.float32)
             return wide / np.float32(rows**0.5)
 
@@ -65,7 +67,11 @@ class _Network:
         }
 
     def samples(self, group: Any, step: int) -> tuple[Floats, object]:
-        """Return contexts and following characters from this rank's part of the text."""
+        """Return the batch of a step: contexts, and the character that follows each.
+
+        It is from this rank's part of the text, and depends only on `step` and the rank. Contexts
+        are rows of embeddings, (BATCH, BEFORE * width).
+        """
         share = (len(self.tokens) - BEFORE) // group.world_size
         generator = np.random.default_rng([SEED, step, group.rank])
         places = group.rank * share + generator.integers(0, share, BATCH)
@@ -75,7 +81,11 @@ class _Network:
     def backward(
         self, weights: dict[str, Floats], samples: tuple[Floats, Any]
     ) -> tuple[float, Iterator[tuple[str, Floats]]]:
-        """Return the loss, and an iterator over the gradients, last layer first."""
+        """Return the mean loss of a batch, and an iterator over the gradients, last layer first.
+
+        The iterator yields (name, gradient) and computes each when it is asked for it. `samples`:
+        from the method `samples`.
+        """
         x, labels = samples
         hidden = np.tanh(x @ weights["hidden.weight"] + weights["hidden.bias"])
         chances = softmax(hidden @ weights["out.weight"] + weights["out.bias"])
@@ -83,6 +93,7 @@ class _Network:
         loss = float(-np.log(chances[rows, labels]).mean())
 
         def gradients() -> Iterator[tuple[str, Floats]]:
+            """Yield the name and the gradient of each weight, in order of the backward pass."""
             error = chances.copy()
             error[rows, labels] -= 1
             error /= len(labels)
@@ -96,6 +107,7 @@ class _Network:
 
 
 def _units(group: Any, weights: dict[str, Floats]) -> dict[str, FSDPShardingUnit]:
+    """Return a sharding unit of this rank for each weight, by name."""
     return {
         name: FSDPShardingUnit(
             name, array.shape, array.dtype, group.rank, world_size=group.world_size
@@ -108,7 +120,11 @@ def _units(group: Any, weights: dict[str, Floats]) -> dict[str, FSDPShardingUnit
 
 
 def _train(group: Any, network: _Network) -> tuple[list[float], dict[str, Floats]]:
-    """Train: reduce gradients as they are computed; each rank updates its part."""
+    """Train the network on one rank: reduce gradients as they are computed, and update weights.
+
+    Each rank updates its part of a weight, and gathers the others. Returns this rank's loss before
+    each step, and the weights at the end.
+    """
     weights = dict(network.weights)
     units = _units(group, weights)
     hook = FSDPBackwardHook(FSDP(group, op="mean"))
@@ -127,7 +143,10 @@ def _train(group: Any, network: _Network) -> tuple[list[float], dict[str, Floats
 
 
 def _reduce(group: ProcessGroup, network: _Network, bucket_bytes: int) -> dict[str, Any]:
-    """Reduce the gradients of the first step; return this rank's parts."""
+    """Reduce the gradients of the first step in buckets of `bucket_bytes`.
+
+    Returns this rank's parts of the sums by name.
+    """
     units = _units(group, network.weights)
     _, gradients = network.backward(network.weights, network.samples(group, 0))
     fsdp = FSDP(group, bucket_bytes=bucket_bytes)
@@ -136,7 +155,10 @@ def _reduce(group: ProcessGroup, network: _Network, bucket_bytes: int) -> dict[s
 
 
 def _spoil(group: ProcessGroup, network: _Network) -> tuple[str, list[str]]:
-    """Reduce gradients, two of them bad on rank 1; return the error and the reduced names."""
+    """Reduce gradients, two of them bad on rank 1.
+
+    Returns the text of this rank's error, and the names of the gradients that were reduced.
+    """
     units = _units(group, network.weights)
     hook = FSDPBackwardHook(FSDP(group))
     hook.use_units(units)
@@ -158,11 +180,16 @@ def _spoil(group: ProcessGroup, network: _Network) -> tuple[str, list[str]]:
 
 
 def show_gradients(model: CharModel, embedding: Floats, say: Callable[[str], None]) -> Reduced:
-    """Reduce gradients of two ranks, and report two bad ones."""
+    """Train on two ranks, compare bucket sizes, and report two bad gradients.
+
+    `embedding`: the model's character embeddings, (characters, width). `say` is called with each
+    text of the output.
+    """
     network = _Network(model, embedding)
     groups = LocalGroup.threads(RANKS, timeout=SECONDS)
 
     def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return the results of ``function(group, network, *args)``, in a thread for each rank."""
         with ThreadPoolExecutor(RANKS) as pool:
             return list(pool.map(lambda group: function(group, network, *args), groups))
 

@@ -26,16 +26,16 @@ Reals: TypeAlias = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Halves: TypeAlias = np.ndarray[Any, np.dtype[np.float16]]
 Tokens: TypeAlias = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-_ALIGNMENT_BYTES = 64
+_ALIGNMENT_BYTES = 64  # a cache line
 
 
 def _contiguous(values: np.ndarray[Any, Any]) -> Floats:
-    """Copy to new float32 memory with a fixed alignment.
+    """Return a copy of `values` in new float32 memory with a fixed alignment.
 
     BLAS may sum in another order for another alignment; this excludes that.
     """
     room = np.empty(values.size + _ALIGNMENT_BYTES // 4, np.float32)
-    skip = -room.ctypes.data % _ALIGNMENT_BYTES // 4
+    skip = -room.ctypes.data % _ALIGNMENT_BYTES // 4  # elements before the first aligned one
     copy = room[skip : skip + values.size].reshape(values.shape)
     copy[...] = values
     return copy
@@ -43,13 +43,17 @@ def _contiguous(values: np.ndarray[Any, Any]) -> Floats:
 
 def softmax(scores: Reals) -> Reals:
     """Return the softmax over the last axis."""
+    # the largest exponent is 0, so that no power overflows
     powers: Reals = np.exp(scores - scores.max(axis=-1, keepdims=True))
     powers /= powers.sum(axis=-1, keepdims=True)
     return powers
 
 
 def _rotate(x: Floats, cosine: Floats, sine: Floats) -> Floats:
-    """Rotate each pair (i, i + half) of the last axis by its position's angle."""
+    """Return `x` with each pair (i, i + half) of the last axis rotated by its position's angle.
+
+    `x`: (..., positions, head_dim). `cosine`, `sine`: of the angles, (positions, head_dim).
+    """
     half = x.shape[-1] // 2
     turned = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
     return x * cosine + turned * sine
@@ -66,6 +70,10 @@ class CharModel:
     def __init__(
         self, arrays: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str]
     ) -> None:
+        """Copy the tensors as float32, and compute the tables of rotations.
+
+        `arrays`: tensors by name. `metadata` has ``config`` and ``vocabulary`` as JSON.
+        """
         self.config: dict[str, int | float] = json.loads(metadata["config"])
         self.vocabulary: str = json.loads(metadata["vocabulary"])
         self._token_of = {character: token for token, character in enumerate(self.vocabulary)}
@@ -79,7 +87,10 @@ class CharModel:
         self._cosine, self._sine = self._rotary_tables(0, self.max_context)
 
     def _rotary_tables(self, start: int, stop: int) -> tuple[Floats, Floats]:
-        """Return cosines and sines of positions, each (stop - start, head_dim)."""
+        """Return cosines and sines of the angles of positions `start` to `stop`.
+
+        Each is (stop - start, head_dim); both halves of the last axis have the same angles.
+        """
         half = self._head_dim // 2
         frequency = float(self.config["rope_base"]) ** (-np.arange(half) / half)
         angle = np.arange(start, stop)[:, None] * frequency
@@ -87,7 +98,7 @@ class CharModel:
         return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text: printable ASCII and newlines."""
+        """Return the tokens of a text: printable ASCII and newlines; ValueError for others."""
         tokens = [self._token_of.get(character, -1) for character in text]
         if -1 in tokens:
             place = tokens.index(-1)
@@ -98,11 +109,11 @@ class CharModel:
         return tokens
 
     def decode(self, tokens: Tokens) -> str:
-        """Return the text of some tokens."""
+        """Return the text of tokens; raise ValueError if one is out of range."""
         return "".join(self.vocabulary[token] for token in self._check_tokens(tokens).tolist())
 
     def new_cache(self, context: int) -> Halves:
-        """Return an empty cache, (2 * layers, heads, context, head_dim)."""
+        """Return an empty cache for `context` tokens, (2 * layers, heads, context, head_dim)."""
         if not 1 <= context <= self.max_context:
             raise ValueError(
                 f"context: {context} is out of range; expected 1 to {self.max_context}"
@@ -120,8 +131,10 @@ class CharModel:
     ) -> Floats:
         """Run tokens from `position` on; return the logits after the last, or after `every` one.
 
-        Their keys and values are written to the cache. `mask` is the rows of the tokens of a mask
-        of `mlstate.kv`. Logits agree with those of single steps up to rounding, not in every bit.
+        Their keys and values are written to the cache; earlier positions must be filled. `mask`:
+        rows of a mask of `mlstate.kv` for these tokens, (1, 1, tokens, positions), added to the
+        scores; None: each token attends to all up to itself. Logits are (vocabulary,), with `every`
+        (tokens, vocabulary). They agree with single steps up to rounding, not in every bit.
         """
         places = self._check_tokens(tokens)
         self._check_cache(cache, position, len(places))
@@ -150,7 +163,8 @@ class CharModel:
         Later positions of the cache are neither read nor written. A `mask`, a row of
         `mlstate.kv.create_decode_mask`, gives masked positions no weight; with `attention_size`,
         only that many earlier tokens, and the first `sinks` ones, are read. Both agree up to
-        rounding. Logits are bit-identical for every context and memory layout of the cache.
+        rounding. Logits, (vocabulary,), are bit-identical for every context and memory layout of
+        the cache.
         """
         places = self._check_tokens([token])
         self._check_cache(cache, position, 1)
@@ -158,6 +172,7 @@ class CharModel:
             raise ValueError("mask and attention_size exclude each other: pass one of them")
         rows = None if mask is None else self._check_mask(mask, 1, position + 1)
         attended: slice | Tokens = slice(0, position + 1)
+        # otherwise the window and the sinks are all positions
         if attention_size is not None and position - attention_size > sinks:
             window = range(position - attention_size, position + 1)
             attended = [*range(sinks), *window] if sinks else slice(window.start, window.stop)
@@ -171,7 +186,8 @@ class CharModel:
         """Run one token of a cache whose slots are in any order, such as a ring.
 
         The token's key and value are written to `slot`; the first `slots` slots are attended to.
-        `position` may exceed the model's context: keys depend on distances only.
+        `position` may exceed the model's context: keys depend on distances only. Returns the
+        logits for the next character, (vocabulary,).
         """
         places = self._check_tokens([token])
         self._check_cache(cache, slot, 1)
@@ -183,17 +199,21 @@ class CharModel:
     def sample(
         self, logits: Floats, generator: np.random.Generator, *, temperature: float = 0.5
     ) -> int:
-        """Draw the next token; 0 selects the most likely one, without a random number."""
+        """Return a token drawn by `generator`, with the chances of `logits` over `temperature`.
+
+        A `temperature` of 0 selects the most likely token, without a random number. Raises
+        ValueError if it is negative.
+        """
         if temperature < 0:
             raise ValueError(f"temperature: got {temperature}; expected 0 (greedy) or more")
         if temperature == 0:
             return int(logits.argmax())
         chances = np.cumsum(softmax(logits.astype(np.float64) / temperature))
         drawn = int(np.searchsorted(chances, generator.random() * chances[-1], side="right"))
-        return min(drawn, len(self.vocabulary) - 1)
+        return min(drawn, len(self.vocabulary) - 1)  # rounding may give the number above the last
 
     def _angles(self, position: int, end: int) -> tuple[Floats, Floats]:
-        """Return cosines and sines of some positions."""
+        """Return cosines and sines of positions `position` to `end`, from tables if possible."""
         if end <= self.max_context:
             return self._cosine[position:end], self._sine[position:end]
         return self._rotary_tables(position, end)
@@ -209,7 +229,12 @@ class CharModel:
         *,
         every: bool = False,
     ) -> Floats:
-        """Write keys and values of ``tokens``; return the last logits, (1, vocabulary), or all."""
+        """Run tokens whose positions count from `position`; the arguments are checked already.
+
+        `written`: slots of the cache for their keys and values. `attended`: slots that they attend
+        to. `mask`: added to the scores, (tokens, slots); None: no mask. Returns the logits after
+        the last token, (1, vocabulary), or after `every` one, (tokens, vocabulary).
+        """
         length, end = len(tokens), position + len(tokens)
         weights, layers = self._weights, self._layers
         cosine, sine = self._angles(position, end)
@@ -218,6 +243,7 @@ class CharModel:
             name = f"layers.{index}."
             joint = self._norm(x, name + "attn_norm.weight") @ weights[name + "qkv.weight"].T
             shape = (length, 3, self._heads, self._head_dim)
+            # each (heads, tokens, head_dim)
             query, key, value = joint.reshape(shape).transpose(1, 2, 0, 3)
             cache[index, :, written] = _rotate(key, cosine, sine)
             cache[layers + index, :, written] = value
@@ -240,12 +266,12 @@ class CharModel:
         return logits
 
     def _norm(self, x: Floats, name: str) -> Floats:
-        """Return x divided by its root mean square, times the gain called ``name``."""
+        """Return rows of `x` divided by their root mean square, times the weight `name`."""
         mean = np.square(x).mean(axis=-1, keepdims=True)
         return _contiguous(x / np.sqrt(mean + self._epsilon) * self._weights[name])
 
     def _check_tokens(self, tokens: Tokens) -> np.ndarray[Any, Any]:
-        """Return ``tokens`` as an integer array; raise if one is out of range."""
+        """Return `tokens` as a flat integer array; raise ValueError if one is out of range."""
         places = np.asarray(tokens)
         if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
             raise ValueError(
@@ -263,7 +289,10 @@ class CharModel:
         return places
 
     def _check_mask(self, mask: Reals, length: int, end: int) -> Floats:
-        """Return the rows of a mask for the first ``end`` positions; raise if they do not fit."""
+        """Return the rows of a mask for `length` tokens and the first `end` positions, as float32.
+
+        Raises ValueError if the mask has another shape.
+        """
         if mask.ndim != 4 or mask.shape[:3] != (1, 1, length) or mask.shape[3] < end:
             raise ValueError(
                 f"mask: got shape {mask.shape}; expected (1, 1, {length}, at least {end})"
@@ -271,7 +300,7 @@ class CharModel:
         return mask[0, 0, :, :end].astype(np.float32)
 
     def _check_cache(self, cache: Halves, position: int, length: int) -> None:
-        """Raise unless ``length`` more tokens can be written at ``position``."""
+        """Raise TypeError or ValueError unless `length` tokens can be written at `position`."""
         if not isinstance(cache, np.ndarray) or cache.dtype != np.float16:
             kind = getattr(cache, "dtype", type(cache).__name__)
             raise TypeError(f"cache: got {kind}; expected a float16 ndarray, as new_cache() gives")

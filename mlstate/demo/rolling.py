@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Rolled", "RollingContext", "generate_reduced", "show_rolling"]
 
-SMALL, LARGE, ATTENTION, SINKS = 256, 512, 128, 4
-REDUCED, ROLLED = 300, 640
+SMALL, LARGE, ATTENTION, SINKS = 256, 512, 128, 4  # tokens
+REDUCED, ROLLED = 300, 640  # lengths of the two texts, with the prompt
 TEMPERATURE, SEED = 0.3, 1
 
 
@@ -52,19 +52,23 @@ class RollingContext:
     def __init__(
         self, model: CharModel, capacity: int, sinks: int = SINKS, *, shift_sinks: bool = True
     ) -> None:
+        """Start with an empty cache of `capacity` tokens, of which `sinks` are never evicted."""
         self._model = model
         self._base = float(model.config["rope_base"])
         self._layers = int(model.config["layers"])
         self.state: RollingKVState = RollingKVState(model.new_cache(capacity).shape, sinks=sinks)
-        self._row = np.zeros_like(self.state.array[:, :, :1])
+        self._row = np.zeros_like(self.state.array[:, :, :1])  # entries of a token, empty
         self._shift_sinks = shift_sinks
-        self._sink_keys = self._row[: self._layers, :, :0]
+        self._sink_keys = self._row[: self._layers, :, :0]  # original keys; empty until complete
 
     def step(self, token: int) -> Floats:
-        """Run a token at the next position; return the logits for the character after it."""
+        """Run a token at the next position; return the logits for the character after it.
+
+        If the cache is full, its oldest token is evicted.
+        """
         state = self.state
         position = state.next_position
-        if position == state.sinks:
+        if position == state.sinks:  # all sinks are written now
             self._sink_keys = state.array[: self._layers, :, :position].copy()
         state.append(self._row)  # the model writes the token's entries into this slot
         if state.evicted and self._sink_keys.size and self._shift_sinks:
@@ -82,10 +86,11 @@ def generate_reduced(
     stop: int,
     generator: np.random.Generator,
 ) -> tuple[list[tuple[int, str, int]], bool]:
-    """Prefill the tokens, append generated ones up to `stop`, and follow the strategy.
+    """Prefill the tokens, and append generated ones until there are `stop`, by the strategy.
 
-    Returns the changes of the cache, and whether a mask and the part of the cache that it leaves
-    gave the same logits, up to rounding, for every token.
+    `tokens`: the prompt; it is extended in place. `strategy`: decides the size of the cache and the
+    attention. Returns the changes of the cache as (tokens, action, size), and whether a mask and
+    the window alone gave the same logits, up to rounding, for every token.
     """
     size, attention = strategy.prefill[0], strategy.generate[1]
     cache = model.new_cache(size)
@@ -116,6 +121,10 @@ def generate_reduced(
 def _show_reduced(
     model: CharModel, prompt: Sequence[int], say: Callable[[str], None]
 ) -> tuple[list[tuple[int, str, int]], str, bool]:
+    """Generate with reduced attention, and print the changes of the cache.
+
+    Returns them as `generate_reduced` does, the generated text, and whether both ways agree.
+    """
     strategy = CombinedStrategy(prefill=LARGE, generate=(SMALL, ATTENTION))
     say(f"\n18. Prefill large, generate small with attention to {ATTENTION} earlier characters")
     tokens = list(prompt)
@@ -131,7 +140,10 @@ def _show_reduced(
 
 
 def show_rolling(model: CharModel, prompt: str, say: Callable[[str], None]) -> Rolled:
-    """Generate with reduced attention, then beyond the model's context."""
+    """Generate with reduced attention, then beyond the model's context.
+
+    `say` is called with each text of the output.
+    """
     tokens = model.encode(prompt)
     actions, reduced, agrees = _show_reduced(model, tokens, say)
     say(f"\n19. A rolling cache of {SMALL} positions writes {ROLLED}; the model has {LARGE}")

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Report", "run"]
 
 STATE = "kv_cache"
-SMALL, LARGE, FINAL = 256, 512, 300
+SMALL, LARGE, FINAL = 256, 512, 300  # context sizes, and tokens of the final text
 TEMPERATURE, SEED = 0.3, 1
 
 
@@ -54,8 +54,8 @@ class Stage(NamedTuple):
     """Occupancy of the cache at one point of the script."""
 
     label: str
-    tokens: int
-    seq_length: int
+    tokens: int  # in the cache
+    seq_length: int  # tokens that the cache has room for
 
 
 class Report(NamedTuple):
@@ -78,6 +78,7 @@ class _Story:
     """A model, its cache's history, and the text so far."""
 
     def __init__(self, data: Path, say: Callable[[str], None]) -> None:
+        """Load model and prompt from the folder `data`; `say` is called with each text."""
         self.data = data
         self.say = say
         weights = data / "model.safetensors"
@@ -89,22 +90,30 @@ class _Story:
         self.identical = True
 
     def remember(self, label: str, seq_length: int) -> None:
+        """Add a stage for the plot: the text so far, in a cache of `seq_length` tokens."""
         self.stages.append(Stage(label, len(self.tokens), seq_length))
 
     def read(self, state: FakeMLState) -> Halves:
-        """Return the cache of a state; Core ML returns float16 states as float32."""
+        """Return a copy of the cache in a state; Core ML returns float16 states as float32."""
         cache: Halves = state.read_state(name=STATE).astype(np.float16)
         return cache
 
     def write(self, state: FakeMLState, cache: Halves) -> None:
+        """Store a cache in a state; Core ML takes float16 states as float32."""
         state.write_state(name=STATE, value=cache.astype(np.float32))
 
     def next_logits(self, cache: Halves) -> Floats:
-        """Run the last token again, which rewrites the same entries of the cache."""
+        """Return the logits for the next token, by running the last token again.
+
+        That rewrites the token's entries of the cache with the same bits.
+        """
         return self.model.step(self.tokens[-1], len(self.tokens) - 1, cache)
 
     def compare(self, before: Halves, after: Halves) -> None:
-        """Check that the model's logits are bit-identical before and after a transition."""
+        """Check that the model's logits are bit-identical with the caches around a transition.
+
+        Prints the result, and keeps it in `identical`.
+        """
         same = self.next_logits(before).tobytes() == self.next_logits(after).tobytes()
         self.identical = self.identical and same
         self.say(f"      next-token logits before and after: {verdict(same)}")
@@ -119,7 +128,10 @@ class _Story:
 
 
 def _show_packages(data: Path, say: Callable[[str], None]) -> dict[int, StateSpecs]:
-    """Read and print the states that the packages declare, without coremltools."""
+    """Read and print the states that the packages in `data` declare, without coremltools.
+
+    Returns the states of the two packages with one function, by context size.
+    """
     say("1. Core ML packages, read without coremltools")
     specs_by_size: dict[int, StateSpecs] = {}
     for length in (SMALL, LARGE):
@@ -137,7 +149,10 @@ def _show_packages(data: Path, say: Callable[[str], None]) -> dict[int, StateSpe
 
 
 def _run_stages(story: _Story, specs: dict[int, StateSpecs]) -> str:
-    """Run the workflow; return the error message at its end."""
+    """Run stages 2 to 6: prefill, compact, generate, expand, and a compaction that is refused.
+
+    `specs`: states of the packages, by context size. Returns the text of the error at the end.
+    """
     say, model = story.say, story.model
     small, large = FakeMLState(specs[SMALL]), FakeMLState(specs[LARGE])
 
@@ -181,7 +196,10 @@ def _run_stages(story: _Story, specs: dict[int, StateSpecs]) -> str:
 
 
 def _memory_table(say: Callable[[str], None]) -> None:
-    """Print the memory of the example in the reference document, with arrays of that size."""
+    """Print the memory of the example in the reference document, with arrays of its size.
+
+    Also checks that tokens are unchanged by the moves, and that padding is zeros.
+    """
     layers, heads, head_dim, tokens = 36, 1, 256, 200
     generator = np.random.default_rng(0)
     small = generator.standard_normal((layers, heads, SMALL, head_dim), np.float32)
@@ -234,6 +252,7 @@ def _draw(
 
 
 def _indent(text: str) -> str:
+    """Return a text with three spaces before each line."""
     return "\n".join("   " + line for line in text.splitlines())
 
 
@@ -241,6 +260,9 @@ def run(
     picture: str | Path | None = "mlstate_demo.png", *, say: Callable[[str], None] = print
 ) -> Report:
     """Run the demo, print its output, and plot the cache's occupancy to `picture`, a PNG.
+
+    `picture`: None for no plot; without matplotlib there is none either. `say` is called with each
+    text of the output. Returns the results.
 
     Examples
     --------

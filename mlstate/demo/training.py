@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Trained", "show_training"]
 
 KINDS = ("letter", "space", "digit", "sign")  # kind of the preceding character; an expert each
-STEPS, EVERY, RATE, SEED = 60, 20, 0.01, 0
+STEPS, EVERY, RATE, SEED = 60, 20, 0.01, 0  # EVERY: steps from one checkpoint to the next
 CHARACTERS, BATCH = 4096, 512
 
 
@@ -45,6 +45,10 @@ class _Task:
     """Characters as embeddings, the expert for each, and the characters that follow."""
 
     def __init__(self, model: CharModel, embedding: Any) -> None:
+        """Encode the text of this demo's source code, and find the expert for each character.
+
+        `embedding`: the model's character embeddings, (characters, width).
+        """
         text = source_text("activations.py", model.vocabulary)[: CHARACTERS + 1]
         tokens = np.array(model.encode(text))
         kinds = [0 if c.isalpha() else 1 if c == " " else 2 if c.isdigit() else 3 for c in text]
@@ -54,7 +58,10 @@ class _Task:
         self.width, self.count = self.inputs.shape[1], len(model.vocabulary)
 
     def errors(self, weight: NDArray, rows: NDArray) -> tuple[NDArray, NDArray]:
-        """Return the loss of each row, and its gradient with respect to the logits."""
+        """Return the loss of each row, and its gradient with respect to the logits.
+
+        `weight`: of one expert, (width, characters). `rows`: indices of characters of the text.
+        """
         chances = softmax(self.inputs[rows] @ weight)
         line = np.arange(len(rows))
         losses = -np.log(chances[line, self.targets[rows]])
@@ -62,7 +69,7 @@ class _Task:
         return losses, chances
 
     def loss(self, model: ModelStateDict) -> float:
-        """Return the mean loss over all characters."""
+        """Return the mean loss over all characters, each predicted by its expert in `model`."""
         each = [
             self.errors(model[f"{kind}.weight"], np.flatnonzero(self.kinds == number))[0]
             for number, kind in enumerate(KINDS)
@@ -71,7 +78,7 @@ class _Task:
 
 
 def _begin(task: _Task) -> tuple[ModelStateDict, OptimizerStateDict]:
-    """Return untrained experts and their Adam moments."""
+    """Return untrained experts, with weights of zeros, and their Adam moments."""
     model = ModelStateDict(model_type="experts", layer_count=len(KINDS))
     optimizer = OptimizerStateDict.create("adam")
     for kind in KINDS:
@@ -83,7 +90,11 @@ def _begin(task: _Task) -> tuple[ModelStateDict, OptimizerStateDict]:
 
 
 def _step(task: _Task, step: int, model: ModelStateDict, optimizer: OptimizerStateDict) -> None:
-    """Run one step of Adam in place; the batch depends only on the step number."""
+    """Run step number `step` of Adam on the experts in `model`, in place.
+
+    The batch depends only on the step number, so that resumed training has the same bits. Experts
+    without characters in the batch are unchanged.
+    """
     optimizer.step = step
     drawn = np.random.default_rng((SEED, step)).integers(0, len(task.targets), BATCH)
     for number, kind in enumerate(KINDS):
@@ -99,13 +110,18 @@ def _step(task: _Task, step: int, model: ModelStateDict, optimizer: OptimizerSta
 
 
 def _digests(model: ModelStateDict, optimizer: OptimizerStateDict) -> tuple[str, str]:
+    """Return a digest of the bits of each state."""
     return model.digest(), optimizer.digest()
 
 
 def _train(
     task: _Task, folder: Path, say: Callable[[str], None]
 ) -> tuple[ModelStateDict, OptimizerStateDict, bool]:
-    """Train and save; return the states, and whether every checkpoint has the right bits."""
+    """Train with checkpoints in `folder`, then train once more from the first of them.
+
+    Returns the states at the end, and whether every checkpoint has the bits of its step and the
+    resumed training ended with the same bits.
+    """
     model, optimizer = _begin(task)
     meant = {}
     with CheckpointManager(folder, keep=None) as manager:
@@ -136,7 +152,7 @@ def _train(
 
 
 def _bits(tiers: TieredState, names: list[str]) -> bytes:
-    """Return the bytes of some experts and their moments, in any tier."""
+    """Return the bytes of the experts `names` and their moments, in any tier."""
     states = [shard for state in tiers.state_dicts() for shard in state.items()]
     return b"".join(
         np.ascontiguousarray(shard.array).tobytes()
@@ -148,7 +164,10 @@ def _bits(tiers: TieredState, names: list[str]) -> bytes:
 def _move(
     model: ModelStateDict, optimizer: OptimizerStateDict, folder: Path, say: Callable[[str], None]
 ) -> tuple[list[str], bool]:
-    """Move one expert to its file and back; return the tiers, and whether all bits are equal."""
+    """Move one expert of `model`, and its moments in `optimizer`, to a file in `folder` and back.
+
+    Returns the tier of each expert while it was there, and whether all bits are equal afterwards.
+    """
     names = [f"{kind}.weight" for kind in KINDS]
     name, others = names[2], [*names[:2], names[3]]
     with TieredState(model, optimizer, folder) as tiers:
@@ -166,7 +185,11 @@ def _move(
 
 
 def show_training(model: CharModel, embedding: object, say: Callable[[str], None]) -> Trained:
-    """Train experts, save them meanwhile, and move one between tiers."""
+    """Train experts, save them meanwhile, and move one between tiers.
+
+    `embedding`: the model's character embeddings, (characters, width). `say` is called with each
+    text of the output.
+    """
     task = _Task(model, embedding)
     before = task.loss(_begin(task)[0])
     say(f"\n16. {len(KINDS)} experts learn while their checkpoints are written")

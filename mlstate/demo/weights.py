@@ -31,7 +31,10 @@ class Loaded(NamedTuple):
 
 
 def show_weights(path: Path, say: Callable[[str], None]) -> Loaded:
-    """Load a checkpoint after renaming, and refuse another one."""
+    """Load a checkpoint with other names after renaming them, and refuse one with other shapes.
+
+    `path`: of the model's safetensors file. `say` is called with each text of the output.
+    """
     trained = ModelStateDict(load_file(path), model_type="character model", layer_count=4)
     names = trained.layer_names(2)
     say(f"\n8. State dict: {len(trained)} tensors, {trained.nbytes / 1024:.0f} KiB, {names}")

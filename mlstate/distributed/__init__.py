@@ -66,8 +66,9 @@ def _collect_torch_state(
 ) -> tuple[StateDict, Callable[[], None] | None] | None:
     """Return the state of a torch module or optimizer, and a function that stores it back.
 
-    None for other objects. The function is None if the state's tensors are the object's own.
-    `fill`: the state is to be overwritten.
+    None for other objects than a torch module or optimizer. The function is None if the state's
+    tensors are the object's own. `model`: the module of an optimizer's parameters, or None. `fill`:
+    the caller will overwrite the state.
     """
     if is_optimizer(source):
         if model is not None and not is_module(model):
@@ -84,9 +85,10 @@ def _collect_torch_state(
 
 
 def _collection_mode(source: Any, model: Any) -> str:
-    """Return a text, equal on all ranks, for how they must collect a state together.
+    """Return why all ranks must collect the state of `source` together, as a text.
 
-    Torch requires that for some wrappers; otherwise "of any kind".
+    Torch requires that for some wrappers; otherwise "of any kind". The text must be equal on all
+    ranks. `model`: the module of an optimizer's parameters, or None.
     """
     if not is_module(source) and not is_optimizer(source):
         return "of any kind"
@@ -97,7 +99,11 @@ def _collection_mode(source: Any, model: Any) -> str:
 
 
 def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
-    """Return a state with a `Shard` for each DTensor; the state itself if it has no DTensor."""
+    """Return a `StateDict` of a state, with a `Shard` in place of each DTensor.
+
+    It is the state itself if that is a `StateDict` without DTensors.
+    """
+    # DTensors by name
     shards = {
         name: value
         for name, value in state.items()
@@ -120,7 +126,9 @@ def _collect_state(
 ) -> tuple[StateDict, Callable[[], None] | None]:
     """Return this rank's state of a module, optimizer or mapping, and a function or None.
 
-    The function stores the state back into `source` if it is a copy. `model`: of an optimizer.
+    The function stores the state back into `source`; None: the tensors are the source's own.
+    `model`: the module of an optimizer's parameters, else None. `fill`: the caller will overwrite
+    the state. Raises TypeError if `source` has no state.
     """
     collected = _collect_torch_state(source, model, fill)
     if collected is not None:
@@ -142,7 +150,11 @@ def _collect_state(
 
 
 def _select_tensors(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
-    """Return a state with the tensors that `names` select; None: all. Raises for unused names."""
+    """Return a state with the tensors that `names` select, or the state itself for None.
+
+    `names`: exact names, prefixes that end at a dot, or globs. Raises TensorNotFoundError for one
+    that selects no tensor.
+    """
     if names is None:
         return state
     from ..checkpoint._store.name_globs import Names, listed_names
@@ -222,7 +234,7 @@ class DistributedStateCollector:
         return self._group
 
     def _options(self, operation: str, root: int, max_bytes: MemorySize) -> dict[str, Any]:
-        """Check and return the options that every rank must pass identically."""
+        """Check the options that every rank must pass identically, and return them by name."""
         return {
             "operation": operation,
             "root": check_root(operation, root, self._group.world_size),
@@ -419,12 +431,14 @@ class DistributedStateCollector:
         operation = Gathering.operation
 
         def options() -> dict[str, Any]:
+            """Return this rank's options, equal on all ranks; raise if one is wrong."""
             same = self._options(operation, root, max_bytes)
             check_flags(verify_replicas=verify_replicas)
             manner = _collection_mode(source, model)
             return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 
         def prepare() -> tuple[StateDict, list[Entry], list[Entry]]:
+            """Return this rank's state and its description; no entries are to be sent alone."""
             state = _select_tensors(_collect_state(source, model)[0], names)
             return state, describe(state), []
 
@@ -491,6 +505,7 @@ class DistributedStateCollector:
         operation = Broadcasting.operation
 
         def options() -> dict[str, Any]:
+            """Return this rank's options, equal on all ranks; raise if one is wrong."""
             same = self._options(operation, root, max_bytes)
             return {**same, "the state": _collection_mode(target, model)}
 
@@ -520,7 +535,7 @@ class DistributedStateCollector:
 
 
 def _note_written(state: Mapping[str, Any]) -> None:
-    """Record the writes to filled tensors for autograd."""
+    """Tell autograd that the tensors of a state were written to; arrays are skipped."""
     arrays = [value.array if isinstance(value, Shard) else value for value in state.values()]
     tensors = [array for array in arrays if is_torch(array)]
     if tensors:
@@ -528,14 +543,20 @@ def _note_written(state: Mapping[str, Any]) -> None:
 
 
 def _collect_states(states: Any) -> list[StateDict]:
-    """Return the states of all ranks, with shards in place of DTensors."""
+    """Return the states of all ranks, in rank order, with shards in place of DTensors.
+
+    Raises TypeError if `states` is a single state or not iterable.
+    """
     if isinstance(states, Mapping) or not hasattr(states, "__iter__"):
         raise TypeError(f"expected the states of all ranks in a list, got {type(states).__name__}")
     return [_collect_state(state, None)[0] for state in states]
 
 
 def _match_shards(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:
-    """Return the tensors of all ranks' states, and the differences between their shards."""
+    """Return the tensors of all ranks' states, and the differences between their shards.
+
+    Differences between whole arrays are left out, and no elements are compared.
+    """
     from ._merge import match_entries
 
     tensors, differences = match_entries([describe(state) for state in states], partial=True)

@@ -25,7 +25,11 @@ PACKED = 1 << 20  # bytes of a non-contiguous array that are packed at a time
 
 
 def array_of(value: Any) -> Any:
-    """Return an ndarray, or a torch tensor detached from autograd, that holds the elements."""
+    """Return the elements of a state's value as an ndarray or a detached torch tensor.
+
+    `value`: an array, a tensor, a `Shard` of one, or an object with ``__dlpack__``. Shares its
+    memory.
+    """
     if isinstance(value, Shard):
         value = value.array
     if is_torch(value):
@@ -43,12 +47,15 @@ def dtype_of(array: Any) -> str:
 
 
 def item_bytes(array: Any) -> int:
-    """Return the bytes of one element."""
+    """Return the size of one element of an array or tensor, in bytes."""
     return int(array.element_size() if is_torch(array) else array.dtype.itemsize)
 
 
 def place_key(array: Any) -> tuple[object, ...]:
-    """Return a key that is equal for arrays over the same elements in the same memory."""
+    """Return a key that is equal for arrays over the same elements in the same memory.
+
+    It is valid while the arrays exist.
+    """
     if 0 in array.shape:
         return (id(array),)  # empty arrays have no memory to share
     if is_torch(array):
@@ -61,7 +68,11 @@ def place_key(array: Any) -> tuple[object, ...]:
 
 
 class Part:
-    """A box of a tensor, and a range `begin` to `end` of the box's elements in C order."""
+    """A box of a tensor, and a range `begin` to `end` of the box's elements in C order.
+
+    It is part `index` of a tensor of `shape` that is divided by the layout `steps`; None: not
+    divided, so part 0 is the whole tensor. `starts` and `lengths` of the box are by axis.
+    """
 
     __slots__ = ("begin", "end", "lengths", "starts")
 
@@ -86,6 +97,9 @@ class Part:
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[object, ...]]:
     """Split a range of elements in C order into boxes, at most two for each axis plus one.
 
+    The range is from `begin` up to `end`, which is excluded, in an array of `shape`. Yields each
+    box as an index of the array, in C order. Axes that the index omits at its end are whole.
+
     Examples
     --------
     >>> list(boxes((3, 4), 2, 9))
@@ -96,7 +110,8 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[object
     if not shape:
         yield ()
         return
-    inner = math.prod(shape[1:])
+    inner = math.prod(shape[1:])  # elements of one index of the first axis
+    # the range begins `head` elements into row `first`, and ends `tail` elements into row `last`
     first, head = divmod(begin, inner)
     last, tail = divmod(end, inner)
     if head:
@@ -110,13 +125,16 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[object
 
 
 def _memory(array: Any) -> NDArray | None:
-    """Return an array's memory as bytes, or None if its elements are not in C order there."""
+    """Return an array's memory as a flat uint8 view.
+
+    None if it is not in main memory, or not its elements in C order and native byte order.
+    """
     if is_torch(array):
         import torch
 
         if array.device.type != "cpu" or not array.is_contiguous():
             return None
-        if array.is_conj() or array.is_neg():
+        if array.is_conj() or array.is_neg():  # memory differs from the elements' values
             return None
         if not array.numel():
             return np.empty(0, np.uint8)
@@ -128,7 +146,10 @@ def _memory(array: Any) -> NDArray | None:
 
 
 def _elements(array: Any, data: NDArray) -> Any:
-    """Return bytes as elements of an array's dtype."""
+    """Return the flat bytes `data` as elements of the dtype of `array`, in native byte order.
+
+    A view, of NumPy or torch as `array`.
+    """
     if is_torch(array):
         import torch
 
@@ -137,11 +158,14 @@ def _elements(array: Any, data: NDArray) -> Any:
 
 
 def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any, Any]]:
-    """Yield views of the array for the elements `begin` to `end`, each with its part of `data`."""
+    """Yield pairs of views that divide the elements `begin` to `end` of an array, in C order.
+
+    One is of the array. The other has the same shape, and is of `data`, the elements' bytes.
+    """
     if begin >= end:
         return
     elements = _elements(array, data)
-    at = 0
+    at = 0  # elements of `data` before the box
     for box in boxes(tuple(array.shape), begin, end):
         view = array[(*box, ...)]
         count = math.prod(view.shape)
@@ -150,14 +174,17 @@ def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any
 
 
 def place_of(array: Array, begin: int, end: int) -> NDArray | None:
-    """Return the memory of a range, to be filled directly, or None if it is not contiguous."""
+    """Return the memory of the elements `begin` to `end` as a byte view, to read or fill.
+
+    None if they are not contiguous bytes in main memory.
+    """
     memory = _memory(array)
     size = item_bytes(array)
     return None if memory is None else memory[begin * size : end * size]
 
 
 def bytes_of(array: Any, begin: int, end: int) -> NDArray:
-    """Return the bytes of a range of elements: a view of the array, or a packed copy."""
+    """Return the bytes of the elements `begin` to `end` in C order: a view, or a packed copy."""
     data = place_of(array, begin, end)
     if data is None:
         data = np.empty((end - begin) * item_bytes(array), np.uint8)
@@ -166,7 +193,7 @@ def bytes_of(array: Any, begin: int, end: int) -> NDArray:
 
 
 def take(array: Array, begin: int, end: int, data: NDArray) -> None:
-    """Copy the elements `begin` to `end` of an array, in C order, to the bytes `data`."""
+    """Copy an array's elements `begin` to `end` in C order to `data`, bytes of equal size."""
     place = place_of(array, begin, end)
     if place is not None:
         data[:] = place
@@ -176,7 +203,7 @@ def take(array: Array, begin: int, end: int, data: NDArray) -> None:
 
 
 def put(array: Any, begin: int, end: int, data: NDArray) -> None:
-    """Copy the bytes `data` to the elements `begin` to `end` of an array, in C order."""
+    """Copy `data`, bytes of equal size, to an array's elements `begin` to `end` in C order."""
     place = place_of(array, begin, end)
     if place is not None:
         place[:] = data
@@ -186,14 +213,20 @@ def put(array: Any, begin: int, end: int, data: NDArray) -> None:
 
 
 def steps_of(array: Array, count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Split elements into ranges of at most `most` bytes, but at least one element."""
+    """Split `count` elements of an array into ranges of at most `most` bytes.
+
+    Yields (begin, end) pairs; a range has at least one element.
+    """
     step = max(1, most // max(1, item_bytes(array)))
     for begin in range(0, count, step):
         yield begin, min(count, begin + step)
 
 
 def copy_part(part: Part, source: Any, target: Array) -> None:
-    """Copy a part's elements from `source`, in C order, to their position in the tensor."""
+    """Copy a part's elements from `source`, in C order, to their position in `target`.
+
+    `source`: an array with the elements of the part, of any shape. `target`: the whole tensor.
+    """
     box = part.box_of(target)
     memory = _memory(source)
     if memory is not None:
@@ -207,7 +240,7 @@ def copy_part(part: Part, source: Any, target: Array) -> None:
 
 
 def digest(array: Any) -> str:
-    """Return a SHA-256 of the elements in C order, as hexadecimal digits."""
+    """Return the SHA-256 of an array's elements in C order and native byte order, as hex digits."""
     import hashlib
 
     hashed = hashlib.sha256(usedforsecurity=False)

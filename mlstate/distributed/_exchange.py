@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 20
 _ALIGNMENT = 16  # bytes; of each range in a message, enough for elements of any size
-_LONGEST_ERROR = 2000
+_LONGEST_ERROR = 2000  # characters of an error that other ranks get
 
 
 # ---- exchange of values ----
@@ -58,9 +58,11 @@ _LONGEST_ERROR = 2000
 def exchange(
     group: ProcessGroup, operation: str, timeout: float | None, prepare: Callable[[], Any]
 ) -> list[Any]:
-    """Return the result of `prepare` on each rank, as JSON; or raise on every rank.
+    """Return the result of `prepare` on each rank, in rank order; or raise on every rank.
 
-    A rank on which `prepare` fails raises that error. The others raise an error that names it.
+    All ranks must call this. Results travel as JSON, so tuples become lists. A rank on which
+    `prepare` fails raises that error; the others raise a CollectiveError that names it. `timeout`:
+    seconds, None for the group's.
     """
     import json
 
@@ -88,7 +90,7 @@ def exchange(
 def _check_same_options(operation: str, rank: int, everyone: list[Any]) -> None:
     """Raise CollectiveError if a rank passed other options than rank 0.
 
-    `everyone`: the options of each rank, by name.
+    `rank`: this rank, for the error. `everyone`: by rank, the options by name.
     """
     for other, options in enumerate(everyone):
         for name, value in options.items():
@@ -103,7 +105,10 @@ def _check_same_options(operation: str, rank: int, everyone: list[Any]) -> None:
 
 
 def check_max_bytes(operation: str, max_bytes: object) -> int:
-    """Return the largest message, in bytes."""
+    """Return the argument `max_bytes`, such as "64MiB", as a number of bytes.
+
+    Raises ValueError if it is not a size, or below 1.
+    """
     count = parse_budget(f"{operation}: max_bytes", max_bytes).nbytes
     if count < 1:
         raise ValueError(f"{operation}: max_bytes must be at least 1, got {count}")
@@ -117,14 +122,14 @@ class Job(NamedTuple):
     """The transfer of a tensor's part between this rank and one peer, or all ranks."""
 
     tensor: Tensor
-    part: int
-    peer: int
-    length: int  # in elements
+    part: int  # index of the part in the tensor's layout
+    peer: int  # the other rank, from the root's view; the root itself if all ranks receive
+    length: int  # of the part, in elements
     size: int  # bytes of an element
 
 
 class Piece(NamedTuple):
-    """A range of elements in a message."""
+    """A range of elements of a job, and its position in a message."""
 
     job: Job
     begin: int  # in elements of the job
@@ -132,34 +137,47 @@ class Piece(NamedTuple):
     at: int  # byte offset in this peer's part of the message
 
     def in_message(self, data: NDArray, start: int = 0) -> NDArray:
-        """Return the bytes of the range; the peer's part of the message begins at `start`."""
+        """Return a view of the range's bytes in the message `data`.
+
+        `start`: byte offset of the peer's part in the message.
+        """
         at = start + self.at
         return data[at : at + (self.end - self.begin) * self.job.size]
 
     def in_part(self, parts: Mapping[str, object]) -> tuple[Any, int, int]:
-        """Return the array of a rank's part, and the range of its elements."""
+        """Return the array of the job's part, and the range in it, as `take` and `put` need them.
+
+        `parts`: by tensor name, a rank's part of each tensor.
+        """
         return array_of(parts[self.job.tensor.name]), self.begin, self.end
 
     def in_whole(self, wholes: Mapping[str, object]) -> tuple[Any, int, int]:
-        """Return the box of the part in a whole tensor, and the range of the box's elements."""
+        """Return the box of the part in a whole tensor, and the range in it, as `in_part`.
+
+        `wholes`: whole tensors by name.
+        """
         part = self.job.tensor.part(self.job.part)
         box = part.box_of(array_of(wholes[self.job.tensor.name]))
         return box, part.begin + self.begin, part.begin + self.end
 
 
 def _align_up(count: int) -> int:
+    """Return the next multiple of `_ALIGNMENT` from `count` bytes on."""
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def _take_ranges(queue: deque[tuple[Job, int]], room: int) -> tuple[list[Piece], int]:
-    """Take element ranges from a queue for a message of `room` bytes; at least one element.
+    """Remove element ranges from a queue for a message of at most `room` bytes.
 
-    `queue`: (job, elements done), updated.
+    `queue`: pairs of a job and its number of elements in earlier messages; not empty. Returns the
+    ranges and their bytes, padding between them included. There is at least one element, even if
+    that exceeds `room`.
     """
     pieces: list[Piece] = []
-    at = 0
+    at = 0  # byte offset of the next range
     while queue:
         job, begin = queue[0]
+        # Elements that fit: all of them if they have no bytes, and at least one in each message.
         fits = max((room - at) // job.size if job.size else job.length, 0 if pieces else 1)
         if not fits:
             break
@@ -170,14 +188,15 @@ def _take_ranges(queue: deque[tuple[Job, int]], room: int) -> tuple[list[Piece],
             queue.popleft()
         else:
             queue[0] = job, end
-    last = pieces[-1]
+    last = pieces[-1]  # no padding follows it
     return pieces, last.at + (last.end - last.begin) * last.job.size
 
 
 def split_messages(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Piece], int]]]:
-    """Divide jobs into messages of at most `max_bytes`; yield ranges and byte counts by peer.
+    """Divide jobs, in their order, into messages of at most `max_bytes`.
 
-    Every rank computes the same messages. Peers share a message equally.
+    Yields, for each message, (ranges, bytes) by peer. Peers share a message equally. Every rank
+    computes the same messages, as all have the same jobs.
     """
     queues: dict[int, deque[tuple[Job, int]]] = {}
     for job in jobs:
@@ -203,12 +222,18 @@ class MessageBuffer:
 
 
 def _memory_of(pieces: Sequence[Piece], parts: Mapping[str, Any]) -> NDArray | None:
-    """Return the memory of a single contiguous range, which needs no other message; else None."""
+    """Return the array memory of a message that is a single contiguous range; else None.
+
+    Such a message is sent or received without a buffer. `parts`: a rank's arrays by tensor name.
+    """
     return place_of(*pieces[0].in_part(parts)) if len(pieces) == 1 else None
 
 
 def _pack(pieces: Iterable[Piece], parts: Mapping[str, Any], data: NDArray) -> NDArray:
-    """Copy ranges to their offsets in a message, and return the message."""
+    """Copy ranges to their offsets in the message `data`, and return it.
+
+    `parts`: a rank's arrays by tensor name. Padding is left as it is.
+    """
     for piece in pieces:
         take(*piece.in_part(parts), piece.in_message(data))
     return data
@@ -217,7 +242,11 @@ def _pack(pieces: Iterable[Piece], parts: Mapping[str, Any], data: NDArray) -> N
 def _pieces_of(
     message: Mapping[int, tuple[list[Piece], int]], sizes: Sequence[int]
 ) -> Iterator[tuple[Piece, int]]:
-    """Yield the ranges of all peers, whose parts are in rank order, and the start of that part."""
+    """Yield each range of a message, with the byte offset of its peer's part.
+
+    `message`: (ranges, bytes) by peer, as `split_messages` yields. `sizes`: bytes of each rank's
+    part, 0 for ranks without one; the parts are in rank order.
+    """
     starts = list(accumulate(sizes, initial=0))
     for peer, (pieces, _) in message.items():
         yield from ((piece, starts[peer]) for piece in pieces)
@@ -241,7 +270,10 @@ class _Transfer:
 
 
 def _iter_replicas(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, list[int]]]:
-    """Yield tensor, part and ranks of everything that several ranks hold."""
+    """Yield (tensor, part index, ranks) for each part that several ranks have.
+
+    Tied tensors are left out, as they are compared under their first name.
+    """
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()):
             if len(ranks) > 1 and tensor.tied is None:
@@ -249,7 +281,7 @@ def _iter_replicas(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, lis
 
 
 def _digests(state: Mapping[str, object], tensors: list[Tensor], rank: int) -> list[str]:
-    """Return the hashes of this rank's replicas."""
+    """Return the SHA-256 digests of this rank's replicas, in the order of `_iter_replicas`."""
     return [
         digest(array_of(state[tensor.name]))
         for tensor, _, ranks in _iter_replicas(tensors)
@@ -258,7 +290,10 @@ def _digests(state: Mapping[str, object], tensors: list[Tensor], rank: int) -> l
 
 
 def _compare_digests(tensors: list[Tensor], everyone: list[list[str]]) -> list[RankDifference]:
-    """Return the replicas that differ between ranks, from the digests of all ranks."""
+    """Return a difference for each replica that differs from the others.
+
+    `everyone`: by rank, the result of `_digests`.
+    """
     lists = [iter(digests) for digests in everyone]
     differences = []
     for tensor, index, ranks in _iter_replicas(tensors):
@@ -273,7 +308,11 @@ class Gathering(_Transfer):
     operation = "gather_full_state"
 
     def _prepare(self, state: Mapping[str, Any], tensors: list[Tensor], verify: bool) -> Any:
-        """Do all that may fail: return digests of replicas, allocate `wholes` on the root."""
+        """Do on this rank, before the transfer, all that may fail.
+
+        Allocates `wholes` on the root. Returns the digests of this rank's replicas; without
+        `verify`, an empty list.
+        """
         digests = _digests(state, tensors, self.group.rank) if verify else []
         self.wholes: dict[str, Any] = {}  # assembled tensors; on the root only
         if self.group.rank == self.root:
@@ -284,7 +323,11 @@ class Gathering(_Transfer):
         return digests
 
     def _jobs(self, state: Mapping[str, object], tensors: list[Tensor]) -> list[Job]:
-        """Copy the root's own parts; return the other transfers, in one order on all ranks."""
+        """Copy the root's own parts into `wholes`; return the other transfers to the root.
+
+        They are in one order on all ranks. Of several ranks with a part, the first sends it. Whole
+        arrays need no transfer: the root has them.
+        """
         jobs = []
         for tensor in tensors:
             if tensor.steps is None or tensor.tied is not None:
@@ -301,19 +344,19 @@ class Gathering(_Transfer):
         return jobs
 
     def _move(self, state: Mapping[str, object], jobs: list[Job]) -> None:
-        """Send this rank's pieces to the root, one message at a time; the root puts them in place.
+        """Send this rank's parts to the root, one message at a time; the root stores all of them.
 
-        `jobs`: the pieces that each rank sends, equal on all ranks.
+        `jobs`: the transfers of all ranks, equal on all of them. The root stores into `wholes`.
         """
         me, world = self.group.rank, self.group.world_size
         room = MessageBuffer()  # of what this rank sends, or the root receives
         for message in split_messages(jobs, self.max_bytes):
-            pieces, count = message.get(me, ([], 0))
+            pieces, count = message.get(me, ([], 0))  # this rank's share of the message
             data = _memory_of(pieces, state)
             if data is None:
                 data = _pack(pieces, state, room.of(count))
             counts = [count if rank == self.root else 0 for rank in range(world)]
-            sizes = [0] * world
+            sizes = [0] * world  # bytes from each rank
             if me == self.root:
                 sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             received = room.of(sum(sizes))
@@ -328,7 +371,8 @@ class Gathering(_Transfer):
     ) -> StateDict | None:
         """Gather the state: return it on the root, and None on other ranks; all ranks call this.
 
-        `entries`: descriptions of each rank's tensors. `verify`: compare replicas by digests.
+        `state`: this rank's. `entries`: by rank, descriptions of its tensors. `verify`: compare
+        replicas by digests. Raises CompatibilityError on every rank if states do not match.
         """
         tensors, differences = match_entries(entries)
         if differences:
@@ -351,7 +395,11 @@ class Gathering(_Transfer):
         return self._result(state, tensors) if self.group.rank == self.root else None
 
     def _result(self, state: Mapping[str, Any], tensors: list[Tensor]) -> StateDict:
-        """Return the gathered state: `tensors` from the wholes, replicated ones from this rank."""
+        """Return the gathered state on the root.
+
+        Divided tensors are from `wholes`, tied ones sharing an array; others are the root's own
+        from `state`, copied only from devices.
+        """
         gathered = like(state)
         for tensor in tensors:
             if tensor.steps is not None:
@@ -366,7 +414,10 @@ class Gathering(_Transfer):
 
 
 def _why_not_filled(raw: Any) -> str:
-    """Return why an array cannot be overwritten, or ""."""
+    """Return why a state's value cannot be overwritten, or "".
+
+    `raw`: the array or tensor. The text completes the error "broadcast_state: 'name' is ...".
+    """
     if is_torch(raw):
         array = raw.detach()
         if array.is_conj() or array.is_neg():
@@ -383,7 +434,7 @@ def _why_not_filled(raw: Any) -> str:
 
 
 def check_writable(state: Mapping[str, object]) -> None:
-    """Raise if an array cannot be filled, before any is."""
+    """Raise ValueError if an array of the state cannot be overwritten; call it before any is."""
     for name, value in state.items():
         why = _why_not_filled(value.array if isinstance(value, Shard) else value)
         if why:
@@ -396,14 +447,16 @@ class Broadcasting(_Transfer):
     operation = "broadcast_state"
 
     def _differences(self, sent: list[Entry], entries: list[list[Entry]]) -> list[RankDifference]:
-        """Return why ranks cannot take the root's tensors: missing, or another dtype or shape.
+        """Return why ranks cannot receive the root's tensors: missing, or another dtype or shape.
 
-        `sent`: descriptions of the root's tensors. `entries`: those to fill, of each rank.
+        Also if the root sends a shard that some rank does not have. `sent`: descriptions of the
+        tensors that the root sends. `entries`: by rank, descriptions of the tensors to fill.
         """
         source = {entry.name: entry for entry in sent}
         differences: list[RankDifference] = []
 
         def note(kind: str, name: str, rank: int, text: str) -> None:
+            """Add a difference of one rank."""
             differences.append(difference(kind, name, [rank], text))
 
         for rank, rank_entries in enumerate(entries):
@@ -426,7 +479,7 @@ class Broadcasting(_Transfer):
                             kind, entry.name, rank,
                             f"{kind} {want} sent by rank {self.root}, {got} on rank {rank}",
                         )  # fmt: skip
-                if have.steps is not None and entry[3:5] != have[3:5]:
+                if have.steps is not None and entry[3:5] != have[3:5]:  # steps and part
                     note(
                         "layout", entry.name, rank,
                         f"rank {self.root} has part {have.part} of it alone, which rank {rank} "
@@ -441,7 +494,12 @@ class Broadcasting(_Transfer):
         sent: list[Entry],
         entries: list[list[Entry]],
     ) -> None:
-        """Fill the arrays of `state`; the root sends `source`, or its own state if None."""
+        """Fill the arrays of this rank's `state`; the root sends `source`, or its state if None.
+
+        `source` is ignored on other ranks. `sent`: descriptions of the tensors that the root sends.
+        `entries`: by rank, descriptions of the tensors to fill. Raises CompatibilityError on every
+        rank, with all states unchanged, if they do not match.
+        """
         differences = self._differences(sent, entries)
         if differences:
             raise differences_error(self.operation, differences)
@@ -453,6 +511,7 @@ class Broadcasting(_Transfer):
         for entry in sent:
             array = array_of(state[entry.name])
             size = item_bytes(array)
+            # the different (layout, part) pairs of the ranks
             parts = {
                 (rank_entries[entry.name].steps, rank_entries[entry.name].part)
                 for rank_entries in entries_by_name
@@ -469,6 +528,7 @@ class Broadcasting(_Transfer):
                     apart.append(Job(cut, rank_entries[entry.name].part, rank, count, size))
         self._to_all(state, source, alike)
         self._to_each(state, source, [job for job in apart if job.peer != self.root])
+        # the root's state, which neither of the two transfers fills
         if self.group.rank == self.root and source is not None:
             for job in alike:
                 name = job.tensor.name
@@ -480,7 +540,11 @@ class Broadcasting(_Transfer):
                     self._copy(job, box, part.begin, array_of(state[job.tensor.name]))
 
     def _copy(self, job: Job, source: Array, first: int, target: Array) -> None:
-        """Copy a part between the root's own arrays; `first`: number of its first element."""
+        """Copy a part between the root's own arrays, in ranges of at most `max_bytes`.
+
+        `first`: index in `source` of the part's first element, in C order. `target` has only the
+        part.
+        """
         for begin, end in steps_of(target, job.length, self.max_bytes):
             place = place_of(target, begin, end)
             if place is not None:
@@ -493,7 +557,8 @@ class Broadcasting(_Transfer):
     ) -> None:
         """Send the parts that all ranks receive alike; contiguous ones from array to array.
 
-        `source`: the root's tensors; None: the tensors of `state`.
+        The root sends from `source`, or from `state` if that is None; other ranks receive into
+        `state`.
         """
         if self.group.world_size == 1:
             return
@@ -512,10 +577,10 @@ class Broadcasting(_Transfer):
     def _to_each(
         self, state: Mapping[str, object], source: Mapping[str, object] | None, jobs: list[Job]
     ) -> None:
-        """Send every rank its parts of the root's whole tensors, which it stores in `state`.
+        """Send every other rank its parts of the root's whole tensors, which it stores in `state`.
 
-        `source` has the whole tensors, and is None except on the root. A message holds for each
-        rank with parts in it the pieces and their bytes.
+        `source` has the whole tensors by name; only the root reads it. `jobs`: the transfers to all
+        ranks, equal on all of them.
         """
         me, world = self.group.rank, self.group.world_size
         room, receive_buffer = MessageBuffer(), MessageBuffer()
@@ -523,6 +588,7 @@ class Broadcasting(_Transfer):
             sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             sends = sizes if me == self.root else [0] * world
             data = room.of(sum(sends))
+            # the root packs the parts of all ranks
             for piece, start in _pieces_of(message, sizes) if me == self.root else ():
                 assert source is not None
                 take(*piece.in_whole(source), piece.in_message(data, start))
@@ -536,6 +602,7 @@ class Broadcasting(_Transfer):
 
 
 def _tensor_of(entry: Entry) -> Tensor:
+    """Return the tensor that an entry describes, without the ranks that have it."""
     return Tensor(entry.name, entry.shape, entry.steps, {})
 
 
@@ -548,14 +615,16 @@ def open_exchange(
 ) -> tuple[Any, list[list[Entry]], list[list[Entry]]]:
     """Check that options agree; then prepare, and exchange entries and sent entries.
 
-    `prepare` returns a value of this rank, its entries and its sent entries. Returns the value,
-    and the entries of every rank. Options are checked first, because `prepare` may need all
-    ranks.
+    `options` returns this rank's options by name. `prepare` returns a value of this rank, the
+    entries of its state, and those that it sends. Returns the value, and both lists of entries by
+    rank. Options are checked first, because `prepare` may need all ranks. If either function fails
+    on a rank, or options differ, every rank raises.
     """
     _check_same_options(operation, group.rank, exchange(group, operation, timeout, options))
     values: list[Any] = []
 
     def describe() -> tuple[list[Entry], list[Entry]]:
+        """Prepare, keep the value on this rank, and return the entries for all ranks."""
         value, entries, sent = prepare()
         values.append(value)
         return entries, sent

@@ -58,14 +58,14 @@ class RankDifference(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A rank's description of a tensor; `steps` is None for a whole array."""
+    """A rank's description of a tensor."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    steps: Steps | None
-    part: int
-    replica: int
+    shape: tuple[int, ...]  # of the whole tensor
+    steps: Steps | None  # of its layout; None: the rank has a whole array
+    part: int  # index of the rank's part in the layout; 0 for a whole array
+    replica: int  # number of the copy of this part, from 0
     tied: str | None  # an earlier tensor with the same memory on this rank
 
 
@@ -73,13 +73,13 @@ class Tensor(NamedTuple):
     """A tensor of the merged state; a whole array is part 0."""
 
     name: str
-    shape: tuple[int, ...]
-    steps: Steps | None
-    holders: dict[int, list[int]]  # for each part, the ranks that own it
+    shape: tuple[int, ...]  # of the whole tensor
+    steps: Steps | None  # of its layout; None: ranks have whole arrays
+    holders: dict[int, list[int]]  # for each part, the ranks that own it, replica 0 first
     tied: str | None = None  # an earlier tensor that is the same on every rank
 
     def part(self, index: int) -> Part:
-        """Return the position of a part in the tensor."""
+        """Return the position of part `index` in the tensor."""
         return Part(self.steps, self.shape, index)
 
 
@@ -87,9 +87,12 @@ class Tensor(NamedTuple):
 
 
 def describe(state: Mapping[str, object]) -> list[Entry]:
-    """Return the description of each tensor of a state, for other ranks; reads no element."""
+    """Return the description of each tensor of this rank's state, for other ranks.
+
+    Reads no element. Raises TypeError for arrays of Python objects.
+    """
     entries = []
-    seen: dict[Any, str] = {}
+    seen: dict[Any, str] = {}  # the first tensor over each memory
     for name, value in state.items():
         array = array_of(value)
         if getattr(array.dtype, "hasobject", False):
@@ -106,7 +109,7 @@ def describe(state: Mapping[str, object]) -> list[Entry]:
 
 
 def entry_of(fields: Iterable[Any]) -> Entry:
-    """Return an entry that was transferred as JSON."""
+    """Return the entry whose members, in order, were transferred as JSON: lists become tuples."""
     name, dtype, shape, steps, *rest = fields
     pairs = None if steps is None else tuple((axis, parts) for axis, parts in steps)
     return Entry(name, dtype, tuple(shape), pairs, *rest)
@@ -116,7 +119,10 @@ def entry_of(fields: Iterable[Any]) -> Entry:
 
 
 def groups_of(values: Mapping[int, object]) -> list[tuple[object, list[int]]]:
-    """Group ranks with equal values: largest group first, then by lowest rank."""
+    """Return (value, ranks) for each group of ranks with equal values.
+
+    `values`: by rank. The largest group is first; of equally large ones, that with the lowest rank.
+    """
     groups: dict[Any, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
@@ -126,14 +132,15 @@ def groups_of(values: Mapping[int, object]) -> list[tuple[object, list[int]]]:
 def difference(
     kind: str, name: str, ranks: Sequence[int], text: str, change: TensorChange | None = None
 ) -> RankDifference:
-    """Return a difference whose text begins with the name."""
+    """Return a `RankDifference`, whose text is the tensor's name, a colon and `text`."""
     return RankDifference(kind, name, tuple(ranks), f"{shorten(name, LONGEST)}: {text}", change)
 
 
 def _find_outliers(kind: str, name: str, values: Mapping[int, object]) -> list[RankDifference]:
     """Return a difference for each group of ranks whose value is not the most frequent one.
 
-    `kind`: of the difference, such as "dtype". `values`: by rank.
+    `kind`: of the difference, such as "dtype". `name`: of the tensor. `values`: by rank, of ranks
+    that have it.
     """
     (usual, most), *others = groups_of(values)
     return [
@@ -151,9 +158,10 @@ _KINDS = {True: "a whole array", False: "a Shard"}
 
 
 def _compare_metadata(name: str, entries: Mapping[int, Entry]) -> list[RankDifference]:
-    """Return the differences of one tensor between ranks, except of its elements.
+    """Return the differences of one tensor between ranks: kind, dtype, shape or layout.
 
-    `entries`: its description on each rank.
+    `name`: of the tensor. `entries`: its description by rank. Layouts are compared only if all
+    others are equal.
     """
     kinds = {rank: _KINDS[entry.steps is None] for rank, entry in entries.items()}
     differences = _find_outliers("kind", name, kinds)
@@ -172,7 +180,10 @@ def _compare_metadata(name: str, entries: Mapping[int, Entry]) -> list[RankDiffe
 
 
 def _find_gaps(tensor: Tensor) -> list[RankDifference]:
-    """Return a difference if no rank has some part of a tensor; empty parts are not required."""
+    """Return a list with one difference if parts of a tensor are on no rank, else an empty list.
+
+    Parts without elements are not required.
+    """
     layout = Layout(tensor.steps or ())
     lost = [
         index
@@ -188,7 +199,11 @@ def _find_gaps(tensor: Tensor) -> list[RankDifference]:
 
 
 def _find_tied(tensor: Tensor, entries: Mapping[str, Mapping[int, Entry]]) -> str | None:
-    """Return the earlier tensor that is the same on all ranks with elements of this one."""
+    """Return the name of the earlier tensor with which this one is tied on all ranks, or None.
+
+    `entries`: descriptions of all tensors, by name and rank. Ranks whose part of this one is empty
+    do not count; both tensors must be on the same ranks.
+    """
     own_entries = entries[tensor.name]
     names = {entry.tied for entry in own_entries.values() if tensor.part(entry.part).count}
     name = names.pop() if len(names) == 1 else None
@@ -200,8 +215,8 @@ def match_entries(
 ) -> tuple[list[Tensor], list[RankDifference]]:
     """Return the tensors of the merged state, and the differences that prevent merging.
 
-    If `partial` is true, a tensor may be missing on some ranks. A tensor with differences is
-    described as on the first rank.
+    `everyone`: by rank, descriptions of its tensors. If `partial` is true, a tensor may be missing
+    on some ranks. A tensor with differences is described as on the first rank that has it.
     """
     entries_by_name: dict[str, dict[int, Entry]] = {}
     for rank, entries in enumerate(everyone):
@@ -217,6 +232,7 @@ def match_entries(
         name_differences = _compare_metadata(name, by_rank)
         first = next(iter(by_rank.values()))
         holders: dict[int, list[int]] = {}
+        # replica 0 first, then by rank: the first holder of a part sends it
         for rank, entry in sorted(by_rank.items(), key=lambda item: (item[1].replica, item[0])):
             holders.setdefault(entry.part, []).append(rank)
         tensor = Tensor(name, first.shape, first.steps, holders)
@@ -232,9 +248,10 @@ def match_entries(
 def differences_error(
     label: str, differences: Sequence[RankDifference], hint: str = ""
 ) -> CompatibilityError:
-    """Return one error that lists the differences between ranks.
+    """Return one error that lists the differences between ranks, at most `LISTED` of them.
 
-    `label`: the operation. `hint`: a remedy, or "".
+    `label`: the operation. `differences`: not empty; the error's `differences` has all of them.
+    `hint`: a remedy, or "".
     """
     lines = [f"{label}: the states of the ranks do not match:"]
     lines += [difference.text for difference in differences[:LISTED]]
@@ -252,7 +269,10 @@ def differences_error(
 
 
 def _compare_elements(name: str, array: Array, other: Any) -> TensorChange | bool:
-    """Return the change between two replicas; True if they differ but cannot be measured."""
+    """Return the change between two replicas of the tensor `name`; False if they are equal.
+
+    True if they differ, but have a dtype whose differences cannot be measured.
+    """
     try:
         *_, changes, _ = _core.state_diff({name: array}, {name: other})
     except CompatibilityError:  # str, datetime and structured dtypes
@@ -261,7 +281,7 @@ def _compare_elements(name: str, array: Array, other: Any) -> TensorChange | boo
 
 
 def _change_text(change: TensorChange | bool) -> str:
-    """Return the extent of a difference between replicas as text; "" if it is not known."""
+    """Return the extent of a change between replicas, as the end of a sentence; "" if unknown."""
     if isinstance(change, bool):
         return ""
     text = f" in {change.changed:,} of {change.size:,} elements"
@@ -271,13 +291,17 @@ def _change_text(change: TensorChange | bool) -> str:
 
 
 def _on_host(array: Any) -> Any:
+    """Return a tensor in main memory, a copy if it is on a device; arrays unchanged."""
     return array.cpu() if hasattr(array, "is_cuda") else array
 
 
 def replicas(
     tensors: Iterable[Tensor], states: Sequence[Mapping[str, Any]]
 ) -> list[RankDifference]:
-    """Return the replicas that differ from the first one, compared element by element."""
+    """Return a difference for each replica that differs from the first one of its part.
+
+    `states`: of all ranks. All elements are compared. `tensors` must have no other differences.
+    """
     differences = []
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()) if tensor.tied is None else ():
@@ -301,7 +325,7 @@ def replicas(
 def compare_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
     """Return a difference for each group of ranks whose replica is not the most frequent one.
 
-    `index`: part of the tensor. `digests`: by rank.
+    `index`: of the part. `digests`: SHA-256 of the elements, by rank.
     """
     (_, most), *others = groups_of(digests)
     where = "" if tensor.steps is None else f" of part {index}"
@@ -329,7 +353,10 @@ def like(state: Mapping[str, object]) -> StateDict:
 
 
 def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[RankDifference]]:
-    """Return the tensors of several states, and all their differences."""
+    """Return the tensors of all ranks' states, and all differences that prevent merging.
+
+    A tensor may be missing in some states. Elements are compared only if all else is equal.
+    """
     tensors, differences = match_entries([describe(state) for state in states], partial=True)
     unlike = {difference.name for difference in differences}
     good = [tensor for tensor in tensors if tensor.name not in unlike]
@@ -337,7 +364,11 @@ def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[Ran
 
 
 def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> StateDict:
-    """Return the merged state: whole arrays of the first rank that has them, assembled shards."""
+    """Return the merged state of all ranks, with the class and attributes of the first state.
+
+    Whole arrays are not copied: they are from the first rank that has them. Shards are assembled in
+    new arrays in main memory. `tensors`: as `match_entries` returns them, without gaps.
+    """
     merged = like(states[0])
     for tensor in tensors:
         ranks = tensor.holders

@@ -25,13 +25,19 @@ class DeltaBackend(Protocol):
     """Deltas of a framework's tensors that are not in main memory."""
 
     def encode_delta(self, base: Any, new: Any) -> tuple[NDArray, NDArray]:
-        """Return gaps and values, as `_core.delta_encode` does."""
+        """Return gaps and values of the elements of `new` with other bytes than in `base`.
+
+        They are as from `_core.delta_encode`, in main memory.
+        """
 
     def apply_delta(self, target: Any, gaps: NDArray, values: NDArray, log: UndoLog | None) -> None:
-        """Write the values, as `_core.delta_apply` does."""
+        """Write `values` into `target`, as `_core.delta_apply` does.
+
+        `log`: gets the overwritten elements before the first write; None: they are not kept.
+        """
 
     def tensor_crc32c(self, tensor: Any) -> int:
-        """Return the CRC32C of the elements in C order."""
+        """Return the CRC32C of the elements of `tensor` in C order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +217,16 @@ def filter_delta(
 
 
 def _write_values(target: Any, delta: Delta, log: UndoLog | None, *, checksum: bool) -> int | None:
-    """Apply a delta on the target's device; return the target's checksum if it is wanted."""
+    """Write the values of a delta into `target`, on its device.
+
+    `log`: gets the overwritten elements; None: they are not kept. Returns the CRC32C of all
+    elements of the target after the change if `checksum` is true, else None.
+    """
     array = _detached(target)
     if not _is_on_device(array):
         streams = delta.gaps, delta.values, delta.elements
         crc = _core.delta_apply(array, *streams, log, checksum)
-        if is_torch(array):
+        if is_torch(array):  # autograd must see the write
             backend_of(array, TensorBackend).note_written([target])
         return crc
     backend = backend_of(array, DeltaBackend)

@@ -144,6 +144,7 @@ class Follower:
         check: str = "all",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Check the arguments and the arrays of `into`; the folder may not exist yet."""
         check_flags(double_buffer=double_buffer)
         if check not in CHECKS:
             raise ValueError(f"check must be 'all', 'sample' or 'none', got {check!r}")
@@ -153,7 +154,7 @@ class Follower:
         self._into = into
         self._shards: dict[str, Part] = {}
         self._state = _State(None, "", self._own_arrays(), {}, {})
-        again = self._own_arrays()
+        again = self._own_arrays()  # a module that copies a tensor for its state does so each time
         for name, array in self._state.arrays.items():
             if not is_same_memory(array, again[name]):
                 raise named_error(name, "into= gives a copy of the tensor: pass the tensor")
@@ -298,7 +299,11 @@ class Follower:
     # ---- the arrays ----
 
     def _own_arrays(self) -> dict[str, Any]:
-        """Return the arrays of `into` as they are now, and note which of them are shards."""
+        """Return the arrays of `into` by name as they are now, and note which of them are shards.
+
+        Raises CompatibilityError for an array that cannot be changed in place, unless there are two
+        buffers.
+        """
         values = values_of(self._into, sys.maxsize)
         parts = {name: part_of(name, value) for name, value in values.items()}
         for name, part in () if self._double_buffer else parts.items():
@@ -310,13 +315,21 @@ class Follower:
         return {name: part.array for name, part in parts.items()}
 
     def _present_arrays(self) -> dict[str, Any]:
-        """Return the arrays to compare or change: a module may have been moved or converted."""
+        """Return the arrays to compare or change, by name.
+
+        They are looked up again in `into`, because a module may have been moved or converted; with
+        two buffers they are the arrays of the current version, if there is one.
+        """
         if self._double_buffer and self._state.version is not None:
             return self._state.arrays
         return self._own_arrays()
 
     def _refresh(self) -> None:
-        """Take the present arrays; hold no version if they are not its arrays any more."""
+        """Use the present arrays from now on.
+
+        If one of them was replaced by other elements, the follower has no version any more, and
+        warns.
+        """
         arrays, state = self._present_arrays(), self._state
         name = self._find_replaced(arrays)
         if name is None:
@@ -327,7 +340,12 @@ class Follower:
         self._warn(f"{name!r} was replaced, and has not the elements of step {step}")
 
     def _find_replaced(self, arrays: Mapping[str, Any]) -> str | None:
-        """Return the name of an array that is in other memory and has other elements, or None."""
+        """Return the name of an array that does not have the elements of the version, or None.
+
+        Only an array in other memory than before is read: one in the same memory may have been
+        changed unseen. An array that is missing, new, or of another dtype, shape or part counts
+        too.
+        """
         state = self._state
         if state.version is None:
             return None
@@ -345,7 +363,10 @@ class Follower:
     # ---- the way to a version ----
 
     def _find_newest(self) -> Manifest | None:
-        """Return the newest root; None before the first version."""
+        """Return the newest root; None if there is none and the follower has no version.
+
+        Raises StoreError if there is none although the follower has a version.
+        """
         manifest = self._files.find_manifest()
         if manifest is None and self._state.version is not None:
             gone = FileNotFoundError(2, "the versions are gone: there is no manifest.json")
@@ -353,7 +374,12 @@ class Follower:
         return manifest
 
     def _follow(self, manifest: Manifest, step: int | None) -> None:
-        """Advance to a version that the newest root names."""
+        """Advance to the version of `step`, or to the newest one if it is None.
+
+        `manifest`: the newest root, which names all kept versions. Tries each way to the version,
+        and raises the error of the first one if all fail; FileNotFoundError if a version was
+        deleted meanwhile.
+        """
         lineage = lineage_of(manifest, self.path)
         end = self._end_of(lineage, step)
         target = lineage.versions[end]
@@ -379,6 +405,10 @@ class Follower:
         raise first
 
     def _end_of(self, lineage: Lineage, step: int | None) -> int:
+        """Return the index of the version of `step`, or the last one if it is None.
+
+        Raises StoreError if no kept version has the step.
+        """
         steps = [version.step for version in lineage.versions]
         if step is None:
             return len(steps) - 1
@@ -388,6 +418,7 @@ class Follower:
         return steps.index(step)
 
     def _warn(self, text: str, level: int = 4) -> None:
+        # `level`: so many frames up, from this one on, is the caller of `advance`.
         warnings.warn(f"{self.path}: {text}", CheckpointWarning, stacklevel=level)
 
     def _apply_versions(
@@ -398,9 +429,11 @@ class Follower:
         newest: Manifest,
         reason: str,
     ) -> None:
-        """Apply successive deltas, after the model of the first version if it is an anchor.
+        """Apply successive versions to the arrays, and make the last one current.
 
-        `reason`: why another way failed, for a warning.
+        `is_anchor`: whether the first version is loaded whole; the others, or all, are deltas.
+        `lineage`: name of their lineage. `newest`: the newest root. `reason`: why another way
+        failed, for a warning; "" if none did. After an error the arrays are restored.
         """
         loaders = [read_version(self._files, version, newest) for version in versions]
         published = [read_changes(loader) for loader in loaders]
@@ -416,7 +449,7 @@ class Follower:
         if not is_anchor:
             self._refuse_changed(published[-1], parts)
         state = self._state
-        arrays = state.arrays
+        arrays = state.arrays  # without two buffers, changed in place
         if self._double_buffer:
             arrays = {name: copy_of(array) for name, array in arrays.items()}
         sharing = names_sharing_memory(arrays)
@@ -449,21 +482,31 @@ class Follower:
     def _refuse_changed(
         self, published: Mapping[str, list[Change]], parts: Mapping[str, Part]
     ) -> None:
-        """Compare the parts that are not published parts with the last change's checksums.
+        """Raise ChecksumError if an array changed since the last version.
 
-        All before any change: tied tensors have the same memory.
+        Only for arrays that are not published parts, because the publisher's checksum does not
+        cover these. `published`: changes of the last version; `parts`: of the arrays. All are
+        compared before any change, because tied tensors have the same memory.
         """
         for name, crc32c in self._state.checksums.items():
             if self._check != "none" and not _places(parts[name], published[name]):
                 _compare_checksum(name, self._state.arrays[name], crc32c)
 
     def _checks(self, number: int, version: Version) -> bool:
-        """Return whether to compare the checksum of a tensor."""
+        """Return whether to compare the checksum of a tensor, whose index is `number`.
+
+        A sample has other tensors in the next version.
+        """
         is_sampled = number % _SAMPLE == version.sequence % _SAMPLE
         return self._check == "all" or (is_sampled and self._check == "sample")
 
     def _settle(self) -> None:
-        """Restore the elements that an interrupted change overwrote, in spite of interrupts."""
+        """Restore the elements that an interrupted change overwrote.
+
+        Does nothing if the change was committed. A KeyboardInterrupt is raised only after all
+        elements are restored. Each public method calls it first, because another exception may have
+        ended an earlier restoration.
+        """
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
@@ -481,7 +524,11 @@ class Follower:
             del interrupt  # its traceback refers to this frame
 
     def _parts(self, published: Mapping[str, list[Change]]) -> dict[str, Part]:
-        """Return the followed part of each published tensor, without its array."""
+        """Return the followed part of each published tensor by name, without its array.
+
+        `published`: the changes of a version. Raises CompatibilityError unless names, dtypes and
+        shapes of the arrays are the published ones.
+        """
         refuse_other_names(self._state.arrays, published, self.path)
         parts = {}
         for name, changes in published.items():
@@ -501,7 +548,11 @@ class Follower:
         return parts
 
     def _cut(self, published: Part) -> tuple[Layout, int]:
-        """Return layout and index of the part of an array that is not a `Shard`, as `load` does."""
+        """Return layout and number of the followed part of a tensor whose array is not a `Shard`.
+
+        Without `layout`, but with `world_size`, a tensor that was published in parts along one axis
+        is cut along it; other tensors are whole. `published`: one of the published parts.
+        """
         steps, index, world = self._cutting
         if steps is None:
             if world == 0 or len(published.layout.steps) != 1:
@@ -514,10 +565,11 @@ class Follower:
 def _ways(
     versions: tuple[Version, ...], current: Version | None
 ) -> Iterator[tuple[bool, tuple[Version, ...]]]:
-    """Return the ways to the last version: by deltas alone, or from an anchor, the newest first.
+    """Yield the ways to the last of `versions`: by deltas, then from each anchor, newest first.
 
-    Successive versions have successive sequences: otherwise a delta is missing, which the checksum
-    of a part that was not published does not reveal.
+    A way is whether its first version is loaded whole, and its versions. `current`: the version of
+    the follower, or None. Successive versions have successive sequences: otherwise a delta is
+    missing, which the checksum of a part that was not published does not reveal.
     """
     ways = []
     if current in versions:
@@ -525,7 +577,7 @@ def _ways(
     anchors = [number for number, version in enumerate(versions) if version.has_model]
     ways += [(True, versions[number:]) for number in reversed(anchors)]
     for is_anchor, way in ways:
-        deltas = way[is_anchor:]
+        deltas = way[is_anchor:]  # without the anchor, if the way begins with one
         end = versions[-1].sequence + 1
         sequences = [version.sequence for version in deltas]
         before = way[0] if is_anchor else current
@@ -535,6 +587,11 @@ def _ways(
 
 
 def _require_equal(name: str, label: str, published: object, followed: object) -> None:
+    """Raise CompatibilityError unless the tensor `name` has the published value of a property.
+
+    `label`: name of the property. `published`, `followed`: its values in the version and in the
+    follower.
+    """
     if published != followed:
         error = CompatibilityError(
             f"{name!r}: the published {label} is {published}, not {followed}"
@@ -544,9 +601,12 @@ def _require_equal(name: str, label: str, published: object, followed: object) -
 
 
 def _read_model(loader: Loader, parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Return new arrays of the followed parts."""
+    """Return new NumPy arrays with the elements of `parts`, by name, from an anchor.
+
+    Raises CompatibilityError unless the anchor has tensors of these names.
+    """
     section = loader.sections[0]
-    by_cut: dict[Any, list[str]] = {}
+    by_cut: dict[Any, list[str]] = {}  # one read for all tensors that are cut in the same way
     for name, part in parts.items():
         cut = (part.layout.steps, part.number, part.layout.parts) if part.layout.steps else _WHOLE
         by_cut.setdefault(cut, []).append(name)
@@ -558,7 +618,7 @@ def _read_model(loader: Loader, parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def _like(array: Any, target: Any) -> Any:
-    """Return an array as the same kind of array as the target, on its device."""
+    """Return a NumPy array in the shape of `target`; as a tensor on its device if it is one."""
     array = array.reshape(tuple(target.shape))
     if is_torch(target):
         tensor = backend_of(target, TensorBackend).tensors_of({"": array})[""]
@@ -567,29 +627,33 @@ def _like(array: Any, target: Any) -> Any:
 
 
 def _places(part: Part, published: list[Change]) -> list[int]:
-    """Return where a part is among the published parts: one number, or none."""
+    """Return the index of `part` among the published parts, in a list that is empty without it."""
     return [number for number, each in enumerate(published) if part.has_place_of(each.part)]
 
 
 def _apply_change(
     name: str, change: _Change, model: Any, log: UndoLog, *, check: bool
 ) -> int | None:
-    """Change one array; return its checksum, or None if it is not known.
+    """Change one array; return the CRC32C that it must have now, or None if it is not known.
 
-    `model`: its elements from an anchor, before the changes; None without an anchor.
+    `name`: the tensor. `model`: elements from an anchor, which are written before the changes; None
+    without an anchor. `log`: gets the overwritten elements. `check`: whether to compare a published
+    part with the publisher's checksum, and to compute the one of another part. Raises FormatError,
+    CompatibilityError or ChecksumError; the log then restores the array.
     """
     part, array, steps, final = change
     places = _places(part, final)
     try:
         if model is not None:
+            # as a delta: the log then holds only the elements that differ
             delta = compare_arrays(array, _like(model, array), checksum=False)
             del model  # its memory is needed for the undo log
             apply_delta(array, delta, log)
             del delta
         for number, published in enumerate(steps):
             is_last = number == len(steps) - 1
-            if places:
-                source = published[places[0]].required_delta
+            if numbers := _places(part, published):
+                source = published[numbers[0]].required_delta
                 apply_delta(array, source, log, check=check and is_last)
                 continue
             for each in published:
@@ -607,12 +671,14 @@ def _apply_change(
 
 
 def _filtered(source: Change, target: Part) -> Delta:
+    """Return the delta of `source`, a published part, for the elements that `target` has too."""
     part, delta = source.part, source.required_delta
     places = (part.layout, part.number), (target.layout, target.number)
     return filter_delta(delta, part.shape, *places)
 
 
 def _compare_checksum(name: str, array: Any, expected: int) -> None:
+    """Raise ChecksumError unless the array of the tensor `name` has the CRC32C `expected`."""
     crc32c = checksum_of(array)
     if crc32c != expected:
         error = ChecksumError(
@@ -623,7 +689,10 @@ def _compare_checksum(name: str, array: Any, expected: int) -> None:
 
 
 def _refuse_other_content(name: str, array: Any, expected: int) -> None:
-    """Raise if a later tensor changed an array that it shares memory with."""
+    """Raise CompatibilityError unless the array of the tensor `name` has the CRC32C `expected`.
+
+    It shares memory with another tensor of the follower, which was changed after it.
+    """
     if checksum_of(array) != expected:
         error = CompatibilityError(
             f"{name!r} shares memory with another tensor of the follower, but the published "

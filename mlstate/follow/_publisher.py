@@ -125,6 +125,7 @@ class Publisher:
         base: str = "memory",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Check the arguments (see the class); nothing is written yet."""
         self._anchor_every = check_int("anchor_every", anchor_every, 1)
         self._keep = None if keep is None else check_int("keep", keep, 2, also=" or None")
         if base not in BASES:
@@ -233,9 +234,10 @@ class Publisher:
     def _refuse_others(self) -> FolderContent | None:
         """Raise StoreError (EEXIST) if the newest root is not a version of this publisher.
 
-        If it is another one than the last, as after a restored backup, a new lineage starts; also
-        if a killed writer left a root, because the sequences of a lineage follow each other.
-        Returns the content that the next version may replace.
+        The first call accepts versions of another publisher. If the root is an earlier version of
+        this publisher than its last, as after a restored backup, a new lineage starts; also if a
+        killed writer left a root, because the sequences of a lineage follow each other. Returns the
+        content that the next version may replace; None on other ranks than 0, which do nothing.
         """
         if self._rank != 0:
             return None
@@ -262,7 +264,11 @@ class Publisher:
         return any(root.sequence > newest.sequence for root in self._files.list_roots())
 
     def _newest(self, data: bytes | None) -> Manifest | None:
-        """Return the root in `data`, or if it is damaged or missing, the newest root of a step."""
+        """Return the root in `data`, the bytes of manifest.json, or None if there is no root.
+
+        If it is damaged or missing, the newest root of a step that can be read. Raises FormatError
+        if it is of a newer format.
+        """
         if data is not None:
             path = self._files.join(MANIFEST)
             try:
@@ -280,10 +286,11 @@ class Publisher:
         return None
 
     def _own_values(self, model: Any) -> tuple[dict[str, Any], FolderContent | None]:
-        """Return the arrays that this rank publishes, and that `save` lets it write to an anchor.
+        """Return the arrays by name that this rank publishes, and that it writes into an anchor.
 
-        On rank 0 also return the content that the version may replace. With a group every rank
-        calls it, and every rank raises if one of them cannot publish.
+        Of a replicated array, one rank publishes it. The second result is the content that the
+        version may replace, on rank 0; None on others. With a group every rank calls it, and every
+        rank raises if one of them cannot publish.
         """
         values: dict[str, Any] = {}
         content: FolderContent | None = None
@@ -318,7 +325,12 @@ class Publisher:
         changes: dict[str, Change],
         error: BaseException | None,
     ) -> tuple[str, str]:
-        """Return kind and lineage of the version; every rank calls it, even after a failure."""
+        """Return kind and lineage of the version, the same on all ranks, after all have agreed.
+
+        Every rank calls it, even after a failure, which is its `error`; then every rank raises.
+        `base`: last published parts of this rank, or None. `changes`: of this rank. Raises
+        ValueError if an argument differs between the ranks.
+        """
         deltas = [change.delta for change in changes.values()]
         restarts = base is None or not self._versions or step <= self._versions[-1].step
         arguments = {"step": step, "anchor_every": self._anchor_every, "keep": self._keep}
@@ -350,12 +362,13 @@ class Publisher:
         nbytes, delta_bytes = (sum(reply[key] for reply in replies) for key in ("bytes", "delta"))
         if any(reply["lacks"] for reply in replies) or delta_bytes > _PAYS * nbytes:
             return "anchor", self._lineage
+        # With this version, `anchor_every` versions, of which one must have the model.
         recent = self._versions[max(len(self._versions) + 1 - self._anchor_every, 0) :]
         has_anchor = any(version.has_model for version in recent)
         return "delta" if has_anchor else "both", self._lineage
 
     def _begin(self, step: int, kind: str, lineage: str) -> tuple[Version, ...]:
-        """Start the lineage if it is new; return the older versions to keep."""
+        """Start the lineage if it is new; return the versions before the new one to keep."""
         if lineage != self._lineage:
             self._lineages.add(lineage)
             self._lineage, self._versions = lineage, ()
@@ -364,7 +377,10 @@ class Publisher:
     # ---- after the commit ----
 
     def _retain(self, newest: Manifest) -> dict[str, Manifest]:
-        """Delete the roots that the newest version does not name; return the others by path."""
+        """Delete the roots that `newest`, the new root, does not name; return the others by path.
+
+        `save` calls it after the commit, and deletes the files that only deleted roots need.
+        """
         stored = self._files.list_roots()
         paths = {root.path for root in stored}  # without those that a command has deleted
         roots = {root_path(newest): newest}
@@ -378,7 +394,11 @@ class Publisher:
     def _next_base(
         self, base: dict[str, Part] | None, parts: dict[str, Part], changes: dict[str, Change]
     ) -> dict[str, Part]:
-        """Return the copies of this rank's parts, changed or new."""
+        """Return copies of this rank's published parts by name, to compare the next version with.
+
+        The arrays of `base` are changed by the deltas if all parts have one, else new copies of
+        `parts` are made. `base`: the former copies, or None. `changes`: of this version.
+        """
         if base and all(change.delta is not None for change in changes.values()):
             copies = base
             _run_for_each(
@@ -396,10 +416,14 @@ def _facts(parts: dict[str, Part]) -> dict[str, Part]:
 
 
 def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]:
-    """Compare the parts with their base; without one they have no delta."""
+    """Return the changes of `parts` since `base`, both by name; for an empty base, without deltas.
+
+    Each change has the CRC32C of the part.
+    """
     changes: dict[str, Change] = {}
 
     def compare(name: str) -> None:
+        """Store the change of one part in `changes`; several threads may run it."""
         part, delta = parts[name], None
         if base:
             old, new = base[name].array, part.array
@@ -416,7 +440,10 @@ def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]
 
 
 def _run_for_each(parts: dict[str, Part], act: Callable[[str], None]) -> None:
-    """Call `act` with the name of each part, in several threads if the parts are large."""
+    """Call `act` with the name of each part; in several threads if the parts are large.
+
+    Parts on a device are handled one after another, in this thread.
+    """
     tasks = [partial(act, name) for name in parts]
     threads = _core.get_num_threads()
     is_large = sum(part.nbytes for part in parts.values()) >= _LARGE
@@ -432,7 +459,10 @@ def _copy_to_memory(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_to_disk(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return copies in one unnamed temporary file, which exists as long as one of them."""
+    """Return copies by name in one unnamed temporary file, which exists as long as one of them.
+
+    Tensors of any device become tensors on the CPU. Raises StoreError if the disk has no space.
+    """
     places, size = {}, 0
     for name, array in arrays.items():
         places[name] = size
@@ -455,7 +485,10 @@ def _copy_to_disk(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _map_temporary(size: int) -> NDArray:
-    """Return the mapped bytes of an unnamed temporary file, with space on the disk for them."""
+    """Return `size` mapped bytes of an unnamed temporary file; OSError without space on the disk.
+
+    Without reserved space, a full disk would end the process at a later write.
+    """
     with tempfile.TemporaryFile() as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)

@@ -77,9 +77,9 @@ class Lineage(NamedTuple):
 
 
 def trim_chain(versions: Sequence[Version], keep: int | None) -> tuple[Version, ...]:
-    """Return the newest `keep` versions, and older ones back to an anchor.
+    """Return the newest `keep` of `versions`, and older ones back to an anchor.
 
-    None keeps the two newest anchors and all versions after these.
+    None keeps the two newest anchors and all versions from the older of these on.
     """
     anchors = [number for number, version in enumerate(versions) if version.has_model]
     if keep is None:
@@ -90,7 +90,11 @@ def trim_chain(versions: Sequence[Version], keep: int | None) -> tuple[Version, 
 
 
 def lineage_of(manifest: Manifest, path: str) -> Lineage:
-    """Return the lineage that ends with a root; raise FormatError if it is not a version."""
+    """Return the lineage that ends with the version of a root.
+
+    `manifest`: the root, whose metadata are untrusted. `path`: of the folder, for errors. Raises
+    FormatError if it is not a version.
+    """
     facts = manifest.metadata.get(KEY)
     try:
         if not isinstance(facts, dict):
@@ -112,7 +116,7 @@ def lineage_of(manifest: Manifest, path: str) -> Lineage:
 
 
 def metadata_of(lineage: str, kind: str, chain: Iterable[Version]) -> dict[str, Any]:
-    """Return the metadata of a new version."""
+    """Return the metadata of a new version; `chain`: the kept versions before it, oldest first."""
     return {KEY: {"lineage": lineage, "kind": kind, "chain": [list(each) for each in chain]}}
 
 
@@ -139,7 +143,7 @@ class Part(NamedTuple):
         return self.elements * numpy_dtype(self.dtype).itemsize
 
     def has_place_of(self, other: Part) -> bool:
-        """Return whether both are the same part."""
+        """Return whether both are the same part of a tensor; layouts of one part are equal."""
         same_layout = self.layout.parts == other.layout.parts == 1 or self.layout == other.layout
         return same_layout and self.number == other.number
 
@@ -160,7 +164,11 @@ class Change(NamedTuple):
 
 
 def part_of(name: str, value: Any) -> Part:
-    """Return the part that a value of a state holds: a `Shard`, or a whole array."""
+    """Return the part of the tensor `name` that `value` has: a `Shard`, or an array with all of it.
+
+    Its array is over the same memory. Raises CompatibilityError for a dtype that is not supported,
+    and a byte-swapped array.
+    """
     shard = value if isinstance(value, Shard) else Shard(value)
     array = shard.array.detach() if is_torch(shard.array) else shard.array
     dtype = name_of(array.dtype)
@@ -175,14 +183,18 @@ def part_of(name: str, value: Any) -> Part:
 
 
 def named_error(name: str, reason: str) -> CompatibilityError:
-    """Return the error about a tensor that cannot be published or followed."""
+    """Return the CompatibilityError for the tensor `name`, with the reason after the name."""
     error = CompatibilityError(f"{name!r}: {reason}")
     error.name = name
     return error
 
 
 def values_of(model: Any, ranks: int) -> dict[str, Any]:
-    """Return the arrays, tensors and shards of a model, over its memory."""
+    """Return the arrays, tensors and shards of a model by name, over its memory.
+
+    `ranks`: number of ranks that publish the model. Raises TypeError for a model with other values,
+    and an error for a value that cannot be stored.
+    """
     state, _, others = states_of(model, None, ranks)
     if others[0]:
         name = next(iter(others[0]))
@@ -203,7 +215,10 @@ def values_of(model: Any, ranks: int) -> dict[str, Any]:
 
 
 def encode_changes(changes: Mapping[str, Change], rank: int) -> dict[str, Any]:
-    """Return the nested value of a rank."""
+    """Return the state ``follow`` of a rank: its `changes`, by tensor name, as JSON values.
+
+    The two streams of a delta are arrays, or None for a change without a delta.
+    """
     tensors = {}
     for name, (part, crc32c, delta) in changes.items():
         tensors[name] = {
@@ -219,6 +234,10 @@ def encode_changes(changes: Mapping[str, Change], rank: int) -> dict[str, Any]:
 
 
 def _decode_change(facts: Any) -> Change:
+    """Return the change in an item of ``tensors`` of `encode_changes`; it is untrusted.
+
+    Raises KeyError, TypeError or ValueError if it is malformed.
+    """
     layout = Layout(tuple((axis, parts) for axis, parts in facts["layout"]))
     shape = tuple(int(size) for size in facts["shape"])
     part = Part(None, facts["dtype"], shape, layout, int(facts["part"]))
@@ -236,6 +255,7 @@ def _decode_change(facts: Any) -> Change:
 
 
 def _vector(facts: Any, name: str) -> NDArray:
+    """Return the one-dimensional array `name` of `facts`; raise TypeError for another value."""
     array: NDArray = facts[name]
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         raise TypeError(f"{name} are not a vector")
@@ -243,14 +263,17 @@ def _vector(facts: Any, name: str) -> NDArray:
 
 
 def open_version(files: CheckpointFiles, root: str, manifest: Manifest) -> Loader:
-    """Return a reader of a version."""
+    """Return a loader of the whole checkpoint at `root`, whose manifest was read already."""
     cutting = (None, 0, 0)
     request = LoadRequest(files, root, None, None, None, cutting, False, False, "", LOAD_DEFAULTS)
     return Loader(request, manifest)
 
 
 def read_version(files: CheckpointFiles, version: Version, newest: Manifest) -> Loader:
-    """Read the root of a version, unless it is the newest one, which was read before."""
+    """Return a loader of a version of the lineage that `newest`, the newest root, names.
+
+    Raises FileNotFoundError if the version was deleted meanwhile.
+    """
     is_newest = version.generation == newest.generation
     root = MANIFEST if is_newest else version.root
     return open_version(files, root, newest if is_newest else files.read_manifest(root))
@@ -259,7 +282,8 @@ def read_version(files: CheckpointFiles, version: Version, newest: Manifest) -> 
 def read_changes(loader: Loader) -> dict[str, list[Change]]:
     """Return the changes of all published parts, by the names of their tensors.
 
-    Raises FormatError if they are damaged or contradict each other.
+    The parts of a tensor are sorted by number, and all of them are there. Raises FormatError if
+    they are damaged or contradict each other.
     """
     path = loader.folder
     kind = loader.states.get(STATE)
@@ -283,7 +307,10 @@ def read_changes(loader: Loader) -> dict[str, list[Change]]:
 
 
 def _sort_parts(changes: list[Change]) -> None:
-    """Sort the parts of a tensor; raise ValueError if they are not all of one tensor."""
+    """Sort the changes of a tensor by the number of the part.
+
+    Raises ValueError unless they are all parts of one tensor, each of them once.
+    """
     changes.sort(key=lambda change: change.part.number)
     numbers = [change.part.number for change in changes]
     alike = {(c.part.dtype, c.part.shape, c.part.layout.steps) for c in changes}
@@ -293,9 +320,9 @@ def _sort_parts(changes: list[Change]) -> None:
 
 
 def empty_model(files: CheckpointFiles) -> dict[str, Any]:
-    """Return zeros with the shapes and dtypes of the newest version."""
+    """Return arrays of zeros by name, with the shapes and dtypes of the newest version."""
 
-    def read(manifest: Manifest) -> dict[str, Any]:
+    def read(manifest: Manifest) -> dict[str, Any]:  # again if the root is replaced meanwhile
         changes = read_changes(open_version(files, MANIFEST, manifest))
         parts = {name: each[0].part for name, each in changes.items()}
         return {name: np.zeros(part.shape, numpy_dtype(part.dtype)) for name, part in parts.items()}
@@ -304,7 +331,10 @@ def empty_model(files: CheckpointFiles) -> dict[str, Any]:
 
 
 def refuse_other_names(names: Iterable[str], published: Iterable[str], path: str) -> None:
-    """Raise CompatibilityError unless a follower has the published tensors."""
+    """Raise CompatibilityError unless `names`, of a follower, are the published names.
+
+    `path`: of the folder, for the error.
+    """
     followed, stored = set(names), set(published)
     for label, some in (("lacks", stored - followed), ("has an unpublished", followed - stored)):
         if some:

@@ -171,12 +171,13 @@ def clip_grad_norm(
     own_squares = squares_in_order(partials.values())
     texts = group.gather_bytes(f"clip {limit!r} {own_squares!r}".encode(), timeout=timeout)
     rank_squares = _collect_squares(group.rank, limit, texts)
-    norm = sqrt(squares_in_order((squares, 0) for squares in rank_squares))
+    norm = sqrt(squares_in_order((squares, 0) for squares in rank_squares))  # 0: count is unused
     if not isfinite(norm):
         bad = [rank for rank, squares in enumerate(rank_squares) if not isfinite(squares)]
         nonfinite = [name for name, (_, count) in partials.items() if count]
         where = f"; on this rank: {', '.join(nonfinite[:5])}" if nonfinite else ""
         reason = f"gradients of rank {', '.join(map(str, bad))} are not finite{where}"
+        # `bad` is empty if only the sum over ranks overflows
         raise _clip_error(group.rank, bad[0] if bad else None, reason)
     factor = limit / (norm + 1e-6)
     if factor < 1:
@@ -185,9 +186,11 @@ def clip_grad_norm(
 
 
 def _collect_squares(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
-    """Return each rank's sum of squares from the ranks' messages (`texts`) of one clip call.
+    """Return each rank's sum of squares, in rank order, from the ranks' messages of one clip call.
 
-    Raises if a rank's message is another call, or has another limit.
+    `rank`: this rank, for the error. `limit`: this rank's `max_norm`. `texts`: by rank, a message
+    ``clip <max_norm> <sum of squares>``. Raises CollectiveError if a message is from another call,
+    or has another limit.
     """
     squares_of_ranks = []
     for other, text in enumerate(texts):
@@ -206,6 +209,7 @@ def _collect_squares(rank: int, limit: float, texts: Sequence[bytes]) -> list[fl
 
 
 def _clip_error(rank: int, bad: int | None, reason: str) -> CollectiveError:
+    """Return the error of `clip_grad_norm` on `rank`; `bad`: the rank at fault, None if unknown."""
     error = CollectiveError(f"clip_grad_norm on rank {rank}: {reason}; nothing was changed")
     error.name, error.rank = "clip_grad_norm", bad
     return error

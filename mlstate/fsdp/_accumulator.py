@@ -28,7 +28,7 @@ _ADDED = FLOATS | INTEGERS | {"complex64"}
 
 
 class _Sum:
-    """One parameter's running sum; `array` is None between two rounds."""
+    """One parameter's running sum; `array` is None from the end of a round to its next gradient."""
 
     __slots__ = (
         "array",
@@ -43,10 +43,10 @@ class _Sum:
     )
 
     def __init__(self, array: Any, dtype: str, memory: Any = None) -> None:
-        """Start a sum with the first gradient of a parameter.
+        """Create a sum that counts one gradient; the caller copies that gradient into `array`.
 
-        `array`: the sum, a NumPy array or torch tensor. `dtype`: of the gradients. `memory`: its
-        bytes.
+        `array`: the sum, a NumPy array or torch tensor. `dtype`: name of the gradients' dtype.
+        `memory`: uint8 array that `array` is a view of, or None if torch owns its bytes.
         """
         self.array = array
         self.given = dtype  # dtype of the gradients, which `array` need not have
@@ -54,7 +54,8 @@ class _Sum:
         self.in_core = memory is not None  # False: torch adds to it
         self.kind = type(array) if self.in_core else None  # of gradients that the core can read
         self.count = 1
-        self.figures: tuple[float, int] | None = None  # None: not computed yet
+        # sum of squares and number of non-finite elements of `array`; None: not computed yet
+        self.figures: tuple[float, int] | None = None
         self.shape = () if array is None else tuple(array.shape)
         # dtype of a NumPy sum that a copy in the core can start, or None
         self.native = (
@@ -62,34 +63,42 @@ class _Sum:
         )
 
     def new_array(self) -> Any:
-        """Return an array for the next round in the last round's memory; None if that is in use."""
+        """Return an array for the next round in the last round's memory.
+
+        None if the caller still refers to that memory, or if the core cannot copy into it.
+        """
         if self.native is None or _count_references(self) != _NO_OTHER_REFERENCE:
             return None
         return np.ndarray(self.shape, self.native, self.memory)
 
     def begin(self, array: Any) -> None:
-        """Start a round with an array that holds the first gradient."""
+        """Start a round with `array`, which already has the parameter's first gradient."""
         self.array, self.count, self.figures = array, 1, None
 
 
 def _is_convertible(array: Any, dtype: str) -> bool:
-    """Return whether the core can copy a gradient of dtype `given` into the array of its sum."""
+    """Return whether the core can copy a gradient into the sum `array`, and convert it.
+
+    `dtype`: name of the gradient's dtype. The core converts between floats only.
+    """
     name = dtype_name(array)
     return name == dtype or {name, dtype} <= FLOATS
 
 
 def _count_references(total: _Sum) -> int:
-    """Return the reference count of a sum's memory, including this call's reference."""
+    """Return the reference count of a sum's memory, including the sum's and this call's."""
     return getrefcount(total.memory)
 
 
+# The count for a memory that only its sum refers to, measured as it depends on the Python version.
 _NO_OTHER_REFERENCE = _count_references(_Sum(None, "", np.empty(0, np.uint8)))
 
 
 def _find_memory(size: int, before: _Sum | None) -> Any:
-    """Return `size` bytes for a sum: the last round's if nothing else refers to it, else new ones.
+    """Return a uint8 array of `size` bytes, with any content, for a new sum.
 
-    `before`: the sum of the last round, or None.
+    It is the memory of `before`, the parameter's sum in the last round (None: no such round), if
+    the size is equal and nothing else refers to it; otherwise new memory.
     """
     if (
         before is not None
@@ -102,13 +111,20 @@ def _find_memory(size: int, before: _Sum | None) -> Any:
 
 
 def _copy_gradients(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
-    """Copy first gradients into the arrays of their sums, in the core."""
+    """Copy the first gradient of each parameter into the array of its sum, in the core.
+
+    Both dicts have the same names; the core converts dtypes.
+    """
     report = _core.state_load(arrays, gradients, True, True, False)
-    assert isinstance(report, list), report
+    assert isinstance(report, list), report  # a tuple would list names or shapes that differ
 
 
 def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
-    """Copy the first gradients (`batch`, by name) into the new sums in `started`."""
+    """Copy the first gradients into their new sums.
+
+    `started`: the new sums by parameter name. `batch`: gradients by name, at least of these.
+    Sums of torch are skipped: they were created as copies of the gradient.
+    """
     targets, sources = {}, {}
     for name, total in started.items():
         gradient = batch[name]
@@ -124,6 +140,7 @@ def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None
 
 
 def _mismatch_error(name: str, label: str, got: Any, expected: Any) -> CompatibilityError:
+    """Return the error for a gradient of parameter `name` whose `label`, such as shape, differs."""
     error = CompatibilityError(
         f"'{name}': the gradient's {label} is {got}, expected {expected} as of the micro-batch "
         "before; nothing was added: check the parameter name, or call reset()"
@@ -133,7 +150,11 @@ def _mismatch_error(name: str, label: str, got: Any, expected: Any) -> Compatibi
 
 
 def _check_gradient(name: object, gradient: Any) -> Any:
-    """Return a gradient as an array or a detached tensor; raise if it is something else."""
+    """Return the gradient of parameter `name` as an array or a detached tensor.
+
+    Raises TypeError if `name` is not a str or `gradient` has another type, ValueError if it is
+    None.
+    """
     if not isinstance(name, str):
         raise TypeError(f"a parameter's name must be a str, got {type(name).__name__}: {name!r}")
     if gradient is None:
@@ -152,7 +173,11 @@ def _check_gradient(name: object, gradient: Any) -> Any:
 
 
 def _check_same(name: str, total: _Sum, gradient: Any) -> None:
-    """Raise CompatibilityError if a gradient differs from its sum in kind, shape or dtype."""
+    """Raise CompatibilityError unless `gradient` can be added to the existing sum `total`.
+
+    It must have the device and shape of the sum, and the dtype of the gradients before. `name`:
+    of the parameter, for the error.
+    """
     for label, got, expected in (
         ("kind", location_of(gradient), location_of(total.array)),
         ("shape", tuple(gradient.shape), tuple(total.array.shape)),
@@ -163,14 +188,20 @@ def _check_same(name: str, total: _Sum, gradient: Any) -> None:
 
 
 def _readable(gradient: Any) -> Any:
-    """Return a form of the gradient that the core can read, or None."""
+    """Return an array or tensor over the gradient's memory that the core can read.
+
+    None if only torch can read it, such as a tensor on another device.
+    """
     if not is_torch(gradient):
         return gradient
     return backend_of(gradient, GradientBackend).readable(gradient)
 
 
 def _check_dtype(dtype: DType | None) -> str | None:
-    """Return the dtype of the sums, "float32" or None (as the gradients); raises for others."""
+    """Return "float32", or None if sums have the dtype of their gradients.
+
+    Raises ValueError for any other `dtype`.
+    """
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -287,6 +318,8 @@ class GradientAccumulator:
             )
         items = list(gradients.items())  # before locking: items() may call this object
         with self._lock:
+            # Gradients by name: `core_sums` are added to existing sums, `first` start a round in
+            # reused memory (`arrays`). The core has checked both; `others` are checked in Python.
             core_sums, others, arrays, first = {}, {}, {}, {}
             for name, value in items:
                 total = self._sums.get(name)
@@ -310,12 +343,17 @@ class GradientAccumulator:
             self._add_checked(
                 core_sums, {name: others[name] for name in others if name not in started}
             )
+            # last, because the calls above may raise
             for name, array in arrays.items():
                 self._sums[name].begin(array)
             self._sums.update(started)
 
     def _allocate_sums(self, others: dict[str, Any]) -> dict[str, _Sum]:
-        """Check gradients against existing sums, and return new sums for the others by name."""
+        """Check gradients against existing sums; return new sums for those without one, by name.
+
+        `others`: gradients by name, as `_check_gradient` returns them. The new sums are not yet
+        part of this object. Raises CompatibilityError.
+        """
         started = {}
         for name, gradient in others.items():
             total = self._sums.get(name)
@@ -326,7 +364,11 @@ class GradientAccumulator:
         return started
 
     def _allocate_sum(self, name: str, gradient: Any) -> _Sum:
-        """Return a new sum for a parameter; the caller copies the first gradient into it."""
+        """Return a new sum for the parameter `name`, whose first gradient is `gradient`.
+
+        A sum that the core adds to has memory, but no values: the caller copies the gradient into
+        it. Raises CompatibilityError if neither the core nor torch can add this dtype.
+        """
         gradient_dtype = dtype_name(gradient)
         dtype = (self._dtype if gradient_dtype in NARROW_FLOATS else None) or gradient_dtype
         in_core = dtype in _ADDED and _readable(gradient) is not None
@@ -351,7 +393,11 @@ class GradientAccumulator:
         return _Sum(memory.view(native).reshape(gradient.shape), gradient_dtype, memory)
 
     def _add_checked(self, core_sums: dict[str, Any], others: dict[str, Any]) -> None:
-        """Add checked gradients by name: `core_sums` in the core, `others` in the core or torch."""
+        """Add gradients to existing sums, by name; they fit their sums.
+
+        `core_sums`: gradients that the core can read. `others`: the core adds those that it can
+        read, which move to `core_sums`; torch adds the rest.
+        """
         rest = []
         for name, gradient in others.items():
             total = self._sums[name]
@@ -455,7 +501,10 @@ class GradientAccumulator:
         return {name: count for name, (_, count) in self._figures().items() if count}
 
     def _figures(self) -> dict[str, tuple[float, int]]:
-        """Return (sum of squares, number of non-finite elements) of each sum by name."""
+        """Return (sum of squares, number of non-finite elements) of each sum by name.
+
+        Those that the last addition did not compute are computed and kept.
+        """
         with self._lock:
             live = {name: t for name, t in self._sums.items() if t.array is not None}
             unknown = [name for name, t in live.items() if t.figures is None and t.in_core]
@@ -470,6 +519,6 @@ class GradientAccumulator:
 
     def __repr__(self) -> str:
         """Show the number of complete micro-batches and of parameters."""
-        some = self.counts.values()
+        some = self.counts.values()  # gradients of each parameter
         done = f"{min(some, default=0)} of {self._steps}"
         return f"GradientAccumulator({done} micro-batches, {len(some)} parameters)"

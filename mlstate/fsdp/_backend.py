@@ -9,14 +9,22 @@ if TYPE_CHECKING:
 
 
 class ModuleHooks(Protocol):
-    """Hooks on the parameters of a module, until they are removed."""
+    """Hooks on the parameters of a module, until they are removed.
 
-    parameters: dict[str, Any]
-    is_full: bool
+    A `token` is what `begin_pass` returned for the current pass; None: no pass of the module.
+    """
+
+    parameters: dict[str, Any]  # by name, in the module's order
+    is_full: bool  # reduced full gradients are stored in the parameters
+    # parameters whose gradient has sums of `no_sync` passes: its version after the last of them
     unsent: dict[str, int]
 
     def begin_pass(self, on_end: Callable[[], None], rank: int) -> Callable[[], Any]:
-        """Call a function at the end of the running backward pass, unless an error aborts it."""
+        """Call `on_end` at the end of the running backward pass, unless an error aborts the pass.
+
+        Returns the pass's token: a weak reference, which returns None after the pass. `rank`: of
+        this process, for the CollectiveError if the pass runs inside another one.
+        """
 
     def outdated(self) -> str:
         """Return why gradients of the module would stay unreduced, or an empty string."""
@@ -25,13 +33,23 @@ class ModuleHooks(Protocol):
         """Note that a `no_sync` pass has added to a parameter's gradient."""
 
     def take(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
-        """Return a parameter's gradient, and remove it unless it is to be kept."""
+        """Return a parameter's gradient, and remove it from the parameter unless it is to be kept.
+
+        The second value is None, or a function that restores the gradient after a failure.
+        """
 
     def take_missing(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
-        """Apply `take` to a gradient of earlier passes that this pass did not compute."""
+        """Return, as `take`, a gradient of `no_sync` passes that this pass did not add to.
+
+        (None, None) if the parameter has no such gradient.
+        """
 
     def gather_full(self, buckets: Iterable[Any], group: Any, timeout: float | None) -> None:
-        """Add the reduced full gradients to the existing gradient of each parameter."""
+        """Gather the parts of reduced gradients, and add them to each parameter's gradient.
+
+        `buckets`: sequences of sharding units whose local gradients are reduced. `timeout`:
+        seconds, None for the group's.
+        """
 
     def drop_full(self) -> None:
         """Remove all gradients, because not all are reduced."""
@@ -44,19 +62,28 @@ class GradientBackend(Protocol):
     """Operations on a framework's gradients, and hooks that receive them."""
 
     def readable(self, tensor: Any) -> Any:
-        """Return the tensor as memory of the core, or None if only the framework can add it."""
+        """Return `tensor` in a form that the core can read, or None if only the framework can."""
 
     def copy_of(self, tensor: Any, dtype: str | None) -> Any:
-        """Return a copy for accumulation, in C order if the tensor is strided."""
+        """Return a copy of `tensor` to add others to, in C order if it is strided.
+
+        `dtype`: of the copy; None: of the tensor.
+        """
 
     def item_bytes(self, dtype: str, like: Any) -> int:
-        """Return the size of an element of a dtype in bytes."""
+        """Return the size of an element of `dtype` in bytes; `like`: a tensor of the framework."""
 
     def tensor_in(self, memory: Any, dtype: str, like: Any) -> Any:
-        """Return a tensor over `memory` with the shape of `like`; it keeps the memory alive."""
+        """Return a tensor of `dtype` over `memory` with the shape of `like`.
+
+        It keeps the memory alive.
+        """
 
     def add_gradient(self, total: Any, tensor: Any) -> None:
-        """Add with the framework's operation, for other devices, layouts and subclasses."""
+        """Add `tensor` to `total` in place, by the framework's operation.
+
+        For devices, layouts and subclasses that the core cannot read.
+        """
 
     def norm_partial(self, tensor: Any) -> tuple[float, int]:
         """Return the sum of squares and the number of non-finite elements."""
@@ -70,7 +97,12 @@ class GradientBackend(Protocol):
     def reduce_on_device(
         self, group: Any, entry: Any, terms: Any, timeout: float | None
     ) -> tuple[float, int]:
-        """Reduce a gradient on a device; return sum of squares and non-finite elements."""
+        """Reduce a gradient that is not in main memory, together with all ranks of `group`.
+
+        Stores this rank's part in `entry.out`. Returns the part's sum of squares and its number of
+        non-finite elements. `terms`: op, divisor and dtype. `timeout`: seconds, None for the
+        group's.
+        """
 
     def hook_module(
         self,
@@ -81,8 +113,9 @@ class GradientBackend(Protocol):
         is_full: bool,
         keep: bool,
     ) -> ModuleHooks:
-        """Register hooks on a module's parameters; `receive` gets each name and parameter.
+        """Register hooks on those parameters of `module` that have a sharding unit.
 
-        `is_full`: reduced gradients are stored in ``parameter.grad``. `keep`: unreduced ones stay
-        there.
+        `units`: sharding units by parameter name. `receive` is called with a name and its parameter
+        when its gradient is computed. `is_full`: reduced gradients are stored in
+        ``parameter.grad``. `keep`: unreduced ones stay there.
         """

@@ -84,6 +84,7 @@ class FSDPBackwardHook:
         self._sync = True
         self._sums = LocalSums()  # from `no_sync`, except those in parameter.grad
         self._lock = threading.Lock()  # protects `_pass`
+        # runs `scatter_multiple_async` calls one after the other
         self._calls = OperationQueue("mlstate-fsdp-calls", fsdp.rank)
         self._report: BackwardReport | None = None
 
@@ -207,7 +208,11 @@ class FSDPBackwardHook:
             raise ValueError("this object already has hooks; close it, or create another one")
 
     def _receive_gradient(self, name: str, _: object) -> None:
-        """Add the gradient of the parameter `name`, just computed by torch, to the current pass."""
+        """Add the gradient of the parameter `name`, just computed by torch, to the current pass.
+
+        The first gradient starts the pass. Inside `no_sync`, it stays in the parameter. The second
+        argument, the parameter itself, is unused.
+        """
         hooks = self._module_hooks
         assert hooks is not None
         if not self._sync:
@@ -221,20 +226,27 @@ class FSDPBackwardHook:
             gradient, on_failure = hooks.take(name, token)
             problem = ""
             if self._pass is None:
-                problem = hooks.outdated()
+                problem = hooks.outdated()  # becomes an error on all ranks, which wait for this one
                 self._pass = BackwardPass(self._plan, self._reducer)
             self._pass.token = token
             self._pass.add(name, gradient, on_failure, problem)
 
     def _abandon_aborted(self) -> None:
-        """Abandon a torch pass that an error ended before all gradients had arrived."""
+        """Abandon a torch pass that an error ended before all gradients had arrived.
+
+        Such a pass never calls `finish`; its token, a weak reference, is dead.
+        """
         current = self._pass
         if current is not None and current.token is not None and current.token() is None:
             self._pass = None
             current.abandon()
 
     def _scatter_in_hook(self, name: str, gradient: Any) -> Any:
-        """Scatter a gradient of a model that is not a torch module; return the local part."""
+        """Scatter the gradient of parameter `name` of a model that is not a torch module.
+
+        `gradient`: the full gradient of this rank. Returns this rank's part of the sum; `gradient`
+        itself inside `no_sync`, or after `close`.
+        """
         if not self._sync:
             self._sums.add(name, gradient)
             return gradient
@@ -301,7 +313,7 @@ class FSDPBackwardHook:
         >>> unit.local_gradient
         array([2., 2.])
         """
-        before, self._sync = self._sync, False
+        before, self._sync = self._sync, False  # contexts may be nested
         try:
             yield
         finally:
@@ -365,7 +377,7 @@ class FSDPBackwardHook:
                     return
                 self._pass = BackwardPass(self._plan, self._reducer)
             current, hooks = self._pass, self._module_hooks
-            ended = perf_counter()
+            ended = perf_counter()  # of the computation, for the report
             try:
                 self._add_missing(current)
                 current.finish()
@@ -383,7 +395,10 @@ class FSDPBackwardHook:
                     self._report = BackwardReport(current.times, ended, current.session.events)
 
     def _add_missing(self, current: BackwardPass) -> None:
-        """Add gradients that this pass did not compute: the sums from `no_sync`, or none."""
+        """Complete the pass `current` with the parameters for which it computed no gradient.
+
+        Each one's gradient is its sum from `no_sync`, or None.
+        """
         hooks = self._module_hooks
         for name in [name for name in self._plan.units if name not in current.arrived]:
             gradient, on_failure = None, None
@@ -698,7 +713,10 @@ class FSDPBackwardHook:
 
 
 def _is_empty(name: str, gradients: object) -> bool:
-    """Return whether `gradients` is None or empty; raise TypeError if it is not a dict."""
+    """Return whether `gradients` is None or empty; raise TypeError if it is not a dict.
+
+    `name`: of the argument, for the error.
+    """
     if gradients is None:
         return True
     if not hasattr(gradients, "items"):
@@ -707,7 +725,11 @@ def _is_empty(name: str, gradients: object) -> bool:
 
 
 def _check_local(unit: FSDPShardingUnit, gradient: Array) -> None:
-    """Raise an error unless a part, the user's `gradient`, fits the local gradient of a unit."""
+    """Raise unless `gradient`, from the user, can be added to the local gradient of `unit`.
+
+    TypeError if it is not an array or tensor; CompatibilityError if its shape or dtype differs. A
+    unit without a local gradient accepts any dtype.
+    """
     local = unit.local_gradient
     if not is_torch(gradient) and not isinstance(gradient, np.ndarray | np.generic):
         raise TypeError(
@@ -725,6 +747,7 @@ def _check_local(unit: FSDPShardingUnit, gradient: Array) -> None:
 
 
 def _mismatch_error(name: str, label: str, got: str, expected: str) -> CompatibilityError:
+    """Return the error for a gradient of parameter `name` whose `label`, such as shape, differs."""
     error = CompatibilityError(f"{name}: the new gradient has {label} {got}, expected {expected}")
     error.name, error.got, error.expected = name, got, expected
     return error

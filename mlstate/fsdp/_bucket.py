@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from ._sharding_unit import FSDPShardingUnit
 
-Segment: TypeAlias = tuple[Any, tuple[int, ...], Any]  # gradient, elements by rank, output
+# full gradient, number of elements in each rank's part, output for this rank's part
+Segment: TypeAlias = tuple[Any, tuple[int, ...], Any]
 
 
 class Terms(NamedTuple):
@@ -34,10 +35,10 @@ class Terms(NamedTuple):
 
 
 class Entry:
-    """A gradient, from its arrival until its shard is stored.
+    """A gradient, from its arrival until this rank's part of the sum is stored.
 
     `problem` is the reason why it cannot be reduced, for the error on all ranks, or empty.
-    `on_failure` is called if the shard is not stored. If the gradient is None, this rank did not
+    `on_failure` is called if the part is not stored. If the gradient is None, this rank did not
     use the parameter: then it is zeros with `allow_unused`, and otherwise `absence` is the problem.
     """
 
@@ -65,20 +66,25 @@ class Entry:
         allow_unused: bool = False,
         absence: str = "",
     ) -> None:
-        """Check a gradient of `unit`. A fault becomes `problem`, because all ranks must go on."""
+        """Check a gradient of `unit`; the class describes the arguments.
+
+        A fault becomes `problem` instead of an exception: the other ranks wait for this one.
+        """
         self.unit = unit
         self.is_unused = gradient is None and not problem and allow_unused
         if self.is_unused:
             gradient = unit.zeros()
         elif gradient is None:
             problem = problem or absence
-        self.replaces = True  # whether the sum replaced the local gradient
-        self.residual: Any = None  # of compression, before an unused gradient is sent
+        self.replaces = True  # False: `store` added the sum to the local gradient
+        # copy of the unit's compression error from before an unused gradient is sent
+        self.residual: Any = None
         self.on_failure = on_failure
-        self.out: Any = None
+        self.out: Any = None  # this rank's part of the sum; None before `find_memory`
         self.nonfinite = 0  # non-finite elements in this rank's part of the sum
         # Fast path: the core checks a common gradient faster than Python.
         self.fits = not problem and _core.bucket_fits(gradient, unit.dtype, unit.shape, False)
+        # `gradient`: as it was passed. `source`: the same values, packed for the core.
         if self.fits:
             self.gradient = self.source = gradient
             self.problem = ""
@@ -93,9 +99,10 @@ class Entry:
         return 0 if self.gradient is None else int(self.gradient.nbytes)
 
     def find_memory(self, terms: Terms) -> None:
-        """Pack the gradient if necessary, and choose the memory `out` of the sum.
+        """Set `source`, a packed copy if necessary, and `out`, the memory of this rank's part.
 
-        An error becomes this entry's `problem`, which all ranks raise together.
+        An error becomes this entry's `problem`, which all ranks raise together. Does nothing if
+        the entry has a problem already. `terms`: of the reduction.
         """
         if self.problem:
             return
@@ -119,7 +126,10 @@ class Entry:
         return memory_of(self.source), self.unit.counts, memory_of(self.out)
 
     def store(self, *, accumulate: bool) -> None:
-        """Store the sum as the unit's local gradient, or add it; drop the full gradient."""
+        """Store this rank's part of the sum as the unit's local gradient; drop the full gradient.
+
+        `accumulate`: add it to an existing local gradient instead.
+        """
         unit = self.unit
         if accumulate and unit.local_gradient is not None:
             self.replaces = False
@@ -129,14 +139,21 @@ class Entry:
         self.gradient = self.source = self.out = self.on_failure = None
 
     def undo_unused(self) -> None:
-        """Leave no sum of a parameter that no rank used: earlier passes' sum, or None."""
+        """Undo `store` for a parameter that no rank used, whose stored sum is zeros.
+
+        The local gradient becomes None, or keeps the sum of earlier passes if `store` added to it.
+        The error of compression is restored from before this pass.
+        """
         if self.replaces:
             self.unit.local_gradient = None
         if self.residual is not None:
             self.unit.residual()[:] = self.residual
 
     def fail(self) -> None:
-        """Clear the local gradient, even of an earlier step; free the full gradient."""
+        """Set the unit's local gradient to None, even one of an earlier pass, as it is out of date.
+
+        Calls `on_failure`, and drops the full gradient. A second call has no further effect.
+        """
         self.unit.local_gradient = None
         if self.on_failure is not None:
             self.on_failure()
@@ -148,20 +165,23 @@ class FullBucket(NamedTuple):
 
     entries: list[Entry]
     terms: Terms
-    since: float = 0.0  # when the last one arrived, by `time.perf_counter`; 0 if not recorded
+    since: float = 0.0  # when the last gradient arrived, by `perf_counter`; 0: not recorded
 
 
 # ---- the memory of one gradient ----
 
 
 def _is_dense_on_cpu(gradient: Any) -> bool:
-    """Return whether this is a dense CPU tensor, and not a subclass instance."""
+    """Return whether `gradient` is a dense CPU tensor of torch's own class, not of a subclass.
+
+    Torch must be imported already.
+    """
     torch = sys.modules["torch"]
     return type(gradient) is torch.Tensor and gradient.is_cpu and gradient.layout is torch.strided
 
 
 def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
-    """Return why a gradient does not fit its unit, as a text for the error, or ""."""
+    """Return why `gradient` does not fit `unit`, as a text for the error, or "" if it fits."""
     like = unit.like  # comparing torch shapes and dtypes is faster than comparing names
     is_common = like is not None and type(gradient) is type(like) and _is_dense_on_cpu(gradient)
     if is_common and gradient.shape == like.shape and gradient.dtype is like.dtype:
@@ -184,7 +204,11 @@ def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
 
 
 def _output_memory(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
-    """Return memory for this rank's part of the sum: the local gradient if it fits, or new."""
+    """Return an array or tensor for this rank's part of the sum of `gradient`.
+
+    It is the unit's local gradient, to be overwritten, if this fits and `terms` do not add to it.
+    Otherwise it is new memory on the gradient's device.
+    """
     name = terms.reduce_dtype or unit.dtype
     local = unit.local_gradient
     fits = (
@@ -207,7 +231,10 @@ def _output_memory(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
 
 
 def _check_sum(local: Any, out: Any) -> None:
-    """Raise ValueError if the sum `out` cannot be added to the local gradient (None: it can)."""
+    """Raise ValueError if the sum `out` cannot be added to the local gradient `local`.
+
+    None as `local` always fits: the sum then becomes the local gradient.
+    """
     if local is None:
         return
     for label, got, expected in (

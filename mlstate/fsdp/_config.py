@@ -107,6 +107,7 @@ class FSDP:
         check_flags(allow_unused=allow_unused, record=record)
         self.allow_unused: bool = bool(allow_unused)
         self._terms = Terms(
+            # a mean is a sum with a divisor
             op="sum" if self._op == "mean" else self._op,
             divisor=self._divisor(gradient_divide_factor),
             reduce_dtype=_reduce_dtype(reduce_dtype),
@@ -127,7 +128,11 @@ class FSDP:
         )
 
     def _divisor(self, factor: float | None) -> float:
-        """Return the number that sums are divided by: `factor`, the ranks for "mean", or 1."""
+        """Return the number that sums are divided by.
+
+        It is `factor`; if that is None, the number of ranks for "mean", and otherwise 1. Raises
+        ValueError if `factor` is 0 or not finite, or if the reduction is not "sum".
+        """
         if factor is None:
             return float(self.world_size) if self._op == "mean" else 1.0
         divisor = check_number("gradient_divide_factor", factor)
@@ -172,6 +177,7 @@ class FSDP:
 
 
 def _reduce_dtype(dtype: DType) -> str:
+    """Return "float32", or "" for None; raise ValueError for any other dtype."""
     name = "" if dtype is None else dtype_text(dtype)
     if name not in ("", "float32"):
         raise ValueError(f"reduce_dtype must be float32 or None, got {name}")

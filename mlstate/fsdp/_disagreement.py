@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
-    """Return settings as text: ``op=sum, bucket_bytes=0``."""
+    """Return settings as text for an error: ``op=sum, bucket_bytes=0``."""
     return ", ".join([f"{name}={value}" for name, value in settings.items()])
 
 
 class Result(NamedTuple):
     """Result of comparing the descriptions of all ranks; equal on every rank.
 
-    `good` has the parameters with equal descriptions on all ranks, in the order of the first
-    rank. `failures` has the rank at fault if known, and the reason. Problems that ranks reported
-    themselves are first, as others may follow from them.
+    `good` has the names of the parameters with equal descriptions on all ranks, in the order of
+    rank 0. `failures` has by name the rank at fault (None: not known) and the reason. Problems
+    that ranks reported themselves come before differences, which may follow from them.
     """
 
     good: list[str]
@@ -32,13 +32,15 @@ class Result(NamedTuple):
 
 
 def _describe_difference(facts: dict[int, str], label: str) -> tuple[int | None, str]:
-    """Return the rank at fault, None unless exactly one differs, and a text for the error.
+    """Return the rank whose fact alone differs from the others', and a text for the error.
 
-    `facts`: of each rank. `label`: of the fact.
+    The rank is None unless exactly one differs from a majority. `facts`: one text by rank.
+    `label`: what differs, the start of the error text.
     """
     groups: dict[str, list[int]] = {}
     for rank, fact in facts.items():
         groups.setdefault(fact, []).append(rank)
+    # the largest group first; of equal ones, that with the lowest rank
     usual, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
     facts_text = "; ".join(
         f"{ranks_text(ranks, len(ranks))}: {fact}" for fact, ranks in groups.items()
@@ -48,7 +50,12 @@ def _describe_difference(facts: dict[int, str], label: str) -> tuple[int | None,
 
 
 def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
-    """Return a failure of all gradients, if settings or sequence numbers of ranks differ."""
+    """Return (rank at fault or None, reason) if settings or bucket numbers of ranks differ.
+
+    Then all gradients fail alike; None if they are equal. `described`: by rank, the list that
+    `ConsistencyCheck.find_failures` sends: bucket number, settings, whether the rank has ended,
+    and its entries. Ranks that have ended send no settings.
+    """
     places = {rank: f"bucket {of[0]}" for rank, of in enumerate(described)}
     if len(set(places.values())) > 1:
         return _describe_difference(places, "ranks are at different places of a run")
@@ -67,15 +74,20 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
 
 
 def compare_descriptions(texts: Sequence[bytes]) -> Result:
-    """Compare the descriptions of all ranks; return the good parameters and the failures."""
+    """Compare the descriptions of all ranks; return the good parameters and the failures.
+
+    `texts`: by rank, the JSON text that `ConsistencyCheck.find_failures` sends.
+    """
     described: list[Any] = [json.loads(text) for text in texts]
     ranks = range(len(described))
     in_all = _common_failure(described)
-    names: dict[str, None] = {}
+    names: dict[str, None] = {}  # of all ranks, in order of first appearance
+    # by rank and name: [name, fact that must be equal on all ranks, problem or ""]
     entries: list[dict[str, list[str]]] = []
     for _, _, _, listed in described:
         entries.append({entry[0]: entry for entry in listed})
         names.update(dict.fromkeys(entry[0] for entry in listed))
+    # problems that ranks reported, and differences; both by name: (rank at fault or None, reason)
     reported: dict[str, tuple[int | None, str]] = {}
     failures: dict[str, tuple[int | None, str]] = {}
     for name in names:
@@ -97,7 +109,10 @@ def compare_descriptions(texts: Sequence[bytes]) -> Result:
 
 
 def _describe_work(rank: int, described: Any) -> str:
-    """Return a text about the current work of a rank that lacks a parameter."""
+    """Return a text about what `rank`, which lacks a parameter, does instead, for the error.
+
+    `described`: the rank's list, as in `_common_failure`.
+    """
     sequence, _, has_ended, listed = described
     if has_ended:
         return f"rank {rank} has ended after {sequence} buckets"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def on_host(gradient: Any) -> bool:
-    """Return whether the core can access a gradient's memory."""
+    """Return whether a gradient is in main memory, which the core can access."""
     return bool(gradient.is_cpu) if is_torch(gradient) else True
 
 
@@ -29,14 +29,20 @@ def location_of(gradient: Any) -> str:
 
 
 def detached(gradient: Any) -> Any:
-    """Return a detached tensor; a NumPy scalar becomes an array."""
+    """Return a gradient without its autograd graph; a NumPy scalar becomes an array.
+
+    Shares the memory of tensors. Other objects are returned unchanged.
+    """
     if is_torch(gradient):
         return gradient.detach()
     return np.asarray(gradient) if isinstance(gradient, np.generic) else gradient
 
 
 def packed(gradient: Any) -> Any:
-    """Return the gradient itself if it is contiguous, aligned and native, else a packed copy."""
+    """Return the gradient itself if it is contiguous, aligned and native, else a packed copy.
+
+    A tensor is returned detached.
+    """
     if is_torch(gradient):
         alone = gradient.detach() if gradient.requires_grad else gradient
         return alone if alone.is_contiguous() else alone.contiguous()
@@ -44,9 +50,10 @@ def packed(gradient: Any) -> Any:
 
 
 def memory_of(gradient: Any) -> Any:
-    """Return a tensor's memory as an array, if NumPy has its dtype; else the tensor.
+    """Return the tensor `gradient` as an array of its memory, if NumPy or ml_dtypes has the dtype.
 
-    The core reads arrays faster. The tensor must not require gradients.
+    Otherwise it is returned unchanged, as are arrays. The core reads arrays faster than tensors.
+    The tensor must not require gradients.
     """
     if not is_torch(gradient):
         return gradient
@@ -56,6 +63,7 @@ def memory_of(gradient: Any) -> Any:
         kind = _bfloat16()
         if kind is None:
             return gradient
+        # torch does not convert bfloat16 to NumPy: reinterpret it by way of int16
         return gradient.view(sys.modules["torch"].int16).numpy().view(kind)
     except (TypeError, RuntimeError):  # another dtype, or a view that is negated or conjugated
         return gradient
@@ -72,19 +80,22 @@ def _bfloat16() -> Any:
 
 
 def copy_gradient(gradient: Any) -> Any:
-    """Return a copy that shares no memory."""
+    """Return a copy of a gradient, without autograd graph, that shares no memory with it."""
     return gradient.detach().clone() if is_torch(gradient) else np.array(gradient)
 
 
 def _divide(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the gradients in main memory, and the others."""
+    """Return two dicts by name: the gradients in main memory, and those on other devices."""
     near = {name: detached(array) for name, array in gradients.items() if on_host(array)}
     far = {name: detached(array) for name, array in gradients.items() if name not in near}
     return near, far
 
 
 def add(targets: Mapping[str, object], gradients: Mapping[str, Any]) -> None:
-    """Add gradients in place to targets of the same names, shapes and dtypes."""
+    """Add to each of `targets` in place the gradient of the same name, shape and dtype.
+
+    `gradients` may have more names.
+    """
     near, far = _divide(targets)
     if near:
         sources = [detached(gradients[name]) for name in near]
@@ -103,16 +114,17 @@ class LocalSums:
         return bool(self._sums)
 
     def add(self, name: str, gradient: object) -> None:
-        """Add a gradient; the first one is copied, None adds nothing."""
+        """Add a gradient to the sum of parameter `name`; the first is copied, None adds nothing."""
         if gradient is not None and name in self._sums:
             add({name: self._sums[name]}, {name: gradient})
         elif gradient is not None:
             self._sums[name] = copy_gradient(gradient)
 
     def take(self, name: str, gradient: object) -> tuple[object, str]:
-        """Remove the sum `name`, add the last gradient, and return it and an error text or "".
+        """Remove the sum of parameter `name`, add `gradient` to it, and return it with "".
 
-        `gradient` None: the last pass has none. Without a sum, the gradient itself is returned.
+        `gradient`: of the last pass; None: it has none. Without a sum, the gradient itself is
+        returned. If the two cannot be added, returns None and a text for the error.
         """
         total = self._sums.pop(name, None)
         if total is None or gradient is None:
@@ -129,7 +141,7 @@ class LocalSums:
 
 
 def clear(gradients: Mapping[str, Array]) -> None:
-    """Fill gradients with zeros."""
+    """Fill gradients with zeros in place."""
     near, far = _divide(gradients)
     if near:
         _core.clear(list(near), list(near.values()))
@@ -138,7 +150,7 @@ def clear(gradients: Mapping[str, Array]) -> None:
 
 
 def scale(gradients: Mapping[str, object], factor: float) -> None:
-    """Multiply gradients by a factor."""
+    """Multiply gradients by a factor in place."""
     near, far = _divide(gradients)
     if near:
         _core.scale(list(near), list(near.values()), factor)
@@ -147,7 +159,10 @@ def scale(gradients: Mapping[str, object], factor: float) -> None:
 
 
 def norm_partials(gradients: Mapping[str, object]) -> dict[str, tuple[float, int]]:
-    """Return the sum of squares and the number of non-finite elements of each gradient."""
+    """Return the sum of squares and the number of non-finite elements of each gradient.
+
+    By name, in the order of `gradients`. Squares are summed in float64.
+    """
     near, far = _divide(gradients)
     partials = _core.norm_partials(list(near), list(near.values())) if near else []
     partials_by_name = dict(zip(near, partials, strict=True))
@@ -160,7 +175,11 @@ def norm_partials(gradients: Mapping[str, object]) -> dict[str, tuple[float, int
 
 
 def squares_in_order(partials: Iterable[tuple[float, int]]) -> float:
-    """Add sums of squares in the given order, so that the bits are equal on every Python."""
+    """Return the sum of the squares in `partials`, added in their order.
+
+    `partials`: (sum of squares, unused count) pairs. The builtin ``sum`` gives other bits in some
+    Python versions.
+    """
     total = 0.0
     for squares, _ in partials:
         total += squares

@@ -18,13 +18,14 @@ class Hooks:
     """The hooks of one `FSDPBackwardHook` on a model.
 
     Raises ValueError if another object has a hook on one of the parameters. `names` maps keys
-    to parameter names. The key of a parameter is the same for all `FSDPBackwardHook` objects.
+    to parameter names. The key identifies a parameter in this process, and is the same for all
+    `FSDPBackwardHook` objects.
     """
 
     def __init__(self, names: Mapping[Hashable, str]) -> None:
-        """Start a set of hooks, without any; raises if another set has one on the same parameter.
+        """Check that no other set has hooks on these parameters; the caller adds the hooks.
 
-        `names`: for each parameter, by a key that identifies it in this process, its name.
+        `names`: see the class.
         """
         self._names = names
         self._handles: list[Any] = []
@@ -36,6 +37,7 @@ class Hooks:
                 )
 
     def _make_live(self) -> None:
+        """Let later sets of hooks see this one, until `remove`; called after the last hook."""
         with _lock:
             _live.add(self)
 
@@ -48,7 +50,7 @@ class Hooks:
 
 
 def live_hooks() -> list[Hooks]:
-    """Return the hooks on all models."""
+    """Return the sets of hooks of all `FSDPBackwardHook` objects in this process."""
     with _lock:
         return list(_live)
 
@@ -62,7 +64,10 @@ class ModelHooks(Hooks):
     def __init__(
         self, model: Any, names: Iterable[str], scatter: Callable[[str, Any], Any]
     ) -> None:
-        """Register `scatter(name, gradient)` as the model's backward hook of each parameter."""
+        """Register `scatter(name, gradient)` as the model's backward hook of each parameter.
+
+        `names`: of the parameters. `scatter` returns the value that replaces the gradient.
+        """
         super().__init__({(id(model), name): name for name in names})
         self._model = model  # keeps the id from being reused
         for name in names:
@@ -73,7 +78,11 @@ class ModelHooks(Hooks):
 
 
 def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None:
-    """Raise ValueError if `gradients` is unknown or contradicts the other arguments."""
+    """Raise ValueError if `gradients` is unknown or contradicts other arguments.
+
+    See `FSDPBackwardHook.register_hooks`. `is_module`: the model is a torch module. `keeps_others`:
+    `keep_full_gradient` or `accumulate` is set.
+    """
     if gradients not in ("shard", "full"):
         raise ValueError(f"gradients must be 'shard' or 'full', got {gradients!r}")
     if gradients == "shard":

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ._reducer import Reducer
     from ._sharding_unit import FSDPShardingUnit
 
-# Full gradients are kept until the next header confirms that all sums are finite. This limit on
-# buckets per header bounds their memory.
+# Most buckets that one header announces. Full gradients are kept until the next header confirms
+# that all sums are finite, so this limit bounds their memory.
 _BUCKETS_PER_HEADER = 4
 _THREAD_BYTES = 1 << 20  # a smaller last bucket is reduced at the end, without the thread
 
@@ -27,12 +27,17 @@ class BucketPlan:
     def __init__(
         self, units: Mapping[str, FSDPShardingUnit], reducer: Reducer, *, accumulate: bool
     ) -> None:
-        """Divide the units into buckets; `accumulate`: sums are added to the local gradients."""
+        """Divide the units into buckets.
+
+        `units`: by parameter name, in order of the forward pass. `accumulate`: sums are added to
+        the local gradients.
+        """
         self.units = dict(units)
         self.accumulate = accumulate
         self.buckets = list(reducer.divide(reversed(self.units.values())))
         self.digest = plan_digest(self.units.values()) if self.units else b""
         self.terms = [reducer.terms(b[0], accumulate=accumulate) for b in self.buckets]
+        # index in `buckets`, by parameter name
         self.bucket_of = {
             unit.parameter_name: number
             for number, bucket in enumerate(self.buckets)
@@ -40,7 +45,7 @@ class BucketPlan:
         }
         last = self.buckets[-1] if self.buckets else []
         is_small = sum(unit.full_bytes for unit in last) < _THREAD_BYTES
-        # number of buckets that are reduced before the pass ends
+        # number of buckets that the thread reduces before the pass ends
         self.early = len(self.buckets) - int(is_small)
 
 
@@ -51,7 +56,10 @@ class BackwardPass:
     """
 
     def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
-        """Start a pass without gradients. It locks the reductions of this FSDP until it ends."""
+        """Start a pass without gradients; it locks the reductions of `reducer` until it ends.
+
+        Raises CollectiveError if another session of that reducer is open.
+        """
         self.session = Session(reducer)
         self.arrived: dict[str, Entry] = {}
         self.token: Callable[[], object] | None = (
@@ -60,9 +68,9 @@ class BackwardPass:
         self.times: list[tuple[str, float]] = []  # when gradients arrived, if recorded
         self._plan = plan
         self._reducer = reducer
-        self._lacking = [len(bucket) for bucket in plan.buckets]
-        self._full_at = [0.0] * len(plan.buckets)
-        self._submitted = 0  # number of buckets
+        self._lacking = [len(bucket) for bucket in plan.buckets]  # gradients yet to arrive
+        self._full_at = [0.0] * len(plan.buckets)  # `perf_counter` at the last gradient; 0: none
+        self._submitted = 0  # number of buckets passed to the thread, or reduced by `finish`
         self._reduced = 0  # number of submitted buckets that are reduced
         self._works: list[Work] = []
 
@@ -73,9 +81,11 @@ class BackwardPass:
         on_failure: Callable[[], None] | None = None,
         problem: str = "",
     ) -> None:
-        """Add a gradient, and submit the buckets that are now full, in order.
+        """Add the gradient of parameter `name`, and submit the buckets that are now full, in order.
 
-        `on_failure`: called if the shard is not stored. `problem`: why it cannot be reduced, or "".
+        `gradient`: full gradient, or None. `on_failure`: called if this rank's part is not stored.
+        `problem`: why the gradient cannot be reduced, or "". Raises ValueError for a second
+        gradient of a parameter.
         """
         if name in self.arrived:
             if on_failure is not None:
@@ -90,6 +100,7 @@ class BackwardPass:
         if self.session.events is not None:
             self._full_at[number] = perf_counter()
             self.times.append((name, self._full_at[number]))
+        # in order on all ranks: a full bucket waits for those before it
         while self._submitted < plan.early and self._lacking[self._submitted] == 0:
             self._submitted += 1
             queue = self._reducer.queue
@@ -98,9 +109,10 @@ class BackwardPass:
     def add_missing(
         self, name: str, gradient: object, on_failure: Callable[[], None] | None, problem: str
     ) -> None:
-        """Add this rank's value of a gradient that the pass did not compute; None is an error.
+        """Add the gradient of a parameter for which the pass computed none.
 
-        `on_failure`: called if the shard is not stored. `problem`: why it cannot be reduced, or "".
+        `gradient`: the sum of earlier `no_sync` passes; None is a problem unless unused parameters
+        are allowed. The other arguments are as for `add`.
         """
         absence = "the backward pass gave no gradient"
         self.arrived[name] = Entry(
@@ -114,7 +126,10 @@ class BackwardPass:
         self._full_at[self._plan.bucket_of[name]] = perf_counter()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, end the session with all ranks, and raise the failures."""
+        """Reduce the remaining buckets, end the session with all ranks, and raise the failures.
+
+        All parameters must have an entry by now. The caller closes the session.
+        """
         try:
             error = self._wait()
             if error is not None:
@@ -129,7 +144,7 @@ class BackwardPass:
             raise
 
     def abandon(self) -> None:
-        """End the pass without the remaining gradients; all local gradients are lost."""
+        """End the pass without the remaining gradients; all local gradients become None."""
         self._wait()
         self._fail_others()
         for unit in self._plan.units.values():
@@ -144,7 +159,10 @@ class BackwardPass:
                     self.arrived[unit.parameter_name].fail()
 
     def _wait(self) -> BaseException | None:
-        """Wait until the thread has reduced all submitted buckets; return its error or None."""
+        """Wait until the thread has reduced all submitted buckets; return its first error, or None.
+
+        An interruption of the wait, such as KeyboardInterrupt, counts as an error too.
+        """
         error: BaseException | None = None
         for work in self._works:
             try:
@@ -154,7 +172,11 @@ class BackwardPass:
         return error
 
     def _reduce_submitted(self) -> None:
-        """Reduce the submitted buckets that no earlier call has reduced; called once for each."""
+        """Reduce the submitted buckets that no earlier call has reduced.
+
+        It is called once for each submitted bucket. A call may reduce several, and later calls
+        then find none left.
+        """
         first, end = self._reduced, min(self._submitted, self._reduced + _BUCKETS_PER_HEADER)
         if first == end:
             return
@@ -162,10 +184,11 @@ class BackwardPass:
         self._reduced = end  # counts them as done if `reduce` raises
         count, agreed = self.session.reduce(buckets, buckets[0].entries, self._plan.digest)
         self._reduced = first + count
-        if agreed:
+        if agreed:  # ranks differ on the bucket: reduce again those gradients that do not
             accumulate = self._plan.accumulate
             self._reducer.reduce_entries(self.session, agreed, accumulate=accumulate)
 
     def _full_bucket(self, number: int) -> FullBucket:
+        """Return bucket `number` of the plan; all of its gradients must have arrived."""
         entries = [self.arrived[unit.parameter_name] for unit in self._plan.buckets[number]]
         return FullBucket(entries, self._plan.terms[number], self._full_at[number])

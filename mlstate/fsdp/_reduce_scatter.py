@@ -115,7 +115,7 @@ class ReduceScatterOperation:
         """
         if self._is_closed:
             raise ValueError("this ReduceScatterOperation is closed; make another one")
-        self._unit.local_gradient = None
+        self._unit.local_gradient = None  # so that the result is new memory
         self._reducer.reduce_now("reduce_scatter", [Entry(self._unit, full_gradient)])
         part, self._unit.local_gradient = self._unit.local_gradient, None
         return part

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LISTED = 5  # failures that an error lists
 _MAGIC = b"mlsg"
 _HEADER = struct.Struct("<4sHQ16sQdH16s")  # 64 bytes
-_MAX_READY = 0xFFFF  # limit of a 16-bit field
+_MAX_READY = 0xFFFF  # limit of the header's 16-bit field `ready`
 
 REFUSED = 1  # this rank cannot take part with all of its gradients
 ENDED = 2  # this rank has nothing more to reduce
@@ -48,10 +48,10 @@ IDLE = 16  # this rank has no inputs left: its gradients are zeros, and do not c
 
 
 class Header(NamedTuple):
-    """A rank's next bucket, and the result of its last buckets."""
+    """What a rank tells all ranks before a bucket: that bucket, and results of the last ones."""
 
     flags: int  # REFUSED, ENDED, CALL_REFUSED, UNUSED, IDLE
-    sequence: int  # number of the bucket
+    sequence: int  # number of the bucket in the session, from 0
     digest: bytes  # of the parameters' names, shapes and dtypes, and of the settings
     nonfinite: int  # infinite or NaN elements in this rank's sums since its last header
     waited: float  # seconds that this rank waited for the others at its last header
@@ -59,19 +59,22 @@ class Header(NamedTuple):
     plan: bytes = b""  # digest of all buckets of the session; empty: later ones are unknown
 
     def pack(self) -> bytes:
-        """Return the header as bytes."""
+        """Return the header as 64 bytes; `ready` is cut off at the limit of its field."""
         return _HEADER.pack(_MAGIC, *self[:5], min(self.ready, _MAX_READY), self.plan)
 
     @classmethod
     def unpack(cls, data: bytes) -> Header | None:
-        """Return the header in `data`, or None if `data` is not a header."""
+        """Return the header in `data`, or None if `data` is a message of another kind."""
         if len(data) != _HEADER.size or data[:4] != _MAGIC:
             return None
         return cls(*_HEADER.unpack(data)[1:])
 
 
 def digest_of(facts: Iterable[str], settings: Mapping[str, Any]) -> bytes:
-    """Return a 16-byte digest of parameters and reduction settings."""
+    """Return a 16-byte digest of parameters and reduction settings.
+
+    `facts`: a text for each parameter (`FSDPShardingUnit.fact`), in order. `settings`: by name.
+    """
     from hashlib import blake2b
 
     texts = [f"{name}={value}" for name, value in settings.items()]
@@ -104,14 +107,16 @@ class ConsistencyCheck:
     ) -> tuple[list[Header], int]:
         """Exchange headers before a bucket; `facts` describe its parameters.
 
-        Returns the headers, and how many buckets all ranks reduce now: 0 if they disagree on
-        the first one, more than one if all ranks have these ready and have equal plans. If the
-        group can exchange bytes without this thread, `pack` runs meanwhile.
+        Returns the headers by rank, and how many buckets all ranks reduce now: 0 if they disagree
+        on the first one, more than one if all ranks have these ready and have equal plans. If the
+        group can exchange bytes without this thread, `pack` runs meanwhile. `settings`: of this
+        bucket. `nonfinite`, `flags`, `ready`, `plan`: members of this rank's header.
         """
         digest = digest_of(facts, {**self._settings, **settings})
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
         headers = self._exchange(header, pack)
-        same = {other[1:3] for other in headers}
+        same = {other[1:3] for other in headers}  # sequence and digest
+        # an idle rank reduces zeros like the others
         if len(same) > 1 or any(other.flags & ~IDLE for other in headers):
             return headers, 0
         if any(other.plan != headers[0].plan for other in headers):
@@ -119,7 +124,10 @@ class ConsistencyCheck:
         return headers, min([other.ready for other in headers])
 
     def exchange_end(self, nonfinite: int, *, has_unused: bool) -> tuple[list[Header], bool]:
-        """Exchange headers after the last bucket; return them, and whether all ranks have ended."""
+        """Exchange headers after the last bucket; return them, and whether all ranks have ended.
+
+        `nonfinite`: of the last sums. `has_unused`: this rank reduced zeros for unused parameters.
+        """
         flags = ENDED | (UNUSED if has_unused else 0)
         header = Header(flags, self.sequence, b"", nonfinite, self._waited)
         headers = self._exchange(header, None)
@@ -130,7 +138,8 @@ class ConsistencyCheck:
     ) -> Result:
         """Exchange descriptions with all ranks and return the parameters that differ.
 
-        `entries` describe this rank's next gradients: (name, fact, problem) of each parameter.
+        `entries` describe this rank's next gradients: (name, fact, problem or "") of each
+        parameter. `settings`: of the bucket. `has_ended`: this rank has no next gradient.
         """
         settings = {} if has_ended else {**self._settings, **settings}
         text = json.dumps([self.sequence, settings, has_ended, entries])
@@ -139,8 +148,8 @@ class ConsistencyCheck:
     def _exchange(self, header: Header, pack: Callable[[], Any] | None) -> list[Header]:
         """Exchange headers with all ranks; raise CollectiveError if a rank sends something else.
 
-        If the group can, `pack` runs while the headers travel. Otherwise it does not run, and the
-        caller packs the bucket.
+        `header`: of this rank. Returns the headers by rank. If the group can, `pack` runs while the
+        headers travel. Otherwise it does not run, and the caller packs the bucket.
         """
         began = perf_counter()
         packing = 0.0
@@ -187,7 +196,7 @@ class Session:
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        """Begin a session; raises if another one of this FSDP is under way."""
+        """Open a session of `reducer`; raise CollectiveError if it has one already."""
         if not reducer.lock.acquire(blocking=False):
             raise failed(
                 "reduce_scatter",
@@ -197,9 +206,10 @@ class Session:
             )
         self._reducer = reducer
         self._check = ConsistencyCheck(reducer.group, reducer.timeout, reducer.settings)
-        self._unused: list[Entry] = []
+        self._unused: list[Entry] = []  # reduced as zeros, because this rank did not use them
         self._pending: list[Entry] = []  # sums not yet confirmed as finite on all ranks
-        self._pending_terms = Terms()
+        self._pending_terms = Terms()  # of the pending sums
+        # by parameter: the rank at fault (None: several), and the reason
         self._failures: dict[str, tuple[int | None, str]] = {}
         self.refusal: type[GradientMismatchError] | None = None
         self._is_refused = False  # by any rank: the session has ended
@@ -218,7 +228,10 @@ class Session:
     def reduce(
         self, buckets: Sequence[FullBucket], entries: Sequence[Entry], plan: bytes = b""
     ) -> tuple[int, list[Entry] | None]:
-        """Reduce the first bucket, and the following ones that all ranks have ready too.
+        """Reduce the first of `buckets`, and the following ones that all ranks have ready too.
+
+        `entries`: the gradients to agree on if ranks differ. `plan`: digest of all buckets of the
+        session, or b"" if later buckets are unknown.
 
         Returns the number of reduced buckets, and None; `finish` raises their failures. If the
         ranks disagree on the first bucket, nothing is reduced. Then the second value is the list
@@ -247,14 +260,16 @@ class Session:
     def _reduce(
         self, buckets: Sequence[FullBucket], entries: Sequence[Entry], plan: bytes, started: float
     ) -> tuple[int, list[Entry] | None]:
-        """Exchange one header, then reduce the first buckets if all ranks agree.
+        """Exchange one header, then reduce the first buckets if all ranks agree; as `reduce`.
 
-        Returns the number of reduced buckets and None. If ranks disagree on the first bucket,
-        nothing is reduced: returns 1 and the entries on which they agree, to be reduced alone.
-        `entries`: all of the first bucket. `plan`: digest of the buckets, equal on all ranks.
+        If ranks disagree on the first bucket, the number returned is 1, although nothing is
+        reduced: the caller reduces the returned entries in its place. `started`: time of the call,
+        by `perf_counter`.
         """
-        first, terms, _ = buckets[0]
+        first, terms, _ = buckets[0]  # `first`: its entries
         handles = self._reducer.prepare(buckets)
+        # others are packed after the exchange: compression changes residuals, so it must not run if
+        # the ranks disagree
         can_pack = handles[0] is not None and not terms.compression
         settings = {"gradient_divide_factor": terms.divisor, "accumulate": terms.accumulate}
         headers, count = self._check.exchange_buckets(
@@ -278,6 +293,7 @@ class Session:
             self._pending_terms = bucket.terms
             self._unused += [entry for entry in bucket.entries if entry.is_unused]
             self._record_event(bucket.entries, bucket.since or started, started, agreed, headers)
+            # the next bucket has no header
             started = agreed = perf_counter()
             headers = []
         return count, None
@@ -285,7 +301,11 @@ class Session:
     def _agreed_entries(
         self, entries: Sequence[Entry], settings: dict[str, Any], headers: Sequence[Header]
     ) -> list[Entry]:
-        """Return the entries that are equal on all ranks, none if refused; fail the others."""
+        """Return the entries that are equal on all ranks, none if refused; fail the others.
+
+        `entries`: this rank's gradients. `settings`: of the bucket. `headers`: of all ranks, which
+        show whether one refuses the call.
+        """
         listed = [(e.unit.parameter_name, e.unit.fact, e.problem) for e in entries]
         result = self._check.find_failures(listed, settings, has_ended=False)
         self._add_failures(result.failures)
@@ -297,6 +317,7 @@ class Session:
         return [] if self._is_refused else [by_name[name] for name in result.good]
 
     def _count_nonfinite(self) -> int:
+        """Return the number of non-finite elements in pending sums; 0 if they are allowed."""
         if self._pending_terms.nonfinite != "error":
             return 0
         return sum([entry.nonfinite for entry in self._pending])
@@ -316,7 +337,8 @@ class Session:
     ) -> None:
         """Record a reduced bucket, or the end of the session (no entries), for the report.
 
-        Times are of `perf_counter`: bucket full, header sent, headers received.
+        Times are of `perf_counter`: bucket full (`ready`), header sent (`started`), headers
+        received (`agreed`). `headers`: those received, or none. Does nothing unless recording.
         """
         if self.events is not None:
             size = sum(entry.bytes for entry in entries)
@@ -327,7 +349,10 @@ class Session:
     # ---- results ----
 
     def _store_pending(self, headers: Sequence[Header]) -> None:
-        """Store the sums since the last header; fail those that are not finite on some rank."""
+        """Store the sums since the last header; fail those that are not finite on some rank.
+
+        `headers`: of all ranks, with their number of non-finite elements.
+        """
         pending, self._pending = self._pending, []
         bad: dict[str, tuple[int | None, str]] = {}
         if any(header.nonfinite for header in headers):
@@ -340,7 +365,11 @@ class Session:
                 entry.store(accumulate=self._pending_terms.accumulate)
 
     def _find_nonfinite(self, entries: Sequence[Entry]) -> dict[str, tuple[int | None, str]]:
-        """Return the failures, by name, of gradients and sums that are not finite on any rank."""
+        """Return the failures, by name, of sums that are not finite on at least one rank.
+
+        All ranks must call this: they exchange, for each entry, the number of non-finite elements
+        in their gradient and in their part of the sum.
+        """
         own_counts = {}
         for entry in entries:
             name = entry.unit.parameter_name
@@ -363,7 +392,10 @@ class Session:
         return bad
 
     def _undo_unused(self) -> None:
-        """Restore the earlier gradients of those parameters that no rank used."""
+        """Restore the earlier gradients of those parameters that no rank used.
+
+        All ranks must call this: they exchange the names of their unused parameters.
+        """
         entries = {entry.unit.parameter_name: entry for entry in self._unused}
         texts = self._reducer.group.gather_bytes(
             json.dumps(list(entries)).encode(), timeout=self._reducer.timeout
@@ -374,7 +406,8 @@ class Session:
     def finish(self, operation: str) -> None:
         """Wait until all ranks end their session, and raise the failures, on all ranks.
 
-        `operation`: for the error.
+        `operation`: its name, for the error. The error is a CollectiveError, or on a rank that
+        refused the call of the class `refusal`.
         """
         has_ended = self._is_refused
         while not has_ended:
@@ -384,7 +417,7 @@ class Session:
             )
             self._record_event((), started, started, perf_counter(), headers)
             self._store_pending(headers)
-            if not has_ended:
+            if not has_ended:  # another rank has one more bucket: its gradients fail everywhere
                 self._add_failures(self._check.find_failures((), {}, has_ended=True).failures)
                 self._is_refused = has_ended = _is_call_refused(headers)
             elif all(header.flags & UNUSED for header in headers):
@@ -407,7 +440,8 @@ class Reducer:
 
     `terms` apply to gradients of any dtype. `settings` must be equal on all ranks; their keys
     appear in errors. This class itself uses ``bucket_bytes`` and ``allow_unused``. A `timeout` of
-    None means the group's timeout. The open session holds `lock`.
+    None means the group's timeout. `record`: sessions record the times of buckets. The open session
+    holds `lock`.
     """
 
     def __init__(
@@ -419,7 +453,7 @@ class Reducer:
         timeout: float | None,
         record: bool = False,
     ) -> None:
-        """Keep the group and the terms; `settings` are compared between ranks. Sends nothing."""
+        """Keep the arguments, which the class describes; sends nothing to other ranks."""
         self.rank, self.world_size = int(group.rank), int(group.world_size)
         self.group, self.timeout = group, timeout
         self.lock = threading.Lock()
@@ -427,13 +461,17 @@ class Reducer:
         self.settings = dict(settings)
         self.allow_unused = bool(settings.get("allow_unused"))
         self.record = record
-        self._packed: tuple[list[int], int] | None = None  # sizes of the message in `_send`
+        # what `pack` returned for the message in `_send`; None: nothing is packed
+        self._packed: tuple[list[int], int] | None = None
         self.drop_buffers()
         self._terms = terms
         self._terms_of: dict[tuple[str, bool], Terms] = {}  # by dtype and accumulate
 
     def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
-        """Return the reduction terms of a unit's gradient; they depend on its dtype."""
+        """Return the reduction terms of a unit's gradient; they depend on its dtype.
+
+        `reduce_dtype` applies to floats below 32 bits, compression to float32.
+        """
         terms = self._terms_of.get((unit.dtype, accumulate))
         if terms is None:
             terms = self._terms_of[unit.dtype, accumulate] = self._terms._replace(
@@ -444,7 +482,10 @@ class Reducer:
         return terms
 
     def divide(self, units: Iterable[FSDPShardingUnit]) -> Iterator[list[FSDPShardingUnit]]:
-        """Yield buckets of consecutive units with equal terms, up to the limit of bytes."""
+        """Yield buckets of consecutive units with equal terms.
+
+        A bucket ends with the unit that brings it to ``bucket_bytes``, so it may be larger.
+        """
         bucket: list[FSDPShardingUnit] = []
         size = 0
         for unit in units:
@@ -461,7 +502,7 @@ class Reducer:
             yield bucket
 
     def scatter(self, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any]) -> None:
-        """Reduce the gradients of bound units.
+        """Reduce full `gradients` and store this rank's parts in `units`; both dicts are by name.
 
         If a name is in only one dict, all ranks refuse the call; this one by GradientNamesError.
         """
@@ -475,6 +516,7 @@ class Reducer:
             entries.append(entry)
         for name in gradients:
             if name not in units:
+                # a stand-in, so that all ranks learn of the name
                 unit = FSDPShardingUnit(name, (), "float32", self.rank, world_size=self.world_size)
                 entries.append(Entry(unit, None, "there is no sharding unit for this gradient"))
                 has_same_names = False
@@ -488,9 +530,10 @@ class Reducer:
         *,
         accumulate: bool = False,
     ) -> Any:
-        """Reduce the gradient of `unit`, and return this rank's part.
+        """Reduce `gradient`, the full gradient of `unit`, and return this rank's part.
 
-        `problem`: why it cannot be reduced; then all ranks raise it.
+        `problem`: why it cannot be reduced, or ""; then all ranks raise it. `accumulate`: add to
+        an existing local gradient.
         """
         entry = Entry(unit, gradient, problem, allow_unused=self.allow_unused)
         self.reduce_now("scatter_gradient", [entry], accumulate=accumulate)
@@ -506,7 +549,9 @@ class Reducer:
     ) -> None:
         """Reduce gradients in name order in one session, and raise the failures.
 
-        If an entry has a problem already, all ranks refuse the call and store nothing.
+        If an entry has a problem already, all ranks refuse the call and store nothing. `operation`:
+        its name, for errors. `accumulate`: add to existing local gradients. `has_same_names`: False
+        makes this rank's error a GradientNamesError.
         """
         session = Session(self)
         try:
@@ -519,7 +564,11 @@ class Reducer:
             session.close()
 
     def reduce_entries(self, session: Session, entries: list[Entry], *, accumulate: bool) -> None:
-        """Divide gradients into buckets and reduce them; divide again if ranks disagree."""
+        """Divide the gradients `entries` into buckets and reduce them in the open `session`.
+
+        If ranks disagree, those on which they agree are divided again. The caller finishes the
+        session, which raises the failures. `accumulate`: add to existing local gradients.
+        """
         while entries:
             buckets, start = [], 0
             for units in self.divide([entry.unit for entry in entries]):
@@ -541,8 +590,8 @@ class Reducer:
     def prepare(self, buckets: Sequence[FullBucket]) -> list[Any]:
         """Return core handles of the first bucket and of the following ones that need no copies.
 
-        None replaces a bucket that the core cannot reduce: an entry has a problem, or is not
-        in main memory. At most one bucket is copied at a time.
+        None is for a first bucket that the core cannot reduce: an entry has a problem, or is
+        not in main memory. At most one bucket is copied at a time, to bound the memory of copies.
         """
         self._packed = None
         prepared: list[Any] = []
@@ -556,9 +605,10 @@ class Reducer:
         return prepared
 
     def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
-        """Find memory for all entries; return the core's handle of the bucket.
+        """Find memory for all entries of one bucket; return the core's handle of the bucket.
 
-        None if an entry has a problem, or is not in main memory.
+        None if an entry has a problem, or is not in main memory. An error of the core becomes the
+        problem of the entry that causes it.
         """
         if not terms.accumulate and not terms.compression:
             handle = self._reuse_outputs(entries, terms)
@@ -603,12 +653,14 @@ class Reducer:
         return handle
 
     def _handle(self, segments: list[Any], terms: Terms) -> _core.Bucket:
+        """Return the core's handle of a bucket of segments; raise if one does not fit."""
         return _core.bucket(segments, self.world_size, self.rank, terms.op, terms.divisor)
 
     def pack(self, handle: _core.Bucket) -> tuple[list[int], int]:
         """Pack this rank's messages of a prepared bucket, which must be summed next.
 
-        Returns the bytes for each rank, and the bytes that each other rank sends to this one.
+        The messages are in `_send`. Returns the number of bytes for each rank, and the number that
+        each other rank sends to this one.
         """
         sizes, own_bytes = _core.bucket_sizes(handle, None)
         self._send = _ensure_size(self._send, sum(sizes))
@@ -619,8 +671,8 @@ class Reducer:
     def sum_bucket(self, bucket: FullBucket, handle: _core.Bucket | None) -> None:
         """Reduce a prepared bucket into its outputs, together with all ranks.
 
-        `handle` is None if the core cannot read the gradients. The messages may be packed already,
-        for the exchange of headers.
+        Sets `nonfinite` of each entry. `handle` is None if the core cannot read the gradients. The
+        messages may have been packed already, during the exchange of headers.
         """
         entries, terms, _ = bucket
         if handle is None:
@@ -641,12 +693,17 @@ class Reducer:
     def _sum_compressed(
         self, handle: Any, entries: list[Entry], compression: str
     ) -> list[tuple[float, int]]:
-        """Send and sum gradients compressed; return sum of squares and non-finite count of each."""
+        """Sum the gradients of a bucket, sent in the dtype `compression`, into its outputs.
+
+        Returns each one's sum of squares and number of non-finite elements. Rounding errors go to
+        the units' residuals. This rank's own part is encoded too, in `_own_message`.
+        """
         sizes, own_bytes = _core.bucket_sizes(handle, compression)
         self._send = _ensure_size(self._send, sum(sizes))
         self._own_message = _ensure_size(self._own_message, own_bytes)
         residuals = tuple(entry.unit.residual() for entry in entries)
         for entry, residual in zip(entries, residuals, strict=True):
+            # for `undo_unused`, as packing changes the residual
             entry.residual = residual.copy() if entry.is_unused else None
         _core.bucket_pack(handle, compression, residuals, self._send, self._own_message)
         self._exchange_parts(sizes, own_bytes)
@@ -655,7 +712,8 @@ class Reducer:
     def _exchange_parts(self, sizes: list[int], own_bytes: int) -> None:
         """Send each rank its part of the packed message, and receive this rank's part from each.
 
-        `sizes`: bytes for each rank. `own_bytes`: from each.
+        `sizes`: number of bytes for each rank, 0 for this one. `own_bytes`: number from each other
+        rank. The received bytes are in `_receive`, in rank order.
         """
         expected = [own_bytes] * self.world_size
         expected[self.rank] = 0
@@ -674,12 +732,15 @@ class Reducer:
 
 
 def _ensure_size(buffer: Any, size: int) -> Any:
-    """Return `buffer` if it has at least `size` bytes, else a new buffer."""
+    """Return `buffer` if it has at least `size` bytes, else a new one; contents are not kept."""
     return buffer if len(buffer) >= size else np.empty(size, np.uint8)
 
 
 def plan_digest(units: Iterable[FSDPShardingUnit]) -> bytes:
-    """Return a digest of all buckets, compared by ranks that agree on the first one."""
+    """Return a digest of all buckets of a session, in order of their units.
+
+    Ranks that agree on the first bucket reduce later ones without a header if it is equal.
+    """
     return digest_of((unit.fact for unit in units), {"plan": "all"})
 
 
@@ -696,8 +757,9 @@ def _failed_gradients(
 ) -> CollectiveError:
     """Return the error that lists the failed gradients, for all ranks.
 
-    `failures`: by name, the rank at fault (None: several) and the reason. `result`: what holds for
-    all.
+    `cls`: its class. `operation`, `rank`: of this call. `result`: what happened to the gradients,
+    the end of "2 gradients were ...". `failures`: by parameter, the rank at fault (None: several)
+    and the reason.
     """
     lines = [f"{name!r}: {reason}" for name, (_, reason) in failures.items()]
     more = f"\n  … {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""

@@ -90,14 +90,12 @@ class BackwardReport:
     def __init__(
         self, gradients: Sequence[tuple[str, float]], ended: float, events: Sequence[Bucket]
     ) -> None:
-        """Make all times relative to the first gradient's arrival.
-
-        `gradients`: names with the time of arrival. `ended`: when the backward pass ended.
-        """
+        """Make all times relative to the first gradient's arrival; see the class."""
         began = gradients[0][1] if gradients else ended
         self.gradients: list[tuple[str, float]] = [(name, at - began) for name, at in gradients]
         self.backward: float = ended - began
-        # each header carries the time that its rank waited for the header before
+        # A header has the time that its rank waited at the header before, so each event takes the
+        # waits of the next event that has some.
         waits = iter([event.waits for event in events if event.waits][1:])
         no_waits = (0.0,) * len(events[0].waits if events else ())
         self.buckets: list[Bucket] = [
@@ -137,6 +135,7 @@ class BackwardReport:
         waited = self.waited
         if len(waited) < 2:
             return None
+        # the slowest rank waits least, as the others are ready before it
         last = min(range(len(waited)), key=waited.__getitem__)
         others = [seconds for rank, seconds in enumerate(waited) if rank != last]
         lost = sum(others) / len(others) - waited[last]
@@ -156,7 +155,10 @@ class BackwardReport:
         return text
 
     def _rows(self) -> list[list[str]]:
-        """Return one row of texts for each bucket."""
+        """Return one row of texts for each bucket, in the columns `_HEADERS`.
+
+        A bucket's parameters are their number, and the first and the last name.
+        """
         rows = []
         for number, b in enumerate(self.buckets):
             last = f" … {b.names[-1]}" if len(b.names) > 1 else ""

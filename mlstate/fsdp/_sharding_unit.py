@@ -22,7 +22,10 @@ _LAYOUTS = sorted(n for n in LAYOUT_NAMES if steps_of(n, 2) in ((("flat", 2),), 
 
 
 def dtype_text(dtype: Any) -> str:
-    """Return a dtype's name as in NumPy, ml_dtypes and torch."""
+    """Return the name of a dtype, equal in NumPy, ml_dtypes and torch: "bfloat16".
+
+    `dtype`: a dtype of one of them, or a name. Raises TypeError for None or an unknown name.
+    """
     if dtype is None:  # NumPy takes None as float64
         raise TypeError("dtype must be a dtype or its name, got None")
     text = str(dtype)
@@ -33,11 +36,12 @@ def dtype_text(dtype: Any) -> str:
 
 @cache
 def _item_bytes(dtype: str) -> int:
-    """Return the size of an element in bytes, also for bfloat16 and 8-bit floats."""
+    """Return the size of an element of the dtype called `dtype`, in bytes."""
     return EXTENSIONS.get(dtype) or int(np.dtype(dtype).itemsize)
 
 
 def _numpy_dtype(dtype: str) -> Any:
+    """Return NumPy's dtype of a name, or the one that mlstate stores bfloat16 and others in."""
     try:
         return np.dtype(dtype)
     except TypeError:  # a dtype that NumPy lacks
@@ -144,7 +148,7 @@ class FSDPShardingUnit:
         self._world_size: int | None = None
         self._counts: tuple[int, ...] = ()
         self._local_shape: tuple[int, ...] = ()
-        # must be equal on all ranks
+        # a text that all ranks compare: it must be equal on all of them
         self.fact: str = f"{parameter_name!r} {self.dtype} {self.shape} {layout}"
         if world_size is not None:
             self.bind(world_size)
@@ -194,6 +198,7 @@ class FSDPShardingUnit:
         self._world_size = world_size
 
     def _unbound(self) -> ValueError:
+        """Return the error for a property that needs the number of ranks."""
         return ValueError(
             f"{self.parameter_name}: pass world_size=, or use the unit with a group first"
         )
@@ -254,7 +259,10 @@ class FSDPShardingUnit:
         return self._residual
 
     def zeros(self) -> Any:
-        """Return a full gradient of zeros, in place of a missing one."""
+        """Return a new full gradient of zeros, in place of a missing one.
+
+        It is a tensor on the parameter's device if `like` is set, else a NumPy array.
+        """
         if self.like is not None:
             return self.like.new_zeros(self.shape)
         return np.zeros(self.shape, _numpy_dtype(self.dtype))
@@ -287,7 +295,11 @@ class FSDPShardingUnit:
 
 
 def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
-    """Bind a unit to a group; raise TypeError or ValueError if it is not a unit of this rank."""
+    """Set the number of ranks of a unit, and check that it is a unit of this `rank`.
+
+    `world_size`: number of ranks of the group. Raises TypeError if `unit` is not a sharding unit,
+    ValueError if it is for another rank or number of ranks.
+    """
     if not isinstance(unit, FSDPShardingUnit):
         raise TypeError(f"a unit must be an FSDPShardingUnit, got {type(unit).__name__}")
     unit.bind(world_size)
@@ -315,7 +327,10 @@ def check_units(units: object) -> None:
 
 
 def bind_units(units: Mapping[str, FSDPShardingUnit], rank: int, world_size: int) -> None:
-    """Check units with `check_units`, and bind them to a group."""
+    """Check units with `check_units`, and bind each to a group by `bind_unit`.
+
+    `rank`: this rank, whose units they must be. `world_size`: of the group.
+    """
     check_units(units)
     for unit in units.values():
         bind_unit(unit, rank, world_size)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ._config import FSDP
     from ._sharding_unit import FSDPShardingUnit
 
-_BLOCK = 1 << 20  # elements per comparison step
-_LISTED = 20
-# Relative rounding error of an element.
+_BLOCK = 1 << 20  # elements that are compared at a time
+_LISTED = 20  # rows of the table
+# Relative rounding error of an element, by dtype; others are float64 or exact.
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
@@ -104,7 +104,10 @@ class GradientReport:
 
 
 def _iterate_blocks(array: Array) -> Iterator[Any]:
-    """Yield the elements as NumPy blocks: floats as float64, integers unchanged."""
+    """Yield the elements as flat NumPy arrays of at most `_BLOCK` elements.
+
+    Floats become float64; integers, bool and complex numbers are unchanged.
+    """
     flat = packed(array).reshape(-1)
     for start in range(0, len(flat), _BLOCK):
         block = flat[start : start + _BLOCK]
@@ -118,13 +121,18 @@ def _iterate_blocks(array: Array) -> Iterator[Any]:
 
 
 def _find_differences(expected: Any, actual: Any, atol: float) -> Any:
-    """Return a mask of the elements that differ by more than `atol`; NaN always differs."""
-    different = ~(expected == actual)  # infinities that are equal differ by NaN
+    """Return a mask of the elements that differ by more than `atol`; NaN always differs.
+
+    `expected` and `actual`: flat arrays of one length. Integers are compared exactly if `atol` is
+    below 1.
+    """
+    # equal elements first: the difference of two equal infinities is NaN
+    different = ~(expected == actual)
     wide = np.complex128 if "c" in (expected.dtype.kind, actual.dtype.kind) else np.float64
     positions = different.nonzero()[0]
     with np.errstate(invalid="ignore"):
         apart = np.abs(expected[positions].astype(wide) - actual[positions].astype(wide))
-    exact = expected.dtype.kind in "biu" and atol < 1  # float64 has no 2**53 + 1
+    exact = expected.dtype.kind in "biu" and atol < 1  # float64 lacks integers such as 2**53 + 1
     different[positions] = True if exact else ~(apart <= atol)
     return different
 
@@ -132,7 +140,8 @@ def _find_differences(expected: Any, actual: Any, atol: float) -> Any:
 def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch | None:
     """Return the first element where a unit's gradient differs from its part of `full`, or None.
 
-    `full`: the expected gradient of the whole parameter. `atol`: absolute tolerance.
+    `full`: the expected gradient of the whole parameter. `atol`: absolute tolerance. A missing
+    gradient or a wrong shape is a mismatch too; other objects than arrays raise TypeError.
     """
     name, rank, local = unit.parameter_name, unit.shard_index, unit.local_gradient
     if local is None:
@@ -147,7 +156,7 @@ def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch |
     part = unit.layout.take(full.detach() if is_torch(full) else full, rank)
     if tuple(local.shape) != tuple(part.shape):
         return Mismatch(name, rank, None, str(tuple(part.shape)), str(tuple(local.shape)))
-    at = 0
+    at = 0  # index in the part of the block's first element
     for expected, actual in zip(_iterate_blocks(part), _iterate_blocks(local), strict=True):
         wrong = _find_differences(expected, actual, atol)
         if wrong.any():
@@ -160,7 +169,11 @@ def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch |
 def compare(
     units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Array], atol: float
 ) -> GradientReport:
-    """Compare local gradients with the matching parts of reduced full gradients."""
+    """Compare local gradients with the matching parts of reduced full gradients.
+
+    `gradients`: full gradients by parameter; units without one are not compared. `atol`: largest
+    difference of an element.
+    """
     names = [name for name in units if gradients.get(name) is not None]
     mismatches = (_find_mismatch(units[name], gradients[name], atol) for name in names)
     return GradientReport([m for m in mismatches if m is not None], len(names), atol)
@@ -172,7 +185,8 @@ def compare(
 def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
     """Return the signed sum of packed elements (an AMS sketch), and their norm.
 
-    `start` is the index of the first element in the parameter; it determines the signs.
+    `array`: flat and packed. `start`: index of its first element in the flattened parameter, which
+    determines the signs; a part has the same signs on every rank. The norm is L2.
     """
     near = array.cpu() if is_torch(array) else array
     ((squares, _),) = _core.norm_partials(["gradient"], [near])
@@ -180,7 +194,11 @@ def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
 
 
 def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
-    """Return this rank's message about a parameter: sketches of its local part and all parts."""
+    """Return this rank's message about a parameter, for `_find_wrong_sum`.
+
+    "local" is the sketch of its local gradient, "parts" has one of each rank's part of `full`, the
+    unreduced full gradient of this rank. "wrong" is why there are none, or "".
+    """
     starts = list(accumulate(unit.counts, initial=0))
     wrong = ""
     facts: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}
@@ -197,7 +215,10 @@ def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
 
 
 def _find_obstacle(unit: FSDPShardingUnit, full: Array) -> str:
-    """Return why a unit's gradients cannot be compared, or "". `full`: of the parameter."""
+    """Return why a unit's gradients cannot be compared, or "".
+
+    `full`: this rank's unreduced gradient of the whole parameter.
+    """
     for label, array, shape in (
         ("local", unit.local_gradient, unit.local_shape),
         ("full", full, unit.shape),
@@ -210,20 +231,28 @@ def _find_obstacle(unit: FSDPShardingUnit, full: Array) -> str:
 
 
 def _rounding_bound(world: int, dtype: str, count: int, norms: float, atol: float) -> float:
-    """Return the largest difference of signed sums that rounding explains.
+    """Return the largest difference of signed sums that rounding, or `atol`, explains.
 
-    Rounding errors of elements have random signs, so their sum grows with the square root of
-    their number.
+    `world`: number of ranks. `dtype`: of the gradients. `count`: elements of the part. `norms`: sum
+    of the L2 norms of all summands. `atol`: tolerance of each element. Rounding errors of elements
+    have random signs, so their sum grows with the square root of their number.
     """
     wide = 2.0**-24 if dtype in _ROUNDING else 2.0**-53
     rounding = _ROUNDING.get(dtype, 0.0) + world * wide
+    # the factors 10 and 6 are large, so that rounding alone is very unlikely to exceed the bound
     return 10 * rounding * norms + atol * min(count, 6 * sqrt(count))
 
 
 def compare_sums(
     fsdp: FSDP, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
 ) -> GradientReport:
-    """Return mismatches of signed sums: of the local parts, and of all ranks' full `gradients`."""
+    """Compare local gradients with all ranks' unreduced ones, by one number for each part.
+
+    The number is an AMS sketch: the sum of the elements, each with a pseudo-random sign that its
+    index determines. So ranks exchange no gradients, and errors of several elements rarely cancel.
+    All ranks must call this. `gradients`: this rank's unreduced full gradients by parameter.
+    `atol`: absolute tolerance of an element. Raises ValueError for minima and maxima.
+    """
     if fsdp.op not in ("sum", "mean"):
         raise ValueError(f"unreduced= needs op='sum' or 'mean', got op={fsdp.op!r}")
     text = json.dumps(
@@ -244,7 +273,9 @@ def _find_wrong_sum(
 ) -> Mismatch | None:
     """Return the first rank whose part of one parameter has a wrong sum, or None.
 
-    `rank_facts`: the message of each rank about it. `atol`: absolute tolerance of an element.
+    `rank_facts`: by rank, its message of `_describe_gradient` (None: it has no unit). `divisor`: of
+    the sums. `atol`: absolute tolerance of an element. A missing unit, another fact, or a rank
+    without gradients is a mismatch too.
     """
     for rank, facts in enumerate(rank_facts):
         if facts is None:

@@ -37,6 +37,11 @@ class LaidOutState(CacheState):
         layouts: Any,
         unstored: str = "",
     ) -> None:
+        """Wrap arrays as `CacheState` does, with facts about the layers.
+
+        `layouts`: an integration's description of the layers, which it recognizes by its type.
+        `unstored`: see the class; "" if checkpoints store everything.
+        """
         super().__init__(spec, arrays, length)
         self._layouts, self._unstored = layouts, unstored
 
@@ -69,8 +74,8 @@ class EntryReader:
     ) -> None:
         """Add an array of a layer as an entry with the name ``"<where>.<part>"``.
 
-        `where`: place of the layer, such as "3" or "3.0". `layer`: its index in the cache.
-        `options`: further arguments of `CacheEntry`.
+        `where`: place of the layer, such as "3" or "3.0". `layer`: its index in the cache. `kind`,
+        `seq_axis`, `options`: arguments of `CacheEntry`.
         """
         name, role = f"{where}.{part}", part.partition(".")[0]
         shape = tuple(array.shape)
@@ -94,7 +99,7 @@ class EntryReader:
             )
 
     def require_entries(self) -> None:
-        """Raise if no layer has an array."""
+        """Raise CompatibilityError if no layer has an array."""
         if not self.entries:
             text = "no layer of the cache has a token: there is nothing to move"
             raise incompatible(text, None, "a cache after a prefill", "an empty cache")
@@ -147,8 +152,8 @@ class EntryPlan:
     def both(self, where: str, owner: str, *kinds: str, prefix: str = "") -> list[CacheEntry]:
         """Return the entries of keys and values of the layer at `where`, or [] if it has neither.
 
-        `prefix`: of the names "keys" and "values". Raises CompatibilityError if only one exists, or
-        their shapes before the last axis differ.
+        `owner`: class of the layer, for errors. `prefix`: of the names "keys" and "values". Raises
+        CompatibilityError if only one exists, or their shapes before the last axis differ.
         """
         parts = f"{prefix}keys", f"{prefix}values"
         entries_or_none = [self.entry(where, owner, part, *kinds) for part in parts]
@@ -162,7 +167,10 @@ class EntryPlan:
         return entries
 
     def require_empty(self, where: str, has_tokens: object) -> None:
-        """Raise if a layer has tokens, although the state has none for it."""
+        """Raise CompatibilityError if a layer has tokens, although the state has none for it.
+
+        `where`: place of the layer. `has_tokens`: whether it has, as a value that is true or false.
+        """
         if has_tokens:
             text = f"layer {where} has tokens, but the state has none for it"
             raise incompatible(text, where, "an array of the layer", "none")

@@ -11,7 +11,11 @@ from ..errors import CapacityError, CompatibilityError
 
 
 def incompatible(text: str, name: str | None, expected: object, got: object) -> CompatibilityError:
-    """Return the exception for caches, states or models that do not match."""
+    """Return a CompatibilityError with the message `text`, for caches or models that do not match.
+
+    `name`: the state or array that differs, or None. `expected`, `got`: the facts that do not
+    match, both kept as text.
+    """
     error = CompatibilityError(text)
     error.name, error.expected, error.got = name, str(expected), str(got)
     return error
@@ -20,21 +24,28 @@ def incompatible(text: str, name: str | None, expected: object, got: object) -> 
 def capacity_error(
     text: str, expected: object, got: object, name: str | None = None
 ) -> CapacityError:
-    """Return the exception for a number of tokens or positions that is out of range."""
+    """Return a CapacityError with the message `text`, for a number that is out of range.
+
+    `expected`: the range; `got`: the number; both kept as text. `name`: the argument, state or
+    entry that it belongs to, or None.
+    """
     error = CapacityError(text)
     error.name, error.expected, error.got = name, str(expected), str(got)
     return error
 
 
 def tokens_error(tokens: int, size: int, remedy: str, name: str | None = None) -> CapacityError:
-    """Return the exception for more tokens than a cache, or its entry `name`, has positions."""
+    """Return the error for `tokens` tokens in a cache of `size` positions; it ends with `remedy`.
+
+    `name`: the entry of the cache that is too short; None: the whole cache.
+    """
     entry = "" if name is None else f"{name}: "
     text = f"{entry}{tokens} tokens do not fit into {size} positions: {remedy}"
     return capacity_error(text, f"0..{size}", tokens, name)
 
 
 def as_integer(name: str, value: Any) -> int:
-    """Return an argument as an int; a bool is not accepted."""
+    """Return `value`, the argument `name`, as an int; raise TypeError for a bool or no integer."""
     if not isinstance(value, bool | np.bool_):  # NumPy before 2.3 has an index of a bool
         try:
             return index(value)
@@ -44,7 +55,10 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def as_count(name: str, value: object, least: int = 0) -> int:
-    """Return the argument `name` as an int of at least `least`, or raise."""
+    """Return `value`, the argument `name`, as an int from `least` to ``2**63 - 1``.
+
+    Raises TypeError if it is not an integer, and CapacityError if it is out of range.
+    """
     number = as_integer(name, value)
     if number < least:
         text = f"{name} must be at least {least}, got {number}"
@@ -55,7 +69,7 @@ def as_count(name: str, value: object, least: int = 0) -> int:
 
 
 def as_counts(name: str, values: object, least: int = 0) -> tuple[int, ...]:
-    """Return a sequence of numbers as a tuple of int."""
+    """Return `values`, the argument `name`, as a tuple; its items are checked as by `as_count`."""
     if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
         raise TypeError(f"{name} must be a sequence of integers, got {type(values).__name__}")
     return tuple(as_count(f"{name}[{i}]", value, least) for i, value in enumerate(values))

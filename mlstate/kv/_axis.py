@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 def sequence_axis(shape: Sequence[int], seq_axis: int, label: str = "source_state") -> int:
-    """Return the sequence axis of a cache, counted from 0, or raise the core's error.
+    """Return `seq_axis` of a cache of `shape`, counted from 0, or raise the core's error.
 
-    `label` names the cache in errors. torch.compile can trace this function if the axis is valid.
+    A negative `seq_axis` counts from the last axis. `label` names the cache in errors.
+    torch.compile can trace this function if the axis is valid.
     """
     rank = len(shape)
     if type(seq_axis) is int and 2 <= rank <= 8 and -rank <= seq_axis < rank:
@@ -23,7 +24,7 @@ def sequence_axis(shape: Sequence[int], seq_axis: int, label: str = "source_stat
 
 
 def valid_axis(seq_axis: int) -> int:
-    """Return a sequence axis as an int, or raise if no cache of 2 to 8 dimensions has it."""
+    """Return `seq_axis` as an int, or raise if no cache of 2 to 8 dimensions has this axis."""
     number = as_integer("seq_axis", seq_axis)
     if not -8 <= number < 8:
         text = f"seq_axis {number} is outside -8..7: a cache has 2 to 8 dimensions"
@@ -32,10 +33,10 @@ def valid_axis(seq_axis: int) -> int:
 
 
 def along(axis: int, start: int | None, stop: int | None = None) -> tuple[slice, ...]:
-    """Return the index of the positions from `start` to `stop` of an axis counted from 0."""
+    """Return the index that selects `start` to `stop` of `axis`, counted from 0; None: no limit."""
     return (slice(None),) * axis + (slice(start, stop),)
 
 
 def with_length(shape: Sequence[Any], axis: int, length: int) -> tuple[int, ...]:
-    """Return a shape with another length of an axis counted from 0."""
+    """Return `shape` with `length` as the length of `axis`, which is counted from 0."""
     return (*shape[:axis], length, *shape[axis + 1 :])

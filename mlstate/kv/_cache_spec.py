@@ -30,7 +30,10 @@ _ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
 
 
 def entry_error(name: str, text: str, expected: object, got: object) -> CompatibilityError:
-    """Return the exception for an entry that does not fit."""
+    """Return a CompatibilityError about the entry `name`; `text` follows the name in its message.
+
+    `expected`, `got`: the facts that do not match, both kept as text.
+    """
     return incompatible(f"{name}: {text}", name, expected, got)
 
 
@@ -151,7 +154,10 @@ class CacheEntry:
 
     @property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of each array by name: one array, or three of a quantized entry."""
+        """Shape and dtype of each array by name: one array, or three of a quantized entry.
+
+        The three are the codes, packed into words of 32 bits, and the scale and bias of each group.
+        """
         if self.bits is None or self.group is None:
             return {self.name: (self.shape, self.dtype)}
         words, groups = _core.kv_quantized_lengths(self.shape[-1], self.bits, self.group)
@@ -168,7 +174,10 @@ class CacheEntry:
         return sum(prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in self.arrays.values())
 
     def _resized(self, capacity: int) -> CacheEntry:
-        """Return the entry for a cache of another capacity."""
+        """Return the entry for a cache of `capacity` positions: it has as many, up to its window.
+
+        An entry whose length changes loses `next_slot`: `CacheState` stores its tokens in order.
+        """
         if self.seq_axis is None:
             return self
         length = capacity if self.window is None else min(capacity, self.window)
@@ -178,7 +187,10 @@ class CacheEntry:
         return replace(self, shape=shape, next_slot=None)
 
     def _facts(self) -> tuple[str, str]:
-        """Return the kind, and its parameters such as the window, as texts for tables."""
+        """Return two texts for tables: the kind, and the parameters of the kind, such as a window.
+
+        The second is empty for a kind without parameters.
+        """
         facts = []
         if self.window is not None:
             facts.append(f"window {self.window:,}")
@@ -190,7 +202,7 @@ class CacheEntry:
 
 
 def _check_names(entry: CacheEntry) -> None:
-    """Raise unless the entry's name, kind and role are valid."""
+    """Raise unless the entry's name is not empty, its kind is known and its role is text."""
     if not isinstance(entry.name, str):
         raise TypeError(f"name must be a str, got {type(entry.name).__name__}")
     if not entry.name:
@@ -203,7 +215,10 @@ def _check_names(entry: CacheEntry) -> None:
 
 
 def _checked_dtype(name: str, dtype: DType) -> str:
-    """Return the name of a dtype of NumPy, ml_dtypes or torch."""
+    """Return the name of a dtype of NumPy, ml_dtypes or torch; `name`: the entry, for errors.
+
+    Raises CompatibilityError for a dtype that caches do not support.
+    """
     dtype_text = dtype_name(dtype)
     if dtype_text not in _ITEM_BYTES:
         text = f"dtype {dtype!r} is not supported"
@@ -212,7 +227,10 @@ def _checked_dtype(name: str, dtype: DType) -> str:
 
 
 def _checked_axis(entry: CacheEntry) -> int | None:
-    """Return the sequence axis, counted from 0; None for kinds without a sequence."""
+    """Return the entry's sequence axis, counted from 0; None for kinds without a sequence.
+
+    Raises CompatibilityError if a kind with a sequence has no such axis.
+    """
     if entry.kind not in SEQUENCE_KINDS:
         return None
     if entry.seq_axis is None:
@@ -221,7 +239,10 @@ def _checked_axis(entry: CacheEntry) -> int | None:
 
 
 def _checked_window(entry: CacheEntry) -> int | None:
-    """Return the window of a sliding entry, with default applied; None for another kind."""
+    """Return the window of a sliding entry, by default its positions; None for another kind.
+
+    Raises if another kind has a window or sinks, or if the sinks fill the window.
+    """
     name = entry.name
     sinks = as_count(f"{name}: sinks", entry.sinks)
     if entry.kind != "sliding":
@@ -239,7 +260,11 @@ def _checked_window(entry: CacheEntry) -> int | None:
 
 
 def _checked_slot(entry: CacheEntry) -> int | None:
-    """Return the next slot of a ring as an int, or raise if the entry has no such slot."""
+    """Return the next slot of a sliding entry as an int, or None if it was not passed.
+
+    Raises for another kind and for a slot above the number of positions. That number itself is
+    allowed: it means the first slot after the sinks.
+    """
     if entry.next_slot is None:
         return None
     if entry.kind != "sliding":
@@ -253,7 +278,11 @@ def _checked_slot(entry: CacheEntry) -> int | None:
 
 
 def _check_quantization(entry: CacheEntry) -> None:
-    """Raise unless an entry's `bits` and `group` belong to its kind and fit its shape."""
+    """Raise unless an entry has `bits` and `group` exactly if it is quantized, and they fit it.
+
+    They fit if the core supports them for the length of the last axis, which must not be the
+    sequence, and for the dtype.
+    """
     name, bits, group = entry.name, entry.bits, entry.group
     if entry.kind != "quantized":
         if bits is not None or group is not None:
@@ -322,7 +351,7 @@ class CacheSpec(CopiedByValue):
     entries: tuple[CacheEntry, ...]
 
     def __init__(self, entries: Iterable[CacheEntry]) -> None:
-        """Check the entries, whose names must differ and whose lengths must have one capacity."""
+        """Check the entries: all arrays have different names, and the lengths one capacity."""
         if isinstance(entries, CacheEntry) or not hasattr(entries, "__iter__"):
             raise TypeError(
                 f"entries must be an iterable of CacheEntry, got {type(entries).__name__}"
@@ -333,7 +362,7 @@ class CacheSpec(CopiedByValue):
                 raise TypeError(f"entries[{i}] must be a CacheEntry, got {type(entry).__name__}")
         if not self.entries:
             raise ValueError("entries is empty: pass one CacheEntry for each array")
-        self._by_name: dict[str, CacheEntry] = {}
+        self._by_name: dict[str, CacheEntry] = {}  # a quantized entry has three names
         for entry in self.entries:
             for name in entry.arrays:
                 if name in self._by_name:
@@ -405,6 +434,7 @@ class CacheSpec(CopiedByValue):
         return hash(self.entries)
 
     def _title(self) -> str:
+        """Return the summary for reprs: counts of entries by kind, layers, and positions if any."""
         counts = [(kind, sum(e.kind == kind for e in self.entries)) for kind in KINDS]
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts if count)
         count = f"{len(self):,} {'entry' if len(self) == 1 else 'entries'}"
@@ -431,7 +461,11 @@ def _axis_text(entry: CacheEntry) -> str:
 
 
 def _common_capacity(entries: tuple[CacheEntry, ...]) -> int | None:
-    """Return the positions of full and quantized entries, or raise if entries disagree."""
+    """Return the positions that full and quantized entries have, or None without such entries.
+
+    Raises CompatibilityError if they differ, or if a sliding entry has fewer positions than this
+    capacity although its window is not full. Without a capacity, sliding entries are not checked.
+    """
     limited = [entry for entry in entries if entry.kind in ("full", "quantized")]
     if not limited:
         return None

@@ -63,7 +63,7 @@ class _Cache(NamedTuple):
     identity: object  # of these arrays: snapshots have it
 
     def ring(self, entry: CacheEntry) -> Ring:
-        """Return the slots of an entry with a sequence."""
+        """Return the slots of the tokens of an entry, which has a sequence."""
         return ring_of(entry, self.length, self.shifts.get(entry.name, 0))
 
 
@@ -169,10 +169,10 @@ class CacheState(CopiedByValue):
         )
 
     def _slot_in_spec(self, entry: CacheEntry) -> int:
-        """Return the slot that the ring of an entry continues at; if it is shifted, not a sink."""
+        """Return the `next_slot` of a new entry that has the same ring as `entry` has now."""
         ring = self._cache.ring(entry)
-        if ring.shift and ring.length < ring.sinks:
-            return ring.sinks + ring.shift
+        if ring.shift and ring.length < ring.sinks:  # a sink as `next_slot` would mean no shift
+            return ring.sinks + ring.shift  # the slot of the first token after the sinks
         return ring.next_slot
 
     @property
@@ -430,7 +430,7 @@ class CacheState(CopiedByValue):
         for entry in spec if new_length < length else ():
             text = _NO_TRIM.get(entry.kind)
             if entry.window is not None and entry.seq_length is not None:
-                evicted = length - entry.seq_length
+                evicted = length - entry.seq_length  # the window would need them again
                 if evicted > 0:
                     text = f"a sliding entry cannot be trimmed: it has evicted {evicted} tokens"
             if text is not None:
@@ -443,12 +443,12 @@ class CacheState(CopiedByValue):
         self._set_length(new_length)
 
     def _set_length(self, length: int) -> None:
-        """Set a length that may be lower than before."""
+        """Set the number of tokens, and record it, because a lower one outdates snapshots."""
         self._history.note_length(length)
         self._cache = self._cache._replace(length=length)
 
     def _take_tokens(self, other: CacheState) -> None:
-        """Take length and next slots of a state with equal entries, whose arrays were copied."""
+        """Copy length and next slots of `other`, whose arrays were copied into this state's."""
         self._history.note_length(0)  # no position holds the token that it held before
         spec, _, length, shifts, _ = other._cache
         self._cache = self._cache._replace(spec=spec, length=length, shifts=shifts)
@@ -715,12 +715,12 @@ class CacheState(CopiedByValue):
 
     def _convert(
         self,
-        names: Iterable[str] | None,
-        kind: str,
-        parameters: Mapping[str, Any],
-        capacity: int | None,
+        names: Iterable[str] | None,  # to convert; None: all of `kind`
+        kind: str,  # of these entries now: "full" or "quantized"
+        parameters: Mapping[str, Any],  # `bits` and `group` of the new entries
+        capacity: int | None,  # None: the positions stay
     ) -> tuple[set[str], _Cache]:
-        """Return the names of converted entries and a new cache; this one is unchanged."""
+        """Return the names of the converted entries, and a new cache; this state is unchanged."""
         cache = self._cache
         chosen = chosen_entries(cache.spec, names, kind)
         resized = cache.spec if capacity is None else _resized_spec(cache, capacity)
@@ -767,7 +767,7 @@ def _tokens_text(spec: CacheSpec, length: int) -> str:
 
 
 def _check_names(spec: CacheSpec, arrays: Mapping[str, Any]) -> None:
-    """Raise unless the arrays that the caller passed have the names of the spec."""
+    """Raise CompatibilityError unless the names of `arrays` are the names in the spec."""
     expected_entries = [(name, entry) for entry in spec for name in entry.arrays]
     missing = [(name, entry) for name, entry in expected_entries if name not in arrays]
     expected_names = {name for name, _ in expected_entries}
@@ -796,7 +796,7 @@ def _names_text(names: list[str]) -> str:
 def _check_array(
     entry: CacheEntry, name: str, array: Any, shape: tuple[int, ...], dtype: str
 ) -> None:
-    """Raise unless an array has the shape and dtype that the spec gives `name`, of `entry`."""
+    """Raise unless the array `name` of `entry` has this shape and this dtype, given by its name."""
     if not isinstance(array, np.ndarray) and not is_torch(array):
         raise TypeError(
             f"{name} must be a NumPy array or a torch tensor, got {type(array).__name__}"
@@ -816,7 +816,7 @@ def _check_array(
 
 
 def _check_length(spec: CacheSpec, length: int) -> None:
-    """Raise unless every entry can hold the tokens of a sequence."""
+    """Raise CapacityError unless every entry has `length` positions, or as many as its window."""
     for entry in spec:
         size = entry.seq_length
         if size is None or length <= size or (entry.window is not None and entry.window <= size):
@@ -825,15 +825,16 @@ def _check_length(spec: CacheSpec, length: int) -> None:
 
 
 def _resized_spec(cache: _Cache, capacity: int) -> CacheSpec:
-    """Return the spec for another capacity, or raise if an entry cannot hold its tokens then."""
+    """Return the spec for `capacity` positions, or raise if the tokens of an entry do not fit."""
     positions = as_count("capacity", capacity, 1)
     resized = CacheSpec(entry._resized(positions) for entry in cache.spec)
     if resized == cache.spec:
         return cache.spec
     length = cache.length
     for old, new in zip(cache.spec, resized, strict=True):
-        window = length if old.window is None else old.window
+        window = length if old.window is None else old.window  # older tokens may be dropped
         token_count = length if old.seq_length is None else min(length, old.seq_length, window)
+        # Only for its errors.
         moved_positions(old.name, old.shape, new.shape, token_count, old.seq_axis, kind=old.kind)
     return resized
 
@@ -845,9 +846,9 @@ def _move_entry(
     arrays: dict[str, Any],
     shifts: dict[str, int],
 ) -> None:
-    """Replace the arrays of an entry in `arrays` by longer or shorter ones, if its length changed.
+    """Replace the arrays of an entry in `arrays`, and its shift in `shifts`, if its length changes.
 
-    `old`, `new`: its description before and after. `shifts`: of rings, updated too.
+    `cache`: the former cache, not changed. `old`, `new`: the entry before and after.
     """
     if new is old or new.seq_axis is None:
         return
@@ -855,7 +856,7 @@ def _move_entry(
         with name_errors(name):
             arrays[name] = _move_tokens(arrays[name], new, cache.ring(old))
     shifts.pop(old.name, None)
-    if cache.length > (new.seq_length or 0):  # in order, so the oldest one is after the sinks
+    if cache.length > (new.seq_length or 0):  # moved in order: the oldest one is after the sinks
         shifts[old.name] = shift_of(replace(new, next_slot=new.sinks), cache.length)
 
 
@@ -868,16 +869,16 @@ def _sequence_of(entry: CacheEntry) -> int:
 
 
 def _slots_along(axis: int, runs: list[range]) -> tuple[slice, ...]:
-    """Return the index of at most one range of slots."""
+    """Return the index of the only range in `runs` along `axis`; an empty one without ranges."""
     slots = runs[0] if runs else range(0)
     return along(axis, slots.start, slots.stop)
 
 
 def _move_tokens(array: Any, entry: CacheEntry, ring: Ring) -> Any:
-    """Return a new array of another length for an entry, with the tokens of a ring in order."""
+    """Return a copy of `array` of the length of `entry`: the newest tokens of `ring` in order."""
     axis, length = _sequence_of(entry), entry.seq_length or 0
     runs = ring.runs(length)
-    if runs in ([], [range(ring.length)]):
+    if runs in ([], [range(ring.length)]):  # no token, or the first slots in order
         return compact_kv_state(array, length, ring.length, seq_axis=axis)
     moved, at = compact_kv_state(array, length, 0, seq_axis=axis), 0
     for run in runs:
@@ -889,7 +890,7 @@ def _move_tokens(array: Any, entry: CacheEntry, ring: Ring) -> Any:
 
 
 def _refuse_negative(number: int) -> int:
-    """Raise for a negative length, as `crop` of transformers takes it; `trim` does not."""
+    """Raise CapacityError for a negative number, which only `crop` of transformers accepts."""
     raise capacity_error(
         f"n must be at least 0, got {number}: crop keeps the first n tokens; to drop {-number} "
         f"tokens, as crop of transformers does, use trim({-number})",

@@ -18,7 +18,10 @@ _MINUS_INFINITY = float("-inf")
 
 
 def _as_stage(name: str, value: object) -> tuple[int, int | None]:
-    """Return (size, attention size) of a stage given as a size or as such a pair."""
+    """Return (size, attention size) of `value`, which is a size or such a pair.
+
+    The attention size is None for full attention. `name`: the argument, for errors.
+    """
     if not isinstance(value, tuple | list):
         return as_count(name, value, 1), None
     if len(value) != 2:
@@ -28,7 +31,10 @@ def _as_stage(name: str, value: object) -> tuple[int, int | None]:
 
 
 def _as_attention(name: str, value: object, size: int) -> int | None:
-    """Return an attention size as an int; None, for full attention, stays None."""
+    """Return `value`, the argument `name`, as an attention size; None is full attention.
+
+    Raises CapacityError unless it is from 1 to `size`, the positions of the cache.
+    """
     if value is None:
         return None
     attention_size = as_count(name, value, 1)
@@ -238,6 +244,7 @@ class CombinedStrategy:
         ['stay', 'grow']
         """
         step = self._ladder.next_step(position, size, new_tokens)
+        # The ladder grows only when the small cache is full; `expand_at` can be below that.
         needed = step.kept_tokens + int(new_tokens)
         if step.action == "stay" and step.size < self._prefill[0] and needed > self._expand_at:
             return step._replace(action="grow", size=self._prefill[0])
@@ -348,9 +355,11 @@ class CombinedStrategy:
         fill: float,
         sinks: int = 0,
     ) -> NDArray:
-        """Return the attention mask of `new_tokens` rows and `size` columns, after checking them.
+        """Return the mask of `new_tokens` rows and `size` columns, after checking the arguments.
 
-        `attention_size`: positions that a token sees; None: all. `fill`: value of masked elements.
+        `position`: tokens in the cache, so the position of the first row. `attention_size`: earlier
+        tokens that a token attends to (None: all). `fill`: value of masked elements. `sinks`: first
+        tokens that every row attends to.
         """
         position = as_count("position", position)
         new_tokens = as_count("new_tokens", new_tokens, 1)
@@ -381,6 +390,7 @@ class CombinedStrategy:
         from .._common.text import table_html
 
         def cells(stage: tuple[int, int | None]) -> list[str]:
+            """Return the texts of a stage's size and attention size."""
             size, attention_size = stage
             return [f"{size:,}", "full" if attention_size is None else f"{attention_size:,}"]
 

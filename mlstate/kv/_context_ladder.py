@@ -24,7 +24,10 @@ _MINUS_INFINITY = float("-inf")
 
 
 def as_sizes(sizes: Any) -> tuple[int, ...]:
-    """Return the sizes of a ladder as a tuple of rising positive integers."""
+    """Return `sizes` as a tuple of positive integers; raise ValueError unless each one is larger.
+
+    An empty sequence is a ValueError too.
+    """
     checked = as_counts("sizes", sizes, 1)
     if not checked:
         raise ValueError("sizes is empty: pass the context sizes of the models, smallest first")
@@ -38,7 +41,7 @@ def as_sizes(sizes: Any) -> tuple[int, ...]:
 
 
 def as_size(sizes: tuple[int, ...], size: object) -> int:
-    """Return a size as an int, or raise the error for an unknown size."""
+    """Return `size` as an int, or raise ValueError if it is not one of `sizes`."""
     number = as_count("size", size)
     if number not in sizes:
         sizes_text = ", ".join(map(str, sizes))
@@ -47,7 +50,10 @@ def as_size(sizes: tuple[int, ...], size: object) -> int:
 
 
 def check_room(position: int, size: int, new_tokens: int) -> None:
-    """Raise CapacityError if the new tokens do not fit after `position` tokens of `size`."""
+    """Raise CapacityError if a cache of `size` positions has no room for the new tokens.
+
+    `position`: tokens in it; `new_tokens`: tokens to write after them.
+    """
     if position + new_tokens > size:
         raise capacity_error(
             f"{new_tokens} new tokens after {position} do not fit into {size} positions: follow "
@@ -73,9 +79,9 @@ def mask_rows(
 ) -> NDArray:
     """Return rows `position` to ``position + count`` of the causal mask of `size` positions.
 
-    One row for each new token. `attention_size`: most tokens that a row attends to (None: all);
-    `sinks`: first tokens that stay visible; `fill`: value of hidden positions. Several rows
-    without sinks are a view of the whole mask.
+    One row for each new token. `attention_size`: earlier tokens that a row attends to besides
+    itself (None: all); `sinks`: first tokens that stay visible; `fill`: value of hidden positions.
+    Several rows without sinks are a view of the whole mask.
     """
     rows: NDArray
     reach = size if attention_size is None else attention_size
@@ -414,7 +420,7 @@ class ContextLadder:
         size = self._sizes[-1] if size is None else as_size(self._sizes, size)
         batch = self._as_batch_size()
         prompt = min(self._prompt_tokens, position)
-        is_prompt = prompt == position <= size  # nothing that may be dropped
+        is_prompt = prompt == position <= size  # all tokens are the prompt, which is never dropped
         token_count = position if is_prompt else self._refilled_tokens(prompt, size, batch)
         if position <= token_count:
             return LadderStep("stop", size, _ranges(range(position)))
@@ -583,7 +589,9 @@ class ContextLadder:
     def _refilled_tokens(self, prompt: int, size: int, batch: int) -> int:
         """Return how many tokens a refill of `size` positions keeps: the prompt and the newest.
 
-        `batch`: tokens of a batch; one more must fit. At least one token is kept beyond the prompt.
+        `prompt`: tokens of the prompt. `batch`: tokens of a batch; one more must fit after the
+        kept ones. At least one token is kept beyond the prompt; raises CapacityError if the prompt
+        and a batch exceed `size`.
         """
         most = max(1, size - batch)  # one more batch fits
         token_count = min(max(1, size // batch - self._reserve_batches) * batch, most)
@@ -591,12 +599,14 @@ class ContextLadder:
             return token_count
         if prompt + batch > size:
             raise self._prompt_error(prompt, f"a batch of {batch}", size, size - batch)
+        # The prompt takes up all whole batches: give up the reserve, and keep a batch after it.
         return max(prompt + 1, min(prompt + batch, most))
 
     def _prompt_error(self, prompt: int, addition: str, size: int, most: int) -> CapacityError:
-        """Return the error for a prompt that leaves no room; `addition`: text on what needs it.
+        """Return the error for a prompt that leaves no room in a cache of `size` positions.
 
-        `most`: the largest prompt that fits.
+        `prompt`: its tokens. `addition`: text on what needs the room. `most`: the tokens of the
+        largest prompt that fits; below 1 if none does.
         """
         return capacity_error(
             f"prompt_tokens keeps {prompt} tokens, which do not fit into {size} positions together "
@@ -610,7 +620,10 @@ class ContextLadder:
         return self._overflow == "roll" and size == self._sizes[-1]
 
     def _roll(self, position: int, new_tokens: int) -> LadderStep:
-        """Return the step that replaces the oldest tokens after the prompt, in the largest size."""
+        """Return the step that replaces the oldest tokens after the prompt, in the largest size.
+
+        `position`: all tokens so far, also those that were replaced before.
+        """
         top, sinks = self._sizes[-1], self._prompt_tokens
         if sinks >= top:
             raise self._prompt_error(sinks, "one new token", top, top - 1)
@@ -622,7 +635,7 @@ class ContextLadder:
                 f"1..{window}",
                 new_tokens,
             )
-        first = max(sinks, position - window)
+        first = max(sinks, position - window)  # the oldest token in the cache after the prompt
         dropped = range(first, position + new_tokens - window)
         parts = _ranges(range(sinks), range(dropped.stop, position))
         return LadderStep("roll", top, parts, dropped)
@@ -646,7 +659,7 @@ class ContextLadder:
         )
 
     def _top_text(self) -> str:
-        """Return a text, for tables, on the step that follows when the largest size is full."""
+        """Return a text on what `next_step` decides for one more token in a full largest size."""
         top = self._sizes[-1]
         try:
             step = self.next_step(top, top)
@@ -666,7 +679,7 @@ class ContextLadder:
         from .._common.text import table_html
 
         names = [f"{size:,}" for size in self._sizes]
-        starts = [0, *(size + 1 for size in self._sizes)]
+        starts = [0, *(size + 1 for size in self._sizes)]  # one too many, which `zip` leaves out
         after = [*(f"grow to {name}" for name in names[1:]), self._top_text()]
         rows = [
             [name, f"{start:,} to {name}", text]

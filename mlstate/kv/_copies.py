@@ -11,7 +11,8 @@ from .._common.arrays import copy_of, is_torch
 class CopiedByValue:
     """Base of cache classes: pickles have the content, and the attributes that a subclass added.
 
-    Loading does not call the constructor of a subclass, which may have other parameters.
+    A cache class derives from it directly and overrides `_content`. Loading does not call the
+    constructor of a subclass, which may have other parameters.
     """
 
     __slots__ = ()
@@ -35,12 +36,18 @@ class CopiedByValue:
 
 
 def _cache_class(instance: object) -> type:
-    """Return the cache class that an instance is of, or of a subclass of."""
+    """Return the class of `instance`, or its base, that derives from `CopiedByValue` directly.
+
+    A subclass of a cache class does not derive from it directly.
+    """
     return next(cls for cls in type(instance).__mro__ if CopiedByValue in cls.__bases__)
 
 
 def attributes_of(instance: object) -> dict[str, Any]:
-    """Return the attributes that a subclass of a cache class or its caller added."""
+    """Return the attributes of `instance` by name, without the slots of its cache class.
+
+    So they are those that a subclass, or its caller, added.
+    """
     state: Any = object.__getstate__(instance)
     members, slots = state if isinstance(state, tuple) else (state, None)
     own_slots = set(getattr(_cache_class(instance), "__slots__", ()))
@@ -49,7 +56,7 @@ def attributes_of(instance: object) -> dict[str, Any]:
 
 
 def set_attributes(instance: object, attributes: dict[str, object]) -> None:
-    """Set the attributes of another instance."""
+    """Set attributes by name on `instance`, also if its class forbids it, as frozen ones do."""
     for name, value in attributes.items():
         object.__setattr__(instance, name, value)
 
@@ -75,7 +82,8 @@ def shared_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def copied_arrays(arrays: dict[str, object]) -> dict[str, Any]:
-    """Return copies by name; names that share their elements get one copy."""
+    """Return copies of arrays by name; names whose arrays have the same elements get one copy."""
     shared = shared_arrays(arrays)
+    # The inner dict leaves one of several names of the same object.
     copies = {id(array): copy_of(array) for array in {id(a): a for a in shared.values()}.values()}
     return {name: copies[id(array)] for name, array in shared.items()}

@@ -17,22 +17,28 @@ if TYPE_CHECKING:
 
 
 def converts(source: str, target: str) -> bool:
-    """Return whether a conversion is from or to integers, which the core does not support."""
+    """Return whether NumPy must convert `source` to `target`, because one of them is an integer.
+
+    Both are names of dtypes. The core converts between floats only. Equal dtypes, and dtypes that
+    are neither floats nor integers, are false too.
+    """
     both = {source, target}
     return len(both) == 2 and bool(both & INTEGERS) and both <= INTEGERS | FLOATS
 
 
 def result_dtype(dtype: object, out: Array) -> str:
-    """Return the name of the result's dtype, or "" if unknown."""
+    """Return the name of the dtype of `out`, or of `dtype` if `out` is None; "" if unknown."""
     if out is not None:
         return str(name_of(out.dtype)) if hasattr(out, "dtype") else ""
     return dtype_name(dtype)  # the core raises the error if there is none
 
 
 def convert_source(source: NDArray, move: KVMove, out: Array) -> NDArray:
-    """Return `source`, or its tokens in the result's dtype if the core cannot convert them.
+    """Return `source`, or if only NumPy can convert it, its tokens in the result's dtype.
 
-    `out`: memory for the result, whose dtype counts, or None.
+    The tokens are the first `move.position` positions. `out`: memory for the result, whose dtype
+    replaces `move.dtype`; None: a new result. Raises ValueError if a token does not fit the dtype,
+    or if `out` shares memory with `source`.
     """
     target = result_dtype(move.dtype, out)
     if not converts(name_of(source.dtype), target):
@@ -45,7 +51,11 @@ def convert_source(source: NDArray, move: KVMove, out: Array) -> NDArray:
 
 
 def convert_tokens(tokens: NDArray, target: str) -> NDArray:
-    """Return tokens as the dtype `target`; raise ValueError if one does not fit."""
+    """Return the array `tokens` as the dtype named `target`; raise ValueError if one is too large.
+
+    Floats become integers by truncation toward zero; NaN does not fit. Integers become floats by
+    rounding, which fails only beyond the range of float16.
+    """
     name, tokens = name_of(tokens.dtype), as_numbers(tokens)
     if target in FLOATS:
         with np.errstate(over="ignore"):  # overflow is checked below

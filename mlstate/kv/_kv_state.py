@@ -248,6 +248,7 @@ class KVState(CopiedByValue):
         """
         array = self.array  # take the length once: another thread may resize meanwhile
         axis = self.seq_axis
+        # A compaction to the same length copies; an expansion could return `array` itself.
         packed: NDArray = _core.kv_move(array, KVMove(array.shape[axis], None, axis, True), None)
         return packed
 

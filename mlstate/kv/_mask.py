@@ -27,12 +27,13 @@ def _mask(
     fill: float,
     out: Any,
 ) -> Any:
-    """Return an attention mask made by the core, written into `out` if that is given.
+    """Return an attention mask made by the core, written into `out` unless it is None.
 
-    `rows`: first and last row; None: all; True: the row of `position`. `fill`: of masked elements.
+    `rows`: the first row and the row after the last; None: all; True: only the row of `position`.
+    `fill`: value of masked elements. The others are as for `create_attention_size_mask`.
     """
 
-    def run(target: Any) -> Any:
+    def run(target: Any) -> Any:  # target: a NumPy array to write into, or None
         return _core.kv_mask(seq_length, attention_size, position, sinks, rows, dtype, fill, target)
 
     return run(None) if out is None else write_into(out, run)
@@ -127,7 +128,7 @@ def create_attention_size_mask(
 
 
 def _as_pair(rows: object) -> tuple[int, int]:
-    """Return `rows` as a tuple; the core checks its items."""
+    """Return `rows` as a tuple; raise TypeError unless it is a pair. The core checks its items."""
     if not isinstance(rows, tuple | list) or len(rows) != 2:
         raise TypeError(f"rows must be a pair (start, stop), got {rows!r}")
     return rows[0], rows[1]
@@ -235,7 +236,7 @@ def create_causal_mask(
     last = max(seq_length - 1, 0)
     width = seq_length + last if seq_length != 0 else 1
     row = _core.kv_mask(width, reach, last, 0, True, dtype, fill, None)
-    item = row.itemsize
+    item = row.itemsize  # each row starts one element earlier than the one above it
     return np.lib.stride_tricks.as_strided(
         row[0, 0, 0, last:], (1, 1, seq_length, seq_length), (0, 0, -item, item), writeable=False
     )

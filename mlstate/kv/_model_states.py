@@ -32,7 +32,11 @@ class FunctionStates(dict[str, Spec]):
         *,
         default_function: str | None = None,
     ) -> None:
-        """Become the mapping of states of one `function`; `functions` has those of all."""
+        """Become the mapping of the states of `function`, which is a key of `functions`.
+
+        `functions`: states by name, for each function. `default_function`: the function that the
+        model runs by default, or None.
+        """
         super().__init__(functions[function])
         self.functions = {name: dict(states) for name, states in functions.items()}
         self.function = function
@@ -50,7 +54,10 @@ class FunctionStates(dict[str, Spec]):
 
 
 def choose_function(functions: Mapping[str, object], function: str | None) -> str:
-    """Return the name of a function that exists, or raise CompatibilityError."""
+    """Return `function`, or raise CompatibilityError if it is not a key of `functions`.
+
+    None means that neither the caller nor the model named one, which is an error too.
+    """
     if not isinstance(function, str):
         raise incompatible(
             f"the model has {len(functions)} functions and names no default: "
@@ -73,14 +80,18 @@ def choose_function(functions: Mapping[str, object], function: str | None) -> st
 
 
 def format_error(path: str, text: str) -> FormatError:
-    """Return the exception for a file of a model that is damaged or of another format."""
+    """Return a FormatError about the file `path`, which is damaged or of another format."""
     error = FormatError(f"{path}: {text}")
     error.path = path
     return error
 
 
 def read_file(path: str, most_bytes: int) -> bytes:
-    """Return the bytes of a small file of a model; raise FormatError above `most_bytes`."""
+    """Return the content of the file `path` of a model.
+
+    Raises FormatError if it has more than `most_bytes` bytes or is not a regular file, and
+    StoreError if it cannot be read.
+    """
     try:
         with open_regular(path) as file:
             data = file.read(most_bytes + 1)
@@ -92,7 +103,7 @@ def read_file(path: str, most_bytes: int) -> bytes:
 
 
 def read_metadata(path: str) -> Any:
-    """Return the document in the metadata.json of a model."""
+    """Return the JSON document in `path`, a metadata.json; raise FormatError if it is not JSON."""
     text = read_file(path, 64 << 20)
     try:
         return json.loads(text)

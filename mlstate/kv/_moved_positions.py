@@ -86,7 +86,11 @@ def moved_positions(
 def differ_in_sequence(
     source: tuple[int, ...], target: tuple[int, ...], seq_axis: int | None
 ) -> bool:
-    """Return whether two shapes differ in the sequence axis only."""
+    """Return whether the shapes `source` and `target` differ in the sequence axis only.
+
+    `seq_axis` may be negative. False if it is None or not an axis of a cache of 2 to 8 dimensions,
+    for shapes of different rank, and for equal shapes.
+    """
     rank = len(source)
     if (
         seq_axis is None
@@ -117,11 +121,12 @@ def common_contexts(
 
 
 def _check_window(name: str, lengths: tuple[int, int], contexts: tuple[int, int]) -> None:
-    """Raise unless both lengths are ``min(window, context)`` for one window.
+    """Raise CompatibilityError unless both lengths are ``min(window, context)`` for one window.
 
-    `lengths`, `contexts`: of source and target.
+    `name`: the state. `lengths`, `contexts`: positions of the state, and context sizes of the
+    models, in source and target.
     """
-    window = max(lengths)
+    window = max(lengths)  # the lengths differ, so the greater one is the window or the context
     if lengths == (min(window, contexts[0]), min(window, contexts[1])):
         return
     raise incompatible(
@@ -137,9 +142,10 @@ def _check_window(name: str, lengths: tuple[int, int], contexts: tuple[int, int]
 def _target_error(
     name: str, target: tuple[int, ...], position: int, seq_axis: int, kind: str | None
 ) -> CapacityError:
-    """Return the error for a target with fewer positions than tokens.
+    """Return the error for a target with fewer positions than `position`, the number of tokens.
 
-    `kind`: of a cache's entry; None: a state of a model, for which the remedy is another model.
+    `target`: its shape. `kind`: kind of a cache's entry; None: a state of a model, for which the
+    remedy is another model.
     """
     length, text = target[seq_axis], f"{name}: {position} tokens do not fit"
     if kind is not None:
@@ -156,7 +162,10 @@ def _target_error(
 def _source_error(
     name: str, source: tuple[int, ...], target: tuple[int, ...], position: int, seq_axis: int
 ) -> CapacityError:
-    """Return the error for a `position` beyond the end of the source."""
+    """Return the error for more tokens, `position`, than the source has positions.
+
+    `source`, `target`: shapes of the state `name`.
+    """
     length = source[seq_axis]
     return capacity_error(
         f"{name}: position {position} is beyond the source state's {length} positions"
@@ -170,9 +179,9 @@ def _source_error(
 
 
 def _check_layout(name: str, label: str, shape: tuple[int, ...], seq_axis: int) -> None:
-    """Raise unless a state of this shape has 2 to 8 dimensions and the sequence axis.
+    """Raise CompatibilityError unless `shape` has 2 to 8 dimensions and the axis `seq_axis`.
 
-    `label`: "source" or "target".
+    `name`: the state; `label`: "source" or "target", for the message.
     """
     rank = len(shape)
     if not 2 <= rank <= 8:
@@ -194,14 +203,17 @@ def _check_layout(name: str, label: str, shape: tuple[int, ...], seq_axis: int) 
 
 
 def _is_named(rank: int, seq_axis: int) -> bool:
-    """Return whether `AXES` names the axes of a state."""
+    """Return whether `AXES` names the axes: there are four, and the sequence is the third."""
     return rank == len(AXES) and seq_axis % rank == SEQUENCE
 
 
 def _check_shapes(
     name: str, source: tuple[int, ...], target: tuple[int, ...], seq_axis: int
 ) -> None:
-    """Raise unless source and target of the state `name` differ only in the sequence axis."""
+    """Raise CompatibilityError unless two shapes of a state differ only in the sequence axis.
+
+    `name`: the state. `seq_axis` may be negative; `_check_layout` has accepted it.
+    """
     states = (
         f"the source state is {source}, the target state {target}; use models that were converted "
         "from the same weights"
@@ -227,6 +239,6 @@ def _check_shapes(
 
 
 def _axis_note(shape: tuple[int, ...], seq_axis: int) -> str:
-    """Return which axis is the sequence, except for the usual layout."""
+    """Return a text that names the sequence axis, for messages; "" for the layout of `AXES`."""
     rank = len(shape)
     return "" if _is_named(rank, seq_axis) else f" (sequence axis {seq_axis % rank} of {shape})"

@@ -67,9 +67,10 @@ class QuantizationLoss(NamedTuple):
 
 
 def chosen_entries(spec: CacheSpec, names: Iterable[str] | None, kind: str) -> set[str]:
-    """Return the names of the entries to convert; raise if one does not have `kind`.
+    """Return the names of the entries to convert; raise if one of them does not have `kind`.
 
-    `names`: the caller's; None: all entries of `kind`.
+    `names`: names of their arrays; None: all entries of `kind`, at least one. `kind`: "full" to
+    quantize, "quantized" to dequantize.
     """
     if isinstance(names, str):
         raise TypeError(f"names must be an iterable of names, got the str {names!r}")
@@ -91,17 +92,23 @@ def chosen_entries(spec: CacheSpec, names: Iterable[str] | None, kind: str) -> s
 
 
 def _is_core_readable(array: Any) -> bool:
-    """Return whether an array is in main memory."""
+    """Return whether an array is in main memory: a NumPy array, or a torch tensor on the CPU."""
     return not is_torch(array) or array.is_cpu
 
 
 def _operations_for(array: Any) -> Any:
-    """Return the core, or torch's operations for a tensor on another device."""
+    """Return the object whose functions quantize `array`: the core, or torch's `KVBackend`.
+
+    Torch's is for a tensor on another device than the CPU.
+    """
     return _core if _is_core_readable(array) else backend_of(array, KVBackend)
 
 
 def _check_devices(entry: CacheEntry, arrays: Mapping[str, Any]) -> None:
-    """Raise unless all arrays of an entry are on one device."""
+    """Raise TypeError unless all arrays of an entry are on the device of its first one.
+
+    `arrays`: the arrays of the cache by name.
+    """
     devices = {name: str(arrays[name].device) for name in entry.arrays}
     for name, device in devices.items():
         if device != devices[entry.name]:
@@ -112,9 +119,9 @@ def _check_devices(entry: CacheEntry, arrays: Mapping[str, Any]) -> None:
 
 
 def _new_array(shape: tuple[int, ...], dtype: str, like: Any, *, is_full: bool) -> Any:
-    """Return an array of zeros: of NumPy, or a tensor on the device of `like`.
+    """Return a new array of zeros: of NumPy, or a tensor if `like` is one on another device.
 
-    If tokens will fill it, it is not cleared: NumPy may clear recycled memory.
+    `is_full`: whether tokens will fill it. Then a NumPy array is not cleared, to save the time.
     """
     operations = _operations_for(like)
     if operations is not _core:
@@ -124,7 +131,11 @@ def _new_array(shape: tuple[int, ...], dtype: str, like: Any, *, is_full: bool) 
 
 
 def _run(name: str, entry: CacheEntry, full: Any, coded: Mapping[str, Any], length: int) -> Any:
-    """Run an operation on the tokens of a full array and of the arrays of a quantized entry."""
+    """Run the operation `name` of `KVBackend`, or of the core, on the first `length` tokens.
+
+    `entry`: the quantized entry. `full`: the array of values; `coded`: arrays by name, with the
+    codes, scales and biases of `entry`. Returns the result of the operation.
+    """
     tokens = along(entry.seq_axis or 0, 0, length)
     codes, scales, biases = (coded[array][tokens] for array in entry.arrays)
     with name_errors(entry.name):
@@ -135,9 +146,11 @@ def _run(name: str, entry: CacheEntry, full: Any, coded: Mapping[str, Any], leng
 def convert_entry(
     old: CacheEntry, new: CacheEntry, arrays: Mapping[str, Any], length: int
 ) -> dict[str, Any]:
-    """Return new arrays for `new` with the tokens of `old`; the other positions are zero.
+    """Return new arrays by name for `new`, with the tokens of `old`; other positions are zero.
 
-    Both may have another number of positions: the tokens are read once and written once.
+    One of the two entries is full, the other quantized; their numbers of positions may differ.
+    `arrays`: all arrays of the cache by name. `length`: number of tokens, which are read and
+    written once.
     """
     like = arrays[old.name]
     _check_devices(old, arrays)
@@ -156,12 +169,13 @@ def convert_entry(
 def measure_loss(
     old: CacheEntry, new: CacheEntry, full: Any, coded: Mapping[str, Any], length: int
 ) -> QuantizationLoss:
-    """Return how far the tokens of a quantized entry are from those of the full array.
+    """Return how far the tokens of the quantized entry `new` are from the tokens of the full `old`.
 
-    `full`: the array. `coded`: codes, scales and biases by name. `length`: number of tokens.
+    `full`: the array of `old`. `coded`: arrays by name, with the codes, scales and biases of `new`.
+    `length`: number of tokens; with none, all errors are 0.
     """
     largest, squares, value_squares = _run("kv_quantization_loss", new, full, coded, length)
-    axis = old.seq_axis or 0
+    axis = old.seq_axis or 0  # never None for a full entry
     count = prod(old.shape[:axis]) * length * prod(old.shape[axis + 1 :])
     return QuantizationLoss(
         largest,

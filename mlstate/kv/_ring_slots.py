@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class Ring(NamedTuple):
-    """The slots of an array after `length` tokens.
+    """The slots of an array of `size` positions after `length` tokens.
 
     The token at position ``p`` is in slot ``p`` while ``p`` is below `sinks`, and otherwise in slot
-    ``sinks + (p - sinks + shift) % (size - sinks)``.
+    ``sinks + (p - sinks + shift) % (size - sinks)``. A `shift` of 0 is the ring of
+    `RollingKVState`.
     """
 
     size: int
@@ -35,13 +36,14 @@ class Ring(NamedTuple):
         return self.sinks + (self.length - self.sinks + self.shift) % (self.size - self.sinks)
 
     def positions(self) -> NDArray:
-        """Return the position of the token in each slot, or -1."""
+        """Return the position of the token in each slot, or -1 for a slot without a token."""
         return _core.kv_ring_positions(self.size, self.sinks, self.length, self.shift)
 
     def runs(self, most: int | None = None) -> list[range]:
-        """Return the slots of the tokens by increasing position, as ranges.
+        """Return the slots of the tokens by increasing position, as at most three ranges.
 
-        With `most`, the oldest tokens after the sinks are left out, so that `most` are left.
+        `most`: number of tokens to return at most; the oldest ones after the sinks are left out.
+        None: all that the array has. The sinks are returned even if they exceed `most`.
         """
         size = self.size if most is None else min(most, self.size)
         sink_count = min(self.length, self.sinks)
@@ -49,8 +51,9 @@ class Ring(NamedTuple):
         if others <= 0:
             return joined([range(sink_count)])
         window = self.size - self.sinks
+        # The slot of the oldest of the `others`, whose position is `length - others`.
         start = self.sinks + (self.length - others - self.sinks + self.shift) % window
-        wrapped = max(start + others - self.size, 0)
+        wrapped = max(start + others - self.size, 0)  # tokens that continue at the first slot
         return joined(
             [
                 range(sink_count),
@@ -61,7 +64,7 @@ class Ring(NamedTuple):
 
 
 def joined(runs: list[range]) -> list[range]:
-    """Return the ranges without empty ones; adjacent ranges become one."""
+    """Return `runs` without empty ranges, and with adjacent ranges joined into one."""
     result: list[range] = []
     for run in runs:
         if result and run and result[-1].stop == run.start:
@@ -72,13 +75,21 @@ def joined(runs: list[range]) -> list[range]:
 
 
 def ring_of(entry: CacheEntry, length: int, shift: int = 0) -> Ring:
-    """Return the slots of an entry. An array that has no slot after the sinks does not wrap."""
+    """Return the slots of an entry after `length` tokens.
+
+    An array without a slot after the sinks, as in a cache that is smaller than the window, gets no
+    sinks: it cannot wrap before it is resized.
+    """
     size = entry.seq_length or 0
     return Ring(size, entry.sinks if entry.sinks < size else 0, length, shift)
 
 
 def shift_of(entry: CacheEntry, length: int) -> int:
-    """Return the shift of the slots, so that the next token is written to `entry.next_slot`."""
+    """Return the shift of a ring of `length` tokens that writes the next one to `entry.next_slot`.
+
+    0 if that is None, or a sink. Raises CapacityError for a slot among the sinks that is not the
+    next one.
+    """
     ring, slot = ring_of(entry, length), entry.next_slot
     if slot is None:
         return 0
@@ -92,4 +103,5 @@ def shift_of(entry: CacheEntry, length: int) -> int:
         )
     if slot < ring.sinks:
         return 0
+    # While sinks are missing, the slot is for the first token after the sinks.
     return (slot - max(length, ring.sinks)) % (ring.size - ring.sinks)

@@ -120,7 +120,7 @@ def rotate_keys(
             )
         out = np.empty_like(keys, subok=False)
 
-    def run(target: Any) -> Any:
+    def run(target: Any) -> Any:  # target: an array that the core can write, of `out`
         return _core.rotate_keys(
             keys, shifts, base, scaling, bool(interleaved), rotary_dim, seq_axis, target
         )
@@ -129,7 +129,10 @@ def rotate_keys(
 
 
 def _int64_array(shift: object) -> NDArray:
-    """Convert shifts to a contiguous vector; raise TypeError unless they are integers."""
+    """Return `shift` as a contiguous vector of int64, of one element for a single number.
+
+    Raises TypeError unless it is an integer, or a one-dimensional array of integers, that fits.
+    """
     shifts = np.asarray(shift)
     fits = shifts.dtype.kind in "iu" and (
         shifts.dtype != np.uint64 or not shifts.size or int(shifts.max()) < 2**63

@@ -12,29 +12,34 @@ from ._copies import copied_arrays
 
 
 class History:
-    """How far the length of a `CacheState` fell since each of its snapshots."""
+    """How far the length of a `CacheState` fell since each of its snapshots.
+
+    If it fell below the length at a snapshot, other tokens may be in the positions of that one.
+    """
 
     __slots__ = ("_lows", "_taken")
 
     def __init__(self) -> None:
         self._taken = 0
-        # (number of snapshots at that time, lowest length since then), both increasing
+        # Number of the newest snapshot at that time, and the lowest length from it until now; both
+        # increase along the list. `advance` never lowers the length and adds no item.
         self._lows: list[tuple[int, int]] = []
 
     def take(self) -> int:
-        """Return the number of a new snapshot."""
+        """Count a new snapshot, and return its number, from 1 on."""
         self._taken += 1
         return self._taken
 
     def note_length(self, length: int) -> None:
-        """Record a length that may be lower than before."""
+        """Record `length`, the current number of tokens, which may be lower than before."""
+        # A low that is not higher than earlier ones replaces them.
         while self._lows and self._lows[-1][1] >= length:
             self._lows.pop()
         if not self._lows or self._lows[-1][0] < self._taken:
             self._lows.append((self._taken, length))
 
     def lowest_since(self, number: int) -> int | None:
-        """Return the lowest recorded length since a snapshot, or None."""
+        """Return the lowest length since the snapshot `number`, or None if none was recorded."""
         return next((length for snapshot, length in self._lows if snapshot >= number), None)
 
 
@@ -78,7 +83,7 @@ class Snapshot:
 
 
 def is_copied(entry: CacheEntry) -> bool:
-    """Return whether later tokens overwrite earlier ones of an entry."""
+    """Return whether a snapshot copies an entry, because later tokens overwrite earlier ones."""
     return entry.kind not in ("full", "quantized")
 
 
@@ -87,7 +92,8 @@ def new_snapshot(
 ) -> Snapshot:
     """Return a snapshot with copies of those arrays that later tokens overwrite.
 
-    `identity`: object that is replaced with the arrays, to detect an outdated snapshot.
+    `spec`, `arrays`, `length`, `history`: the attributes of the cache. `identity`: an object that
+    the cache replaces together with its arrays, to detect an outdated snapshot.
     """
     changing = {name: arrays[name] for e in spec if is_copied(e) for name in e.arrays}
     snapshot = object.__new__(Snapshot)
@@ -100,7 +106,10 @@ def new_snapshot(
 
 
 def check_writable(entry: CacheEntry, array: Any) -> None:
-    """Raise unless `restore` can overwrite all elements of an entry's array."""
+    """Raise CompatibilityError unless all elements of an entry's array can be overwritten.
+
+    Reasons are a read-only array, and elements that share memory, as in an expanded tensor.
+    """
     if is_torch(array):
         if array.device.type == "meta":
             text = "a meta tensor has no data to restore"

@@ -51,7 +51,7 @@ def _declared(specs: Specs) -> dict[str, tuple[tuple[int, ...], NumpyDType]]:
 
 
 def _select(tokens: Any, parts: tuple[range, ...]) -> Any:
-    """Return the tokens of some ranges: an array for an array, else a list."""
+    """Return the tokens with the indices `parts`: an array if `tokens` is one, else a list."""
     slices = [tokens[part.start : part.stop] for part in parts]
     if isinstance(tokens, np.ndarray):
         return np.concatenate(slices)
@@ -59,7 +59,11 @@ def _select(tokens: Any, parts: tuple[range, ...]) -> Any:
 
 
 def _saved_content(state: Any) -> tuple[Any, list[Any] | None]:
-    """Return size and arrays of a result of `state_dict`; raise TypeError for other values."""
+    """Return the size and the list of arrays in `state`, a result of `state_dict`.
+
+    The list has a mapping of arrays by name, or None, for each state object; it is None for an
+    empty state. Raises TypeError for other values.
+    """
     if isinstance(state, Mapping) and state.keys() == {"size", "states"}:
         arrays = state["states"]
         if arrays is None or (
@@ -75,7 +79,10 @@ def _saved_content(state: Any) -> tuple[Any, list[Any] | None]:
 
 
 def _check_saved(declared: Specs, saved: Mapping[str, Any] | None) -> None:
-    """Raise CompatibilityError unless saved arrays are those that a model declares."""
+    """Raise CompatibilityError unless the saved arrays are those that a model declares.
+
+    `saved`: arrays by name, or None for none. Names, shapes and dtypes must be equal.
+    """
     saved = saved or {}
     expected = {name: (tuple(spec.shape), np.dtype(spec.dtype)) for name, spec in declared.items()}
     for name in (*declared, *saved):
@@ -117,7 +124,12 @@ class StateManagerBase:
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
-        """Check the arguments, and the states of all models that are loaded already."""
+        """Check the arguments, and the states of all models that are passed as objects.
+
+        `models`: by context size, the smallest first; each is a model, a sequence of chunk models,
+        or a callable that returns either. `specs`: by context size, descriptions of states that
+        replace those of the model. The others are as for the subclasses and `ContextLadder`.
+        """
         if not isinstance(models, Mapping):
             raise TypeError(
                 "models must be a mapping of context sizes to models, such as "
@@ -150,7 +162,10 @@ class StateManagerBase:
         )
 
     def _as_specs(self, specs: Mapping[int, object] | None) -> dict[int, Any]:
-        """Return the caller's specs by context size, {} for None; raises for an unknown size."""
+        """Return the argument `specs` by context size; {} for None.
+
+        Raises TypeError if it is not a mapping, and ValueError for a size without a model.
+        """
         if specs is None:
             return {}
         if not isinstance(specs, Mapping):
@@ -167,27 +182,34 @@ class StateManagerBase:
         return callable(model)
 
     def _read_specs(self, size: int, model: object, chunk: int) -> Specs:
-        """Return the states that a model declares, or those of `_given_specs`, or raise TypeError.
+        """Return the states of a model by name, from `_given_specs` or as the model declares them.
 
-        `chunk` is its number among the models of this size. The values have a `shape`, of this
-        size, and a NumPy `dtype`.
+        `size`: its context size. `chunk`: its number among the models of this size, from 0. The
+        values have a `shape`, for this size, and a NumPy `dtype`. Raises TypeError if `model` is of
+        another type.
         """
         raise NotImplementedError
 
     def _make_state(self, model: object, specs: Specs) -> Any:
-        """Create an empty state object for one model."""
+        """Return a new, empty state object for one model, which declares the states `specs`."""
         raise NotImplementedError
 
     def _make_target(self, model: object, specs: Specs) -> Any:
-        """Create the state object that a move writes every state of `specs` into."""
+        """Return a new state object that a move will write every state of `specs` into.
+
+        A subclass may leave it without arrays, because all of them are written.
+        """
         return self._make_state(model, specs)
 
     def _read_array(self, state: Any, name: str) -> NDArray:
-        """Return a new array with the content of a state."""
+        """Return a new array with the content of the state `name` of a state object."""
         raise NotImplementedError
 
     def _write_array(self, target: Any, name: str, array: NDArray) -> None:
-        """Write an array of the shape and dtype of a state into a target of `_make_target`."""
+        """Write `array` as the state `name` of `target`, a state object of `_make_target`.
+
+        It has the shape and dtype that the model declares for the state.
+        """
         raise NotImplementedError
 
     def _axis_of(self, spec: Any) -> int:
@@ -203,16 +225,22 @@ class StateManagerBase:
         positions: int | None,
         compact: bool,
     ) -> None:
-        """Write the first positions of a state into the target; None: a whole state of equal shape.
+        """Write the first `positions` positions of the state `name` of `source` into `target`.
 
-        `specs` has the state's specs in the source and in the target.
+        `source`, `target`: state objects. `specs`: specs of the state in source and target.
+        `positions` is None for a state that has the same shape in both: it is copied whole.
+        `compact`: whether the target's context is smaller.
         """
         raise NotImplementedError
 
     # ---- models ----
 
     def _context(self, size: int) -> Context:
-        """Return the models of a size with their states; load and check them at the first use."""
+        """Return the models of `size` positions with their states.
+
+        At the first use, and after `release`, they are loaded, and checked against the states of
+        all sizes that were loaded before. After an error nothing is changed.
+        """
         context = self._contexts.get(size)
         if context is None:
             model = self._given[size]
@@ -224,7 +252,11 @@ class StateManagerBase:
         return context
 
     def _read_context(self, size: int, model: Any) -> Context:
-        """Return `model`, for `size` positions, as its chunks with the specs of their states."""
+        """Return the chunks of `model`, the model of `size` positions, with their states.
+
+        If the chunks share a state, only the first chunk that declares states is an owner;
+        CompatibilityError if another one declares different states.
+        """
         is_chunked = isinstance(model, list | tuple)
         chunks = tuple(model) if is_chunked else (model,)
         if not chunks:
@@ -247,12 +279,15 @@ class StateManagerBase:
         return Context(model, (chunks[owner],), (specs[owner],))
 
     def _grows(self, size: int, spec: Any) -> bool:
-        """Return whether the sequence axis of a state has the length of the context."""
+        """Return whether the sequence axis of a state has `size` positions, as the context has."""
         shape, axis = spec.shape, self._axis_of(spec)
         return -len(shape) <= axis < len(shape) and shape[axis] == size
 
     def _check_growing(self, size: int, specs: tuple[Specs, ...]) -> None:
-        """Raise if no state of a model has the length that the caller says, `size`."""
+        """Raise CompatibilityError if no state of a model has `size` positions.
+
+        `specs`: the states of each of its state objects. `size`: the key of the model in `models`.
+        """
         declared = [spec for group in specs for spec in group.values()]
         if any(self._grows(size, spec) for spec in declared):
             return
@@ -269,7 +304,12 @@ class StateManagerBase:
     def _check_pair(
         self, size: int, specs: tuple[Specs, ...], new_size: int, new_specs: tuple[Specs, ...]
     ) -> None:
-        """Raise CompatibilityError if the states of a new model do not match a known one's."""
+        """Raise CompatibilityError unless the states of two models match.
+
+        `size`, `specs`: context size and states, for each state object, of a model that was loaded
+        before; `new_size`, `new_specs`: the same of the new one. The sizes are equal for a model
+        that was released and loaded again.
+        """
         models = f"the models of {size} and {new_size} positions do not match: "
         if new_size == size:
             models = f"the model of {size} positions was loaded again with other states: "
@@ -297,9 +337,10 @@ class StateManagerBase:
     def _check_state(
         self, models: str, name: str, former: tuple[int, Any], new: tuple[int, Any]
     ) -> None:
-        """Raise if a state cannot move between two models; each is given as size and spec.
+        """Raise CompatibilityError if the state `name` cannot move between two models.
 
-        `models`: text that names them in the error.
+        `former`, `new`: context size of a model, and its spec of the state. `models`: text that
+        names both models and begins the message.
         """
         (size, spec), (new_size, new_spec) = former, new
         shapes = tuple(spec.shape), tuple(new_spec.shape)
@@ -309,6 +350,7 @@ class StateManagerBase:
             fault = "; convert them with the same dtype"
         else:
             try:
+                # Position 0: only the shapes count.
                 moved_positions(name, *shapes, 0, axis, contexts=(size, new_size))
             except CompatibilityError:
                 fault = (
@@ -389,9 +431,10 @@ class StateManagerBase:
     def _make_states(
         self, size: int, make: Callable[[object, Specs], object] | None = None
     ) -> tuple[object, ...]:
-        """Return new states for the models of `size`; `make` creates one of a chunk.
+        """Return new state objects for `size`, one for each owner, a model that creates states.
 
-        None for a chunk that declares none.
+        It is None for a model that declares no states. `make`: called with a model and its specs to
+        create one. Default: `_make_state`.
         """
         context = self._context(size)
         make = make or self._make_state
@@ -412,9 +455,10 @@ class StateManagerBase:
         return self._states[0] if len(self._states) == 1 else self._states
 
     def _move(self, size: int, position: int) -> None:
-        """Move the state, with `position` tokens, to the models of `size`.
+        """Move the state, with `position` tokens, to the models of `size`, which becomes current.
 
-        After an error the manager is unchanged.
+        After an error the manager is unchanged. An empty state does not move: the next one is
+        created with the new size.
         """
         if self._states is None and position > 0:
             call = f"grow_if_needed(0, new_tokens={position + 1})"
@@ -434,6 +478,7 @@ class StateManagerBase:
             self._planned_moves(size, position, *specs)
             for specs in zip(self._specs[self._size], self._specs[size], strict=True)
         ]
+        # Without tokens, and without a state that is copied whole, the state is as good as empty.
         if position == 0 and all(count == 0 for group in moves for count, _ in group.values()):
             self._size, self._states = size, None
             return
@@ -460,7 +505,12 @@ class StateManagerBase:
     def _planned_moves(
         self, size: int, position: int, have: Specs, want: Specs
     ) -> dict[str, tuple[int | None, tuple[object, object]]]:
-        """Return each state's positions to move (as `moved_positions`) and both specs, by name."""
+        """Return what moves to the models of `size`, for one state object: by name of the state.
+
+        Each value is the number of positions, or None, as `moved_positions` returns it, and the
+        specs of the state in source and target. `have`, `want`: specs of the states by name, in
+        source and target. `position`: number of tokens.
+        """
         contexts = self._size, size
         return {
             name: (
@@ -604,7 +654,10 @@ class StateManagerBase:
     def _plan_refill(
         self, tokens: Sequence[int], prefill: object, size: int | None
     ) -> tuple[LadderStep, list[tuple[Any, int]]]:
-        """Check the arguments of `refill`; return the step, and batches of tokens with starts."""
+        """Check the arguments of `refill`; return the step, and each batch with its first position.
+
+        The list of batches is empty if the step is "stop".
+        """
         if not callable(prefill):
             raise TypeError(
                 f"prefill must be a callable (tokens, position, state), got "
@@ -624,7 +677,10 @@ class StateManagerBase:
 
     @contextmanager
     def _replacing_state(self, size: int) -> Iterator[object]:
-        """Make an empty state the current one; if the block raises, restore the former one."""
+        """Make an empty state of `size` the current one, and yield it.
+
+        If the block raises, the former state and size are the current ones again.
+        """
         former = self._size, self._states
         self._context(size)
         self._size, self._states = size, None
@@ -666,6 +722,10 @@ class StateManagerBase:
         return {"size": self._size, "states": states}
 
     def _read_declared(self, state: object, name: str, spec: Any) -> NDArray:
+        """Return a new array with the state `name` of a state object, in the dtype of `spec`.
+
+        Raises CompatibilityError if it has another shape than `spec`.
+        """
         array = self._read_array(state, name)
         if array.shape != tuple(spec.shape):
             raise incompatible(

@@ -21,14 +21,21 @@ _CLASSES: dict[str, type] = {cls.__name__: cls for cls in (KVState, RollingKVSta
 
 
 def refuse_unstored(cache: Any, where: str) -> None:
-    """Raise UnstorableError for a cache of an integration with more than `cache_values` returns."""
+    """Raise UnstorableError for a cache with content that `cache_values` does not return.
+
+    An integration sets the reason as the attribute `_unstored` of its cache. `where`: place of the
+    cache in the caller's data, which begins the message.
+    """
     text = getattr(cache, "_unstored", "")
     if text:
         raise UnstorableError(f"{where}: {text}")
 
 
 def cache_values(cache: Any) -> tuple[str, dict[str, Any]]:
-    """Return the class of a cache for which `is_cache` is true, and its content, without copies."""
+    """Return the name of a cache's class, and its content as values and arrays by name.
+
+    `cache`: a `CacheState`, `KVState` or `RollingKVState`. Its arrays are not copied.
+    """
     name = _class_name(cache)
     if isinstance(cache, CacheState):
         entries = [_entry_values(entry) for entry in cache.spec]
@@ -42,12 +49,15 @@ def cache_values(cache: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _class_name(cache: Any) -> str:
-    """Return the name in `_CLASSES`; `from_cache` of an integration returns a subclass."""
+    """Return the name in `_CLASSES` of a cache's class or of the base of that class.
+
+    `from_cache` of an integration returns a subclass.
+    """
     return next(name for name, cls in _CLASSES.items() if isinstance(cache, cls))
 
 
 def _entry_values(entry: CacheEntry) -> dict[str, Any]:
-    """Return the parameters of an entry that differ from their defaults."""
+    """Return the parameters of an entry that differ from their defaults, as plain values."""
     values = {each.name: getattr(entry, each.name) for each in fields(entry)}
     values["shape"] = list(entry.shape)
     defaults = {each.name: each.default for each in fields(entry)}
@@ -55,10 +65,11 @@ def _entry_values(entry: CacheEntry) -> dict[str, Any]:
 
 
 def cache_from_values(name: str, values: dict[str, Any]) -> Any:
-    """Return a new cache with the content that `cache_values` returned.
+    """Return a new cache from the class name and the `values` that `cache_values` returned.
 
-    Raises KeyError, TypeError or ValueError if the values do not describe a cache, and MemoryError
-    if its capacity cannot be reserved.
+    A `CacheState` uses their arrays, the other classes copy theirs. Raises KeyError, TypeError or
+    ValueError if the values do not describe a cache, and MemoryError if its capacity cannot be
+    reserved.
     """
     cls = _CLASSES[name]
     if cls is CacheState:
@@ -78,7 +89,11 @@ def cache_from_values(name: str, values: dict[str, Any]) -> Any:
 
 
 def check_cache(target: Any, cache: Any, where: str) -> None:
-    """Raise CompatibilityError unless `target` can take the content of `cache`, a stored one."""
+    """Raise CompatibilityError unless the content of `cache` can be written into `target`.
+
+    `cache`: one from a checkpoint. `where`: place of `target` in the caller's data, which begins
+    the message. Raises UnstorableError for a target with content that checkpoints do not have.
+    """
     refuse_unstored(target, where)
     of_target, of_cache = _facts_of(target), _facts_of(cache)
     for name in of_target:
@@ -86,7 +101,7 @@ def check_cache(target: Any, cache: Any, where: str) -> None:
             text = f"the target has the {name} {of_target[name]}"
             raise _mismatch(where, text, of_target[name], of_cache.get(name))
     if isinstance(target, CacheState):
-        if len(of_cache) != len(of_target):
+        if len(of_cache) != len(of_target):  # it has the target's entries, and others
             raise _mismatch(where, "another number of entries", len(of_target), len(of_cache))
         for entry in target.spec:
             for name in entry.arrays:
@@ -103,7 +118,10 @@ def _mismatch(where: str, text: str, expected: Any, got: Any) -> CompatibilityEr
 
 
 def _facts_of(cache: Any) -> dict[str, Any]:
-    """Return properties of a cache by name; they must be equal to overwrite it in place."""
+    """Return properties of a cache by name: a cache that overwrites it in place must have the same.
+
+    Of a `CacheState` these are the entries. The length of a `KVState` may differ.
+    """
     facts: dict[str, Any] = {"class": _class_name(cache)}
     if isinstance(cache, CacheState):
         return facts | {f"entry {entry.name!r}": entry for entry in cache.spec}
@@ -116,7 +134,7 @@ def _facts_of(cache: Any) -> dict[str, Any]:
 
 
 def overwrite_cache(target: Any, cache: Any) -> None:
-    """Write the content of a cache into another one, in place; `check_cache` accepts the two."""
+    """Write the content of `cache` into the arrays of `target`; `check_cache` accepts the two."""
     if isinstance(target, CacheState):
         for name, array in target.arrays.items():
             overwrite(array, _like(cache.arrays[name], array))
@@ -130,7 +148,7 @@ def overwrite_cache(target: Any, cache: Any) -> None:
 
 
 def _like(source: Any, target: Any) -> Any:
-    """Return an array or a tensor as the one of both that the target is, over the same memory."""
+    """Return `source` as a torch tensor if `target` is one, else as a NumPy array; not copied."""
     if is_torch(source) == is_torch(target):
         return source
     backend = backend_of(target if is_torch(target) else source, TensorBackend)

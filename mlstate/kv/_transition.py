@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def _run_move(source: Array, move: KVMove, out: Any) -> Any:
-    """Return the moved state: by the core, or by torch if the core cannot access the arrays.
+    """Return `source` moved according to `move`, by the core, or by torch for a torch tensor.
 
-    `move`: all parameters. `out`: memory for the result, or None.
+    `out`: array or tensor for the result, which is returned then; None: a new one.
     """
     if not isinstance(move.low_memory, int):  # 0 and 1 are accepted too
         check_flags(low_memory=move.low_memory)
@@ -270,7 +270,10 @@ def validate_state_shapes(
 
 @contextmanager
 def name_errors(name: str) -> Iterator[None]:
-    """Put the name of a state before the text of errors that the block raises."""
+    """Put the name of a state before the text of a ValueError that the block raises.
+
+    An `MLStateError` also gets it as its attribute `name`.
+    """
     try:
         yield
     except ValueError as error:

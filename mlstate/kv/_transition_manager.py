@@ -25,10 +25,11 @@ class ModelConfig(TypedDict):
 
 
 def _dimension_axes(rank: int, axis: int) -> dict[str, int]:
-    """Return the axes whose length `register_model` names, for a sequence at `axis`.
+    """Return the axis of each dimension that `register_model` names, as far as it is known.
 
-    Layers are the first of four or more axes. Only around a sequence before the last axis,
-    heads and head dimension are known: (layers, heads, sequence, head_dim).
+    `rank`: number of axes of the cache; `axis`: its sequence axis, counted from 0. Layers are the
+    first of four or more axes. Only around a sequence before the last axis, heads and head
+    dimension are known: (layers, heads, sequence, head_dim).
     """
     axes = {}
     if rank >= 4 and axis > 0:
@@ -124,6 +125,7 @@ class StateTransitionManager:
         CapacityError
             `state_seq_length` is negative. A ValueError.
         """
+        # The check of a move from an empty cache to this length refuses a wrong length.
         _core.kv_check((1, 1, 0, 1), KVMove(state_seq_length, 0))
         self.models[model_name] = {
             "state_seq_length": state_seq_length,

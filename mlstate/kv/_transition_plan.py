@@ -115,6 +115,7 @@ class TransitionPlan(NamedTuple):
         ]
 
     def _summary(self) -> str:
+        """Return one line: whether the states can move, and the bytes of all of them."""
         verdict = "fits" if self.fits else "does not fit"
         if self.moves and all(move.direction == "same" for move in self.moves):
             verdict = "every state has the same shape in both models, so length is not checked"
@@ -150,7 +151,10 @@ _HTML_ROWS = 50
 
 
 def as_position(position: int) -> int:
-    """Return a number of tokens as an int, which may be too large."""
+    """Return `position`, a number of tokens, as an int; raise CapacityError if it is negative.
+
+    It may be too large for a model: that is a problem of the plan, not an error.
+    """
     number = as_integer("position", position)
     if number < 0:
         text = f"position {number} is negative; pass the number of tokens in the cache"
@@ -166,7 +170,11 @@ def _problem(
     seq_axis: int | None,
     contexts: tuple[int, int] | None,
 ) -> tuple[str | None, int | None]:
-    """Return why a state cannot move, and the positions to move as `moved_positions` does."""
+    """Return why the state `name` cannot move, or None, and how many of its positions move.
+
+    `moved_positions` returns the second: None if the state is copied whole. It is None too if the
+    state cannot move. The parameters are as for `_plan_state`.
+    """
     if source is None or target is None:
         which = "source" if source is None else "target"
         return f"{name}: the {which} model has no state of this name", None
@@ -187,9 +195,11 @@ def _plan_state(
     seq_axis: int | None,
     contexts: tuple[int, int] | None,
 ) -> StateMove:
-    """Return the move of one state; None as source or target: that model lacks it.
+    """Return the move of the state `name`.
 
-    `position`: tokens to keep. `contexts`: sizes of both models, or None if unknown.
+    `source`, `target`: its specs; None: the model lacks it. `position`: number of tokens.
+    `seq_axis`: the sequence axis; None: it has none. `contexts`: context sizes of source and
+    target; None: unknown.
     """
     shapes = (source and source.shape, target and target.shape)
     problem, positions = _problem(name, source, target, position, seq_axis, contexts)
@@ -209,10 +219,10 @@ def plan_states(
     position: int,
     axis_of: Callable[[str], int | None],
 ) -> TransitionPlan:
-    """Plan the move of the source's states to the target's.
+    """Plan the move of the source's states, `have`, to the target's, `want`: specs by name.
 
-    `axis_of` returns the sequence axis of a state; None for a state that has the same shape in
-    both models.
+    `position`: number of tokens. `axis_of` returns the sequence axis of the state with a name; None
+    for a state that has the same shape in both models.
     """
     names = [*want, *(name for name in have if name not in want)]
     contexts = common_contexts(

@@ -56,7 +56,10 @@ _BARS = 30
 
 
 def _shortened(groups: list[Group]) -> list[tuple[str, dict[str, int]]]:
-    """Return labels and bytes; if there are too many bars, the middle ones become their mean."""
+    """Return label and bytes by column of each bar.
+
+    With more than `_BARS` groups, the middle ones become one bar with their mean.
+    """
     named = [(group.name or "(no layer)", group.nbytes) for group in groups]
     if len(named) <= _BARS:
         return named
@@ -74,7 +77,11 @@ def _stack(
     unit: float,
     space: int,
 ) -> None:
-    """Draw horizontal bars, one colour for each column, with the first of `space` rows on top."""
+    """Draw horizontal bars, one for each row, with one colour for each column.
+
+    `rows`: label, and bytes by column. `unit`: bytes of a unit of the axis. `space`: number of bars
+    for which the axes have space, so that panels agree; the first row is on top.
+    """
     starts = [0.0] * len(rows)
     for column, colour in zip(columns, STATES, strict=False):
         widths = [nbytes.get(column, 0) / unit for _, nbytes in rows]
@@ -90,7 +97,7 @@ def _stack(
 def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: int) -> Figure:
     """Return a figure of bars: the bytes of groups, in one panel for each title.
 
-    `columns`: the names of a bar's parts.
+    `columns`: names of a bar's parts. `legend_columns`: columns of the legend.
     """
     shortened = {title: _shortened(groups) for title, groups in panels.items()}
     most = max(
@@ -111,7 +118,10 @@ def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: 
 
 
 def _legend(figure: Figure, axes: Any, columns: int) -> None:
-    """Add a legend of the bars in `axes` below a figure; the labels may contain any text."""
+    """Add a legend of the bars in `axes` below a figure, in `columns` columns.
+
+    The labels may contain any text: they are set after matplotlib made the legend.
+    """
     bars = axes.containers
     if not bars:
         return
@@ -405,7 +415,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
 def _clock(plan: Plan) -> tuple[NDArray, float, str]:
     """Return the begin of each step and the end of the last, and the unit and label of the axis.
 
-    If no step takes time, each step counts as one.
+    Begins are in seconds; if no step takes time, each step counts as one.
     """
     import numpy as np
 
@@ -418,7 +428,10 @@ def _clock(plan: Plan) -> tuple[NDArray, float, str]:
 
 
 def _draw_memory(axes: Any, plan: Plan, unplanned: Plan, unit: float) -> None:
-    """Plot the peak memory of each step over time, with and without the plan, and the budget."""
+    """Draw the peak memory of each step over time, with and without the plan, and the budget.
+
+    `unplanned`: the plan that keeps everything. `unit`: bytes of a unit of the axis.
+    """
     import numpy as np
 
     from ..activation._plan import _DROP
@@ -440,15 +453,15 @@ def _draw_memory(axes: Any, plan: Plan, unplanned: Plan, unit: float) -> None:
 
 
 def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
-    """Plot when each block runs, one row for each; return the handles of the legend."""
+    """Draw when each block runs, one row for each; return the handles of the legend."""
     import numpy as np
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
     at, scale, _ = _clock(plan)
     kinds, rows = plan._steps[:, 0], plan._steps[:, 1]
-    forward = kinds <= 1
-    first = np.zeros(len(kinds), bool)
+    forward = kinds <= 1  # 0: forward, 1: save, 2: backward, 3: drop, 4: offload, 5: load
+    first = np.zeros(len(kinds), bool)  # whether a step is the first run of its block
     first[np.flatnonzero(forward)[np.unique(rows[forward], return_index=True)[1]]] = True
     handles = []
     for label, colour, chosen in (
@@ -547,7 +560,11 @@ def plot_plan(plan: Plan) -> Figure:
 
 
 def _points(chain: Any, strategies: Any) -> dict[tuple[int, float], tuple[str, Plan]]:
-    """Return the plans of strategies by memory and time; names at the same point are joined."""
+    """Return names and plans of strategies by (peak bytes, seconds); names at one point are joined.
+
+    `strategies`: iterable, or mapping by label, of strategies and plans. Raises ValueError for a
+    plan of another chain.
+    """
     from ..activation._plan import Plan
 
     named = strategies.items() if hasattr(strategies, "items") else ((None, s) for s in strategies)

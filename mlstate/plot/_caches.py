@@ -85,7 +85,8 @@ def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
 def _nonzero(array: NDArray, axis: int) -> NDArray:
     """Return which positions of each layer have an element that is not zero: (layers, positions).
 
-    The layers are the first axis, unless this is the sequence.
+    `axis`: the sequence axis of `array`. The layers are the first axis; one layer if this is the
+    sequence.
     """
     positions = np.moveaxis(array, axis, -1)
     positions = positions[None] if axis == 0 else positions
@@ -94,14 +95,21 @@ def _nonzero(array: NDArray, axis: int) -> NDArray:
 
 
 def _contents(used: NDArray, length: int, sinks: int) -> NDArray:
-    """Classify the positions of a cache with `length` tokens: (layers, positions)."""
+    """Return the kind of content of each position as an index of `_CONTENTS`: (layers, positions).
+
+    `used`: which positions are not zero. `length`: number of tokens. `sinks`: first positions that
+    are sinks.
+    """
     position = np.arange(used.shape[1])
     kinds = np.where(used, np.where(position < sinks, _SINK, _TOKEN), _MISSING)
     return np.where(position < length, kinds, np.where(used, _STALE, _ZERO))
 
 
 def _ring_contents(state: RollingKVState) -> NDArray:
-    """Return the kind of content of each position so far, as integers (layers, positions)."""
+    """Return the kind of content of each position so far, as in `_contents`.
+
+    Columns are positions in the text, not slots of the ring.
+    """
     used, positions = _nonzero(state.array, state.seq_axis), state.positions()
     end = max(state.next_position, state.capacity)
     kinds = np.full((len(used), end), _ZERO)
@@ -115,7 +123,10 @@ def _ring_contents(state: RollingKVState) -> NDArray:
 
 
 def _join_columns(kinds: NDArray) -> NDArray:
-    """Join columns until they fit a picture; each shows the most important of its contents."""
+    """Join neighbouring columns so that at most `_MOST_PIXELS` remain.
+
+    Each shows the most important of its contents, the largest number.
+    """
     width = -(-kinds.shape[1] // _MOST_PIXELS)
     joined: NDArray = np.maximum.reduceat(kinds, range(0, kinds.shape[1], max(width, 1)), axis=1)
     return joined
@@ -203,7 +214,10 @@ def plot_cache(
 
 
 def _draw_pixels(axes: Any, kinds: NDArray, colours: Sequence[str], extent: Any) -> None:
-    """Draw an array of small integers as pixels; `colours`: of each integer."""
+    """Draw an array of small integers as pixels.
+
+    `colours`: one for each integer. `extent`: left, right, bottom and top in data units.
+    """
     from matplotlib.colors import ListedColormap
     from matplotlib.ticker import MaxNLocator
 

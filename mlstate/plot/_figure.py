@@ -14,7 +14,10 @@ AGAIN, AWAY, BUDGET, LIGHT = "#dd8a2c", "#8e5bb8", "#c94f63", "#90b4dc"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure that notebooks display; raise ImportError if matplotlib is missing."""
+    """Return an empty figure that notebooks display; `width` and `height`: in inches.
+
+    Raises ImportError, with a remedy, if matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -34,11 +37,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def bytes_unit(most: float) -> tuple[float, str]:
-    """Return the unit of an axis whose largest value is `most` bytes."""
+    """Return bytes and name of the unit for an axis whose largest value is `most` bytes."""
     power = next((p for p in (3, 2, 1) if most >= 1024**p), 0)
     return 1024.0**power, ("bytes", "KiB", "MiB", "GiB")[power]
 
 
 def seconds_unit(most: float) -> tuple[float, str]:
-    """Return the unit of an axis whose largest value is `most` seconds."""
+    """Return seconds and name of the unit for an axis whose largest value is `most` seconds."""
     return next((u for u in ((1.0, "s"), (1e-3, "ms")) if most >= u[0]), (1e-6, "µs"))

@@ -35,7 +35,11 @@ _BATCHED = (  # roles of arrays whose first axis is the batch
 
 
 def engine_of(cache: object) -> ModuleType | None:
-    """Return the integration of an engine's cache, with `from_cache` and `to_cache`, or None."""
+    """Return the integration module that converts a cache of transformers or mlx-lm, or None.
+
+    Its functions `from_cache` and `to_cache` do so. A list or tuple is a cache of the engine of its
+    first item. None: any other object.
+    """
     first = cache[0] if isinstance(cache, list | tuple) and cache else cache
     for cls in type(first).__mro__:
         name = _ENGINES.get(cls.__module__.partition(".")[0])
@@ -45,9 +49,14 @@ def engine_of(cache: object) -> ModuleType | None:
 
 
 def state_of(cache: Any, length: int, spec: CacheSpec | None, model_type: str | None) -> CacheState:
-    """Return a cache that holds `length` tokens as a state over the same memory."""
+    """Return `cache` as a `CacheState` over the same memory, with the layout of transformers.
+
+    `cache`: as for `PromptStore.put`. `length`: tokens that it must hold, else CompatibilityError.
+    `spec`: of the store; None: unknown; only an array uses it. `model_type`: of config.json, for
+    mlx-lm.
+    """
     state = _whole_state(cache, length, spec)
-    if isinstance(cache, list | tuple):  # of mlx-lm
+    if isinstance(cache, list | tuple):  # a cache of mlx-lm
         state = from_mlx(state, model_type)
     for name, array in state.arrays.items():
         if is_torch(array) and array.device.type == "meta":
@@ -64,6 +73,11 @@ def state_of(cache: Any, length: int, spec: CacheSpec | None, model_type: str | 
 
 
 def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
+    """As `state_of`, in the layout of the engine; the state may have another length.
+
+    Raises TypeError for an object of another type, and CompatibilityError for a cache of an engine
+    with several sequences, padding or drafts.
+    """
     if isinstance(cache, CacheState):
         return cache
     if isinstance(cache, RollingKVState):
@@ -81,7 +95,7 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
     except CompatibilityError:  # for example, its layers do not count the tokens
         state = engine.from_cache(cache, length=length)
     check_one_sequence(state.spec)
-    if isinstance(cache, list | tuple):  # of mlx-lm
+    if isinstance(cache, list | tuple):  # a cache of mlx-lm
         check_no_padding(state._layouts)
     else:
         _check_no_drafts(cache, state.spec)
@@ -89,7 +103,10 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
 
 
 def check_one_sequence(spec: CacheSpec) -> None:
-    """Raise unless the cache of an engine holds one sequence, which the tokens identify."""
+    """Raise CompatibilityError unless the cache of an engine holds one sequence.
+
+    The tokens of a put identify one sequence. The batch is the first axis of the arrays.
+    """
     for entry in spec:
         if entry.role in _BATCHED and entry.kind != "opaque" and entry.shape[0] != 1:
             text = f"the cache holds {entry.shape[0]} sequences: store each of them by itself"
@@ -97,7 +114,10 @@ def check_one_sequence(spec: CacheSpec) -> None:
 
 
 def check_no_padding(layouts: Iterable[Any]) -> None:
-    """Raise if a layer of a batch has padding, which no other cache of the tokens has."""
+    """Raise CompatibilityError if a layer of mlx-lm, or one below it, has padding.
+
+    `layouts`: of the layers. The positions of padding would be stored as tokens.
+    """
     for layout in layouts:
         options = layout.options
         if any(options.get("padding") or options.get("left_padding") or ()):
@@ -107,7 +127,10 @@ def check_no_padding(layouts: Iterable[Any]) -> None:
 
 
 def _check_no_drafts(cache: Any, spec: CacheSpec) -> None:
-    """Raise if `crop` may have left removed tokens in a recurrent state of transformers."""
+    """Raise CompatibilityError if a recurrent layer of transformers records drafts.
+
+    `crop` of such a cache may have left removed tokens in the state. `spec`: of the cache.
+    """
     for entry in spec:
         layers = getattr(cache, "layers", ())
         if entry.role != "recurrent_states" or entry.layer is None or entry.layer >= len(layers):
@@ -121,7 +144,7 @@ def _check_no_drafts(cache: Any, spec: CacheSpec) -> None:
 
 
 def check_encoder(spec: CacheSpec) -> None:
-    """Raise if a cache has a cross-attention, which the tokens do not identify."""
+    """Raise CompatibilityError if a cache has a cross-attention: its keys depend on the encoder."""
     for entry in spec:
         if entry.name.startswith("cross."):
             text = "a cross-attention depends on the input of the encoder: pass its digest as salt="
@@ -129,7 +152,12 @@ def check_encoder(spec: CacheSpec) -> None:
 
 
 def state_of_array(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
-    """Return an array whose first `length` positions hold tokens as a state."""
+    """Return a `KVState`, array or tensor as a state with one entry over the same memory.
+
+    Its first `length` positions hold tokens; CapacityError if it has fewer. `spec`: of the store:
+    if it has one entry, name and sequence axis are from it. Otherwise the axis is the one of a
+    `KVState`, or the second to last.
+    """
     array = cache.array if isinstance(cache, KVState) else cache
     if spec is not None and len(spec) == 1:
         entry = spec[0]
@@ -145,13 +173,18 @@ def state_of_array(cache: Any, length: int, spec: CacheSpec | None) -> CacheStat
 
 
 def ring_spec(cache: RollingKVState) -> CacheSpec:
-    """Return the one entry of a rolling cache."""
+    """Return a spec with one entry, for the slots of a rolling cache."""
     return CacheSpec(
         [CacheEntry(_NAME, "sliding", cache.shape, cache.dtype, cache.seq_axis, sinks=cache.sinks)]
     )
 
 
 def _state_of_ring(cache: RollingKVState, length: int) -> CacheState:
+    """Return a rolling cache as a state over its slots, with all tokens so far as its length.
+
+    Raises CompatibilityError if this is `length` and the window has a gap: `trim` after an eviction
+    leaves fewer tokens than a ring of this length has.
+    """
     following = cache.next_position
     state = CacheState(ring_spec(cache), {_NAME: cache.array}, following)
     if following == length and not np.array_equal(state.positions(_NAME), cache.positions()):
@@ -161,7 +194,11 @@ def _state_of_ring(cache: RollingKVState, length: int) -> CacheState:
 
 
 def as_tokens(tokens: Any) -> Any:
-    """Return a copy of token ids that the core takes: one dimension, an integer dtype."""
+    """Return a copy of token ids that the core accepts: one dimension, native 32 or 64 bits.
+
+    Raises TypeError unless they are integers, and ValueError for several dimensions, except of a
+    batch of one. The core checks their range.
+    """
     if is_torch(tokens):
         tokens = tokens.detach().cpu().numpy()
     ids = np.asarray(tokens)
@@ -170,7 +207,7 @@ def as_tokens(tokens: Any) -> Any:
     if ids.dtype.kind not in "iu":
         kind = "bool" if ids.dtype.kind == "b" else str(ids.dtype)
         raise TypeError(f"tokens must be integers, got an array of {kind}")
-    if ids.ndim == 2 and ids.shape[0] == 1:  # a batch of one, as tokenizers return it
+    if ids.ndim == 2 and ids.shape[0] == 1:  # a batch of one, from a tokenizer
         ids = ids[0]
     if ids.ndim != 1:
         raise ValueError(f"tokens must have one dimension, got shape {ids.shape}")

@@ -125,6 +125,10 @@ def is_fingerprint(model: Model) -> bool:
 
 
 def _facts_of(model: Model, *, hash_weights: bool) -> dict[str, Any]:
+    """Return the facts that identify a model or adapter, as JSON: of a name, folder or module.
+
+    The parameters and errors are as for `fingerprint`.
+    """
     if isinstance(model, str):
         if not model:
             raise ValueError(f"the name of the model is empty: {_REMEDY}")
@@ -148,6 +152,11 @@ def _facts_of(model: Model, *, hash_weights: bool) -> dict[str, Any]:
 
 
 def _facts_of_folder(folder: str) -> dict[str, Any]:
+    """Return the configs and digests of the files of a model, as JSON.
+
+    The extension tells a model of Core AI or Core ML from one of Hugging Face, which must have a
+    config and safetensors files, or FormatError is raised.
+    """
     suffix = os.path.splitext(folder)[1].lower()
     if suffix == ".aimodel":
         from ..coreai import verify
@@ -173,7 +182,10 @@ def _facts_of_folder(folder: str) -> dict[str, Any]:
 
 
 def _list_files(folder: str) -> list[str]:
-    """Return the relative names of all files in a folder, sorted."""
+    """Return the paths of all files in a folder and below, relative to it, sorted.
+
+    Raises OSError if `folder` is not a folder, or a folder below cannot be read.
+    """
     if not stat.S_ISDIR(os.stat(folder).st_mode):
         raise NotADirectoryError(20, "a model is a folder, and this is a file", folder)
     names = []
@@ -187,6 +199,10 @@ def _raise(error: OSError) -> None:
 
 
 def _read(path: str, read: Callable[[Any], Any]) -> Any:
+    """Return the result of `read`, called with the open file `path` of a model.
+
+    Raises StoreError if the file is missing, is not a regular file, or cannot be read.
+    """
     try:
         with open_regular(path) as file:
             return read(file)
@@ -200,7 +216,10 @@ def _read(path: str, read: Callable[[Any], Any]) -> Any:
 
 
 def config_of(path: str) -> Any:
-    """Return the config of a model, without names and versions; raise FormatError if malformed."""
+    """Return the config in the JSON file `path`, without the keys of `_NO_FACTS`.
+
+    Raises FormatError if it is not JSON.
+    """
     try:
         config = json.loads(_read(path, lambda file: file.read(64 << 20)))
     except (ValueError, RecursionError) as error:
@@ -215,15 +234,18 @@ def _without_names(config: Any) -> Any:
 
 
 def _weights_of(path: str) -> list[Any]:
-    """Return the SHA-256 of a file's header, and the one of all its bytes."""
+    """Return the SHA-256 of the header of a safetensors file, and the SHA-256 of all its bytes."""
     _core.file_metadata(path, False)  # refuses a truncated file
-    size = int.from_bytes(_read(path, lambda file: file.read(8)), "little")
+    size = int.from_bytes(_read(path, lambda file: file.read(8)), "little")  # of the header
     header = _read(path, lambda file: file.read(8 + size))
     return [hashlib.sha256(header).hexdigest(), _blob_name(path) or _digest_of(path)]
 
 
 def _blob_name(path: str) -> str | None:
-    """Return the SHA-256 in the name of a file of the Hub's cache, if it links to one."""
+    """Return the SHA-256 in the name of the file that `path` links to, in the Hub's cache.
+
+    None for a file that is not in such a cache.
+    """
     parent, name = os.path.split(os.path.realpath(path))
     is_blob = os.path.basename(parent) == "blobs" and _BLOB.fullmatch(name)
     return name if is_blob else None
@@ -238,6 +260,7 @@ def _digest_of(path: str) -> str:
 
 
 def _facts_of_module(module: Any) -> dict[str, Any]:
+    """Return the facts of all submodules, parameters and buffers of a torch module, as JSON."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
         "modules": [[name, *_module_facts(part)] for name, part in module.named_modules()],
@@ -259,7 +282,11 @@ def _module_facts(module: Any) -> list[Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a value as JSON; None for an object that has no stable text."""
+    """Return the value of an attribute as JSON; None for an object without a stable text.
+
+    A config is a dict without the keys of `_NO_FACTS`, a dataclass a dict of its attributes, a set
+    a sorted list, a class or function its name.
+    """
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
@@ -283,6 +310,7 @@ def _name_of_code(value: Any) -> str:
 
 
 def _tensor_facts(name: str, tensor: Any) -> list[Any]:
+    """Return name, dtype, shape, and SHA-256 of the elements in C order."""
     backend = backend_of(tensor, TensorBackend)
     values = tensor.detach().cpu().contiguous()
     array = backend.arrays_of({name: values})[name]

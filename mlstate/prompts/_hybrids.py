@@ -42,7 +42,10 @@ _SLOTS = {
 
 
 def config_facts(model: Any) -> dict[str, Any]:
-    """Return the config of a folder or module of Hugging Face; empty if it has none."""
+    """Return the config of a model of Hugging Face; {} if it has none.
+
+    `model`: the path of its folder, or the module. A str is a name, so it has none.
+    """
     if isinstance(model, os.PathLike):
         path = os.path.join(local_folder(model), "config.json")
         config = config_of(path) if os.path.isfile(path) else None
@@ -65,7 +68,10 @@ def model_type_of(config: dict[str, Any], chosen: str | None) -> str | None:
 
 
 def warn_of_rope(config: dict[str, Any], path: str) -> None:
-    """Log if a model rotates the keys of the first tokens by the length of the whole prompt."""
+    """Log a warning if the keys of a model depend on the length of the whole prompt.
+
+    Such keys cannot be shared by a longer prompt. `config`: of the model. `path`: of the store.
+    """
     parts = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
     parts += [each for part in parts if isinstance(part, dict) for each in part.values()]
     for part in parts:
@@ -77,7 +83,11 @@ def warn_of_rope(config: dict[str, Any], path: str) -> None:
 
 
 def check_states(entries: Iterable[CacheEntry], *, is_mlx: bool, model_type: str | None) -> None:
-    """Raise if an engine cannot take the states of another one."""
+    """Raise CompatibilityError if entries have a state of another engine in an unknown layout.
+
+    `entries`: the stored ones. `is_mlx`: whether mlx-lm is to take them, else transformers.
+    `model_type`: of config.json; the layouts of the types in `_SLOTS` are known.
+    """
     foreign = ("conv_states", "recurrent_states") if is_mlx else ("states",)
     for entry in entries:
         is_known = model_type in _SLOTS
@@ -95,23 +105,30 @@ def check_states(entries: Iterable[CacheEntry], *, is_mlx: bool, model_type: str
 
 
 def from_mlx(state: CacheState, model_type: str | None) -> CacheState:
-    """Return a cache of mlx-lm with the states of transformers; of other types, unchanged."""
+    """Return a cache of mlx-lm with its states in the names and layouts of transformers.
+
+    A cache of a model type that is not in `_SLOTS` is returned unchanged.
+    """
     slots = _SLOTS.get(model_type or "", ())
     return _converted(state, [(f"states.{i}", _name(s), _FROM[s]) for i, s in enumerate(slots)])
 
 
 def to_mlx(state: CacheState, model_type: str | None) -> CacheState:
-    """Undo `from_mlx`."""
+    """Undo `from_mlx`: return a state with the names and layouts of mlx-lm."""
     slots = _SLOTS.get(model_type or "", ())
     return _converted(state, [(_name(s), f"states.{i}", _TO[s]) for i, s in enumerate(slots)])
 
 
 def _name(slot: str) -> str:
+    """Return the name in transformers of a state of `_SLOTS`, after the layer's name."""
     return f"{_CONV if slot == _CONV else _MAMBA}.0"
 
 
 def _with_oldest(inputs: Any) -> Any:
-    """Return the inputs of a convolution with a zero in the place of the oldest one."""
+    """Return the inputs of a convolution in the layout of transformers, with zeros as the oldest.
+
+    `inputs`: in the layout of mlx-lm, which lacks the oldest one.
+    """
     result = np.zeros((inputs.shape[0], inputs.shape[2], inputs.shape[1] + 1), inputs.dtype)
     result[..., 1:] = inputs.swapaxes(1, 2)
     return result
@@ -132,7 +149,11 @@ _TO = {_CONV: lambda array: _swapped(array[..., 1:]), _DELTA: _swapped, _MAMBA: 
 def _converted(
     state: CacheState, changes: list[tuple[str, str, Callable[[Any], Any]]]
 ) -> CacheState:
-    """Return a state with other names, kinds and arrays of some entries."""
+    """Return a state with other names, kinds and arrays of some entries.
+
+    `changes`: former name after the layer's name, new name, and function that converts the array.
+    `state` itself is returned if no entry has one of the names.
+    """
     names = {old: (new, convert) for old, new, convert in changes}
     entries, arrays, is_same = [], dict(state.arrays), True
     for entry in state.spec:

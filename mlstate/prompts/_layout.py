@@ -45,11 +45,12 @@ class StoredSpec:
     __slots__ = ("blocks", "digest", "entries", "states", "token_bytes")
 
     def __init__(self, spec: Iterable[CacheEntry]) -> None:
+        """Divide the entries of a cache; an opaque entry without a layer affects all entries."""
         spec = sorted(spec, key=lambda entry: entry.name)  # the same order for every engine
         opaque_layers = {e.layer for e in spec if e.kind == "opaque" and e.layer is not None}
         has_loose_opaque = any(e.kind == "opaque" and e.layer is None for e in spec)
 
-        def is_in_blocks(entry: CacheEntry) -> bool:
+        def is_in_blocks(entry: CacheEntry) -> bool:  # else as a snapshot
             is_positional = entry.kind in ("full", "quantized")
             return is_positional and not has_loose_opaque and entry.layer not in opaque_layers
 
@@ -70,14 +71,18 @@ class StoredSpec:
 
     @classmethod
     def from_json(cls, document: Any) -> StoredSpec:
-        """Return the entries of a document; raise ValueError for a malformed one."""
+        """Return the entries of a document of `to_json`; raise for a malformed one.
+
+        The exceptions are KeyError, TypeError and ValueError.
+        """
         return cls(CacheSpec([_entry_from(dict(each)) for each in document]))
 
     def check_parts(self, listed: Any, length: int) -> int:
-        """Return the bytes of the parts of a snapshot; raise ValueError if they do not fit.
+        """Return the bytes of the parts of a snapshot of `length` tokens.
 
-        `listed` has, for each array of `states`, its name, and the numbers of tokens of its parts
-        or its shape.
+        `listed`: untrusted list with an item for each array of `states`: its name, the numbers of
+        tokens of its parts or None, and its shape or None. Raises ValueError or TypeError if it
+        does not fit.
         """
         arrays = [(e, name) for e in self.states for name in e.arrays]
         if not isinstance(listed, list) or len(listed) != len(arrays):
@@ -96,7 +101,10 @@ class StoredSpec:
         return nbytes
 
     def check(self, spec: CacheSpec, holder: str) -> None:
-        """Raise CompatibilityError unless a cache has the same entries; windows may differ."""
+        """Raise CompatibilityError unless `spec` has the same entries; windows may differ.
+
+        `holder`: noun for the owner of `spec` in the message, such as "cache".
+        """
         stored, passed = ({e.name: e for e in entries} for entries in (self.entries, spec))
         missing = [name for name in stored if name not in passed]
         strange = [name for name in passed if name not in stored]
@@ -115,6 +123,7 @@ class StoredSpec:
 
 
 def _entry_from(facts: dict[str, Any]) -> CacheEntry:
+    """Return the entry of an item of `to_json`, with one position; `facts` loses its shape."""
     shape, axis = [int(size) for size in facts.pop("shape")], facts["seq_axis"]
     if axis is not None:
         shape.insert(axis, 1)
@@ -122,7 +131,7 @@ def _entry_from(facts: dict[str, Any]) -> CacheEntry:
 
 
 def _inner_shape(entry: CacheEntry) -> tuple[int, ...]:
-    """Return the shape without the sequence axis."""
+    """Return the shape of an entry without the sequence axis."""
     axis = entry.seq_axis
     return entry.shape if axis is None else (*entry.shape[:axis], *entry.shape[axis + 1 :])
 
@@ -132,7 +141,7 @@ def _item_bytes(entry: CacheEntry, name: str) -> int:
 
 
 def _token_bytes(entry: CacheEntry, name: str) -> int:
-    """Return the bytes of one token of an array with a sequence."""
+    """Return the bytes of one token in the array `name` of an entry with a sequence."""
     shape, _ = entry.arrays[name]
     axis = entry.seq_axis or 0
     return prod((*shape[:axis], *shape[axis + 1 :])) * _item_bytes(entry, name)
@@ -143,6 +152,10 @@ def _stable_shape(entry: CacheEntry) -> tuple[int, ...] | None:
 
 
 def _check_entry(stored: CacheEntry, entry: CacheEntry, holder: str) -> None:
+    """Raise CompatibilityError unless `entry` agrees with the stored entry of the same name.
+
+    `holder`: as for `StoredSpec.check`. The shape of an opaque entry may differ.
+    """
     for fact in ("kind", "dtype", "sinks", "bits", "group"):
         expected, got = getattr(stored, fact), getattr(entry, fact)
         if expected != got:

@@ -18,7 +18,7 @@ _NO_PARENT = bytes(16)
 
 
 class StoredPrompt(NamedTuple):
-    """A record, and all before it that it needs."""
+    """A prompt: its last record, and all records before it that this one continues."""
 
     key: str  # hexadecimal
     fingerprint: str
@@ -61,7 +61,12 @@ class StoredPrompt(NamedTuple):
 
 
 def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:
-    """Return the stored prompts, the most recently used first."""
+    """Return the stored prompts, the most recently used first.
+
+    Each is a snapshot, or a block that no other record continues. `path`: of the store, for errors.
+    """
+    # A record: key, key of the record before, kind, end, model, bytes, pinned, last use, token ids
+    # and description.
     records = {record[0]: record for record in log.records()}
     continued = {record[1] for record in records.values()}
     tips = [r for r in records.values() if r[0] not in continued or r[2] == SNAPSHOT]
@@ -70,6 +75,7 @@ def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:
 
 
 def _prompt_of(tip: Any, records: dict[bytes, Any], path: str) -> StoredPrompt:
+    """Return the prompt that ends with the record `tip`; `records`: all by key."""
     chain = [tip]
     while chain[-1][1] in records and len(chain) <= len(records):
         chain.append(records[chain[-1][1]])
@@ -90,6 +96,7 @@ def _prompt_of(tip: Any, records: dict[bytes, Any], path: str) -> StoredPrompt:
 
 
 def _head_of(record: Any, path: str) -> Head | None:
+    """Return the head in the description of a record; None for a block after the first."""
     try:
         return head_of(record[9], path)
     except FormatError:  # of a block that is not the first one

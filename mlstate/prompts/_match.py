@@ -41,7 +41,11 @@ class Head(NamedTuple):
 
 
 def pack_meta(stored: StoredSpec, label: str, listed: list[Any]) -> bytes:
-    """Return the description of a snapshot, or of the first block of a prompt."""
+    """Return the description of a snapshot, or of the first block of a prompt.
+
+    `stored`: the entries of the caches. `label`: name of the model, for listings. `listed`: the
+    parts of a snapshot, as `state_parts` returns them; empty for a block.
+    """
     head = _packed({"model": label, "entries": stored.to_json()})
     return b"".join((stored.digest, len(head).to_bytes(4, "little"), head, _packed(listed)))
 
@@ -51,7 +55,7 @@ def _packed(document: Any) -> bytes:
 
 
 def _cut_meta(data: bytes) -> tuple[bytes, bytes]:
-    """Return the head and the list of parts."""
+    """Return the head and the list of parts of a description, both as JSON."""
     stop = _HEAD + int.from_bytes(data[_HEAD - 4 : _HEAD], "little")
     return data[_HEAD:stop], data[stop:]
 
@@ -63,7 +67,10 @@ def _parse_head(head: bytes) -> Head:
 
 
 def head_of(data: bytes, path: str) -> Head:
-    """Return the head of a description; raise FormatError for a malformed one."""
+    """Return the head in `data`, the description of a snapshot or first block.
+
+    `path`: of the store, for errors. Raises FormatError if the description is malformed.
+    """
     try:
         head = _parse_head(_cut_meta(data)[0])
         if head.stored.digest != data[:_DIGEST_BYTES]:
@@ -75,7 +82,11 @@ def head_of(data: bytes, path: str) -> Head:
 
 
 def parts_of(match: Match, record: int, path: str) -> list[Any]:
-    """Return the list of parts of a snapshot; raise FormatError unless it fits the record."""
+    """Return the list of parts of a snapshot, as `state_parts` made it.
+
+    `record`: its index in the match. `path`: of the store, for errors. Raises FormatError unless
+    the list and the tokens after the last whole block make up the bytes of the record.
+    """
     stored = match._stored
     assert stored is not None
     _, start, end, nbytes = match._log_match.records[record]
@@ -92,7 +103,10 @@ def parts_of(match: Match, record: int, path: str) -> list[Any]:
 
 
 def windows_of(match: Match, record: int, path: str) -> dict[str, int | None]:
-    """Return the windows of the cache that a snapshot was taken of, by entry."""
+    """Return the window of each entry of the cache that a snapshot was taken from, by name.
+
+    `record`: index of the snapshot in the match. `path`: of the store, for errors.
+    """
     stored = head_of(match._log_match.meta(record), path).stored
     return {entry.name: entry.window for entry in stored.states}
 
@@ -159,6 +173,7 @@ class Match:
         return f"Match(length={self.length}{limit})"
 
     def _repr_html_(self) -> str:
+        """Return the records as an HTML table for notebooks, with those that `restore` reads."""
         records = self._log_match.records
         used = {record for record, _, stop in self._blocks if stop <= self.length}
         rows = [
@@ -184,7 +199,13 @@ def make_match(
     expected: StoredSpec | None,
     key: bytes,
 ) -> Match:
-    """Return the match of at most `most` tokens."""
+    """Return the match of at most `most` tokens.
+
+    `log_match`: the records that the core found, which the match owns. `tokens`: the prompt.
+    `path`: of the store. `expected`: the entries of its caches; None: not known yet. `key`: the
+    fingerprint of the model as bytes. Records that are damaged or of other entries are logged and
+    left out.
+    """
     for text in log_match.damage:
         log("WARNING", "%s: %s: the record is left out", path, text)
     match = object.__new__(Match)
@@ -212,7 +233,10 @@ def make_match(
 
 
 def _heads(log_match: _core.PromptMatch, path: str) -> dict[int, Head]:
-    """Return the heads of the first block and of the snapshots, by record."""
+    """Return the heads of the first block and of the snapshots, by index of the record.
+
+    A record whose description is malformed is logged and left out. `path`: of the store.
+    """
     heads: dict[int, Head] = {}
     for index, (kind, start, _, _) in enumerate(log_match.records):
         if kind == SNAPSHOT or (kind == BLOCK and start == 0):
@@ -224,7 +248,10 @@ def _heads(log_match: _core.PromptMatch, path: str) -> dict[int, Head]:
 
 
 def _chain(log_match: _core.PromptMatch, stored: StoredSpec) -> list[tuple[int, int, int]]:
-    """Return the blocks from the first token on, as long as they have the same entries."""
+    """Return the adjacent blocks from the first token on, as (index of the record, start, stop).
+
+    They end before the first block that has other entries than `stored`, or another size.
+    """
     blocks: list[tuple[int, int, int]] = []
     for index, (kind, start, end, nbytes) in enumerate(log_match.records):
         if kind != BLOCK:
@@ -238,7 +265,11 @@ def _chain(log_match: _core.PromptMatch, stored: StoredSpec) -> list[tuple[int, 
 
 
 def _candidates(match: Match, heads: dict[int, Head], most: int) -> list[Candidate]:
-    """Return the positions that can be restored, the longest first."""
+    """Return the positions, up to `most`, that can be restored, the longest first.
+
+    `heads`: of the records by index. A snapshot can be restored if the blocks reach its first
+    token. A cache without snapshots can be restored at each position that blocks reach.
+    """
     stored, reach = match._stored, match._blocks[-1][2] if match._blocks else 0
     assert stored is not None
     candidates = []
@@ -255,7 +286,10 @@ def _candidates(match: Match, heads: dict[int, Head], most: int) -> list[Candida
 
 
 def _limit(match: Match, stored: StoredSpec) -> str:
-    """Return the entry that nothing is stored of behind the match."""
+    """Return the name of an entry without stored data behind the match.
+
+    It is a state if blocks are stored beyond the match, else an entry that blocks have.
+    """
     reach = match._blocks[-1][2] if match._blocks else 0
     has_more_tokens = reach > match.length or not stored.blocks
     entries = stored.states if has_more_tokens and stored.states else stored.blocks

@@ -26,7 +26,10 @@ class _Put(NamedTuple):
 
 
 class PendingPuts:
-    """A queue of puts, one thread that writes them in order, and a budget for their copies."""
+    """A queue of puts, one thread that writes them in order, and a budget for their copies.
+
+    A forked process has an empty queue: the parent writes the puts of before.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -47,7 +50,10 @@ class PendingPuts:
             self._queue, self._executor, self._process = [], None, os.getpid()
 
     def common(self, ids: NDArray) -> int:
-        """Return how many first tokens a prompt shares with one that is being written."""
+        """Return the largest number of first tokens that `ids` shares with a prompt in the queue.
+
+        0 for an empty queue. Blocks up to there need not be stored by the next put.
+        """
         self._check_process()
         with self._changed:
             return max((_common_tokens(ids, put.tokens) for put in self._queue), default=0)
@@ -55,7 +61,13 @@ class PendingPuts:
     def submit(
         self, ids: NDArray, records: list[Any], write: Callable[[list[Any]], int]
     ) -> Future[int]:
-        """Copy records and let the thread write them; write them here if they are too large."""
+        """Copy records and let the thread write them; return a future of the result of `write`.
+
+        `ids`: the tokens of the prompt. `records`: as for `_core.PromptLog.put`; the last item of
+        each is a list of parts. `write`: called with the copied records. Waits until the budget has
+        room. A put that exceeds the whole budget is written here, without copies; its errors are
+        raised here.
+        """
         from concurrent.futures import Future, ThreadPoolExecutor
 
         put = _Put(ids, sum(part.nbytes for record in records for part in record[3]))
@@ -80,22 +92,28 @@ class PendingPuts:
         return not self._queue or self.nbytes + nbytes <= self._most
 
     def _run(self, put: _Put, records: list[Any], write: Callable[[list[Any]], int]) -> int:
+        """Write a put in the thread, and take it out of the queue.
+
+        `records`: its copies; the list is emptied. Returns the result of `write`. An error is
+        logged, and raised by the future.
+        """
         try:
             return write(records)
         except Exception as error:
             log("ERROR", "a prompt of %d tokens is not stored: %s", len(put.tokens), error)
             raise
         finally:
-            records.clear()
+            records.clear()  # frees the copies before another put gets their room
             self._forget(put)
 
     def _forget(self, put: _Put) -> None:
+        """Take a put out of the queue, if it is in it, and wake puts that wait for room."""
         with self._changed:
             self._queue = [each for each in self._queue if each is not put]
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait for all puts."""
+        """Wait until all puts are written, and end the thread; a later put starts another one."""
         self._check_process()
         executor, self._executor = self._executor, None
         if executor is not None:
@@ -103,6 +121,7 @@ class PendingPuts:
 
 
 def _common_tokens(ids: NDArray, other: NDArray) -> int:
+    """Return how many first tokens two prompts share."""
     count = min(len(ids), len(other))
     different = np.flatnonzero(ids[:count] != other[:count])
     return int(different[0]) if len(different) else count

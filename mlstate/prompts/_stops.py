@@ -13,7 +13,10 @@ Snapshots: TypeAlias = "str | int | Iterable[int]"
 
 
 def checked_policy(policy: Snapshots) -> str | int | tuple[int, ...]:
-    """Return a policy, or raise the error for the argument."""
+    """Return `policy`, the argument ``snapshots=``, with positions as a sorted tuple.
+
+    Raises ValueError or TypeError for an unknown name, a number below 1, or another type.
+    """
     if isinstance(policy, str):
         if policy not in ("end", "powers"):
             raise ValueError(f'snapshots must be "end", "powers", an int or positions: {policy!r}')
@@ -26,9 +29,10 @@ def checked_policy(policy: Snapshots) -> str | int | tuple[int, ...]:
 def positions(
     policy: str | int | tuple[int, ...], length: int, start: int, least: int
 ) -> list[int]:
-    """Return the positions of a policy after `start`, and the last one before the end.
+    """Return the positions after `start` at which a prefill of `length` tokens stops, increasing.
 
-    The powers of two begin at `least`.
+    `policy`: from `checked_policy`. The one before the last token, ``length - 1``, is always among
+    them, unless it is not after `start`. `least`: the powers of two begin at it or above.
     """
     last = length - 1
     chosen: Iterable[int] = ()

@@ -126,6 +126,7 @@ class PromptStore:
         max_pending_bytes: int | str = _PENDING,
         lock_timeout: float = 10.0,
     ) -> None:
+        """Check the arguments (see the class), and open the store, or create it."""
         if spec is not None and not isinstance(spec, CacheSpec):
             raise TypeError(f"spec must be a CacheSpec, got {type(spec).__name__}")
         check_flags(hash_weights=hash_weights)
@@ -138,7 +139,7 @@ class PromptStore:
         config = config_facts(model)
         self._model_type = model_type_of(config, model_type)
         self._needs_salt = not salt and not is_fingerprint(model)
-        self._label = model if isinstance(model, str) else _label_of(model)
+        self._label = model if isinstance(model, str) else _label_of(model)  # for listings
         text = fingerprint(model, adapters=adapters, hash_weights=hash_weights, salt=salt)
         self._fingerprint, self._key = text, bytes.fromhex(text.partition(":")[2])
         self._spec = spec
@@ -252,7 +253,11 @@ class PromptStore:
         return position
 
     def _read(self, match: Match, target: Target) -> int:
-        """Read the longest candidate without damage; return its position."""
+        """Read the longest candidate without damage into `target`, and return its position.
+
+        0 if all are damaged. Damaged records are logged and noted. `target` may have been written
+        in this case, and after an exception.
+        """
         candidates = list(match._candidates)
         good, limit = 0, match.length  # blocks are read up to `good`, and damaged from `limit` on
         is_written = False
@@ -277,13 +282,17 @@ class PromptStore:
             starts = [start for record, start, _ in match._blocks if record in damage]
             limit = min([limit, *starts])
             good = max(good, min(base, limit))
+            # Without snapshots, the tokens before the damage are a candidate too.
             if starts and limit and not target.has_snapshots:
                 candidates.append(Candidate(limit, None))
                 candidates.sort(key=lambda each: each.position, reverse=True)
         return 0
 
     def _report(self, match: Match, damage: dict[int, str]) -> None:
-        """Log damaged records, and remember them: the next put replaces them."""
+        """Log damaged records, and remember them: the next put replaces them.
+
+        `damage`: a description of each, by the index of the record in `match`.
+        """
         for record, text in damage.items():
             kind, start, end, _ = match._log_match.records[record]
             log(
@@ -372,7 +381,12 @@ class PromptStore:
     def _records(
         self, ids: NDArray, state: CacheState, snapshot: bool, pending: int
     ) -> list[_Record]:
-        """Return the records of a prompt that are not stored yet, with views of the arrays."""
+        """Return the records of a prompt that are not stored yet, with views of the arrays.
+
+        `ids`: all tokens of `state`. `snapshot`: as for `put`. `pending`: number of first tokens
+        whose blocks an asynchronous put will store. Raises CompatibilityError if `state` has other
+        entries than the store.
+        """
         self._drop_damaged()
         stored = StoredSpec(state.spec)
         with self._match_of(ids) as match:
@@ -380,7 +394,7 @@ class PromptStore:
                 if other is not None and other.digest != stored.digest:
                     other.check(state.spec, "cache")
             self._stored = self._stored or stored
-            pending -= pending % self._block
+            pending -= pending % self._block  # whole blocks only
             stop = max(match._blocks[-1][2] if match._blocks else 0, pending)
             ends = {end for kind, _, end, _ in match._log_match.records if kind == SNAPSHOT}
         records: list[_Record] = []
@@ -397,18 +411,22 @@ class PromptStore:
         return records
 
     def _match_of(self, ids: NDArray) -> Match:
+        """Return the match of all tokens, with stored entries of any kind; the caller closes it."""
         log_match = self._log.match(self._key, ids, self._block)
         return make_match(log_match, ids, self._path, len(ids), None, self._key)
 
     def _write(self, ids: NDArray, records: list[_Record]) -> int:
-        """Store records; return the number of tokens that are stored then."""
+        """Store records of the prompt `ids`; return how many of its tokens can be restored then."""
         if records:
             self._log.put(self._key, ids, self._block, records, self._max_bytes, self._timeout)
         with self._match_of(ids) as match:
             return match.length
 
     def _drop_damaged(self) -> None:
-        """Remove the records that a restore has found damaged, so that they are stored again."""
+        """Remove the records that a restore found damaged, so that this put stores them again.
+
+        Raises StoreError if the folder cannot be written; the records stay noted then.
+        """
         with self._repair_lock:
             # The longest first: a match ends at a block that was dropped.
             for key, tokens in sorted(self._damaged.items(), key=lambda item: -len(item[1])):
@@ -453,6 +471,10 @@ class PromptStore:
         return self._mark(tokens, "delete")
 
     def _mark(self, tokens: Any, operation: Literal["pin", "unpin", "delete"]) -> int:
+        """Apply an operation to the records of a prompt; return the number of tokens concerned.
+
+        To pin or unpin, the last records are enough: the core protects those before them.
+        """
         with self._match_of(as_tokens(tokens)) as match:
             if match.length == 0:
                 return 0
@@ -525,6 +547,7 @@ class PromptStore:
         return f"PromptStore({self._path!r}, model={self._label!r})"
 
     def _repr_html_(self) -> str:
+        """Return the numbers of `stats` as an HTML table for notebooks."""
         rows = [
             (name.replace("_", " "), bytes_text(n) if name.endswith("bytes") else f"{n:,}")
             for name, n in self.stats().items()
@@ -534,14 +557,14 @@ class PromptStore:
 
 
 def _label_of(model: Any) -> str:
-    """Return the name of a model that is a path or module."""
+    """Return a name of a model, for listings: of a path its last part, of a module its class."""
     if isinstance(model, os.PathLike):
         return os.path.basename(local_folder(model))
     return type(model).__name__
 
 
 def _base(match: Match, candidate: Candidate) -> int:
-    """Return the number of tokens that a candidate needs of the blocks."""
+    """Return how many first tokens of a candidate are in blocks; a snapshot has the others."""
     if candidate.record is None:
         return candidate.position
     return match._log_match.records[candidate.record][1]
@@ -550,7 +573,12 @@ def _base(match: Match, candidate: Candidate) -> int:
 def _requests(
     match: Match, target: Target, candidate: Candidate, good: int, path: str
 ) -> list[Request]:
-    """Return the requests for the blocks from `good` on, and for the snapshot."""
+    """Return the requests for the blocks from `good` on, and for the snapshot of a candidate.
+
+    `good`: number of first tokens that `target` has from an earlier attempt. `path`: of the store,
+    for errors. Raises FormatError for a malformed snapshot, and CompatibilityError if `target`
+    cannot have it.
+    """
     stored, base, position = match._stored, _base(match, candidate), candidate.position
     record = candidate.record
     assert stored is not None

@@ -33,6 +33,10 @@ class StateTarget:
     """A `CacheState`, whose arrays are written in place."""
 
     def __init__(self, state: CacheState, stored: StoredSpec | None, length: int) -> None:
+        """Check that `length` tokens of the entries `stored` can be written into the arrays.
+
+        `stored`: None if nothing is stored; then the entries are not compared.
+        """
         if stored is not None:
             stored.check(state.spec, "cache")
         for entry in state.spec:
@@ -47,29 +51,29 @@ class StateTarget:
         self.into = Arrays(entries, dict(state.arrays), dict(state._cache.shifts))
 
     def begin(self) -> None:
-        """Count no tokens while they are written."""
+        """Set the number of tokens to 0 before they are written."""
         self.is_written = True
         self.state._set_length(0)
 
     def abandon(self) -> None:
-        """Clear what a failed restore has written."""
+        """Zero the arrays after a failed restore, if it has written into them."""
         if self.is_written:
             clear_rest(self.into, 0)
 
     def arrays_at(
         self, position: int, listed: list[Any], windows: Mapping[str, int | None]
     ) -> Arrays:
-        """Return the arrays for the snapshot of a position."""
+        """Return the arrays to read the tokens of `position` into; of a state always the same."""
         return self.into
 
     def finish(self, length: int) -> None:
-        """Clear the rest of the arrays, and set the number of tokens."""
+        """Zero the positions after `length` tokens, and set the number of tokens to `length`."""
         clear_rest(self.into, length)
         self.state._set_length(length)
 
 
 class RingTarget(StateTarget):
-    """A `RollingKVState`: new slots, which it then takes over with their positions."""
+    """A `RollingKVState`: tokens are read into new slots, and copied into it by `finish`."""
 
     def __init__(self, cache: RollingKVState, stored: StoredSpec | None, length: int) -> None:
         spec = ring_spec(cache)
@@ -78,7 +82,7 @@ class RingTarget(StateTarget):
         self.cache = cache
 
     def finish(self, length: int) -> None:
-        """Replace slots and counters of the cache."""
+        """Replace slots and counters of the cache, for a sequence of `length` tokens."""
         clear_rest(self.into, length)
         sinks, size = self.cache.sinks, self.cache.capacity
         oldest = max(sinks, length - (size - sinks))
@@ -98,6 +102,11 @@ class EngineTarget:
         device: Any,
         model_type: str | None,
     ) -> None:
+        """Check the cache, and create arrays for the first `length` tokens of blocks.
+
+        `engine`: the integration with its `to_cache`. `stored`: None if nothing is stored. `device`
+        of new tensors; None: NumPy arrays. `model_type`: as for `PromptStore`.
+        """
         self.cache, self.engine = cache, engine
         self.device, self.model_type = device, model_type
         self.is_mlx = isinstance(cache, list | tuple)
@@ -114,12 +123,16 @@ class EngineTarget:
         """Do nothing: the cache is not written before the end."""
 
     def abandon(self) -> None:
-        """Do nothing: the cache has its tokens of before."""
+        """Do nothing: the cache still has the tokens from before."""
 
     def arrays_at(
         self, position: int, listed: list[Any], windows: Mapping[str, int | None]
     ) -> Arrays:
-        """Return arrays for the snapshot of a position; `windows`: of the cache it is of."""
+        """Return the arrays to read the tokens of `position` into; the arrays of states are new.
+
+        `listed`: the parts of the snapshot, as `state_parts` returned them; empty for blocks alone.
+        `windows`: windows of its entries by name.
+        """
         by_name = {e.name: e for e in self.entries if e not in self.blocks}
         states = {}
         for name, counts, shape in listed:
@@ -137,17 +150,17 @@ class EngineTarget:
         return self.states
 
     def _positions(self, entry: CacheEntry, count: int, position: int) -> int:
-        """Return the positions for `count` tokens of a snapshot.
+        """Return the positions of a sliding entry in the engine for `count` tokens of a snapshot.
 
-        mlx-lm keeps one token more than transformers. The next token replaces it before it is
-        read, so it is zero.
+        A full ring of mlx-lm has one token more than a snapshot of transformers. The next token
+        replaces it before it is read, so it is zero.
         """
         is_layer = self.is_mlx and entry.layer is not None and entry.layer < len(self.cache)
         window = getattr(self.cache[entry.layer], "max_size", None) if is_layer else None
         return count + 1 if window == count + 1 <= position else count
 
     def finish(self, length: int) -> None:
-        """Bring the tokens into the cache; without any, empty it."""
+        """Bring the first `length` tokens into the cache; for 0, empty it."""
         if length == 0:
             if hasattr(self.cache, "reset"):
                 _empty(self.cache)
@@ -181,7 +194,12 @@ def open_target(
     device: Any,
     model_type: str | None,
 ) -> Target:
-    """Return the target for a cache that `length` tokens are restored into, after all checks."""
+    """Return the target for `cache`, the argument ``into=``, after all checks.
+
+    `stored`: the entries of the match; None: nothing is stored. `length`: tokens of the match.
+    `spec`: of the store; None: unknown. `device`, `model_type`: as for `PromptStore`. Grows a
+    `KVState` within its capacity. Raises TypeError, CompatibilityError or CapacityError.
+    """
     engine = engine_of(cache)
     if device is not None and getattr(engine, "__name__", "").rpartition(".")[2] != "transformers":
         raise TypeError("device= is for caches of transformers: other arrays are written in place")
@@ -206,7 +224,7 @@ def open_target(
 
 
 def _on_device(arrays: dict[str, Any], device: Any) -> dict[str, Any]:
-    """Return the arrays, or tensors on a device of torch."""
+    """Return NumPy arrays as tensors on `device`; None: unchanged."""
     if device is None:
         return arrays
     backend = backend_named("torch", TensorBackend)
@@ -215,7 +233,7 @@ def _on_device(arrays: dict[str, Any], device: Any) -> dict[str, Any]:
 
 
 def _check_separate(arrays: Mapping[str, Any]) -> None:
-    """Raise if two arrays share elements: the one that is written last would change the other."""
+    """Raise CompatibilityError if two arrays share elements: writing one would change the other."""
     names = sorted(names_sharing_memory(arrays))
     for first, second in combinations(names, 2):
         if shares_elements(arrays[first], arrays[second]):
@@ -224,6 +242,7 @@ def _check_separate(arrays: Mapping[str, Any]) -> None:
 
 
 def _check_room(entry: CacheEntry, length: int) -> None:
+    """Raise CapacityError unless an entry has `length` positions, or as many as its window."""
     size = entry.seq_length
     if size is None or length <= size or (entry.window is not None and entry.window <= size):
         return
@@ -231,7 +250,7 @@ def _check_room(entry: CacheEntry, length: int) -> None:
 
 
 def _empty(cache: Any) -> None:
-    """Remove the tokens of a cache of transformers."""
+    """Remove the tokens of a cache of transformers; static layers keep their zeroed tensors."""
     cache.reset()
     for part in (cache, getattr(cache, "self_attention_cache", None)):
         for layer in getattr(part, "layers", ()):
@@ -242,7 +261,10 @@ def _empty(cache: Any) -> None:
 
 
 def _check_can_be_emptied(cache: Any) -> None:
-    """Raise if nothing could remove the tokens of a cache when none are restored."""
+    """Raise CompatibilityError for a cache of mlx-lm with tokens, which cannot be removed.
+
+    They would stay if no token can be restored.
+    """
     layers = cache if isinstance(cache, list | tuple) else []
     if not all(layer.empty() for layer in layers):
         text = "the cache has tokens, and mlx-lm cannot empty it: pass one of make_prompt_cache"
@@ -272,7 +294,11 @@ def _with_positions(entry: CacheEntry, count: int) -> CacheEntry:
 
 
 def _snapshot_entry(entry: CacheEntry, count: int, window: int | None, position: int) -> CacheEntry:
-    """Return an entry with the positions of its snapshot."""
+    """Return an entry with `count` positions, for a snapshot at `position`.
+
+    `window`: of the cache that it was taken from; None: `count`. The oldest token is in the first
+    slot after the sinks.
+    """
     entry = _with_positions(entry, count)
     if entry.kind != "sliding":
         return entry
@@ -280,6 +306,7 @@ def _snapshot_entry(entry: CacheEntry, count: int, window: int | None, position:
 
 
 def _new_arrays(entries: dict[str, CacheEntry]) -> dict[str, Any]:
+    """Return NumPy arrays of zeros for entries, by array name."""
     return {
         name: np.zeros(shape, numpy_dtype(dtype))
         for entry in entries.values()

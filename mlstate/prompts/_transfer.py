@@ -26,14 +26,20 @@ _STAGED = 8 << 20  # bytes of other memory that parts are read into first, at a 
 
 
 def tokens_of(array: Any, axis: int, start: int, stop: int) -> Any:
-    """Return a view of positions of an array or tensor, with the sequence axis second to last."""
+    """Return a view of positions `start` to `stop`, with the sequence axis second to last.
+
+    `array`: an array or tensor whose sequence axis is `axis`, counted from 0.
+    """
     if axis != array.ndim - 2:
         array = array.movedim(axis, -2) if is_torch(array) else np.moveaxis(array, axis, -2)
     return array[..., start:stop, :]
 
 
 def stored_shape(entry: CacheEntry, name: str, count: int) -> tuple[int, ...]:
-    """Return the shape of `count` tokens of an array as it is stored."""
+    """Return the stored shape of `count` tokens of the array `name` of an entry.
+
+    The sequence axis is second to last. An array without a sequence is stored whole.
+    """
     shape, _ = entry.arrays[name]
     if entry.seq_axis is None:
         return shape
@@ -48,11 +54,11 @@ class Remote(NamedTuple):
     """A tensor of another device, which the store copies when it writes it."""
 
     nbytes: int
-    fetch: Callable[[], NDArray]
+    fetch: Callable[[], NDArray]  # returns a copy in main memory
 
 
 def readable(view: Any) -> NDArray | Remote:
-    """Return an array over the memory of a view; of a tensor that is elsewhere, how to copy it."""
+    """Return `view` as an array over its memory; a tensor on a device as a `Remote`."""
     if not is_torch(view):
         array: NDArray = view
         return array
@@ -68,14 +74,17 @@ def _array_of(tensor: Any) -> NDArray:
 
 
 def copied(part: NDArray | Remote) -> NDArray:
-    """Return the bytes of a part in memory of their own."""
+    """Return a copy of a part, in main memory."""
     return part.fetch() if isinstance(part, Remote) else np.array(part)
 
 
 def block_parts(
     stored: StoredSpec, state: CacheState, start: int, stop: int
 ) -> list[NDArray | Remote]:
-    """Return views of the tokens of all entries that are stored in blocks."""
+    """Return views of tokens `start` to `stop` of all arrays that are stored in blocks.
+
+    They are in the order of `stored.blocks`, which is the order of the parts of a block.
+    """
     return [
         readable(tokens_of(state.arrays[name], _axis(entry), start, stop))
         for entry in _entries_of(state, stored.blocks)
@@ -84,10 +93,12 @@ def block_parts(
 
 
 def state_parts(stored: StoredSpec, state: CacheState) -> tuple[list[NDArray | Remote], list[Any]]:
-    """Return views of all entries that are stored as snapshots, and what each consists of.
+    """Return the parts of a snapshot of `state`, as views, and the list that describes them.
 
-    That is, for each array, its name and the numbers of tokens of its parts; of an array without a
-    sequence, its shape.
+    The parts are of the arrays of `stored.states`. The list has, for each array, its name, the
+    numbers of tokens of its parts, and None; for an array without a sequence, its name, None, and
+    its shape. A ring that has wrapped has several parts, so that its tokens are by increasing
+    position.
     """
     parts: list[NDArray | Remote] = []
     listed: list[Any] = []
@@ -106,7 +117,7 @@ def state_parts(stored: StoredSpec, state: CacheState) -> tuple[list[NDArray | R
 
 
 def _entries_of(state: CacheState, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-    """Return the entries of a state with the names of stored ones."""
+    """Return the entries of `state` that have the names of `entries`, in their order."""
     return [state.spec.entry_of(entry.name) for entry in entries]
 
 
@@ -121,16 +132,16 @@ def _axis(entry: CacheEntry) -> int:
 class Piece(NamedTuple):
     """Tokens of a part that go to adjacent positions of an array."""
 
-    offset: int  # of the first token in the part
-    size: int  # in tokens
+    offset: int  # tokens of the part before the first one
+    size: int  # in tokens; 0 for an array without a sequence
     view: Any  # of the target
 
 
 class Request(NamedTuple):
     """A part of a record, and its target."""
 
-    record: int
-    part: int
+    record: int  # index in the match
+    part: int  # index in the record
     shape: tuple[int, ...]  # of the part
     dtype: str
     pieces: list[Piece]
@@ -141,7 +152,10 @@ class Request(NamedTuple):
         return prod(self.shape) * int(numpy_dtype(self.dtype).itemsize)
 
     def target(self) -> NDArray | None:
-        """Return the memory that the part can be read into; None if it must be copied."""
+        """Return the memory that the part can be read into directly; None if it must be copied.
+
+        It is copied if it goes to several places, in part, or to a device.
+        """
         if len(self.pieces) != 1 or self.pieces[0].view.shape != self.shape:
             return None
         view = self.pieces[0].view
@@ -154,9 +168,10 @@ class Request(NamedTuple):
 
 
 def run_requests(match: _core.PromptMatch, requests: list[Request]) -> dict[int, str]:
-    """Read parts into their targets; return a description of each damaged record.
+    """Read parts of the records of `match`; return a description of each damaged record, by index.
 
-    Parts that cannot be read into their targets go through other memory of `_STAGED` bytes.
+    A part that cannot be read into its target goes through other memory, of at most `_STAGED` bytes
+    at a time. The targets of a damaged record may have been written.
     """
     direct: list[tuple[int, int, Any]] = []
     staged: list[Request] = []
@@ -180,7 +195,7 @@ def run_requests(match: _core.PromptMatch, requests: list[Request]) -> dict[int,
 
 
 def _batches(requests: list[Request]) -> Iterator[list[Request]]:
-    """Yield requests with at most `_STAGED` bytes, or one larger request."""
+    """Yield lists of successive requests with at most `_STAGED` bytes, or of one larger request."""
     batch: list[Request] = []
     for request in requests:
         if batch and sum(each.nbytes for each in batch) + request.nbytes > _STAGED:
@@ -192,7 +207,11 @@ def _batches(requests: list[Request]) -> Iterator[list[Request]]:
 
 
 def _read_in_pieces(match: _core.PromptMatch, request: Request) -> dict[int, str]:
-    """Read one part through a buffer; return a description of its record if it is damaged."""
+    """Read one part of a record of `match` to its targets, through a buffer of `_STAGED` bytes.
+
+    Returns {}, or a description of the damage by the index of the record; the pieces before the
+    damage are written then.
+    """
     dtype = numpy_dtype(request.dtype)
     buffer = np.empty(_STAGED // dtype.itemsize, dtype)
     offset = checksum = 0
@@ -209,7 +228,11 @@ def _read_in_pieces(match: _core.PromptMatch, request: Request) -> dict[int, str
 
 
 def _boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
-    """Yield parts of an array with at most `most` elements, each adjacent in C order."""
+    """Yield boxes that divide an array, in C order, each of at most `most` adjacent elements.
+
+    A box is one slice for each axis, with start and stop.
+    """
+    # The outermost axis along which one step fits.
     axis = next(i for i in range(len(shape)) if prod(shape[i + 1 :]) <= most)
     inner = tuple(slice(0, size) for size in shape[axis + 1 :])
     step = most // prod(shape[axis + 1 :])
@@ -220,7 +243,7 @@ def _boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
 
 
 def has_damage(match: _core.PromptMatch, record: int) -> bool:
-    """Return whether the bytes of a record differ from its checksums."""
+    """Return whether the bytes of a record, given by its index, differ from its checksums."""
     buffer = np.empty(1 << 20, "u1")
     for part, nbytes in enumerate(match.parts(record)):
         checksum = 0
@@ -233,14 +256,17 @@ def has_damage(match: _core.PromptMatch, record: int) -> bool:
 
 
 def _copy_pieces(request: Request, array: NDArray, box: tuple[slice, ...]) -> None:
-    """Copy the elements of a part that `box` selects to the targets."""
+    """Copy `array`, the elements of a part that `box` selects, to the targets of the part.
+
+    `box`: one slice for each axis of the part. Tokens that no target needs are left out.
+    """
     for piece in request.pieces:
         source: Any = array
         view = piece.view
         if view.shape == request.shape:
             view = view[(..., *box)]
         else:
-            tokens = box[-2]
+            tokens = box[-2]  # the sequence axis of a stored part is second to last
             start = max(tokens.start, piece.offset)
             stop = min(tokens.stop, piece.offset + piece.size)
             if start >= stop:
@@ -273,7 +299,12 @@ class Arrays(NamedTuple):
 def block_requests(
     stored: StoredSpec, into: Arrays, record: int, start: int, stop: int, size: int
 ) -> list[Request]:
-    """Return the requests for the first ``stop - start`` tokens of a record that has `size`."""
+    """Return the requests that read positions `start` to `stop` of a record into the arrays `into`.
+
+    `stored`: its entries are in the order of the parts. `record`: index of a block, or of a
+    snapshot with tokens after the last block. `size`: tokens of each part; the first one is token
+    `start`, and the last one may be after `stop`.
+    """
     requests: list[Request] = []
     for each in stored.blocks:
         entry = into.entries[each.name]
@@ -288,7 +319,12 @@ def block_requests(
 def state_requests(
     into: Arrays, listed: list[Any], record: int, position: int, part: int
 ) -> list[Request]:
-    """Return the requests for a snapshot at a position, whose parts begin with number `part`."""
+    """Return the requests for the states of a snapshot at `position`.
+
+    `listed`: the parts of all arrays, as `state_parts` returned them. `record`: index of the
+    snapshot; `part`: index of the first of these parts in it. Tokens that the arrays do not hold
+    are left out. Raises CompatibilityError if an array needs more tokens, or has another shape.
+    """
     requests: list[Request] = []
     for name, counts, shape in listed:
         entry = into.entries[_entry_name(into, name)]
@@ -316,14 +352,18 @@ def state_requests(
 
 
 def _entry_name(into: Arrays, name: str) -> str:
-    """Return the name of the entry that an array belongs to."""
+    """Return the name of the entry that the array `name` belongs to; quantized ones have three."""
     if name in into.entries:
         return name
     return next(each for each, entry in into.entries.items() if name in entry.arrays)
 
 
 def _positions(counts: list[int], sinks: int, length: int) -> list[list[tuple[int, int, int]]]:
-    """Return, for each part, its ranges as (offset in the part, first position, count)."""
+    """Return, for each part of a ring, its ranges as (offset in the part, first position, count).
+
+    `counts`: tokens of each part, by increasing position. `length`: all tokens so far; those that
+    no part has were evicted after the first `sinks`.
+    """
     evicted = length - sum(counts)
     result, index = [], 0
     for count in counts:
@@ -341,9 +381,10 @@ def _positions(counts: list[int], sinks: int, length: int) -> list[list[tuple[in
 def _slots_of(
     entry: CacheEntry, ring: Ring, stored: int, length: int
 ) -> list[tuple[int, int, int]]:
-    """Return the slots of a ring as (slot, first position, count), or raise if tokens lack.
+    """Return the slots of a ring after `length` tokens as (first slot, first position, count).
 
-    The oldest token of a full ring is not needed, because the next one is written to its slot.
+    `stored`: tokens that the snapshot has. Raises CompatibilityError if the ring needs more. The
+    oldest token of a full ring is not needed, because the next one is written to its slot.
     """
     runs = ring.runs()
     count = sum(map(len, runs))
@@ -361,7 +402,10 @@ def _slots_of(
 def _intersections(
     ranges: list[tuple[int, int, int]], slots: list[tuple[int, int, int]]
 ) -> list[tuple[int, int, int]]:
-    """Return the common positions as (offset in the part, slot, count)."""
+    """Return the positions in both `ranges` and `slots` as (offset in the part, slot, count).
+
+    `ranges`: of a part, from `_positions`. `slots`: of an array, from `_slots_of`.
+    """
     common = []
     for offset, first, count in ranges:
         for slot, position, size in slots:
@@ -372,7 +416,7 @@ def _intersections(
 
 
 def clear_rest(into: Arrays, length: int) -> None:
-    """Set the positions without a token to zero; of an empty cache, everything."""
+    """Set the positions without a token to zero; for a `length` of 0, all arrays."""
     for entry in into.entries.values():
         if entry.seq_axis is None:
             if length == 0:
@@ -384,7 +428,7 @@ def clear_rest(into: Arrays, length: int) -> None:
 
 
 def _free_slots(ring: Ring) -> list[range]:
-    """Return the slots that hold no token."""
+    """Return the slots without a token, as ranges in increasing order."""
     free, at = [], 0
     for run in sorted(ring.runs(), key=lambda run: run.start):
         free.append(range(at, run.start))

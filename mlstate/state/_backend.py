@@ -12,7 +12,10 @@ class StateBackend(Protocol):
     """Operations on states of a framework's modules and optimizers."""
 
     def optimizer_state(self, optimizer: Any, names: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return an optimizer's state as arrays; see `mlstate.OptimizerStateDict.from_torch`."""
+        """Return an optimizer's arrays by name, and keywords of an `OptimizerStateDict`.
+
+        See `mlstate.OptimizerStateDict.from_torch` for `names`.
+        """
 
     def optimizer_dict(
         self, osd: Any, optimizer: Any, names: Any, *, copy: bool = False
@@ -25,4 +28,8 @@ class StateBackend(Protocol):
     def module_target(
         self, module: Any, source: Mapping[str, Any], *, strict: bool
     ) -> tuple[Any, dict[str, Any], Any]:
-        """Return the memory of a module and of submodules that load themselves, and their load."""
+        """Return how to load `source` into a module: three values.
+
+        They are the memory of its arrays, the tensors of submodules that load themselves by name,
+        and the prepared load of these, with `apply` and `undo`, or None.
+        """

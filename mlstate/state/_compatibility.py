@@ -117,6 +117,7 @@ class CompatibilityResult:
         return self.is_compatible and not self._is_refused and (has_all_names or not strict)
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Restore a pickled result."""
         self._is_refused = False  # pickles of older versions lack it
         for name, value in state[1].items():
             setattr(self, name, value)
@@ -164,7 +165,7 @@ class CompatibilityResult:
         ]
 
     def _verdict(self) -> str:
-        """Return the first line of the text: the result, and the number of loadable tensors."""
+        """Return the first words of the text: the result, and how many names match."""
         matched, source, target = self._counts
         if not self.is_compatible:
             return "not compatible"
@@ -178,6 +179,7 @@ class CompatibilityResult:
         )
 
     def _title(self) -> str:
+        """Return the first line of the text: the verdict, and counts of errors and warnings."""
         verdict = self._verdict()
         counts = (("error", self.errors), ("warning", self.warnings))
         counts_text = [f"{len(x)} {name}{'s' if len(x) > 1 else ''}" for name, x in counts if x]
@@ -196,7 +198,10 @@ class CompatibilityResult:
 
 
 def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's or another mapping's entries as a dict; a dict is returned unchanged."""
+    """Return the entries of a module or another mapping as a dict; a dict itself.
+
+    Raises TypeError, with a hint, for a path or an object that holds states.
+    """
     if is_module(state):
         return backend_of(state, StateBackend).module_entries(state)
     if isinstance(state, str | os.PathLike):
@@ -336,7 +341,7 @@ def shapes_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
 
 
 def join(names: list[str]) -> str:
-    """Join names for a message, cut after `SHOWN`."""
+    """Return names as text for a message; names after the first `LISTED` are only counted."""
     listed = ", ".join(shorten(name, LONGEST) for name in names[:LISTED])
     more = len(names) - LISTED
     return f"{listed} and {more:,} more" if more > 0 else listed
@@ -348,9 +353,9 @@ def differences_of(
     shapes: list[tuple[str, Any, Any]],
     dtypes: list[tuple[str, Any, Any]],
 ) -> list[Difference]:
-    """Return the core's results as one list of `Difference`s.
+    """Return the core's results as one list of `Difference`.
 
-    `shapes`, `dtypes`: (name, in the source, in the target).
+    `missing`, `unexpected`: names. `shapes`, `dtypes`: (name, in the source, in the target).
     """
     return [
         *(Difference("missing", name) for name in missing),
@@ -366,7 +371,7 @@ def rename_hint(
     source_only: list[str],
     target_only: list[str],
 ) -> tuple[dict[str, str], str]:
-    """Return rename rules that would turn source names into target names, and a line for the user.
+    """Return rename rules that make more names of `source` match `target`, and a line for the user.
 
     `source_only`, `target_only`: names without a counterpart. Without a guess: {} and "".
     """
@@ -387,7 +392,10 @@ def rename_hint(
 
 
 def _is_refused(target: dict[str, Any], source: dict[str, Any]) -> bool:
-    """Return whether `load_into` refuses the tensors that both states have."""
+    """Return whether `load_into` refuses the tensors that `source` and `target` have.
+
+    Nothing is copied.
+    """
     try:
         return isinstance(_core.state_load(target, source, False, False, True), tuple)
     except MemoryError:

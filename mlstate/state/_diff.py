@@ -96,7 +96,10 @@ class StateDiff(NamedTuple):
         return ", ".join(f"{count:,} {label}" for count, label in parts if count)
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Return the table rows: shape and dtype mismatches, then the largest changes first."""
+        """Return the rows of the table: shape and dtype mismatches, then the largest changes.
+
+        Names that only one state has come last.
+        """
         rows: list[tuple[str, ...]] = []
         for label, pairs in (("shape", self.shapes), ("dtype", self.dtypes)):
             rows += [(name, label, "", "", f"{a} -> {b}") for name, a, b in pairs]

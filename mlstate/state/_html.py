@@ -39,7 +39,7 @@ _STYLE = """
 
 
 def _title(state: StateDict) -> str:
-    """Return one line: class, tensors, bytes, and additions of the class."""
+    """Return one line: class, number of tensors, bytes, and attributes of the class."""
     try:
         size = bytes_text(state.nbytes)
     except UNREADABLE:
@@ -60,10 +60,13 @@ def _facts(array: Array) -> tuple[str, str]:
 
 
 def state_repr(state: StateDict) -> str:
-    """Return the text of a state: first and last tensors, and the number between them."""
+    """Return the text of a state: its first and last tensors, and the number between them.
+
+    Names are sorted by the numbers in them.
+    """
     copied = dict.copy(state)  # in one step: other threads may change the state
     items = sorted(copied.items(), key=lambda item: number_order(str(item[0])))
-    cut = len(items) > FIRST + LAST + 1
+    cut = len(items) > FIRST + LAST + 1  # a line that counts one tensor would save nothing
     first, last = (items[:FIRST], items[-LAST:]) if cut else (items, [])
     rows = [(shorten(str(name), 60), *_facts(array)) for name, array in first + last]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -74,7 +77,7 @@ def state_repr(state: StateDict) -> str:
 
 
 def _line(row: Row) -> str:
-    """Return the HTML of a row of the tree: name, dtype, shape, size."""
+    """Return the HTML of a row of the tree: name, dtype and shape, or the totals of a layer."""
     leaves = row.leaves
     sums = f"{count_text(len(leaves), 'tensor')}, {bytes_text(sum(leaf.nbytes for leaf in leaves))}"
     if len(row.nodes) > 1:
@@ -93,14 +96,20 @@ def _line(row: Row) -> str:
 
 
 def _rows(root: Node, most: int) -> list[Row]:
-    """Choose the rows: few children per node if that fills the page, else many."""
+    """Return the rows of the tree, at most `most`.
+
+    Few children of each node are shown if that fills a third of the page, else many.
+    """
     few, many = CHILDREN
     rows = preview(root, most, few)
     return rows if len(rows) > most // 3 else preview(root, most, many)
 
 
 def _kind(node: Node) -> Kind:
-    """Return names, dtypes and shapes at and below a node; equal layers have equal kinds."""
+    """Return dtypes and shapes at and below a node, and the names below it.
+
+    Layers that differ only in their own names have equal kinds.
+    """
     tensor = node.own
     facts = f"{escape(tensor.dtype)} {tensor.shape}" if tensor else ""
     return facts, tuple((child.segment, _kind(child)) for child in node.children)
@@ -117,7 +126,11 @@ class _Opener:
         self.room = room  # bytes left
 
     def rows(self, children: tuple[tuple[str, Kind], ...]) -> str:
-        """Return the rows of a node's children that still fit; equal neighbours share one."""
+        """Return the HTML rows of a node's children that still fit.
+
+        `children`: name and kind of each. Equal neighbours share a row; the last row counts the
+        rest.
+        """
         runs: list[tuple[list[str], Kind]] = []
         for name, kind in children:
             if runs and runs[-1][1] == kind:
@@ -136,8 +149,12 @@ class _Opener:
         return "".join(parts)
 
     def _run(self, names: list[str], kind: Kind) -> str:
-        """Return the row of neighbours of one kind, or "" if the byte limit is reached."""
+        """Return the HTML row of neighbours of one kind, and the rows below; "" if it does not fit.
+
+        `names`: of the neighbours.
+        """
         ends = [names[0]] if len(names) == 1 else [names[0], names[-1]]
+        # A layer of one tensor is shown as this tensor, with the rest of its name.
         while not kind[0] and len(kind[1]) == 1 and _tensors(kind) == 1:
             [(name, kind)] = kind[1]
             ends = [f"{end}.{name}" for end in ends]
@@ -156,7 +173,10 @@ class _Opener:
 
 
 def _tree(rows: list[Row], opener: _Opener | None) -> str:
-    """Return the HTML of rows in pre-order, nested; `opener` writes the hidden ones, if given."""
+    """Return the nested HTML of `rows`, which are in pre-order.
+
+    `opener`: writes the rows that the page hides; None: these cannot be opened.
+    """
     parts: list[str] = []
     depth = 1  # of the next row; one <details> is open for each level above
     top = sum(row.depth == 1 for row in rows)
@@ -177,7 +197,10 @@ def _tree(rows: list[Row], opener: _Opener | None) -> str:
 
 
 def state_html(state: StateDict) -> str:
-    """Return the tree of names as HTML, limited to one page for a state of any size."""
+    """Return the tree of names as HTML, of at most `MOST_BYTES`, for a state of any size.
+
+    Hidden rows can be unfolded as far as space is left.
+    """
     title = f"<div class=mlstate><style>{_STYLE}</style><p>{escape(_title(state))}</p>"
     try:
         leaves = [Leaf(*facts) for facts in _core.state_facts(state)]
@@ -194,6 +217,7 @@ def state_html(state: StateDict) -> str:
             break
         most //= 2  # the page is too long, e.g. names whose characters are all escaped
     closed = [row for row in rows if not row.below and len(row.leaves) > 1]
+    # 60 bytes: the tags that make a hidden row foldable.
     room = MOST_BYTES - size - 60 * len(closed)
     can_unfold = len(leaves) <= MOST_TENSORS and all(
         leaf.name.count(".") < MOST_PARTS for leaf in leaves

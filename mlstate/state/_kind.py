@@ -26,7 +26,10 @@ _ATTRIBUTES: dict[str, tuple[type[StateDict], tuple[str, ...]]] = {
 
 
 def describe(state: object) -> str | None:
-    """Return the JSON text of a state's class and attributes; None if it has no attributes."""
+    """Return the JSON text of a state's kind and attributes; None if its class has none.
+
+    Raises TypeError if a parameter group has a value that JSON cannot hold.
+    """
     for kind, (cls, names) in _ATTRIBUTES.items():
         if isinstance(state, cls):
             import json
@@ -44,7 +47,10 @@ def describe(state: object) -> str | None:
 
 
 def kind_of(state: Any) -> dict[str, Any] | None:
-    """Return a state's kind and the attributes of its class, in the form of a manifest."""
+    """Return a state's kind and the attributes of its class, in the form of a manifest.
+
+    None for None. Raises TypeError or ValueError for a parameter group that a manifest cannot hold.
+    """
     if state is None:
         return None
     import json
@@ -58,12 +64,18 @@ def kind_of(state: Any) -> dict[str, Any] | None:
 
 
 def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict:
-    """Make the state dict that `describe` described; errors carry `path`."""
+    """Return the state dict that `describe` described as `text` (None: a plain one).
+
+    `arrays`: its entries by name. `path`: for the FormatError if the text is malformed.
+    """
     return restore_kind(arrays, kind_of_text(text, path), path)
 
 
 def kind_of_text(text: str | None, path: object) -> Any:
-    """Return the parsed text of `describe`, a plain state for None; `path`: for errors."""
+    """Return the description in the text of `describe`; None as `text` means a plain state.
+
+    `path`: for the FormatError if the text is not JSON.
+    """
     if text is None:
         return {"kind": "state"}
     import json
@@ -75,7 +87,11 @@ def kind_of_text(text: str | None, path: object) -> Any:
 
 
 def restore_kind(arrays: dict[str, object], description: Any, path: object) -> StateDict:
-    """Make the state dict of a described kind; ``{"kind": "state"}`` is a plain `StateDict`."""
+    """Return the state dict of a described kind, with these entries.
+
+    `description`: ``{"kind": "state"}`` is a plain `StateDict`; other kinds have their attributes
+    too. `path`: for the FormatError if it is malformed.
+    """
     try:
         attributes = dict(description)
         kind = attributes.pop("kind")
@@ -97,6 +113,7 @@ def restore_kind(arrays: dict[str, object], description: Any, path: object) -> S
 
 
 def _format_error(reason: Exception, path: object) -> FormatError:
+    """Return the FormatError, with `path`, for a description that is malformed."""
     error = FormatError(f"metadata {KEY!r} does not describe a state: {reason}")
     error.path = path
     return error

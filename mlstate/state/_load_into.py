@@ -38,7 +38,9 @@ def _refusal(
 ) -> CompatibilityError:
     """Return an error that lists all mismatches, in torch's words.
 
-    `missing`, `unexpected`: names. `shapes`, `dtypes`: (name, in the source, in the target).
+    `missing`, `unexpected`: names that only the target, or only the source has. `shapes`, `dtypes`:
+    (name, in the source, in the target). `strict`, `cast`: mismatches that these allow are left
+    out.
     """
     lines = []
     if strict and missing:
@@ -149,9 +151,9 @@ def load_into(
 
 
 def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: bool) -> None:
-    """Fill the tensors of a torch module from `source`.
+    """Fill the tensors of a torch module from `source`; all of them, or none after an error.
 
-    Submodules with own load methods or hooks load themselves.
+    Submodules with own load methods or hooks load themselves. `strict`, `cast`: as for `load_into`.
     """
     backend = backend_of(module, StateBackend)
     filling, memory, own_load = backend.module_target(module, source, strict=strict)
@@ -169,6 +171,7 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
         except BaseException:
             own_load.undo()
             raise
+    # Everything was checked by the dry run above, so this cannot fail.
     _core.state_load(filling.arrays, arrays, strict, cast, False)
     filling.done()
 
@@ -180,7 +183,10 @@ def check_rules(rules: object) -> None:
 
 
 def unused_rules(state: Mapping[str, object], rules: list[str]) -> ValueError:
-    """Return an error that lists the rules without a match and a name they may be meant for."""
+    """Return the ValueError for the rules that match no name of `state`.
+
+    `rules`: their prefixes. It suggests a name that they may be meant for.
+    """
     old = rules[0].removeprefix("*")
     near = next((name for name in state if old and old in name), None) or next(iter(state), None)
     hint = "there are no names" if near is None else f"one name is {shorten(near, LONGEST)!r}"

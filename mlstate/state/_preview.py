@@ -28,6 +28,10 @@ class Node:
     __slots__ = ("_children", "end", "leaves", "segment")
 
     def __init__(self, segment: str, end: int, leaves: list[Leaf]) -> None:
+        """Create a node for `segment`, the piece of a name between two dots.
+
+        `end`: index of the segment's end in the names of the leaves; -1 for the root.
+        """
         self.segment = segment
         self.end = end  # of the segment in the names of the leaves; -1 for the root
         self.leaves = leaves
@@ -109,7 +113,10 @@ def preview(root: Node, max_rows: int, max_children: int) -> list[Row]:
 
 
 def _groups(nodes: list[Node], limit: int) -> list[list[Node]]:
-    """Return siblings in at most `limit` groups: single ones, and in one group those to count."""
+    """Return siblings in at most `limit` groups: single ones, and in one group those to count.
+
+    The counted group comes before the last sibling, which is shown if `limit` is 3 or more.
+    """
     if len(nodes) <= limit:
         return [[node] for node in nodes]
     last = 1 if limit >= 3 else 0

@@ -68,7 +68,8 @@ def guess_rules(unexpected: list[str], missing: list[str]) -> Rules:
 def _prefix_guesses(unexpected: list[str], missing: list[str]) -> list[Rules]:
     """Return the most frequent guesses of a rename that adds or removes one prefix.
 
-    `unexpected`, `missing`: names of source and target without a counterpart.
+    `unexpected`, `missing`: names that only the source, or only the target has. The guess with most
+    votes comes first; at most `TRIES` are returned.
     """
     is_shorter = len(unexpected) <= len(missing)
     names, others = (unexpected, missing) if is_shorter else (missing, unexpected)
@@ -88,9 +89,10 @@ def _prefix_guesses(unexpected: list[str], missing: list[str]) -> list[Rules]:
 
 
 def _prefixes(sample: str, others: list[str], positions: dict[str, int]) -> list[tuple[str, bool]]:
-    """Return the prefixes that distinguish a name from others, in the order of the others.
+    """Return the prefixes by which `sample` differs from one of `others`, in their order.
 
-    The bool tells whether the sample has the prefix, not the other name.
+    `positions`: index of each name in `others`. The bool tells whether the sample has the prefix
+    (True) or the other name.
     """
     if not sample:
         return []
@@ -107,9 +109,10 @@ def _prefixes(sample: str, others: list[str], positions: dict[str, int]) -> list
 
 
 def _count_matches(unexpected: list[str], missing: list[str], rules: Rules) -> int:
-    """Return how many unexpected names one rule, or none, turns into missing ones.
+    """Return how many unexpected names a rule, or none, turns into missing ones.
 
-    Return 0 if the rule would make two names equal or one empty.
+    `rules`: empty, or one rule that adds or removes a prefix. Returns 0 if the rule would make two
+    names equal or one empty.
     """
     if not rules:
         return len(set(unexpected).intersection(missing))

@@ -28,7 +28,7 @@ Self = TypeVar("Self", bound="StateDict")
 
 
 def as_count(name: str, value: Any) -> int:
-    """Return a count attribute as a non-negative int; the error names the attribute."""
+    """Return the attribute `name` as an int of at least 0; raise TypeError or ValueError."""
     try:
         count = int(index(value))  # int(): index() returns a bool unchanged
     except TypeError:
@@ -39,7 +39,10 @@ def as_count(name: str, value: Any) -> int:
 
 
 def _set_state(target: object, state: Any) -> None:
-    """Restore a copied object's attributes from the state of `__reduce_ex__`, as `copy` does."""
+    """Restore the attributes of `target` from `state`, as `copy` does.
+
+    `state`: the third item of `__reduce_ex__`, such as a dict, or a dict and a dict of slots.
+    """
     if hasattr(target, "__setstate__"):
         target.__setstate__(state)
         return
@@ -53,7 +56,7 @@ def _set_state(target: object, state: Any) -> None:
 
 
 def _converted_part(value: Any, dtype: str) -> Any:
-    """Return `converted_value`, of the array of a `Shard` too."""
+    """Return an array or tensor as `converted_value` does; of a `Shard`, one with such an array."""
     if not hasattr(value, "_with_array"):
         return converted_value(value, dtype)
     array = converted_value(value.array, dtype)
@@ -485,6 +488,7 @@ class StateDict(_core.StateDict):
         return backend_named("torch", TensorBackend).tensors_of(self, copy=copy)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to pickle the state; `protocol` 0 and 1 are treated as 2."""
         # Protocols 0 and 1 would restore the entries unchecked. torch.save uses protocol 2:
         # it stores tensors well, and torch.load reads them back with weights_only.
         if protocol == 2 and sys.modules.get("torch") is not None:
@@ -492,7 +496,10 @@ class StateDict(_core.StateDict):
         return super().__reduce_ex__(max(index(protocol), 2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy arrays and attributes; arrays that are one object stay one."""
+        """Copy arrays and attributes; an array that has several names is copied once.
+
+        `memo`: copies by the ids of their originals, as `copy.deepcopy` passes it.
+        """
         # Same result as copy.deepcopy through __reduce_ex__, with less work for each array.
         reduced = self.__reduce_ex__(4)
         if isinstance(reduced, str):

@@ -39,7 +39,8 @@ def _numbers(value: Any) -> NDArray:
 def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:
     """Return the fields of a `TensorChange` after its name; None if the tensors are close.
 
-    Elements are close if ``|a - b| <= atol + rtol * max(|a|, |b|)``, or both are NaN, or equal.
+    `a`, `b`: arrays or tensors of the same number of elements. Elements are close if ``|a - b| <=
+    atol + rtol * max(|a|, |b|)``, or both are NaN, or equal.
     """
     first, second = _numbers(a), _numbers(b)
     wide = np.complex128 if "c" in (first.dtype.kind, second.dtype.kind) else np.float64

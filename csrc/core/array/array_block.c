@@ -6,8 +6,8 @@ size_t mls_block_lines(size_t bytes)
     return (bytes + MLS_BLOCK_LINE - 1) / MLS_BLOCK_LINE * MLS_BLOCK_LINE;
 }
 
-/* Add up whole lines until the block is full. Starts with one extra line, since the
- * memory may not start at a line boundary. */
+/* Plan one block. Add up whole lines until the block is full. Starts with one extra line,
+ * since the memory may not start at a line boundary. */
 size_t mls_block_plan(mls_block_bytes_of *bytes_of, const void *context, size_t from,
                       size_t count, size_t *until)
 {

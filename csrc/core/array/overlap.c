@@ -144,9 +144,10 @@ static int64_t step_of(const mls_tensor *t, int axis)
     return stride < 0 ? -stride : stride;
 }
 
-/* Search for elements of `a` and `b` whose addresses are closer than an item. A negative
- * stride has the elements of a positive one from the lowest address on. The factors of
- * `b` are counted from its highest address, so that all terms are positive. */
+/* Return whether two views share a byte. Search for elements of `a` and `b` whose
+ * addresses are closer than an item. A negative stride has the elements of a positive one
+ * from the lowest address on. The factors of `b` are counted from its highest address, so
+ * that all terms are positive. */
 bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
 {
     uintptr_t low_a, high_a, low_b, high_b;
@@ -202,10 +203,10 @@ static bool is_nested(const mls_tensor *t, const int *axes, int count)
     return true;
 }
 
-/* Search for two elements that share a byte, by the outermost axis (`first`) along which
- * their indices differ. The second element has the higher index there. Along the later
- * axes their indices may differ in both directions, so factors go from 0 to twice the
- * largest difference. */
+/* Return whether two elements of a view share a byte. Search for them by the outermost
+ * axis (`first`) along which their indices differ. The second element has the higher
+ * index there. Along the later axes their indices may differ in both directions, so
+ * factors go from 0 to twice the largest difference. */
 bool mls_tensor_overlaps_itself(const mls_tensor *t)
 {
     uintptr_t low, high;

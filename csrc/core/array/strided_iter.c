@@ -53,8 +53,8 @@ static void merge_axes(mls_strided_iter *w)
     w->rank = axis_count + 1;
 }
 
-/* Sort and merge the axes. The innermost axis becomes the run; mls_strided_iter_next
- * counts the others. */
+/* Start an iteration at the first run; false: the views are empty. Sort and merge the
+ * axes. The innermost axis becomes the run; mls_strided_iter_next counts the others. */
 bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b)
 {
     w->rank = 0;
@@ -82,7 +82,8 @@ bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_t
 
 /* ---- stepping ---- */
 
-/* Split the run's number into one index for each axis, the last axis fastest. */
+/* Move to a run by its number. Split the run's number into one index for each axis, the
+ * last axis fastest. */
 void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
 {
     ptrdiff_t a_at = 0, b_at = 0;
@@ -110,7 +111,8 @@ static inline __attribute__((always_inline)) void gather_items(unsigned char *pa
     }
 }
 
-/* Choose a loop for the item size; the default is 8 bytes. */
+/* Copy items that are `stride` bytes apart to adjacent memory. Choose a loop for the item
+ * size; the default is 8 bytes. */
 void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
                 size_t item, size_t count)
 {

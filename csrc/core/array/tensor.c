@@ -12,8 +12,8 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* Compute strides from the last axis outwards. Sizes must fit a ptrdiff_t, since strides
- * are signed and pointers are subtracted. */
+/* Make a C-contiguous view of `data`. Compute strides from the last axis outwards. Sizes
+ * must fit a ptrdiff_t, since strides are signed and pointers are subtracted. */
 mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
                          const size_t *shape, mls_status *st)
 {
@@ -45,8 +45,8 @@ size_t mls_tensor_item_bytes(const mls_tensor *t)
     return mls_dtype_of(t->dtype)->item_bytes;
 }
 
-/* Read all axes before an overflow is reported, since a later empty axis makes the
- * product 0. */
+/* Set `*out` to the number of elements; false: overflow. Read all axes before an overflow
+ * is reported, since a later empty axis makes the product 0. */
 bool mls_tensor_count(const mls_tensor *t, size_t *out)
 {
     size_t count = 1;
@@ -72,8 +72,9 @@ bool mls_tensor_bytes(const mls_tensor *t, size_t *out)
            mls_size_mul(count, mls_tensor_item_bytes(t), out);
 }
 
-/* Compare each stride with the bytes of all inner axes. The strides of axes of length 1
- * are never used, so they do not count. */
+/* Return whether the elements are packed in C order. Compare each stride with the bytes
+ * of all inner axes. The strides of axes of length 1 are never used, so they do not
+ * count. */
 bool mls_tensor_is_contiguous(const mls_tensor *t)
 {
     ptrdiff_t expected = (ptrdiff_t)mls_tensor_item_bytes(t);
@@ -88,9 +89,9 @@ bool mls_tensor_is_contiguous(const mls_tensor *t)
     return packed;
 }
 
-/* Move the address and set the length. An empty slice may start at the very end: its
- * address is never read. An empty view may have a null pointer, to which nothing may be
- * added. */
+/* Return the view of some indices of one axis. Move the address and set the length. An
+ * empty slice may start at the very end: its address is never read. An empty view may
+ * have a null pointer, to which nothing may be added. */
 mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t length)
 {
     mls_tensor part = *t;
@@ -112,8 +113,9 @@ static bool is_empty(const mls_tensor *t)
     return false;
 }
 
-/* Compute the lowest and the highest address of an element: positive strides lead forth
- * from `data`, negative ones back. Returns false if one overflows. */
+/* Return whether every element has a valid address. Compute the lowest and the highest
+ * address of an element: positive strides lead forth from `data`, negative ones back.
+ * Returns false if one overflows. */
 bool mls_tensor_is_addressable(const mls_tensor *t)
 {
     ptrdiff_t forth = 0, back = 0;
@@ -133,8 +135,9 @@ bool mls_tensor_is_addressable(const mls_tensor *t)
            !__builtin_add_overflow((uintptr_t)t->data, back, &last);
 }
 
-/* The sums cannot wrap, because all addresses are inside the owner's memory. The strides
- * of an empty view may be any numbers, so they are not read. */
+/* Set `*low` and `*high` to the range of addresses; false: the view is empty. The sums
+ * cannot wrap, because all addresses are inside the owner's memory. The strides of an
+ * empty view may be any numbers, so they are not read. */
 bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
 {
     *low = (uintptr_t)t->data;
@@ -153,8 +156,8 @@ bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
     return true;
 }
 
-/* Compare addresses and strides, which decide the address of every element if the shapes
- * are equal. */
+/* Return whether two views of equal shapes have the same elements. Compare addresses and
+ * strides, which decide the address of every element if the shapes are equal. */
 bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b)
 {
     bool same = a->data == b->data;
@@ -164,8 +167,9 @@ bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b)
     return same;
 }
 
-/* snprintf returns the length before it is cut off, so `used` may exceed `room`; printing
- * then ends. A single dimension has Python's comma: "(3,)". */
+/* Write a shape as text, such as "(2, 3)". snprintf returns the length before it is cut
+ * off, so `used` may exceed `room`; printing then ends. A single dimension has Python's
+ * comma: "(3,)". */
 char *mls_shape_text(char *text, size_t room, int rank, const size_t *shape)
 {
     size_t used = (size_t)snprintf(text, room, "(");

@@ -29,8 +29,8 @@ static void merge_runs(const mls_address_range *from, size_t half, size_t count,
     }
 }
 
-/* A merge sort that uses existing runs: each pass merges neighbouring pairs of them into
- * the other array, until one run is left. */
+/* Sort ranges by `low`. A merge sort that uses existing runs: each pass merges
+ * neighbouring pairs of them into the other array, until one run is left. */
 mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
                                            mls_address_range *spare, size_t count)
 {
@@ -49,7 +49,8 @@ mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
     return spans;
 }
 
-/* Packed arrays overlap only if they are tied, so the inner loop mostly ends at once. */
+/* Find owners of the same memory; false: a mixed pair was found. Packed arrays overlap
+ * only if they are tied, so the inner loop mostly ends at once. */
 bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
                              mls_sharing (*compare)(const void *data, size_t a, size_t b),
                              const void *data, bool *tied, size_t *pair)

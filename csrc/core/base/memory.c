@@ -14,7 +14,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* A block of one byte represents an empty one, so that NULL always means failure. */
+/* Allocate a zeroed block. A block of one byte represents an empty one, so that NULL
+ * always means failure. */
 void *mls_alloc(size_t count, size_t size)
 {
     size_t bytes;
@@ -24,7 +25,8 @@ void *mls_alloc(size_t count, size_t size)
     return calloc(bytes == 0 ? 1 : bytes, 1);
 }
 
-/* Never asks for 0 bytes: realloc may then free the block and return NULL. */
+/* Resize a block. Never asks for 0 bytes: realloc may then free the block and return
+ * NULL. */
 void *mls_realloc(void *block, size_t count, size_t size)
 {
     size_t bytes;
@@ -34,7 +36,7 @@ void *mls_realloc(void *block, size_t count, size_t size)
     return realloc(block, bytes == 0 ? 1 : bytes);
 }
 
-/* `*room` changes only if the block does. */
+/* Double a block of `*room` elements. `*room` changes only if the block does. */
 void *mls_double(void *block, size_t *room, size_t size)
 {
     size_t more = 16;
@@ -89,7 +91,7 @@ static void unmap(void *data, size_t bytes)
     munmap(data, bytes);
 }
 
-/* An empty range still maps one page. */
+/* Map zero pages for `bytes` bytes. An empty range still maps one page. */
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {
     size_t mapped;
@@ -101,7 +103,8 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
     return MLS_OK;
 }
 
-/* Never shrinks: a smaller size fails like one that the system refuses. */
+/* Grow a mapping to `bytes` bytes. Never shrinks: a smaller size fails like one that the
+ * system refuses. */
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     size_t mapped;
@@ -164,7 +167,8 @@ static void advise(void *data, size_t bytes, int advice)
 }
 #endif
 
-/* Does nothing on systems other than Linux. */
+/* Ask for the huge pages that fit wholly inside the range. Does nothing on systems other
+ * than Linux. */
 void mls_advise_inner_huge_pages(void *data, size_t bytes)
 {
 #if defined(__linux__)
@@ -177,7 +181,8 @@ void mls_advise_inner_huge_pages(void *data, size_t bytes)
 #endif
 }
 
-/* Does nothing on systems other than Linux. */
+/* Ask for huge pages, or for none, in the range. Does nothing on systems other than
+ * Linux. */
 void mls_advise_pages(void *data, size_t bytes, bool huge)
 {
 #if defined(__linux__)
@@ -187,7 +192,8 @@ void mls_advise_pages(void *data, size_t bytes, bool huge)
 #endif
 }
 
-/* Systems without this request clear each page when it is first accessed. */
+/* Ask for the memory of the pages in the range at once. Systems without this request
+ * clear each page when it is first accessed. */
 void mls_populate_pages(void *data, size_t bytes)
 {
 #if defined(MADV_POPULATE_WRITE) /* Linux 5.14 */

@@ -59,8 +59,8 @@ static void set_failure(mls_status *st, mls_code code, const char *format, va_li
     print_into(st->text, sizeof st->text, format, args);
 }
 
-/* The status is cleared before the text is formatted, so no argument may point into
- * it. */
+/* Fill a status with a code and a text, and return the code. The status is cleared before
+ * the text is formatted, so no argument may point into it. */
 mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
 {
     va_list args;
@@ -94,7 +94,8 @@ static const char *error_text(int os_error, char *buffer, size_t room)
         char *: choose_gnu_text)(strerror_r(os_error, buffer, room), buffer);
 }
 
-/* The message comes first, and the reason is appended as far as there is room. */
+/* Fill a status with MLS_E_IO, a text and the system's reason. The message comes first,
+ * and the reason is appended as far as there is room. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
 {
     va_list args;
@@ -110,7 +111,8 @@ mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
     return MLS_E_IO;
 }
 
-/* The offset is set after set_failure, which clears it. */
+/* Fill a status with MLS_E_FORMAT, a text and an offset. The offset is set after
+ * set_failure, which clears it. */
 mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
 {
     va_list args;
@@ -122,7 +124,8 @@ mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
     return MLS_E_FORMAT;
 }
 
-/* Names from files may hold a NUL; the characters after it are not shown. */
+/* Add the name of a tensor or state, of `length` bytes, to a filled status. Names from
+ * files may hold a NUL; the characters after it are not shown. */
 mls_code mls_status_name(mls_status *st, const char *name, size_t length)
 {
     const size_t stored_length =

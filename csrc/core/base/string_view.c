@@ -6,8 +6,9 @@
 
 #include <string.h>
 
-/* Follow the Unicode standard's table of well-formed sequences: the lead byte determines
- * the length, and four lead bytes restrict the range of the second byte. */
+/* Return the length of the first character, 0 if it is invalid. Follow the Unicode
+ * standard's table of well-formed sequences: the lead byte determines the length, and
+ * four lead bytes restrict the range of the second byte. */
 size_t mls_utf8_length(const unsigned char *bytes, size_t room)
 {
     if (room == 0) {
@@ -48,7 +49,8 @@ bool mls_utf8_valid(const char *text, size_t length)
     return true;
 }
 
-/* The reverse of mls_utf8_length. The caller has checked the code point. */
+/* Write a code point as UTF-8. The reverse of mls_utf8_length. The caller has checked the
+ * code point. */
 size_t mls_utf8_put(char *out, unsigned long code)
 {
     if (code < 0x80) {
@@ -73,8 +75,8 @@ size_t mls_utf8_put(char *out, unsigned long code)
     return 4;
 }
 
-/* Compare byte by byte: the expected keys and words are short, and most others differ in
- * the first byte. */
+/* Return whether a text equals a C string. Compare byte by byte: the expected keys and
+ * words are short, and most others differ in the first byte. */
 bool mls_str_is(mls_str text, const char *expected)
 {
     size_t same = 0;
@@ -117,7 +119,8 @@ size_t mls_str_count(mls_str text, char character)
     return count;
 }
 
-/* Each number has one spelling, so equal lists are equal strings. */
+/* Read the next number of a list; false: the text is not such a list. Each number has one
+ * spelling, so equal lists are equal strings. */
 bool mls_str_next_number(const char **at, const char *end, uint64_t *out)
 {
     const char *p = *at;
@@ -165,7 +168,8 @@ static uint64_t tail_word(const char *data, size_t length)
            ((unsigned)bytes[length - 1] << 16);
 }
 
-/* Read eight bytes at a time. Byte order does not matter: no hash leaves the process. */
+/* Return a hash of a text. Read eight bytes at a time. Byte order does not matter: no
+ * hash leaves the process. */
 uint64_t mls_str_hash(uint64_t seed, mls_str text)
 {
     uint64_t hash = mix_word(seed, text.length);

@@ -9,6 +9,8 @@ enum {
     CHECKED = 256 /* units that are checked together */
 };
 
+/* Return the kernels for an instruction set. The AVX-512 kernels need VBMI2 too, which
+ * not every processor with AVX-512 has. */
 const mls_delta_kernels *mls_delta_kernels_of(mls_cpu cpu)
 {
 #if defined(__x86_64__)
@@ -28,6 +30,7 @@ void mls_delta_fini(mls_delta *delta)
 
 /* ---- checks ---- */
 
+/* Check widths and sizes of the streams, without the content of `gaps`. MLS_E_FORMAT. */
 static mls_code check_sizes(const mls_delta *delta, mls_status *st)
 {
     const size_t item = delta->item_bytes;
@@ -58,8 +61,9 @@ static mls_code check_sizes(const mls_delta *delta, mls_status *st)
     return MLS_OK;
 }
 
-/* Adds CHECKED units of one byte: unchanged elements, and those that are escapes. A loop
- * of constant length, which compilers vectorize. */
+/* Set `*unchanged` to the sum of CHECKED units of one byte, which is the number of
+ * unchanged elements, and `*escapes` to the number of those that are escapes. A loop of
+ * constant length, which compilers vectorize. */
 static void add_units(const unsigned char *gaps, size_t *unchanged, size_t *escapes)
 {
     uint32_t sum = 0, escaped = 0;
@@ -71,8 +75,9 @@ static void add_units(const unsigned char *gaps, size_t *unchanged, size_t *esca
     *escapes = escaped;
 }
 
-/* Returns the units at the start of a stream that stay within the array, CHECKED at a
- * time, and adds them to `next` and `changed`. */
+/* Return the number of bytes at the start of `gaps` whose units stay within the array,
+ * and add their elements to `*next` and the changed ones to `*changed`. Examines CHECKED
+ * units of 1 byte at a time; wider gaps are left to the caller. */
 static size_t skip_valid_units(const mls_delta *delta, size_t *next, size_t *changed)
 {
     size_t at = 0, unchanged, escapes;
@@ -89,7 +94,9 @@ static size_t skip_valid_units(const mls_delta *delta, size_t *next, size_t *cha
     return at;
 }
 
-/* Sums cannot overflow: the loop ends at the first number out of range. */
+/* Check sizes and gaps of a delta. Units that skip_valid_units did not accept are
+ * examined one by one, to find the offset of a wrong one. Sums cannot overflow: the loop
+ * ends at the first number out of range. */
 mls_code mls_delta_check(const mls_delta *delta, mls_status *st)
 {
     size_t next = 0, changed = 0;
@@ -121,6 +128,8 @@ mls_code mls_delta_check(const mls_delta *delta, mls_status *st)
     return MLS_OK;
 }
 
+/* Check that a delta belongs to an array. The dtype of the delta is not known here:
+ * elements are compared by their size. */
 mls_code mls_delta_check_target(const mls_delta *delta, const mls_tensor *target,
                                 mls_status *st)
 {
@@ -143,8 +152,9 @@ mls_code mls_delta_check_target(const mls_delta *delta, const mls_tensor *target
 
 /* ---- writing ---- */
 
-/* Grows a stream to at least `bytes`, and by half at least, so that n appends copy O(n)
- * bytes. */
+/* Grow a stream, which has `*room` bytes, to at least `bytes`, and by half at least, so
+ * that n appends copy O(n) bytes. Returns false if memory runs out; nothing changes
+ * then. */
 static bool grow_stream(unsigned char **stream, size_t *room, size_t bytes)
 {
     if (bytes <= *room) {
@@ -160,6 +170,8 @@ static bool grow_stream(unsigned char **stream, size_t *room, size_t bytes)
     return true;
 }
 
+/* Make room for the elements of a block. Reserves for the worst case: an escape for each
+ * full gap up to `end`. */
 bool mls_delta_reserve(mls_delta_writer *writer, size_t changed, size_t end)
 {
     mls_delta *d = &writer->delta;
@@ -174,7 +186,8 @@ bool mls_delta_reserve(mls_delta_writer *writer, size_t changed, size_t end)
            grow_stream(&d->values, &writer->values_room, values);
 }
 
-/* Returns the bytes of the gaps with the width of 2 bytes. */
+/* Return the number of bytes that the gaps of a delta with 1-byte gaps would have with a
+ * width of 2 bytes. */
 static size_t wide_bytes(const mls_delta *delta)
 {
     mls_delta_reader reader = mls_delta_read(delta);
@@ -186,7 +199,7 @@ static size_t wide_bytes(const mls_delta *delta)
     return units * 2;
 }
 
-/* Replaces gaps of 1 byte by gaps of 2 bytes, which take `bytes` (from `wide_bytes`):
+/* Replace gaps of 1 byte by gaps of 2 bytes, which have `bytes` bytes (from wide_bytes):
  * fewer, because escapes are many. Returns false if memory runs out; nothing changes
  * then. */
 static bool widen_gaps(mls_delta *delta, size_t bytes)
@@ -208,8 +221,9 @@ static bool widen_gaps(mls_delta *delta, size_t bytes)
     return true;
 }
 
-/* Gives unused memory back. A stream without bytes keeps one, so that it has an address.
- * Returns false if memory runs out. */
+/* Give unused memory of a stream of `bytes` bytes back. An empty stream keeps one byte,
+ * so that it has an address. Returns false if memory runs out; the stream is then
+ * unchanged. */
 static bool fit_stream(unsigned char **stream, size_t bytes)
 {
     unsigned char *fitted = mls_realloc(*stream, mls_size_most(bytes, 1), 1);
@@ -217,6 +231,8 @@ static bool fit_stream(unsigned char **stream, size_t bytes)
     return fitted != NULL;
 }
 
+/* Choose the width of the gaps, and give the delta to the caller. Count the bytes of wide
+ * gaps only if these can be fewer. */
 mls_code mls_delta_finish(mls_delta_writer *writer, bool complete, mls_delta *out,
                           mls_status *st)
 {

@@ -35,59 +35,60 @@ typedef struct mls_delta {
     size_t gaps_bytes, values_bytes;
 } mls_delta;
 
-/* Frees both streams of a delta that a function of this header returned; accepts a zeroed
+/* Free both streams of a delta that a function of this header returned. Accepts a zeroed
  * struct, and zeroes it. */
 void mls_delta_fini(mls_delta *delta);
 
 /* The kernels for one instruction set; constant and complete. */
 typedef struct mls_delta_kernels mls_delta_kernels;
+/* Return the fastest kernels for `cpu`; mls_cpu_offers(cpu) must be true. */
 const mls_delta_kernels *mls_delta_kernels_of(mls_cpu cpu);
 
-/* Compares `base` with `changed`, any strides, and returns the changed elements. The
- * width of the gaps is the one with fewer bytes; 1 if both have equally many. If `crc` is
- * not NULL it receives the CRC32C of the elements of `changed`. On failure `*out` and
- * `*crc` are untouched.
+/* Compare the arrays `base` and `changed`, of any strides, and set `*out` to the elements
+ * of `changed` that differ. The width of the gaps is the one with fewer bytes; 1 if both
+ * have equally many. If `crc` is not NULL, it receives the CRC32C of all elements of
+ * `changed`. On failure `*out` and `*crc` are untouched.
  * MLS_E_SHAPE, MLS_E_DTYPE: the arrays differ in it, or an array is byte-swapped.
  * MLS_E_MEMORY. */
 mls_code mls_delta_encode(const mls_delta_kernels *kernels, const mls_crc_kernels *crc32c,
                           const mls_tensor *base, const mls_tensor *changed,
                           mls_delta *out, uint32_t *crc, mls_status *st);
 
-/* Checks everything that the other functions rely on: widths and sizes of the streams,
+/* Check everything that the other functions rely on: widths and sizes of the streams,
  * numbers below `elements`, a gap for each value.
  * MLS_E_FORMAT: the offset of the status is a byte of `gaps`, if one is at fault. */
 mls_code mls_delta_check(const mls_delta *delta, mls_status *st);
 
-/* Checks that a delta belongs to an array of this length and element size, which is not
- * byte-swapped. MLS_E_SHAPE, MLS_E_DTYPE. */
+/* Check that a delta belongs to an array of the length and element size of `target`,
+ * which is not byte-swapped. MLS_E_SHAPE, MLS_E_DTYPE. */
 mls_code mls_delta_check_target(const mls_delta *delta, const mls_tensor *target,
                                 mls_status *st);
 
-/* Writes the values of a delta that passed both checks. If `undo` is not NULL, it
- * receives the overwritten elements, `values_bytes` bytes; it may be `delta->values`,
- * which are then exchanged. If `crc` is not NULL it receives the CRC32C of all elements
- * of `target` after the change. The streams must not overlap the target. Cannot fail; a
- * stream that another process changes after the check does not make it write outside of
- * the target. */
+/* Write the values of a delta that passed both checks to `target`. If `undo` is not NULL,
+ * it receives the overwritten elements, `values_bytes` bytes; it may be `delta->values`,
+ * which are then exchanged. If `crc` is not NULL, it receives the CRC32C of all elements
+ * of `target` after the change. The streams must not overlap the target. Cannot fail. If
+ * another process changes a stream after the check, nothing outside of the target is
+ * written. */
 void mls_delta_apply(const mls_delta *delta, const mls_crc_kernels *crc32c,
                      const mls_tensor *target, unsigned char *undo, uint32_t *crc);
 
-/* Returns the delta that has the effect of `first`, then `second`: all elements of both,
- * with the values of `second` if both have a value. Both passed mls_delta_check.
- * MLS_E_SHAPE: they belong to arrays of different lengths or element sizes. MLS_E_MEMORY.
- */
+/* Set `*out` to the delta that has the effect of `first`, then `second`: all elements of
+ * both, with the values of `second` if both have a value. Both passed mls_delta_check.
+ * MLS_E_SHAPE: they belong to arrays of different lengths or element sizes.
+ * MLS_E_MEMORY. */
 mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,
                            mls_delta *out, mls_status *st);
 
-/* Returns the part of a delta of the array of part `from` that changes the array of part
- * `to`, numbered in the latter. Both are parts of one tensor; the delta passed
- * mls_delta_check.
+/* Convert a delta of the array of part `from` to a delta `*out` of the array of part
+ * `to`: the changed elements that both parts have, with their numbers in `to`. Both are
+ * parts of one tensor; the delta passed mls_delta_check.
  * MLS_E_SHAPE: `from` does not have the elements of the delta's array. MLS_E_MEMORY. */
 mls_code mls_delta_filter(const mls_delta *delta, const mls_part *from,
                           const mls_part *to, mls_delta *out, mls_status *st);
 
-/* Returns the CRC32C of the bytes that gave `crc`, followed by the elements of an array
- * in C order. */
+/* Return the CRC32C of the bytes whose CRC32C is `crc` (0: none), followed by the
+ * elements of `tensor` in C order. */
 uint32_t mls_tensor_crc(const mls_crc_kernels *crc32c, const mls_tensor *tensor,
                         uint32_t crc);
 

@@ -19,8 +19,9 @@ typedef struct application {
     bool in_order; /* the target's elements are in C order */
 } application;
 
-/* Reads the numbers of at most BATCH elements, those below `end`, and asks the processor
- * for their cache lines, which are too far apart for it to foresee them. */
+/* Read the numbers of at most BATCH elements, all below `end`, into `numbers`, and return
+ * how many. Ask the processor for their cache lines, which are too far apart for it to
+ * foresee them. `size` is the size of an element. */
 static inline size_t read_batch(application *a, size_t end, size_t gap_bytes, size_t size,
                                 size_t *numbers)
 {
@@ -34,7 +35,7 @@ static inline size_t read_batch(application *a, size_t end, size_t gap_bytes, si
             break;
         }
         next = number + (unit != escape);
-        numbers[count] = number;
+        numbers[count] = number; /* stored for an escape too, and then overwritten */
         if (data != NULL) {
             __builtin_prefetch(data + number * size, 1);
         }
@@ -51,8 +52,9 @@ static inline unsigned char *element_of(const application *a, size_t number, siz
                        : mls_element_at(a->target, number);
 }
 
-/* Writes elements and saves the old ones, which may take the place of the new ones.
- * Without an undo log nothing is loaded, so that no store waits for its cache line. */
+/* Write the next `count` values of the delta to the elements `numbers`, and save the old
+ * ones in the undo log, which may be the memory of the values. Without an undo log
+ * nothing is loaded, so that no store waits for its cache line. */
 static inline void write_batch(application *a, const size_t *numbers, size_t count,
                                size_t size)
 {
@@ -74,9 +76,9 @@ static inline void write_batch(application *a, const size_t *numbers, size_t cou
     a->undo += count * size;
 }
 
-/* Writes the elements with numbers below `end`: a batch while the lines of the next one
+/* Write the elements with numbers below `end`: a batch while the lines of the next one
  * are on their way. The values are counted too: a stream that changed after the check
- * must not lead outside of the memory. */
+ * must not lead outside of their memory. */
 static inline void write_until(application *a, size_t end, size_t gap_bytes, size_t size)
 {
     size_t numbers[2][BATCH];
@@ -89,7 +91,8 @@ static inline void write_until(application *a, size_t end, size_t gap_bytes, siz
     }
 }
 
-/* Constant sizes let the compiler move an element with one instruction. */
+/* write_GAP_SIZE: write_until for gaps of GAP bytes and elements of SIZE bytes. Constant
+ * sizes let the compiler move an element with one instruction. */
 #define DEFINE_WRITE(gap, size)                                                          \
     static void write_##gap##_##size(application *a, size_t end)                         \
     {                                                                                    \
@@ -113,6 +116,8 @@ static write_function choose_write(const mls_delta *delta)
     return functions[delta->gap_bytes - 1][__builtin_ctzll(delta->item_bytes)];
 }
 
+/* Write the values of a delta to an array. If a checksum is wanted, an array in C order
+ * is written and then read block by block, while a block is in the cache. */
 void mls_delta_apply(const mls_delta *delta, const mls_crc_kernels *crc32c,
                      const mls_tensor *target, unsigned char *undo, uint32_t *crc)
 {

@@ -9,6 +9,8 @@
 
 #include <string.h>
 
+/* Return the address of an element. Split the number into an index for each axis, the
+ * last axis fastest. */
 unsigned char *mls_element_at(const mls_tensor *array, size_t number)
 {
     unsigned char *at = array->data;
@@ -19,6 +21,8 @@ unsigned char *mls_element_at(const mls_tensor *array, size_t number)
     return at;
 }
 
+/* Return consecutive elements, in the array or copied to `room`. Copy row by row of the
+ * last axis, whose elements have one stride; a 0-d array has one row of one element. */
 const unsigned char *mls_block(const mls_tensor *array, bool in_order, size_t first,
                                size_t count, unsigned char *room)
 {
@@ -42,6 +46,8 @@ const unsigned char *mls_block(const mls_tensor *array, bool in_order, size_t fi
     return room;
 }
 
+/* Continue a CRC32C with the elements of an array. Strided elements are copied to a block
+ * on the stack first. */
 uint32_t mls_tensor_crc(const mls_crc_kernels *crc32c, const mls_tensor *tensor,
                         uint32_t crc)
 {

@@ -7,11 +7,13 @@
 
 #include <stdbool.h>
 
-/* Returns the address of an element; the number must be below the array's length. */
+/* Return the address of element number `number` in C order, which must be below the
+ * array's length. */
 unsigned char *mls_element_at(const mls_tensor *array, size_t number);
 
-/* Returns `count` consecutive elements from number `first` on: in the memory of an array
- * in C order, otherwise gathered in `room`. */
+/* Return the address of `count` consecutive elements of `array`, in C order from number
+ * `first` on: in the array's memory if it is contiguous (`in_order`), else of a copy in
+ * `room`. */
 const unsigned char *mls_block(const mls_tensor *array, bool in_order, size_t first,
                                size_t count, unsigned char *room);
 

@@ -15,8 +15,8 @@ MLS_INLINED __m256i load_register(const unsigned char *bytes)
     return _mm256_loadu_si256((const __m256i *)(const void *)bytes);
 }
 
-/* Returns a register whose items are all ones where the items of both sides are equal.
- * 16-byte items are compared as two halves. */
+/* Return a register whose items of `size` bytes are all ones if the items of `a` and `b`
+ * are equal, else zeros. 16-byte items are compared as two halves. */
 MLS_INLINED __m256i equal_items(__m256i a, __m256i b, size_t size)
 {
     return size == 1   ? _mm256_cmpeq_epi8(a, b)
@@ -25,8 +25,8 @@ MLS_INLINED __m256i equal_items(__m256i a, __m256i b, size_t size)
                        : _mm256_cmpeq_epi64(a, b);
 }
 
-/* Returns a bit for each of STEP bytes: the bit of an item's first byte is set if the
- * item differs; all others are clear. */
+/* Compare STEP bytes of `a` and `b`, and return a bit for each: the bit of an item's
+ * first byte is set if the item differs; all others are clear. */
 MLS_INLINED uint64_t unequal_items(const unsigned char *a, const unsigned char *b,
                                    size_t size)
 {
@@ -42,9 +42,10 @@ MLS_INLINED uint64_t unequal_items(const unsigned char *a, const unsigned char *
                        : (bits | bits >> 8) & 0x0001000100010001U;
 }
 
-/* Stores the number of each item with a set bit, and returns their count. SURE numbers
- * are stored without a test, even if fewer bits are set, so that the number of rounds is
- * rarely mispredicted. */
+/* Store the number of each item with a set bit in `bits` (see unequal_items), and return
+ * their count. `first` is the number of the first of the items of `size` bytes. SURE
+ * numbers are stored without a test, even if fewer bits are set, so that the number of
+ * rounds is rarely mispredicted. */
 MLS_INLINED size_t store_numbers(uint64_t bits, size_t first, size_t size,
                                  uint16_t *numbers)
 {
@@ -60,7 +61,9 @@ MLS_INLINED size_t store_numbers(uint64_t bits, size_t first, size_t size,
     return changed;
 }
 
-/* Two steps share one test. */
+/* The comparison of a kernel (see mls_delta_compare) for items of `size` bytes. Two steps
+ * share one test for differences, since most items are equal. The last bytes are copied,
+ * so that nothing is read behind them. */
 MLS_INLINED size_t compare_items(const unsigned char *a, const unsigned char *b,
                                  size_t count, uint16_t *numbers, size_t size)
 {

@@ -26,6 +26,8 @@ MLS_INLINED __m512i load_register(const unsigned char *bytes)
     return _mm512_loadu_si512(bytes);
 }
 
+/* unequal_SIZE: compare STEP items of SIZE bytes, and return a bit for each, set if it
+ * differs. */
 MLS_INLINED uint32_t unequal_1(const unsigned char *a, const unsigned char *b)
 {
     return _mm256_cmpneq_epi8_mask(_mm256_loadu_si256((const __m256i *)(const void *)a),
@@ -37,6 +39,7 @@ MLS_INLINED uint32_t unequal_2(const unsigned char *a, const unsigned char *b)
     return _mm512_cmpneq_epi16_mask(load_register(a), load_register(b));
 }
 
+/* unequal_SIZE for 4 bytes: a register has 16 items. */
 MLS_INLINED uint32_t unequal_4(const unsigned char *a, const unsigned char *b)
 {
     uint32_t bits = 0;
@@ -49,6 +52,7 @@ MLS_INLINED uint32_t unequal_4(const unsigned char *a, const unsigned char *b)
     return bits;
 }
 
+/* unequal_SIZE for 8 bytes: a register has 8 items. */
 MLS_INLINED uint32_t unequal_8(const unsigned char *a, const unsigned char *b)
 {
     uint32_t bits = 0;
@@ -61,7 +65,7 @@ MLS_INLINED uint32_t unequal_8(const unsigned char *a, const unsigned char *b)
     return bits;
 }
 
-/* Returns a bit for each of STEP items, set if it differs. */
+/* Call unequal_SIZE for items of `size` bytes, a constant. */
 MLS_INLINED uint32_t unequal_items(const unsigned char *a, const unsigned char *b,
                                    size_t size)
 {
@@ -71,8 +75,9 @@ MLS_INLINED uint32_t unequal_items(const unsigned char *a, const unsigned char *
                        : unequal_8(a, b);
 }
 
-/* Always stores STEP numbers; those after the ones that count are overwritten by the next
- * step. Missing items of the last step are equal. */
+/* The comparison of a kernel (see mls_delta_compare) for items of `size` bytes. Always
+ * stores STEP numbers; those after the ones that count are overwritten by the next step.
+ * The last step is filled up with equal items. */
 MLS_INLINED size_t compare_items(const unsigned char *a, const unsigned char *b,
                                  size_t count, uint16_t *numbers, size_t size)
 {
@@ -113,7 +118,8 @@ DEFINE_COMPARE(2)
 DEFINE_COMPARE(4)
 DEFINE_COMPARE(8)
 
-/* Items of 16 bytes are pairs of 8. */
+/* Compare items of 16 bytes as pairs of 8 bytes. A pair that differs in both halves is
+ * stored once. */
 MLS_TARGET static size_t compare_16(const unsigned char *a, const unsigned char *b,
                                     size_t count, uint16_t *numbers)
 {

@@ -11,13 +11,14 @@ typedef struct source {
     bool ended;
 } source;
 
+/* Go to the next changed element, or set `ended`. */
 static void advance_source(source *s)
 {
     s->value += s->size;
     s->ended = !mls_delta_next(&s->reader, s->reader.gap_bytes, &s->number);
 }
 
-/* Starts before the first value, with the first number. */
+/* Return a source at the first changed element of a delta. */
 static source read_source(const mls_delta *delta)
 {
     source s = {.reader = mls_delta_read(delta),
@@ -27,6 +28,8 @@ static source read_source(const mls_delta *delta)
     return s;
 }
 
+/* Make one delta of two. Merge the elements of both by number. For a number of both, the
+ * value of `second` is written, and both advance. */
 mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,
                            mls_delta *out, mls_status *st)
 {
@@ -59,6 +62,8 @@ mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,
 
 /* ---- filter ---- */
 
+/* Convert a delta of one part to another part. Walk over the runs of elements that both
+ * parts have, and over the changed elements. */
 mls_code mls_delta_filter(const mls_delta *delta, const mls_part *from,
                           const mls_part *to, mls_delta *out, mls_status *st)
 {

@@ -11,6 +11,8 @@ enum {
     CRC_BYTES = 64 << 10 /* of an array, whose checksum is computed at once */
 };
 
+/* Check that two arrays can be compared. MLS_E_SHAPE, MLS_E_DTYPE: they differ, or are
+ * byte-swapped. */
 static mls_code check_arrays(const mls_tensor *base, const mls_tensor *changed,
                              mls_status *st)
 {
@@ -22,9 +24,11 @@ static mls_code check_arrays(const mls_tensor *base, const mls_tensor *changed,
     return code;
 }
 
-/* Appends the elements of a block, for which room was reserved, with gaps of 1 byte. The
- * ends of the streams are local variables: a store of a byte could change a field of the
- * writer, as far as the compiler knows. */
+/* Append the `count` changed elements of a block, for which room was reserved, with gaps
+ * of 1 byte. `first` is the number of the block's first element, `numbers` count from
+ * there, and `block` has the elements of `size` bytes. The ends of the streams are local
+ * variables: a store of a byte could change a field of the writer, as far as the compiler
+ * knows. */
 static inline void put_numbers(mls_delta_writer *writer, size_t first,
                                const uint16_t *numbers, size_t count,
                                const unsigned char *block, size_t size)
@@ -54,7 +58,8 @@ static inline void put_numbers(mls_delta_writer *writer, size_t first,
     writer->next = next;
 }
 
-/* A constant size lets the compiler copy a value with one instruction. */
+/* put_numbers for the writer's element size. A constant size lets the compiler copy a
+ * value with one instruction. */
 static void put_block(mls_delta_writer *writer, size_t first, const uint16_t *numbers,
                       size_t count, const unsigned char *block)
 {
@@ -85,8 +90,9 @@ typedef struct checksum {
     uint32_t sum;
 } checksum;
 
-/* Adds a block. Blocks that follow each other in memory are read together, because long
- * ranges are faster. */
+/* Add `bytes` bytes of the array at `block` to the checksum. Blocks that follow each
+ * other in memory are read together, because long ranges are faster. `last`: the next
+ * block does not follow this one, or does not exist. */
 static void add_block(checksum *c, const unsigned char *block, size_t bytes, bool last)
 {
     if (c->crc32c == NULL) {
@@ -102,6 +108,8 @@ static void add_block(checksum *c, const unsigned char *block, size_t bytes, boo
     }
 }
 
+/* Make the delta of two arrays. Compare block by block. Room is reserved for the changed
+ * elements of a block when their number is known. */
 mls_code mls_delta_encode(const mls_delta_kernels *kernels, const mls_crc_kernels *crc32c,
                           const mls_tensor *base, const mls_tensor *changed,
                           mls_delta *out, uint32_t *crc, mls_status *st)

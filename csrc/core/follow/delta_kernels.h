@@ -11,9 +11,10 @@ enum {
     MLS_DELTA_SURE = 32              /* numbers that a kernel may store after the last */
 };
 
-/* Compares `count` packed elements at any address, of at most MLS_DELTA_BLOCK_BYTES, and
- * stores the numbers of those whose bytes differ, in ascending order. `numbers` has room
- * for `count` and MLS_DELTA_SURE more. Returns their count. */
+/* Compare `count` packed elements of `a` and `b`, at any addresses and of at most
+ * MLS_DELTA_BLOCK_BYTES, and store the numbers (0 to count - 1) of those whose bytes
+ * differ, in ascending order. `numbers` has room for `count` and MLS_DELTA_SURE more.
+ * Returns how many differ. */
 typedef size_t (*mls_delta_compare)(const unsigned char *a, const unsigned char *b,
                                     size_t count, uint16_t *numbers);
 

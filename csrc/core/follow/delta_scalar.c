@@ -35,7 +35,7 @@ static bool differs_16(item16 a, item16 b)
     return a.low != b.low || a.high != b.high;
 }
 
-/* Returns whether a group has the same bytes on both sides. */
+/* Return whether the GROUP bytes at `a` and `b` are equal. */
 static bool same_group(const unsigned char *a, const unsigned char *b)
 {
     uint64_t x[GROUP / 8], y[GROUP / 8], bits = 0;
@@ -47,8 +47,9 @@ static bool same_group(const unsigned char *a, const unsigned char *b)
     return bits == 0;
 }
 
-/* Defines the kernel for elements of `size` bytes. A number is always stored and counted
- * only if its elements differ: a branch would often be mispredicted. */
+/* Define compare_SIZE, the kernel (see mls_delta_compare) for elements of `size` bytes. A
+ * number is always stored, and counted only if its elements differ: a branch would often
+ * be mispredicted. */
 #define DEFINE_COMPARE(size, type)                                                       \
     static size_t compare_##size(const unsigned char *a, const unsigned char *b,         \
                                  size_t count, uint16_t *numbers)                        \

@@ -7,18 +7,21 @@
 
 #include <string.h>
 
-/* The greatest unit of a width: unchanged elements, continued by the next unit. */
+/* Return the greatest unit of a width of `gap_bytes` (1 or 2): so many unchanged
+ * elements, continued by the next unit. */
 static inline size_t mls_delta_escape(size_t gap_bytes)
 {
     return gap_bytes == 1 ? UINT8_MAX : UINT16_MAX;
 }
 
+/* Return the unit of `gap_bytes` bytes at `gaps`, which is little-endian. */
 static inline size_t mls_delta_unit(const unsigned char *gaps, size_t gap_bytes)
 {
     return gap_bytes == 1 ? gaps[0] : gaps[0] | (size_t)gaps[1] << 8;
 }
 
-/* Reads the numbers of the changed elements, one after the other. */
+/* Position in the stream `gaps`, to read the numbers of the changed elements one after
+ * the other. */
 typedef struct mls_delta_reader {
     const unsigned char *at, *end;
     size_t gap_bytes;
@@ -32,8 +35,9 @@ static inline mls_delta_reader mls_delta_read(const mls_delta *delta)
                               .gap_bytes = delta->gap_bytes};
 }
 
-/* Returns the number of the next element; false at the end of the stream. The stream
- * consists of whole units. */
+/* Set `*number` to the number of the next changed element. Returns false at the end of
+ * the stream, which consists of whole units. `gap_bytes` is reader->gap_bytes, as a
+ * constant where the caller knows it. */
 static inline bool mls_delta_next(mls_delta_reader *reader, size_t gap_bytes,
                                   size_t *number)
 {
@@ -57,11 +61,12 @@ typedef struct mls_delta_writer {
     size_t next; /* the smallest number that the next element can have */
 } mls_delta_writer;
 
-/* Makes room for the elements of a block: `changed` of them, below number `end`. Returns
- * false if memory runs out. */
+/* Make room in both streams for `changed` more elements, with numbers below `end`.
+ * Returns false if memory runs out. */
 bool mls_delta_reserve(mls_delta_writer *writer, size_t changed, size_t end);
 
-/* Copies an element. Constant sizes let the compiler use one load and one store. */
+/* Copy an element of `size` bytes. Constant sizes let the compiler use one load and one
+ * store. */
 static inline void mls_delta_copy(unsigned char *to, const unsigned char *from,
                                   size_t size)
 {
@@ -84,8 +89,9 @@ static inline void mls_delta_copy(unsigned char *to, const unsigned char *from,
     }
 }
 
-/* Appends an element, for which room was reserved. Its number is at least `next`. A size
- * of 0 appends its gap alone. */
+/* Append the element `number`, at least writer->next, with its `size` bytes at `value`.
+ * Room was reserved with mls_delta_reserve. A size of 0 appends its gap alone.
+ * `gap_bytes` is the writer's width of gaps. */
 static inline void mls_delta_put(mls_delta_writer *writer, size_t gap_bytes,
                                  size_t number, const unsigned char *value, size_t size)
 {
@@ -110,9 +116,9 @@ static inline void mls_delta_put(mls_delta_writer *writer, size_t gap_bytes,
     writer->next = number + 1;
 }
 
-/* Ends the writing of gaps of 1 byte: chooses the width with fewer bytes and gives the
- * delta to the caller. `complete` is false if memory ran out before. MLS_E_MEMORY: the
- * streams are freed and `*out` is untouched. */
+/* End the writing of gaps of 1 byte: choose the width with fewer bytes and give the delta
+ * to the caller. `complete` is false if memory ran out before. MLS_E_MEMORY: the streams
+ * are freed and `*out` is untouched. */
 mls_code mls_delta_finish(mls_delta_writer *writer, bool complete, mls_delta *out,
                           mls_status *st);
 

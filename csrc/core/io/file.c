@@ -73,8 +73,9 @@ mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* Without `links`, a link is refused because the folder, which mlstate made, may contain
- * files of others, and a link could point out of it. */
+/* Open a regular file in an open folder for reading. Without `links`, a link is refused
+ * because the folder, which mlstate made, may contain files of others, and a link could
+ * point out of it. */
 mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
                           uint64_t *length, mls_status *st)
 {
@@ -86,8 +87,9 @@ mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* Compare type and size without opening the file. Only saves work and memory for a file
- * that cannot be right: the file is examined again when it is opened. */
+/* Check that a path is a regular file of `bytes` bytes. Compare type and size without
+ * opening the file. Only saves work and memory for a file that cannot be right: the file
+ * is examined again when it is opened. */
 mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t bytes,
                          mls_status *st)
 {
@@ -118,7 +120,8 @@ static mls_code fail_shorter(uint64_t offset, size_t missing, mls_status *st)
                        missing);
 }
 
-/* pread does not use the descriptor's position, so threads may share a descriptor. */
+/* Read exactly `bytes` bytes at `offset`. pread does not use the descriptor's position,
+ * so threads may share a descriptor. */
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st)
 {
@@ -144,8 +147,9 @@ mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
     return MLS_OK;
 }
 
-/* Compare the ranges one by one, since they are few. A range may be in memory only in
- * part: the caller compares with its `bytes`. */
+/* Return the range that contains byte `offset`, or NULL. Compare the ranges one by one,
+ * since they are few. A range may be in memory only in part: the caller compares with its
+ * `bytes`. */
 const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset)
 {
     for (size_t i = 0; i < source->range_count; i++) {
@@ -158,8 +162,8 @@ const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset
     return NULL;
 }
 
-/* Copy from range to range until `bytes` bytes are complete; adjacent ranges may share a
- * read. */
+/* Read from the file or from the ranges of a source. Copy from range to range until
+ * `bytes` bytes are complete; adjacent ranges may share a read. */
 mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
                             uint64_t offset, mls_status *st)
 {
@@ -183,8 +187,8 @@ mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
     return MLS_OK;
 }
 
-/* A write of 0 bytes is an error: some file systems return 0 when they are full, and
- * retrying would never end. */
+/* Write exactly `bytes` bytes at `offset`. A write of 0 bytes is an error: some file
+ * systems return 0 when they are full, and retrying would never end. */
 mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offset,
                            mls_status *st)
 {
@@ -207,8 +211,8 @@ mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offs
     return MLS_OK;
 }
 
-/* On macOS fsync leaves bytes in the drive's cache; F_FULLFSYNC flushes it, if the file
- * system supports that. */
+/* Make a file or folder durable; returns 0 or errno. On macOS fsync leaves bytes in the
+ * drive's cache; F_FULLFSYNC flushes it, if the file system supports that. */
 int mls_file_sync(int fd)
 {
     int result;
@@ -252,7 +256,8 @@ static int rename_by_mode(const char *from, const char *to, mls_rename_mode mode
 #endif
 }
 
-/* Report all errors of a missing operation as ENOTSUP. */
+/* Rename without replacing anything; returns 0 or errno. Report all errors of a missing
+ * operation as ENOTSUP. */
 int mls_path_rename(const char *from, const char *to, mls_rename_mode mode)
 {
     if (rename_by_mode(from, to, mode) == 0) {
@@ -276,7 +281,8 @@ static void *map_private(size_t length, int fd)
     return data != MAP_FAILED ? data : mmap(NULL, length, PROT_READ, MAP_SHARED, fd, 0);
 }
 
-/* An empty file has no mapping, because mmap refuses a length of 0. */
+/* Map the first `bytes` bytes of a file. An empty file has no mapping, because mmap
+ * refuses a length of 0. */
 mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *st)
 {
     size_t length;
@@ -295,8 +301,8 @@ mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *
     return MLS_OK;
 }
 
-/* Open, compare the length, map, and close the descriptor, which a mapping does not
- * need. */
+/* Map a file that must have `bytes` bytes. Open, compare the length, map, and close the
+ * descriptor, which a mapping does not need. */
 mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path, bool links,
                              uint64_t bytes, mls_status *st)
 {
@@ -521,8 +527,8 @@ static mls_code begin_named(mls_atomic_file *file, unsigned mode, mls_status *st
     return code == MLS_OK && exists ? copy_owner_and_mode(file->fd, &old, st) : code;
 }
 
-/* All refusals happen here, before any byte is written. `file` can be aborted after every
- * step, and a failure does so. */
+/* Begin to replace the file `path`. All refusals happen here, before any byte is written.
+ * `file` can be aborted after every step, and a failure does so. */
 mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
                           mls_status *st)
 {
@@ -545,6 +551,8 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     return code;
 }
 
+/* Begin to replace a file in an open folder. The folder is opened again, so that `out`
+ * owns a descriptor that its end closes. */
 mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
                              mls_atomic_file *out, mls_status *st)
 {
@@ -561,6 +569,9 @@ mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
     return code;
 }
 
+/* Return whether a name is a temporary's. Compare with the start, 16 hexadecimal digits,
+ * and the end of such a name. `strnlen` keeps a short name from being read beyond its
+ * NUL. */
 bool mls_atomic_is_temporary(const char *name)
 {
     static const char begin[] = ".mlstate-", end[] = ".tmp";
@@ -570,8 +581,8 @@ bool mls_atomic_is_temporary(const char *name)
            strcmp(name + sizeof begin - 1 + digits, end) == 0;
 }
 
-/* Does nothing on systems without sync_file_range, and ignores its errors: the sync
- * reports them. */
+/* Start to write new bytes to the disk, once they are at least START_STEP. Does nothing
+ * on systems without sync_file_range, and ignores its errors: the sync reports them. */
 void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end)
 {
 #if defined(__linux__)
@@ -625,9 +636,10 @@ void mls_atomic_abort(mls_atomic_file *file)
     release_file(file);
 }
 
-/* The order makes the commit safe: the bytes are on the disk before the name refers to
- * them, and the name is on the disk before success is reported. An interrupted close has
- * closed the file, so it counts as done. */
+/* Replace the old file by the temporary, durably. The order makes the commit safe: the
+ * bytes are on the disk before the name refers to them, and the name is on the disk
+ * before success is reported. An interrupted close has closed the file, so it counts as
+ * done. */
 mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
 {
     int reason = mls_file_sync(file->fd);

@@ -144,11 +144,12 @@ typedef struct mls_atomic_file {
 mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
                           mls_status *st);
 
-/* The same for `name` in an open folder. A link is refused. */
+/* mls_atomic_begin for the file `name` in the open folder `folder`, which stays open for
+ * the caller. A symbolic link is refused with MLS_E_VALUE. */
 mls_code mls_atomic_begin_at(int folder, const char *name, unsigned mode,
                              mls_atomic_file *out, mls_status *st);
 
-/* Return whether a name is that of a temporary file. */
+/* Return whether a file's name is one that mls_atomic_begin gives to its temporary. */
 bool mls_atomic_is_temporary(const char *name);
 
 /* Write exactly `bytes` bytes of `data` at `offset` of the temporary; continues after

@@ -22,11 +22,12 @@ void mls_crc_to_digits(uint32_t crc, char *digits)
     }
 }
 
-/* Accept exactly the output of mls_crc_to_digits. Capitals are refused, so that a flipped
- * bit that turns a small letter into a capital is noticed. All eight digits are tested at
- * once, since an index has a checksum for each shard. Each sum sets the top bit of every
- * byte that is at least a given character. ASCII bytes plus less than 0x80 never carry
- * into the next byte. */
+/* Convert eight digits to a checksum; false: they are not such digits. Accept exactly the
+ * output of mls_crc_to_digits. Capitals are refused, so that a flipped bit that turns a
+ * small letter into a capital is noticed. All eight digits are tested at once, since an
+ * index has a checksum for each shard. Each sum sets the top bit of every byte that is at
+ * least a given character. ASCII bytes plus less than 0x80 never carry into the next
+ * byte. */
 bool mls_crc_from_digits(const char *digits, uint32_t *out)
 {
     const uint64_t ones = 0x0101010101010101U, tops = ones * 0x80U;
@@ -64,8 +65,9 @@ uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels 
     return checksum;
 }
 
-/* Compare the start of the text too, because the checksum is computed over the expected
- * start. A changed byte in the start is reported as a missing checksum. */
+/* Verify the checksum of a text. Compare the start of the text too, because the checksum
+ * is computed over the expected start. A changed byte in the start is reported as a
+ * missing checksum. */
 mls_code mls_json_checksum_check(const char *text, size_t length,
                                  const mls_crc_kernels *crc, mls_status *st)
 {

@@ -691,9 +691,9 @@ static mls_code parse_document(json_parser *p)
     }
 }
 
-/* Nodes grow on demand, the scratch array to the largest object. A text of n bytes costs
- * n bytes for the copy, at most 30 for each value, and 8 for each member of the largest
- * object. */
+/* Parse a text to a document. Nodes grow on demand, the scratch array to the largest
+ * object. A text of n bytes costs n bytes for the copy, at most 30 for each value, and 8
+ * for each member of the largest object. */
 mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                         mls_json **out, mls_status *st)
 {
@@ -736,7 +736,7 @@ void mls_json_forget(mls_json *doc)
     doc->count = doc->room = 0;
 }
 
-/* A document has three blocks, regardless of the number of values. */
+/* Free a document. It has three blocks, regardless of the number of values. */
 void mls_json_free(mls_json *doc)
 {
     if (doc != NULL) {
@@ -786,7 +786,8 @@ size_t mls_json_size(const mls_json *doc, mls_json_node parent)
     return is_container(node) ? node->length : 0;
 }
 
-/* Keys are compared after unescaping. A key with a NUL character equals no C string. */
+/* Return the member with a key, or MLS_JSON_NONE. Keys are compared after unescaping. A
+ * key with a NUL character equals no C string. */
 mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key)
 {
     if (mls_json_type_of(doc, object) != MLS_JSON_OBJECT) {
@@ -814,8 +815,9 @@ static size_t find_table_entry(mls_str key, const mls_json_member *table, size_t
     return count;
 }
 
-/* Search for each member from the entry after the last match on. Members usually come in
- * the order of the table, so each is compared about once. */
+/* Find the members that a table lists. Search for each member from the entry after the
+ * last match on. Members usually come in the order of the table, so each is compared
+ * about once. */
 size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_member *table,
                         size_t count)
 {
@@ -848,8 +850,8 @@ mls_str mls_json_key(const mls_json *doc, mls_json_node node)
     return (mls_str){.data = doc->text + n->key, .length = n->key_length};
 }
 
-/* A string starts after its quote and was unescaped from there; a number starts at its
- * offset. */
+/* Return the text of a string or number. A string starts after its quote and was
+ * unescaped from there; a number starts at its offset. */
 mls_str mls_json_text(const mls_json *doc, mls_json_node node)
 {
     const json_node *n = &doc->nodes[node];
@@ -860,8 +862,9 @@ mls_str mls_json_text(const mls_json *doc, mls_json_node node)
     return (mls_str){.data = doc->text + n->at, .length = number ? n->length : 0};
 }
 
-/* Accept digits only: a number with a sign, a fraction or an exponent is neither a count
- * nor an offset. Only the digits after the first SAFE_DIGITS can overflow. */
+/* Convert a number to a uint64_t; false: it is not one. Accept digits only: a number with
+ * a sign, a fraction or an exponent is neither a count nor an offset. Only the digits
+ * after the first SAFE_DIGITS can overflow. */
 bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out)
 {
     const mls_str text = mls_json_text(doc, node);

@@ -18,8 +18,8 @@ void mls_json_writer_fini(mls_json_writer *b)
     *b = (mls_json_writer){0};
 }
 
-/* Check the limit before the memory, so that a text that is too long always fails in the
- * same way. */
+/* Append bytes, unless an earlier call failed. Check the limit before the memory, so that
+ * a text that is too long always fails in the same way. */
 void mls_json_writer_put(mls_json_writer *b, const char *bytes, size_t length)
 {
     size_t needed;
@@ -50,7 +50,8 @@ void mls_json_writer_text(mls_json_writer *b, const char *text)
     mls_json_writer_put(b, text, strlen(text));
 }
 
-/* Faster than snprintf: an index has several numbers for each shard. */
+/* Append a number in decimal digits. Faster than snprintf: an index has several numbers
+ * for each shard. */
 void mls_json_writer_number(mls_json_writer *b, uint64_t number)
 {
     char text[NUMBER_ROOM];
@@ -62,8 +63,8 @@ void mls_json_writer_number(mls_json_writer *b, uint64_t number)
     mls_json_writer_put(b, text + at, sizeof text - at);
 }
 
-/* Escape quotes, backslashes and control characters; copy the bytes between them at
- * once. */
+/* Append a JSON string with its quotes. Escape quotes, backslashes and control
+ * characters; copy the bytes between them at once. */
 void mls_json_writer_json(mls_json_writer *b, mls_str text)
 {
     size_t unescaped = 0; /* start of the bytes not yet appended */

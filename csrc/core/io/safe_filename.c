@@ -77,8 +77,8 @@ static size_t encode_name(mls_str name, char *out, size_t room, size_t *consumed
     return length;
 }
 
-/* Encode a name that is too long again with less room, so that the mark with its number
- * fits. */
+/* Write the file name for a tensor's name. Encode a name that is too long again with less
+ * room, so that the mark with its number fits. */
 size_t mls_filename_encode(mls_str name, uint64_t number,
                            char out[MLS_FILENAME_BYTES + 1])
 {

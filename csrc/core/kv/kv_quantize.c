@@ -25,8 +25,8 @@ enum {
 
 /* ---- checks ---- */
 
-/* Check `bits` and `group` before `length`, and set `*words` and `*groups` only on
- * success. */
+/* Compute the words of codes and the groups of the last axis. Check `bits` and `group`
+ * before `length`, and set `*words` and `*groups` only on success. */
 mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_t *words,
                                size_t *groups, mls_status *st)
 {
@@ -83,7 +83,8 @@ static mls_code check_view(const char *label, const mls_tensor *view,
     return MLS_OK;
 }
 
-/* Check the values first, and then the codes, scales and biases against them. */
+/* Check shapes and dtypes of all four views. Check the values first, and then the codes,
+ * scales and biases against them. */
 mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quantized,
                             mls_status *st)
 {
@@ -423,8 +424,8 @@ void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor
     run_tiles(&j, pool, dequantize_tile);
 }
 
-/* Compare on one thread, without a pool: the order of additions decides the last bits of
- * a sum. */
+/* Measure the loss of a quantization. Compare on one thread, without a pool: the order of
+ * additions decides the last bits of a sum. */
 mls_quantization_loss mls_quantize_loss(const mls_kernels *kernels,
                                         const mls_tensor *values,
                                         const mls_quantized *quantized)

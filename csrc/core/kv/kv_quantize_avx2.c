@@ -172,8 +172,10 @@ MLS_INLINED code_layout layout_of(unsigned bits)
         .split_shift = _mm_cvtsi32_si128((int)(16 - bits))};
 }
 
-/* Joins 16 codes to a string of 2 * l->bits bytes: pairs of codes by one multiplication,
- * pairs of pairs by the next one, and 8 codes by shifts in each half of the register. */
+/* Join 16 codes of l->bits bits, one in each byte of `codes`, to a string of 2 * l->bits
+ * bytes; the other bytes of the result are 0. Pairs of codes are joined by one
+ * multiplication, pairs of pairs by the next one, and 8 codes by shifts in each half of
+ * the register. */
 MLS_INLINED __m128i join_16(__m128i codes, const code_layout *l)
 {
     const __m128i low = _mm_set1_epi64x(0xFFFFFFFF);
@@ -184,9 +186,9 @@ MLS_INLINED __m128i join_16(__m128i codes, const code_layout *l)
     return _mm_shuffle_epi8(eights, l->join_order);
 }
 
-/* Splits the first 16 codes of a string, one into each byte. A 16-bit lane gets the two
- * bytes with its code, a multiplication moves the code to the upper end of the lane, and
- * a shift to the lower one. */
+/* Split the first 16 codes of `string`, of l->bits bits each, one into each byte. A
+ * 16-bit lane gets the two bytes with its code, a multiplication moves the code to the
+ * upper end of the lane, and a shift to the lower one. */
 MLS_INLINED __m128i split_16(__m128i string, const code_layout *l)
 {
     const __m256i bytes = _mm256_broadcastsi128_si256(string);

@@ -117,7 +117,8 @@ void mls_kv_ring_fini(mls_kv_ring *ring)
     *ring = (mls_kv_ring){0};
 }
 
-/* Check the shape, and compute the counters from the number of appended tokens. */
+/* Describe memory of the caller as a ring. Check the shape, and compute the counters from
+ * the number of appended tokens. */
 mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
                             size_t sinks, size_t length, size_t shift, mls_status *st)
 {
@@ -235,8 +236,9 @@ static void store_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
     }
 }
 
-/* Copy only the tokens that remain: first the sinks that are still missing, then the last
- * tokens that fit behind the sinks. Tokens between them are only counted. */
+/* Append tokens. Copy only the tokens that remain: first the sinks that are still
+ * missing, then the last tokens that fit behind the sinks. Tokens between them are only
+ * counted. */
 mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
                             const mls_tensor *tokens, mls_status *st)
 {
@@ -311,8 +313,8 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
     return MLS_OK;
 }
 
-/* Check the counters before a slot is computed from them, since they may come from a
- * file. */
+/* Replace slots and counters. Check the counters before a slot is computed from them,
+ * since they may come from a file. */
 mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
                           const mls_tensor *slots, size_t oldest, size_t next,
                           size_t evicted, mls_status *st)
@@ -343,8 +345,8 @@ mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
     return MLS_OK;
 }
 
-/* Copy each range of adjacent slots at once; `copied` counts the positions of `dst`
- * already written. */
+/* Copy the tokens in the order of their positions, each range of adjacent slots at once;
+ * `copied` counts the positions of `dst` already written. */
 void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernels,
                               const mls_tensor *dst)
 {

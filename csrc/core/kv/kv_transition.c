@@ -41,7 +41,8 @@ static mls_code check_rank(const char *label, int rank, const size_t *shape,
     return mls_status_got(st, "%s", text);
 }
 
-/* Check the rank before the axis: the range of valid axes follows from it. */
+/* Check the rank and the sequence axis, and convert the axis to 0 .. rank - 1. Check the
+ * rank before the axis: the range of valid axes follows from it. */
 mls_code mls_kv_find_axis(const char *label, int rank, const size_t *shape,
                           const char *axis_name, int64_t seq_axis, int *axis,
                           mls_status *st)
@@ -87,8 +88,9 @@ static mls_code add_capacity_range(mls_status *st, int64_t limit, int64_t got)
     return mls_status_got(st, "%" PRId64, got);
 }
 
-/* Check the target's length against the source's, then the tokens against both. The order
- * matters: the message is about the number that the user should correct first. */
+/* Check the numbers of a request. Check the target's length against the source's, then
+ * the tokens against both. The order matters: the message is about the number that the
+ * user should correct first. */
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st)
 {
@@ -140,8 +142,9 @@ static mls_code fail_difference(const char *label, size_t source, size_t target,
     return mls_status_got(st, "%zu", target);
 }
 
-/* Compare the number of axes, the lengths of all axes except the sequence, which belong
- * to the model, and then the sequence lengths. */
+/* Check that a cache can expand to another shape. Compare the number of axes, the lengths
+ * of all axes except the sequence, which belong to the model, and then the sequence
+ * lengths. */
 mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
                              const size_t *target, const char *axis_name,
                              int64_t seq_axis, mls_status *st)

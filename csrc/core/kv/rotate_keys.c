@@ -84,7 +84,8 @@ static mls_code check_positive(const char *name, double value, mls_status *st)
     return mls_status_got(st, "%g", value);
 }
 
-/* Check the keys and the rotation first, then the target against the keys. */
+/* Check all arguments of mls_rotate_keys. Check the keys and the rotation first, then the
+ * target against the keys. */
 mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
                                const mls_rotation *rotation, mls_status *st)
 {

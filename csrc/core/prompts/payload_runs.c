@@ -1,6 +1,8 @@
 /* payload_runs: count like an odometer over the axes outside the run. */
 #include "prompts/payload_runs.h"
 
+/* Start at the first run. Merge the innermost axes into a run as long as their elements
+ * are adjacent. */
 void mls_payload_runs_init(mls_payload_runs *runs, const mls_tensor *view)
 {
     size_t bytes = mls_tensor_item_bytes(view);
@@ -20,6 +22,8 @@ void mls_payload_runs_init(mls_payload_runs *runs, const mls_tensor *view)
     runs->next = is_empty ? NULL : view->data;
 }
 
+/* Return the next run, or NULL. Advance the address by the stride of the innermost axis
+ * that is not at its end, and reset the axes inside it. */
 unsigned char *mls_payload_runs_next(mls_payload_runs *runs)
 {
     unsigned char *run = runs->next;

@@ -13,21 +13,24 @@
 
 enum { MLS_PAYLOAD_RUN = 512 }; /* shorter runs are copied together */
 
-/* Plain data that borrows the view. */
+/* Iterates over the runs of a view, which it borrows. */
 typedef struct mls_payload_runs {
     const mls_tensor *view;
-    int rank;     /* axes outside a run */
-    size_t bytes; /* of a run; 0: the view is empty */
-    size_t index[MLS_MAX_RANK];
-    unsigned char *next;
+    int rank;                   /* axes outside a run */
+    size_t bytes;               /* of a run; 0: the view is empty */
+    size_t index[MLS_MAX_RANK]; /* of the next run, on these axes */
+    unsigned char *next;        /* the next run; NULL at the end */
 } mls_payload_runs;
 
+/* Start at the first run of `view`. */
 void mls_payload_runs_init(mls_payload_runs *runs, const mls_tensor *view);
 
-/* Return the next run, or NULL at the end. */
+/* Return the address of the next run of `bytes` bytes, or NULL at the end. */
 unsigned char *mls_payload_runs_next(mls_payload_runs *runs);
 
-/* Whether the runs are long enough, and the bytes are in this machine's order. */
+/* Return whether the runs are long enough to be transferred one by one: they have
+ * MLS_PAYLOAD_RUN bytes or are the whole view, and the bytes are in this machine's
+ * order. */
 bool mls_payload_runs_are_long(const mls_payload_runs *runs);
 
 #endif

@@ -36,6 +36,8 @@ typedef struct payload_writer {
 
 static const unsigned char zeros[MLS_PROMPT_UNIT];
 
+/* A sixteenth of the log, within 64 KiB to 256 MiB: a compaction copies at most one
+ * segment. */
 uint64_t mls_prompt_segment_limit(uint64_t max_bytes)
 {
     const uint64_t least = 64 << 10, most = 256 << 20, share = max_bytes / 16;
@@ -44,7 +46,8 @@ uint64_t mls_prompt_segment_limit(uint64_t max_bytes)
 
 /* ---- begin ---- */
 
-/* The segment was created by this program, but may have been replaced. */
+/* Open the segment for writing. It was created by this program, but may have been
+ * replaced: no link is followed, and a FIFO does not block. MLS_E_IO. */
 static mls_code open_segment(mls_prompt_append *append, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];
@@ -54,6 +57,8 @@ static mls_code open_segment(mls_prompt_append *append, mls_status *st)
     return append->fd >= 0 ? MLS_OK : mls_fail_os(st, errno, "cannot open %s", name);
 }
 
+/* Begin to append, to the newest segment or to a new one. A segment that has no record
+ * yet is used for any number of bytes. */
 mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t limit,
                                  const mls_progress *progress, mls_prompt_append *out,
                                  mls_status *st)
@@ -79,7 +84,8 @@ mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t l
 
 /* ---- payloads ---- */
 
-/* After a short or failed call, each vector is written again. */
+/* Write the collected bytes, and report them as progress. After a short or failed call,
+ * each vector is written again. MLS_E_IO; MLS_E_STOPPED. */
 static mls_code flush(payload_writer *w, mls_status *st)
 {
     mls_prompt_append *append = w->append;
@@ -108,7 +114,8 @@ static mls_code flush(payload_writer *w, mls_status *st)
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
-/* Collect bytes, which stay in place until the next flush. */
+/* Add `bytes` bytes at `data` to the checksum and collect them: they must stay in memory
+ * until the next flush. Errors as flush, which is called when enough is collected. */
 static mls_code push(payload_writer *w, const unsigned char *data, size_t bytes,
                      mls_status *st)
 {
@@ -130,7 +137,8 @@ static mls_code push(payload_writer *w, const unsigned char *data, size_t bytes,
     return MLS_OK;
 }
 
-/* A view with short runs, or in the other byte order. */
+/* push_part for a view with short runs, or in the other byte order: `bytes` bytes are
+ * packed into a buffer and written from there. MLS_E_MEMORY, and the errors of flush. */
 static mls_code push_packed(payload_writer *w, const mls_tensor *part, size_t bytes,
                             mls_status *st)
 {
@@ -153,6 +161,7 @@ static mls_code push_packed(payload_writer *w, const mls_tensor *part, size_t by
     return code;
 }
 
+/* Write the bytes of a part in C order, and set `*out` to its length and checksum. */
 static mls_code push_part(payload_writer *w, const mls_tensor *view, mls_prompt_part *out,
                           mls_status *st)
 {
@@ -176,7 +185,9 @@ static mls_code push_part(payload_writer *w, const mls_tensor *view, mls_prompt_
     return code;
 }
 
-/* A part that is fetched replaces the one before, so that is written first. */
+/* Set `*out` to a view of a part, which is fetched from the append's source if it has no
+ * data. A fetched part replaces the one before, so that one is written first.
+ * MLS_E_STOPPED: the source refused. */
 static mls_code fetch_part(payload_writer *w, const mls_tensor *part, mls_tensor *out,
                            mls_status *st)
 {
@@ -193,7 +204,7 @@ static mls_code fetch_part(payload_writer *w, const mls_tensor *part, mls_tensor
                : code;
 }
 
-/* Write zeros up to the end of the record. */
+/* Write zeros up to file offset `end`, the end of the record, and all collected bytes. */
 static mls_code push_end(payload_writer *w, uint64_t end, mls_status *st)
 {
     const uint64_t at = w->offset + w->bytes;
@@ -203,7 +214,8 @@ static mls_code push_end(payload_writer *w, uint64_t end, mls_status *st)
 
 /* ---- headers ---- */
 
-/* Provide room for one more header of `bytes` bytes. */
+/* Provide room for one more header of `bytes` bytes. MLS_E_MEMORY, MLS_E_SIZE; `append`
+ * stays valid. */
 static mls_code reserve_header(mls_prompt_append *append, size_t bytes, mls_status *st)
 {
     if (append->count == append->room) {
@@ -234,7 +246,8 @@ static mls_code reserve_header(mls_prompt_append *append, size_t bytes, mls_stat
     return MLS_OK;
 }
 
-/* The bytes of the header are at the end of `append->bytes` already. */
+/* Remember the header of the record at append->end, and move the end behind the record.
+ * The bytes of the header are at the end of append->bytes already. */
 static void note_header(mls_prompt_append *append, const mls_prompt_header *header)
 {
     append->headers[append->count] = *header;
@@ -243,6 +256,8 @@ static void note_header(mls_prompt_append *append, const mls_prompt_header *head
     append->end += header->record_bytes;
 }
 
+/* Write the payload of a record, and remember its header. The header is written to
+ * memory, behind the other headers, when its parts have checksums. */
 mls_code mls_prompt_append_record(mls_prompt_append *append, mls_prompt_header *header,
                                   const uint32_t *tokens, const mls_tensor *parts,
                                   mls_status *st)
@@ -271,6 +286,8 @@ mls_code mls_prompt_append_record(mls_prompt_append *append, mls_prompt_header *
     return code;
 }
 
+/* Append notes. A header has at most MLS_PROMPT_MAX_META bytes of notes, so several may
+ * be needed. */
 mls_code mls_prompt_append_notes(mls_prompt_append *append, const mls_prompt_note *notes,
                                  size_t count, mls_status *st)
 {
@@ -298,6 +315,8 @@ mls_code mls_prompt_append_notes(mls_prompt_append *append, const mls_prompt_not
 
 /* ---- copies of stored records ---- */
 
+/* Copy `bytes` bytes of the file `fd` at offset `from` to offset `to` of the segment.
+ * MLS_E_FORMAT: `fd` ends earlier; MLS_E_IO, MLS_E_MEMORY, MLS_E_STOPPED. */
 static mls_code copy_payload(mls_prompt_append *append, int fd, uint64_t from,
                              uint64_t to, uint64_t bytes, mls_status *st)
 {
@@ -320,8 +339,9 @@ static mls_code copy_payload(mls_prompt_append *append, int fd, uint64_t from,
     return code;
 }
 
-/* The copy is verified, and not the original, so the bytes cannot change between check
- * and copy. */
+/* Set `*is_good` to whether the payload of the copied record at append->end has its
+ * checksums. The copy is verified, and not the original, so the bytes cannot change
+ * between check and copy. */
 static mls_code check_copy(mls_prompt_append *append, const mls_prompt_header *header,
                            bool *is_good, mls_status *st)
 {
@@ -336,6 +356,8 @@ static mls_code check_copy(mls_prompt_append *append, const mls_prompt_header *h
     return code == MLS_E_CHECKSUM ? MLS_OK : code;
 }
 
+/* Append a copy of a stored record. A skipped record does not move append->end, so the
+ * next one overwrites the copy. */
 mls_code mls_prompt_append_copy(mls_prompt_append *append, int fd, uint64_t offset,
                                 const mls_prompt_header *header,
                                 const unsigned char *bytes, bool *is_good, mls_status *st)
@@ -365,6 +387,7 @@ mls_code mls_prompt_append_copy(mls_prompt_append *append, int fd, uint64_t offs
 
 /* ---- end ---- */
 
+/* Close the segment and free the memory of `append`, which may not be used any more. */
 static void release(mls_prompt_append *append)
 {
     if (append->fd >= 0) {
@@ -376,7 +399,7 @@ static void release(mls_prompt_append *append)
     *append = (mls_prompt_append){.fd = -1};
 }
 
-/* If the file cannot be cut, the next writer does it. */
+/* Cut the new bytes off. If the file cannot be cut, the next writer does it. */
 void mls_prompt_append_abort(mls_prompt_append *append)
 {
     if (append->fd >= 0) {
@@ -385,6 +408,7 @@ void mls_prompt_append_abort(mls_prompt_append *append)
     release(append);
 }
 
+/* Make the bytes of a file durable, without its times. Returns 0 or errno. */
 static int sync_data(int fd)
 {
 #if defined(__linux__)
@@ -398,7 +422,8 @@ static int sync_data(int fd)
 #endif
 }
 
-/* The notes need the bytes of their header. */
+/* Enter all records into the log; `state` is held. The notes need the bytes of their
+ * header. */
 static void enter_all(mls_prompt_append *append)
 {
     mls_prompt_log *log = append->log;
@@ -411,7 +436,8 @@ static void enter_all(mls_prompt_append *append)
     }
 }
 
-/* Room in the index is reserved first: nothing can fail after the sync. */
+/* Write the headers, make all durable, and enter the records. Room in the index is
+ * reserved first (a record and its parent): nothing can fail after the sync. */
 mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
 {
     mls_prompt_log *log = append->log;

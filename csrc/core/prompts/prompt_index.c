@@ -13,14 +13,15 @@ void mls_prompt_index_fini(mls_prompt_index *index)
     *index = (mls_prompt_index){0};
 }
 
-/* Keys are hashes, so eight of their bytes are a number of the table. */
+/* Return the slot of the table at which the search for `key` begins. Keys are hashes, so
+ * eight of their bytes are a number for the table. */
 static size_t first_slot(const mls_prompt_index *index, const mls_prompt_key *key)
 {
     return (size_t)mls_load_le64(key->bytes) & (index->slots - 1);
 }
 
-/* Removed entries stay in the table, so that chains of slots have no gaps. A key has one
- * entry, removed or not. */
+/* Return the number of the entry with `key`, removed or not, or MLS_PROMPT_NONE. Removed
+ * entries stay in the table, so that chains of slots have no gaps. */
 static uint32_t find_any(const mls_prompt_index *index, const mls_prompt_key *key)
 {
     if (index->slots == 0) {
@@ -48,6 +49,7 @@ uint32_t mls_prompt_index_find(const mls_prompt_index *index, const mls_prompt_k
                                                                   : number;
 }
 
+/* Store the number of an entry in the first free slot for its key; the table has one. */
 static void enter_number(mls_prompt_index *index, uint32_t number)
 {
     size_t slot = first_slot(index, &index->entries[number].key);
@@ -57,7 +59,8 @@ static void enter_number(mls_prompt_index *index, uint32_t number)
     index->table[slot] = number;
 }
 
-/* Return the slots of a table for `count` entries: at most three quarters are used. */
+/* Return the number of slots of a table for `count` entries, a power of two: at most
+ * three quarters are used. */
 static size_t slots_for(size_t count)
 {
     size_t slots = 64;
@@ -67,6 +70,7 @@ static size_t slots_for(size_t count)
     return slots;
 }
 
+/* Enter the numbers of all entries into an empty table. */
 static void fill_table(mls_prompt_index *index)
 {
     memset(index->table, 0xff, index->slots * sizeof *index->table);
@@ -75,7 +79,8 @@ static void fill_table(mls_prompt_index *index)
     }
 }
 
-/* Room grows by a quarter: memory per record is limited, and appends stay cheap. */
+/* Provide room for `count` more entries. Room grows by a quarter: memory for each record
+ * is limited, and appends stay cheap. */
 mls_code mls_prompt_index_reserve(mls_prompt_index *index, size_t count, mls_status *st)
 {
     size_t needed;
@@ -106,6 +111,8 @@ mls_code mls_prompt_index_reserve(mls_prompt_index *index, size_t count, mls_sta
     return MLS_OK;
 }
 
+/* Record in the index that entries of this kind exist, and whether one of them has no
+ * parent. */
 static void note_kind(mls_prompt_index *index, const mls_prompt_entry *entry)
 {
     if (entry->kind != 0) {
@@ -114,8 +121,8 @@ static void note_kind(mls_prompt_index *index, const mls_prompt_entry *entry)
     }
 }
 
-/* A removed entry of the key is used again: records that have it as parent are found, and
- * it stays at least as recent as these. */
+/* Add an entry, and return its number. A removed entry of the key is used again: records
+ * that have it as parent are found, and it stays at least as recent as these. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry)
 {
     uint32_t number = find_any(index, &entry->key);
@@ -140,6 +147,8 @@ uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *e
     return number;
 }
 
+/* Return the entry with a key, which is added if none has it. A new entry is added and
+ * removed at once, so that it only reserves the number for its key. */
 uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key *key,
                                   uint32_t end)
 {
@@ -153,6 +162,8 @@ uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key 
     return number;
 }
 
+/* Set the parent of an entry, if it can be its parent. A parent is a block. A block ends
+ * after its parent; any other record ends there or later. */
 void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t parent)
 {
     mls_prompt_entry *entry = &index->entries[child];
@@ -168,6 +179,7 @@ void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t par
     }
 }
 
+/* The flag of branches stays: other records may still have the entry as parent. */
 void mls_prompt_index_remove(mls_prompt_index *index, uint32_t number)
 {
     mls_prompt_entry *entry = &index->entries[number];
@@ -175,7 +187,8 @@ void mls_prompt_index_remove(mls_prompt_index *index, uint32_t number)
     index->removed++;
 }
 
-/* An ancestor is at least as recent as its descendants, so the walk may stop early. */
+/* An ancestor is at least as recent as its descendants, so the walk ends at the first
+ * entry with this time. */
 void mls_prompt_index_touch(mls_prompt_index *index, uint32_t number, uint32_t clock)
 {
     while (number != MLS_PROMPT_NONE && index->entries[number].used != clock) {
@@ -184,7 +197,7 @@ void mls_prompt_index_touch(mls_prompt_index *index, uint32_t number, uint32_t c
     }
 }
 
-/* Mark the entries that stay: records, and the parents of records. */
+/* Set marks[i] to 1 for each entry i that stays: records, and the parents of records. */
 static void mark_needed(const mls_prompt_index *index, uint32_t *marks)
 {
     for (uint32_t i = 0; i < index->count; i++) {
@@ -197,7 +210,9 @@ static void mark_needed(const mls_prompt_index *index, uint32_t *marks)
     }
 }
 
-/* The new number of each entry is its old one less the number of dropped ones before. */
+/* Drop the entries that are not needed. The new number of an entry is the number of
+ * entries before it that stay. `numbers` has the marks first, and then the new
+ * numbers. */
 mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
 {
     uint32_t *numbers = mls_alloc(index->count, sizeof *numbers);

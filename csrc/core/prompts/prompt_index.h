@@ -26,7 +26,7 @@ enum {
 typedef struct mls_prompt_entry {
     mls_prompt_key key;
     uint32_t segment; /* number of the segment that has the record */
-    uint32_t place;   /* offset in it, in units */
+    uint32_t place;   /* offset in it, in units of MLS_PROMPT_UNIT bytes */
     uint32_t units;   /* length of the record, in units */
     uint32_t used;    /* the log's clock at the last use */
     uint32_t parent;  /* entry of the parent; MLS_PROMPT_NONE: unknown, or the root */
@@ -46,35 +46,40 @@ typedef struct mls_prompt_index {
 
 void mls_prompt_index_fini(mls_prompt_index *index); /* accepts a zeroed struct */
 
-/* Return the number of the entry with a key, or MLS_PROMPT_NONE. */
+/* Return the number of the entry with `key` if its record is not removed, else
+ * MLS_PROMPT_NONE. */
 uint32_t mls_prompt_index_find(const mls_prompt_index *index, const mls_prompt_key *key);
 
 /* Provide room for `count` more entries. MLS_E_MEMORY; MLS_E_SIZE: more than 2**32 - 2.
  */
 mls_code mls_prompt_index_reserve(mls_prompt_index *index, size_t count, mls_status *st);
 
-/* Add an entry whose key only a removed entry may have; there must be room. Returns its
- * number. */
+/* Add a copy of `entry`, whose key only a removed entry may have; there must be room
+ * (mls_prompt_index_reserve). Returns its number. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry);
 
-/* Return the number of the entry with a key, removed or not. If there is none, add a
- * removed one: the parent of a record that is stored before it. There must be room. */
+/* Return the number of the entry with `key`, removed or not. If none has it, add a
+ * removed one that ends at token `end`: the parent of a record that is stored before it.
+ * There must be room. */
 uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key *key,
                                   uint32_t end);
 
-/* Set the parent of an entry, if their ends fit together: a chain is never circular. */
+/* Set the parent of entry `child`, if the ends of both fit: so a chain is never circular.
+ * A `parent` that is not the number of an entry is ignored. */
 void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t parent);
 
-/* Flag an entry as removed. */
+/* Flag entry `number` as removed. It must not be removed already. */
 void mls_prompt_index_remove(mls_prompt_index *index, uint32_t number);
 
-/* Give the entry and its ancestors the time `clock`. */
+/* Set the time of the last use of entry `number` and of its ancestors to `clock`, the
+ * current time of the log. */
 void mls_prompt_index_touch(mls_prompt_index *index, uint32_t number, uint32_t clock);
 
-/* Forget removed entries that are the parent of no record; the others get new numbers.
+/* Drop removed entries that are not the parent of a record; the others get new numbers.
  * MLS_E_MEMORY: nothing changed. */
 mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st);
 
+/* Return the bytes of memory that the index has allocated. */
 size_t mls_prompt_index_bytes(const mls_prompt_index *index);
 
 static inline uint64_t mls_prompt_entry_offset(const mls_prompt_entry *entry)

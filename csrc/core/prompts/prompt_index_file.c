@@ -28,6 +28,8 @@ enum {
 
 static const char letters[] = "mlspridx";
 
+/* Set `*out` to the length of an index file with these numbers of segments and entries.
+ * Returns false if it exceeds the address space. */
 static bool compute_length(size_t segments, size_t entries, size_t *out)
 {
     size_t a, b;
@@ -36,6 +38,7 @@ static bool compute_length(size_t segments, size_t entries, size_t *out)
            mls_size_add(a, TABLES, out);
 }
 
+/* Return the checksum of the fields between the head of the file and the checksum. */
 static uint32_t checksum_counts(const unsigned char *head, const mls_crc_kernels *crc)
 {
     return crc->update(0, head + COUNTS, TABLES - COUNTS - 4);
@@ -55,6 +58,7 @@ typedef struct row_writer {
     mls_status *st;
 } row_writer;
 
+/* Write the rows in the buffer and add them to the checksum; nothing after a failure. */
 static void flush_rows(row_writer *w)
 {
     if (w->code == MLS_OK) {
@@ -65,7 +69,8 @@ static void flush_rows(row_writer *w)
     w->used = 0;
 }
 
-/* Return the place of the next row. */
+/* Return the memory of the next row, of `bytes` bytes, in the buffer; full buffers are
+ * written. */
 static unsigned char *add_row(row_writer *w, size_t bytes)
 {
     if (BUFFER - w->used < bytes) {
@@ -75,6 +80,8 @@ static unsigned char *add_row(row_writer *w, size_t bytes)
     return w->buffer + w->used - bytes;
 }
 
+/* Write a row of SEGMENT_BYTES for each segment, in the order of their numbers: number,
+ * checksum of the last header, end, and offset of the last record. */
 static void write_segments(const mls_prompt_log *log, row_writer *w)
 {
     for (size_t i = 0; i < log->segment_count; i++) {
@@ -87,6 +94,8 @@ static void write_segments(const mls_prompt_log *log, row_writer *w)
     }
 }
 
+/* Write a row of ENTRY_BYTES for each entry, removed ones too: the members of
+ * mls_prompt_entry in their order. */
 static void write_entries(const mls_prompt_index *index, row_writer *w)
 {
     for (size_t i = 0; i < index->count; i++) {
@@ -103,7 +112,8 @@ static void write_entries(const mls_prompt_index *index, row_writer *w)
     }
 }
 
-/* The head comes last, because it has the checksum of the rows. */
+/* Write the rows and then the fields before them, since these have the checksum of the
+ * rows. Returns the first failure. */
 static mls_code write_file(const mls_prompt_log *log, row_writer *w)
 {
     unsigned char bytes[TABLES] = {0};
@@ -124,6 +134,7 @@ static mls_code write_file(const mls_prompt_log *log, row_writer *w)
                              : w->code;
 }
 
+/* Write a new index file and replace the old one by it. */
 static mls_code replace_file(const mls_prompt_log *log, mls_status *st)
 {
     row_writer w = {.crc = log->crc, .buffer = mls_alloc(BUFFER, 1), .st = st};
@@ -143,6 +154,8 @@ static mls_code replace_file(const mls_prompt_log *log, mls_status *st)
     return code;
 }
 
+/* Replace the index file. A file that is not regular is left alone, so that the user
+ * notices it. */
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 {
     struct stat info;
@@ -178,7 +191,8 @@ typedef struct row_reader {
     uint32_t sum;
 } row_reader;
 
-/* Return the next row, or NULL if it cannot be read. */
+/* Return the next row of `bytes` bytes, or NULL if it cannot be read. Valid until the
+ * next call. */
 static const unsigned char *next_row(row_reader *r, size_t bytes)
 {
     if (r->filled - r->at < bytes) {
@@ -201,7 +215,8 @@ static const unsigned char *next_row(row_reader *r, size_t bytes)
     return r->buffer + r->at - bytes;
 }
 
-/* Only the newest segment changes: it may have been cut, and become long again. */
+/* Return whether the newest segment still has the last record that the index file lists.
+ * Only the newest segment changes: it may have been cut, and become long again. */
 static bool newest_is_same(mls_prompt_log *log)
 {
     mls_prompt_file *file = NULL;
@@ -217,8 +232,9 @@ static bool newest_is_same(mls_prompt_log *log)
     return is_same;
 }
 
-/* A segment that is gone was compacted after the index was written, or deleted: its
- * records were copied, or are lost. One that is shorter makes the index useless. */
+/* Read `count` rows of segments into the log; false: the index file cannot be used. A
+ * segment that is gone was compacted after the index was written, or deleted: its records
+ * were copied, or are lost. One that is shorter makes the index useless. */
 static bool load_segments(mls_prompt_log *log, row_reader *rows, size_t count)
 {
     char name[MLS_PROMPT_NAME];
@@ -255,6 +271,7 @@ static bool load_segments(mls_prompt_log *log, row_reader *rows, size_t count)
     return newest_is_same(log);
 }
 
+/* Convert a row of the index file to an entry; unknown flags are dropped. */
 static mls_prompt_entry read_entry(const unsigned char *at)
 {
     mls_prompt_entry entry = {
@@ -271,7 +288,8 @@ static mls_prompt_entry read_entry(const unsigned char *at)
     return entry;
 }
 
-/* Parents may come later, so they are linked when all entries exist. */
+/* Check and set the parent of each entry. Parents may come later in the file, so they are
+ * linked when all entries exist. */
 static void link_parents(mls_prompt_index *index)
 {
     for (size_t i = 0; i < index->count; i++) {
@@ -281,7 +299,8 @@ static void link_parents(mls_prompt_index *index)
     }
 }
 
-/* Entries keep their numbers, so one whose segment is gone is added and removed. */
+/* Read `count` rows of entries into the index; false: the file cannot be used. Entries
+ * keep their numbers, so one whose segment is gone is added and removed. */
 static bool load_entries(mls_prompt_log *log, row_reader *rows, size_t count)
 {
     mls_status ignored;
@@ -320,7 +339,8 @@ static bool load_entries(mls_prompt_log *log, row_reader *rows, size_t count)
     return true;
 }
 
-/* The checksum is compared at the end: rows that fit the segments harm nothing. */
+/* Read an index file of `length` bytes into the log; false: it cannot be used. The
+ * checksum is compared at the end: rows that fit the segments harm nothing. */
 static bool load_rows(mls_prompt_log *log, row_reader *rows, uint64_t length)
 {
     unsigned char bytes[TABLES];
@@ -345,6 +365,8 @@ static bool load_rows(mls_prompt_log *log, row_reader *rows, uint64_t length)
            rows->sum == mls_load_le32(bytes + TABLES - 4);
 }
 
+/* Read the index file into an empty log; false: it cannot be used. A file that cannot be
+ * used costs only time: the segments have all records. */
 bool mls_prompt_index_load(mls_prompt_log *log)
 {
     row_reader rows = {.crc = log->crc};

@@ -2,9 +2,9 @@
  *
  * A log is a folder:
  *   store             head of the store; its lock (flock) is the writer's lock
- *   segment-NNNNNNNN  records, appended: first the payload, then its header, then one
- * sync index             entries of all records at some time; only saves work when
- * opening used              keys of records that readers used; best effort
+ *   segment-NNNNNNNN  records, appended: payload first, then header, then a sync
+ *   index             entries of all records at some time; saves work at the next opening
+ *   used              keys of records that readers used; may lack some
  *
  * A record belongs to the first `end` tokens of a prompt. One of kind 0, a block, covers
  * the last `block_tokens` of them; the others may end anywhere and have as parent the
@@ -43,14 +43,16 @@ typedef struct mls_prompt_prefix {
     size_t block_tokens; /* 1 .. MLS_PROMPT_MAX_TOKENS */
 } mls_prompt_prefix;
 
-/* Copy token ids from a view of integers to memory that the caller frees with mls_free.
+/* Copy token ids from `view`, an array of integers, to memory that the caller frees with
+ * mls_free, and set `*out` to it. It has one id for each element.
  * MLS_E_DTYPE: not integers of 32 or 64 bits; MLS_E_SHAPE: not one axis; MLS_E_VALUE: an
  * id below 0 or above 2**32 - 1; MLS_E_MEMORY. */
 mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *st);
 
-/* Open the log in the folder `path`. With `create`, a missing folder is created, and a
- * log in it if it is empty. Without write permission, the log can only be read. The
- * caller frees `*out` with mls_prompt_log_free; the kernels must outlive it.
+/* Open the log in the folder `path` and read its records' entries. With `create`, a
+ * missing folder is created, and a log in it if it is empty. Without write permission,
+ * the log can only be read. The caller frees `*out` with mls_prompt_log_free; the kernels
+ * must outlive it.
  * MLS_E_IO; MLS_E_FORMAT: another folder, a newer version, a link; MLS_E_MEMORY. */
 mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *kernels,
                              mls_prompt_log **out, mls_status *st);
@@ -59,7 +61,8 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
  * writes. Failures are ignored: the next opening reads more of the segments. */
 void mls_prompt_log_save_index(mls_prompt_log *log);
 
-/* Accepts NULL. Matches stay valid. No call may be in progress. */
+/* Close and free a log. Accepts NULL. Its matches stay valid. No call may be in
+ * progress. */
 void mls_prompt_log_free(mls_prompt_log *log);
 
 /* ---- matches ---- */
@@ -76,11 +79,11 @@ typedef struct mls_prompt_hit {
     uint32_t segment;
 } mls_prompt_hit;
 
-/* Texts about damaged records. */
+/* A damaged record. */
 typedef struct mls_prompt_damage {
-    uint32_t segment;
-    uint64_t offset;
-    char text[MLS_TEXT_BYTES];
+    uint32_t segment;          /* number of its segment */
+    uint64_t offset;           /* of the record in it */
+    char text[MLS_TEXT_BYTES]; /* the reason */
 } mls_prompt_damage;
 
 struct mls_prompt_match {
@@ -92,33 +95,37 @@ struct mls_prompt_match {
 };
 
 /* Find the records under the longest stored prefix of a prompt, and keep their segments
- * open. The token ids, the parent's key and the fingerprint of each are compared. The
- * caller frees `*out`. MLS_E_MEMORY; MLS_E_IO: the folder cannot be read. */
+ * open. The token ids, the parent's key and the fingerprint of each record are compared.
+ * Damaged records end the chain and are listed in `damage`. The caller frees `*out` with
+ * mls_prompt_match_free.
+ * MLS_E_MEMORY; MLS_E_IO: the folder cannot be read. */
 mls_code mls_prompt_match_new(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                               mls_prompt_match **out, mls_status *st);
 void mls_prompt_match_free(mls_prompt_match *match); /* accepts NULL */
 
-/* A part to read, and where to: a view with its bytes, of any strides. */
+/* A part to read, and its destination. */
 typedef struct mls_prompt_request {
-    size_t hit, part;
-    mls_tensor into;
+    size_t hit, part;          /* index of a record of the match, and of its part */
+    mls_tensor into;           /* a view with as many bytes as the part, of any strides */
     mls_code code;             /* result; MLS_E_FORMAT, MLS_E_CHECKSUM: damaged */
     int os_error;              /* result; see mls_status */
     char text[MLS_TEXT_BYTES]; /* result: why */
 } mls_prompt_request;
 
-/* Read and verify parts; threads of the pool share the requests. The destination of a
- * damaged part is undefined. MLS_E_STOPPED: `progress` stopped the work. MLS_E_IO,
- * MLS_E_MEMORY: a part could not be read, which is not damage. */
+/* Read and verify the parts of `count` requests, and set the result of each; the threads
+ * of `pool` share the requests. The destination of a damaged part is undefined.
+ * MLS_E_STOPPED: `progress` stopped the work. MLS_E_IO, MLS_E_MEMORY: a part could not be
+ * read, which is not damage. */
 mls_code mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
                          size_t count, const mls_kernels *kernels,
                          const mls_crc_kernels *crc, mls_pool *pool,
                          const mls_progress *progress, mls_status *st);
 
-/* Read the bytes of a part from `offset` on; as many as `request->into` has, which must
- * be within the part. `*sum` is the checksum of the bytes before, and then of these too.
- * The last piece is compared. MLS_E_FORMAT, MLS_E_CHECKSUM: damaged; MLS_E_IO;
- * MLS_E_MEMORY. */
+/* Read a piece of a part: as many bytes as `request->into` has, from byte `offset` of the
+ * part on, all within the part. Before the call `*sum` is the checksum of the part's
+ * bytes before `offset`, and afterwards of the piece too. It is compared with the stored
+ * one after the last piece. MLS_E_FORMAT,
+ * MLS_E_CHECKSUM: damaged; MLS_E_IO; MLS_E_MEMORY. */
 mls_code mls_prompt_read_piece(const mls_prompt_match *match,
                                const mls_prompt_request *request, uint64_t offset,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
@@ -126,9 +133,11 @@ mls_code mls_prompt_read_piece(const mls_prompt_match *match,
 
 /* ---- writing: between mls_prompt_lock and mls_prompt_unlock ---- */
 
-/* Try to become the writer; never waits. `*busy` tells whether another writer is active,
- * and then nothing is locked. Cuts what a killed writer left behind.
- * MLS_E_IO (EACCES, EROFS: the log was opened for reading); MLS_E_MEMORY. */
+/* Try to become the writer; never waits. Sets `*busy` if another writer is active, and
+ * then locks nothing and returns MLS_OK. Cuts incomplete records that a killed writer
+ * left behind.
+ * MLS_E_IO (EACCES, EROFS: the log was opened for reading); MLS_E_MEMORY. Nothing is
+ * locked then. */
 mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st);
 void mls_prompt_unlock(mls_prompt_log *log);
 
@@ -142,8 +151,8 @@ typedef struct mls_prompt_source {
 /* A record to store. `parts` are borrowed views; with a source, those whose data is NULL
  * are fetched one by one. */
 typedef struct mls_prompt_item {
-    unsigned kind;
-    size_t end;
+    unsigned kind; /* 0: a block */
+    size_t end;    /* tokens of the prompt up to the end of the record */
     const unsigned char *meta;
     size_t meta_bytes;
     const mls_tensor *parts;
@@ -152,29 +161,35 @@ typedef struct mls_prompt_item {
     int result; /* 1: written; 0: it was stored; -1: no parent, or no room */
 } mls_prompt_item;
 
-/* Store records of one prompt, parents first. Evicts others first if the log would exceed
- * `max_bytes`; UINT64_MAX: unlimited. One sync for each segment that is written to. On
- * failure, segments that were complete before stay; the rest is as before.
+/* Store the `count` records of one prompt, parents first, and set the result of each.
+ * Evicts other records first if the log would exceed `max_bytes`; UINT64_MAX: unlimited.
+ * Syncs once for each segment that is written to. On failure, segments that were complete
+ * before stay; the rest is as before.
  * MLS_E_VALUE: an item's end is wrong; MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED. */
 mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                         mls_prompt_item *items, size_t count, uint64_t max_bytes,
                         const mls_progress *progress, mls_status *st);
 
-/* Change the state of records of a match, durably. MLS_PROMPT_DELETE removes those that
- * are the parent of no other record; MLS_PROMPT_DROP all. `*changed` counts them. */
+/* Change the state of the `count` records with indices `hits` in a match, durably.
+ * MLS_PROMPT_DELETE removes those that are not the parent of another record;
+ * MLS_PROMPT_DROP removes all. `*changed` receives the number of changed records.
+ * MLS_E_IO; MLS_E_MEMORY: nothing changed. */
 mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
                          const size_t *hits, size_t count, mls_prompt_operation operation,
                          size_t *changed, mls_status *st);
 
-/* Evict down to `max_bytes` and compact. `*freed` receives the bytes. */
+/* Evict the least recently used records until the log has at most `max_bytes`, and
+ * compact it. `*freed` receives the number of bytes that the files have become shorter.
+ * MLS_E_IO; MLS_E_MEMORY. */
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
                           mls_status *st);
 
 /* ---- the whole log ---- */
 
 /* Read all records and compare checksums. With `repair`, for which the log must be
- * locked, damaged ones are removed. The caller frees `*out` with mls_free. MLS_E_STOPPED;
- * MLS_E_MEMORY; MLS_E_IO: the removal failed. */
+ * locked, damaged records are removed. Sets `*out` to the `*count` damaged ones; the
+ * caller frees it with mls_free.
+ * MLS_E_STOPPED; MLS_E_MEMORY; MLS_E_IO: the removal failed. */
 mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,
                            mls_prompt_damage **out, size_t *count, mls_status *st);
 
@@ -182,11 +197,12 @@ mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress 
 typedef struct mls_prompt_listed {
     mls_prompt_hit hit;
     bool is_pinned;
-    uint32_t used;
+    uint32_t used; /* time of the last use: the larger, the later */
 } mls_prompt_listed;
 
-/* Call `visit` with each record whose header can be read, oldest first, until it returns
- * false. Without a lock. MLS_E_MEMORY, MLS_E_IO. */
+/* Call visit(context, ...) with each record whose header can be read, in the order of
+ * segments and of places in them, until it returns false. Needs no lock. MLS_E_MEMORY,
+ * MLS_E_IO. */
 mls_code mls_prompt_list(mls_prompt_log *log,
                          bool (*visit)(void *context, const mls_prompt_listed *listed),
                          void *context, mls_status *st);
@@ -195,6 +211,8 @@ typedef struct mls_prompt_stats {
     uint64_t records, blocks, pinned, live_bytes, disk_bytes, segments, memory_bytes;
 } mls_prompt_stats;
 
+/* Read the changes of other processes and set `*out`. MLS_E_MEMORY, MLS_E_IO: `*out` is
+ * unchanged. */
 mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_status *st);
 
 #endif

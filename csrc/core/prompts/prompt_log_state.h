@@ -30,7 +30,7 @@ enum {
 
 /* An open segment, shared by the log and by matches. */
 typedef struct mls_prompt_file {
-    atomic_size_t holders;
+    atomic_size_t holders; /* the last one to release it closes it */
     int fd;
 } mls_prompt_file;
 
@@ -69,21 +69,26 @@ struct mls_prompt_log {
 
 /* ---- prompt_segments.c ---- */
 
-/* Write the name of a segment to `name`. */
+/* Write the name of segment `number` to `name`, which has MLS_PROMPT_NAME bytes. Returns
+ * `name`. */
 const char *mls_prompt_segment_name(char *name, uint32_t number);
 
-/* Return the segment of a number, or NULL. Valid until segments are added or removed. */
+/* Return the listed segment with this number, or NULL. Valid until segments are added or
+ * removed. */
 mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t number);
 
-/* List the numbers of the segments in the folder, sorted. The caller frees `*out`. Needs
- * no lock. With `cleans`, for the writer, delete the temporary files of killed ones. */
+/* Set `*out` to the `*count` numbers of the segments in the folder, sorted. The caller
+ * frees it. Needs no lock. With `cleans`, for the writer, deletes the temporary files of
+ * killed ones. MLS_E_IO; MLS_E_MEMORY. */
 mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
                                   size_t *count, mls_status *st);
 
-/* Open a segment unless it is open, and hold it. MLS_E_IO (ENOENT: it was removed);
- * MLS_E_FORMAT: it is not a segment of this log. */
+/* Open a segment unless it is open, and set `*out` to it for the caller, who calls
+ * mls_prompt_file_release. MLS_E_IO (ENOENT: it was removed); MLS_E_FORMAT: it is not a
+ * segment of this log; MLS_E_MEMORY. */
 mls_code mls_prompt_segment_hold(mls_prompt_log *log, mls_prompt_segment *segment,
                                  mls_prompt_file **out, mls_status *st);
+/* Count one more holder of an open segment, who calls mls_prompt_file_release. */
 void mls_prompt_file_hold(mls_prompt_file *file);
 void mls_prompt_file_release(mls_prompt_file *file); /* needs no lock; accepts NULL */
 
@@ -91,7 +96,8 @@ void mls_prompt_file_release(mls_prompt_file *file); /* needs no lock; accepts N
  * a compaction was lost by a power failure. Failures are ignored. */
 void mls_prompt_segment_remove_stray(const mls_prompt_log *log, uint32_t number);
 
-/* Add a segment to the list. MLS_E_MEMORY. */
+/* Add a copy of `segment`, whose number is above all others, to the list.
+ * MLS_E_MEMORY. */
 mls_code mls_prompt_segment_add(mls_prompt_log *log, const mls_prompt_segment *segment,
                                 mls_status *st);
 
@@ -106,9 +112,11 @@ mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st);
 
 /* ---- prompt_stored.c: without a lock ---- */
 
-/* Read the header of a record: into `room`, or into memory that the caller frees if
- * `*bytes` differs from it. `left`: bytes of the file from the record on.
- * MLS_E_IO, MLS_E_MEMORY, and the errors of mls_prompt_header_parse. */
+/* Read the header of the record at `offset` into `*out`. Its bytes are in `room`, of
+ * MLS_PROMPT_HEAD_READ bytes, or in longer memory that the caller frees; `*bytes` is the
+ * address of either. `left`: bytes of the file from the record on.
+ * MLS_E_IO, MLS_E_MEMORY, and the errors of mls_prompt_header_parse; `*bytes` is `room`
+ * then. */
 mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 const mls_crc_kernels *crc, unsigned char *room,
                                 unsigned char **bytes, mls_prompt_header *out,
@@ -122,19 +130,21 @@ static inline uint64_t mls_prompt_effort(uint64_t length)
     return (64 << 20) + 4 * length;
 }
 
-/* Find the first valid header from `from` on, which is a multiple of the unit. `*out` is
- * its offset; 0 if there is none before `end`. Reduces `*effort`, see above.
+/* Set `*out` to the offset of the first valid header from `from` on, which is a multiple
+ * of the unit; to 0 if none starts before `end`. Reduces `*effort` (see
+ * mls_prompt_effort) by the bytes of invalid long headers.
  * MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
                                   const mls_crc_kernels *crc, uint64_t *effort,
                                   uint64_t *out, mls_status *st);
 
-/* Return whether the last known record of a segment is unchanged: a writer may have
- * cut the file and appended others. */
+/* Return whether the last record of a segment that the log has read is unchanged in the
+ * file `fd`: a writer may have cut the file and appended others. */
 bool mls_prompt_last_is_same(const mls_prompt_segment *segment, int fd);
 
-/* Compare the payload of a record with its checksums, through `buffer` of `room` bytes.
- * MLS_E_CHECKSUM, MLS_E_IO, MLS_E_FORMAT, MLS_E_STOPPED. */
+/* Compare the payload of the record at `offset` with its checksums, through `buffer` of
+ * `room` bytes. `progress` (may be NULL) can stop the work.
+ * MLS_E_CHECKSUM, MLS_E_IO, MLS_E_FORMAT (the file ends earlier), MLS_E_STOPPED. */
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,
                                   const mls_prompt_header *header,
                                   const mls_crc_kernels *crc, unsigned char *buffer,
@@ -143,21 +153,26 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
 
 /* ---- prompt_scan.c ---- */
 
-/* Read the whole log: index file, then the ends of the segments. A damaged header is
- * skipped together with its record. */
+/* Read the whole log anew: the index file, then the ends of the segments. A damaged
+ * header is skipped together with its record. After a failure the log is empty and stale.
+ * MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st);
 
-/* Read what other processes appended since. */
+/* Read the records that other processes appended since; the whole log if it was
+ * compacted. Does nothing while this process writes. MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st);
 
-/* Enter what follows a damaged header at the end of the newest segment. */
+/* Enter the records behind a damaged header at the end of the newest segment. MLS_E_IO,
+ * MLS_E_MEMORY. */
 mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st);
 
-/* Enter a record that is stored now. The index has room for it and its parent. */
+/* Enter a record, or apply notes, whose header is at `offset` of `segment`: the new end
+ * of the segment. The index has room for two more entries, the record and its parent. */
 void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
                       const mls_prompt_header *header);
 
-/* Remove an entry, unless it is removed. */
+/* Remove entry `number` from the index and its bytes from the live ones, unless it is
+ * removed already. */
 void mls_prompt_forget(mls_prompt_log *log, uint32_t number);
 
 /* Apply one note to the entries. */
@@ -169,7 +184,10 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note);
  * there is none or it cannot be used. */
 bool mls_prompt_index_load(mls_prompt_log *log);
 
-/* Replace the index file. The caller is the writer. */
+/* Pack the index, and replace the index file atomically. The caller is the writer.
+ * MLS_E_IO,
+ * MLS_E_MEMORY, MLS_E_SIZE; MLS_E_FORMAT: `index` is not a regular file. The old file
+ * stays then. */
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st);
 
 /* ---- prompt_open.c ---- */
@@ -196,38 +214,48 @@ typedef struct mls_prompt_append {
     const mls_prompt_source *source; /* of the next record; or NULL */
 } mls_prompt_append;
 
-/* Begin to append about `bytes` bytes, to a new segment if the newest one has `limit`. */
+/* Begin to append about `bytes` bytes, to a new segment if the newest one would exceed
+ * `limit` bytes. The caller ends it with mls_prompt_append_commit or
+ * mls_prompt_append_abort, also on failure (abort).
+ * MLS_E_IO, MLS_E_MEMORY, MLS_E_SIZE. */
 mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t limit,
                                  const mls_progress *progress, mls_prompt_append *out,
                                  mls_status *st);
 
-/* Write the payload of a record and remember its header. */
+/* Write the payload of a record and remember its header, which has its sizes; sets its
+ * `put` and `crc`. `tokens` and `parts` have header->token_count and header->part_count
+ * entries. MLS_E_IO,
+ * MLS_E_MEMORY, MLS_E_SIZE, MLS_E_STOPPED: the caller aborts. */
 mls_code mls_prompt_append_record(mls_prompt_append *append, mls_prompt_header *header,
                                   const uint32_t *tokens, const mls_tensor *parts,
                                   mls_status *st);
 
-/* The same for a record that is stored elsewhere, with the bytes of its header. A damaged
- * payload is skipped: `*is_good` is then false. */
+/* mls_prompt_append_record for the record at `offset` of the file `fd`; `bytes` are the
+ * bytes of its header. A damaged payload is skipped: `*is_good` is then false. */
 mls_code mls_prompt_append_copy(mls_prompt_append *append, int fd, uint64_t offset,
                                 const mls_prompt_header *header,
                                 const unsigned char *bytes, bool *is_good,
                                 mls_status *st);
 
+/* Append notes in as few headers as possible. Errors as mls_prompt_append_record. */
 mls_code mls_prompt_append_notes(mls_prompt_append *append, const mls_prompt_note *notes,
                                  size_t count, mls_status *st);
 
-/* Write the headers, make all durable, enter the records, and release `append`. On
- * failure the segment is as before. */
+/* Write the headers, make all durable, enter the records into the log, and release
+ * `append`. On failure the segment is as before, and `append` is released too. MLS_E_IO,
+ * MLS_E_MEMORY, MLS_E_SIZE. */
 mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st);
 void mls_prompt_append_abort(mls_prompt_append *append);
 
-/* Return the length at which the writer begins another segment. */
+/* Return the length in bytes at which the writer begins another segment, if the log may
+ * have `max_bytes`. */
 uint64_t mls_prompt_segment_limit(uint64_t max_bytes);
 
 /* ---- prompt_reclaim.c: for the writer ---- */
 
-/* Evict and compact until `bytes` more bytes fit. `*fits` tells the result. Entries that
- * are flagged MLS_PROMPT_KEPT stay. */
+/* Evict and compact until `bytes` more bytes fit into `max_bytes`, and set `*fits` to
+ * whether they do. Entries that are flagged MLS_PROMPT_KEPT stay. MLS_E_IO, MLS_E_MEMORY,
+ * MLS_E_SIZE. */
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
                               bool *fits, mls_status *st);
 
@@ -239,7 +267,7 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
 mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *notes,
                                 size_t count, mls_status *st);
 
-/* Return the bytes of all files but `used`, which is short. */
+/* Return the bytes of all files except `used`, which is short. */
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log);
 
 /* Append the key of a used record to the file `used`; failures are ignored. */

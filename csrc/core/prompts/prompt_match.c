@@ -35,6 +35,7 @@ static void release_hit(mls_prompt_hit *hit)
     mls_free(hit->bytes);
 }
 
+/* Release all hits of a match, which stays valid and empty. */
 static void drop_hits(mls_prompt_match *match)
 {
     for (size_t i = 0; i < match->count; i++) {
@@ -43,6 +44,7 @@ static void drop_hits(mls_prompt_match *match)
     match->count = 0;
 }
 
+/* Release the segments of a match, and free it. */
 void mls_prompt_match_free(mls_prompt_match *match)
 {
     if (match != NULL) {
@@ -53,6 +55,7 @@ void mls_prompt_match_free(mls_prompt_match *match)
     }
 }
 
+/* Append the damage of the record `hit`, with the reason `text`. MLS_E_MEMORY. */
 static mls_code add_damage(mls_prompt_match *match, const mls_prompt_hit *hit,
                            const char *text, mls_status *st)
 {
@@ -70,8 +73,10 @@ static mls_code add_damage(mls_prompt_match *match, const mls_prompt_hit *hit,
 
 /* ---- proposals of the index ---- */
 
-/* Add a record that the index proposes. If its segment is gone, the hit has no file.
- */
+/* Add entry `number` of the index as a hit, with the key of its parent and its first
+ * token `start`; the header is checked later. If its segment is gone or damaged, the hit
+ * has no file. MLS_E_MEMORY;
+ * MLS_E_IO: the segment cannot be opened for another reason. */
 static mls_code propose(search *s, uint32_t number, const mls_prompt_key *parent,
                         size_t start, mls_status *st)
 {
@@ -106,8 +111,8 @@ static mls_code propose(search *s, uint32_t number, const mls_prompt_key *parent
     return MLS_OK;
 }
 
-/* Propose the records of one kind that end after the block `parent`, at most `count`
- * tokens behind it. */
+/* Propose the records of `kind` that end 0 to `count` tokens after the block `parent`,
+ * which ends at token `start` of the prompt. */
 static mls_code propose_branches(search *s, unsigned kind, const mls_prompt_key *parent,
                                  size_t start, size_t count, mls_status *st)
 {
@@ -126,6 +131,9 @@ static mls_code propose_branches(search *s, unsigned kind, const mls_prompt_key 
     return code;
 }
 
+/* Propose the records, except blocks, that branch off after the block `parent`, which
+ * ends at token `start`, and end before the next block does. Only kinds that the log has
+ * are tried. */
 static mls_code propose_kinds(search *s, const mls_prompt_key *parent, size_t start,
                               mls_status *st)
 {
@@ -140,7 +148,8 @@ static mls_code propose_kinds(search *s, const mls_prompt_key *parent, size_t st
     return code;
 }
 
-/* Follow the chain of blocks, and what branches off from it. */
+/* Propose the chain of blocks of the prompt as far as the index has it, and the records
+ * that branch off from it. */
 static mls_code propose_chain(search *s, mls_status *st)
 {
     const mls_prompt_prefix *prefix = s->prefix;
@@ -178,6 +187,7 @@ static mls_code propose_chain(search *s, mls_status *st)
 
 /* ---- comparison with the stored headers ---- */
 
+/* Return whether the header has exactly these `count` token ids. */
 static bool tokens_equal(const mls_prompt_header *header, const uint32_t *tokens,
                          size_t count)
 {
@@ -188,7 +198,8 @@ static bool tokens_equal(const mls_prompt_header *header, const uint32_t *tokens
     return equal;
 }
 
-/* Whether the header is of the record that the search is for. */
+/* Return whether the header is of the record that hit `number` proposes, for this
+ * prompt. */
 static bool header_is(const search *s, size_t number, const mls_prompt_header *header)
 {
     const mls_prompt_hit *hit = &s->match->hits[number];
@@ -202,6 +213,7 @@ static bool header_is(const search *s, size_t number, const mls_prompt_header *h
            tokens_equal(header, s->prefix->tokens + hit->start, hit->end - hit->start);
 }
 
+/* Return the bytes of all parts of a record. */
 static uint64_t sum_parts(const mls_prompt_header *header)
 {
     uint64_t bytes = 0;
@@ -211,7 +223,9 @@ static uint64_t sum_parts(const mls_prompt_header *header)
     return bytes;
 }
 
-/* Keep the header of a hit: a copy that has its exact length. */
+/* Give the hit its header with the header's bytes: `bytes` themselves if `is_owned`, else
+ * a copy.
+ * MLS_E_MEMORY. */
 static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header,
                             unsigned char *bytes, bool is_owned, mls_status *st)
 {
@@ -231,8 +245,8 @@ static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header
     return MLS_OK;
 }
 
-/* Read and compare the header of a hit. MLS_E_FORMAT, MLS_E_CHECKSUM: damaged, or not the
- * record of the entry. */
+/* Read and compare the header of hit `number`. MLS_E_FORMAT, MLS_E_CHECKSUM: damaged, or
+ * not the record of the entry; MLS_E_IO; MLS_E_MEMORY. */
 static mls_code check_hit(const search *s, size_t number, mls_status *st)
 {
     mls_prompt_hit *hit = &s->match->hits[number];
@@ -268,7 +282,8 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
     return code;
 }
 
-/* Forget the entry of a damaged record, unless the record was replaced meanwhile. */
+/* Remove the entry of the damaged record of hit `number`, unless the record was replaced
+ * meanwhile. */
 static void forget_entry(search *s, size_t number)
 {
     mls_prompt_log *log = s->log;
@@ -283,6 +298,7 @@ static void forget_entry(search *s, size_t number)
     mls_prompt_leave_state(log);
 }
 
+/* For qsort: by end, then kind. */
 static int compare_hits(const void *a, const void *b)
 {
     const mls_prompt_hit *x = a, *y = b;
@@ -295,8 +311,9 @@ static bool is_damage(mls_code code)
     return code == MLS_E_FORMAT || code == MLS_E_CHECKSUM;
 }
 
-/* Check all proposals, in the order of the chain. Those behind a damaged block are
- * dropped: nothing after it can be restored. */
+/* Check all proposals, in the order of the chain, and keep the good ones. Sets `*damaged`
+ * if one is damaged. Those behind a damaged block are dropped: nothing after it can be
+ * restored. */
 static mls_code check_hits(search *s, bool *damaged, mls_status *st)
 {
     mls_prompt_match *match = s->match;
@@ -331,7 +348,8 @@ static mls_code check_hits(search *s, bool *damaged, mls_status *st)
 
 /* ---- use ---- */
 
-/* Remember the use of the whole chain; the file for other processes gets its tip. */
+/* Record the use of the whole chain in the index, and of its last record in the file
+ * `used`, for other processes. `state` is held. */
 static void note_use(search *s)
 {
     mls_prompt_log *log = s->log;
@@ -349,7 +367,8 @@ static void note_use(search *s)
     }
 }
 
-/* One attempt. */
+/* One attempt of a search: propose with `state` held, check without it. Sets `*damaged`
+ * if a proposal is damaged. */
 static mls_code find_records(search *s, bool *damaged, mls_status *st)
 {
     mls_prompt_log *log = s->log;
@@ -371,7 +390,8 @@ static mls_code find_records(search *s, bool *damaged, mls_status *st)
     return code;
 }
 
-/* Read the log anew and repeat the search, unless this thread's process is writing. */
+/* Read the log anew and repeat the search, unless this process is writing: then its index
+ * is current. Damage that is found again stays in the match. */
 static mls_code repeat_search(search *s, mls_status *st)
 {
     bool damaged = false;
@@ -383,6 +403,8 @@ static mls_code repeat_search(search *s, mls_status *st)
     return find_records(s, &damaged, st);
 }
 
+/* Find the records under the longest stored prefix. Search twice if the first attempt
+ * found damage: the index may have been old. */
 mls_code mls_prompt_match_new(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                               mls_prompt_match **out, mls_status *st)
 {

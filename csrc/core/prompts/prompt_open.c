@@ -22,9 +22,9 @@ static const char letters[] = "mlsprmpt";
 
 /* ---- state ---- */
 
-/* In a child, another thread of the parent may have held the mutexes and changed the
- * index, so both are abandoned. The child opens `store` again: a shared open file would
- * share the lock with the parent. */
+/* Make the log usable in the child of a fork. Another thread of the parent may have held
+ * the mutexes and changed the index, so both are abandoned. The child opens `store`
+ * again: a shared open file would share the lock with the parent. */
 static void renew_after_fork(mls_prompt_log *log)
 {
     pthread_mutex_init(&log->state, NULL);
@@ -42,6 +42,8 @@ static void renew_after_fork(mls_prompt_log *log)
     atomic_store(&log->pid, getpid());
 }
 
+/* Lock `state`, and renew the log in the child of a fork. `pid` is 0 while a thread
+ * renews the log. */
 void mls_prompt_enter_state(mls_prompt_log *log)
 {
     const pid_t pid = getpid();
@@ -61,7 +63,8 @@ void mls_prompt_leave_state(mls_prompt_log *log)
 
 /* ---- a new store ---- */
 
-/* Only hidden files may be in a folder that becomes a store. */
+/* Fail with MLS_E_FORMAT unless the folder is empty: only hidden files may be in a folder
+ * that becomes a store. MLS_E_IO. */
 static mls_code check_empty(const mls_prompt_log *log, mls_status *st)
 {
     const int fd = openat(log->folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -83,6 +86,7 @@ static mls_code check_empty(const mls_prompt_log *log, mls_status *st)
                                "not a prompt store, and not empty: pass another folder");
 }
 
+/* Write the file `store` with a new random id, atomically. */
 static mls_code write_store(const mls_prompt_log *log, mls_status *st)
 {
     unsigned char bytes[MLS_PROMPT_FILE_HEAD];
@@ -95,8 +99,9 @@ static mls_code write_store(const mls_prompt_log *log, mls_status *st)
                                st);
 }
 
-/* The folder is locked meanwhile, so that two processes do not create two stores. A file
- * system without such locks gets none. */
+/* Create the file `store` unless another process has. The folder is locked meanwhile, so
+ * that two processes do not create two stores. A file system without such locks gets
+ * none. */
 static mls_code create_store(const mls_prompt_log *log, mls_status *st)
 {
     const bool is_locked = flock(log->folder, LOCK_EX) == 0;
@@ -114,7 +119,7 @@ static mls_code create_store(const mls_prompt_log *log, mls_status *st)
 
 /* ---- open ---- */
 
-/* Make the name of a new folder durable. */
+/* Make the name of a new folder durable. Returns 0 or errno. */
 static int sync_parent(int folder)
 {
     const int parent = openat(folder, "..", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -126,6 +131,8 @@ static int sync_parent(int folder)
     return reason;
 }
 
+/* Open the folder `path`, and create it before if `create` and it is missing. MLS_E_IO.
+ */
 static mls_code open_folder(mls_prompt_log *log, const char *path, bool create,
                             mls_status *st)
 {
@@ -141,7 +148,8 @@ static mls_code open_folder(mls_prompt_log *log, const char *path, bool create,
     return reason == 0 ? MLS_OK : mls_fail_os(st, reason, "cannot sync the new folder");
 }
 
-/* Open `store`, for writing if that is permitted. */
+/* Open the file `store`, for writing if that is permitted; otherwise `refused` is the
+ * reason. MLS_E_FORMAT: it is not a regular file; MLS_E_IO. */
 static mls_code open_store(mls_prompt_log *log, mls_status *st)
 {
     const int flags = O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
@@ -165,6 +173,7 @@ static mls_code open_store(mls_prompt_log *log, mls_status *st)
                : mls_fail(st, MLS_E_FORMAT, "`store` is not a regular file");
 }
 
+/* Read the head of `store`, and set the log's id. */
 static mls_code read_store(mls_prompt_log *log, mls_status *st)
 {
     unsigned char bytes[MLS_PROMPT_FILE_HEAD];
@@ -179,7 +188,8 @@ static mls_code read_store(mls_prompt_log *log, mls_status *st)
     return code;
 }
 
-/* A folder without `store` is not a prompt store, unless it may become one. */
+/* Open folder and `store`, and read the id. A folder without `store` is not a prompt
+ * store (MLS_E_FORMAT), unless `create` makes it one. */
 static mls_code open_files(mls_prompt_log *log, const char *path, bool create,
                            mls_status *st)
 {
@@ -199,6 +209,7 @@ static mls_code open_files(mls_prompt_log *log, const char *path, bool create,
     return code == MLS_OK ? read_store(log, st) : code;
 }
 
+/* Open a log and read its entries. A failure frees the log with all that is open. */
 mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *kernels,
                              mls_prompt_log **out, mls_status *st)
 {
@@ -226,6 +237,7 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
     return MLS_OK;
 }
 
+/* Close a log and free it. The segments that matches hold stay open. */
 void mls_prompt_log_free(mls_prompt_log *log)
 {
     if (log == NULL) {

@@ -8,6 +8,7 @@
 
 enum { HEADER_BYTES = 4 << 20 }; /* headers kept in memory for one sync */
 
+/* One put. */
 typedef struct put_work {
     mls_prompt_log *log;
     const mls_prompt_prefix *prefix;
@@ -23,7 +24,8 @@ typedef struct put_work {
 
 /* ---- token ids ---- */
 
-/* Returns false if an id is out of range. */
+/* Set `*to` to the token id at `from`, an element of `view`. Returns false if it is out
+ * of range. */
 static bool copy_id(const mls_tensor *view, const unsigned char *from, uint32_t *to)
 {
     uint32_t narrow;
@@ -38,6 +40,8 @@ static bool copy_id(const mls_tensor *view, const unsigned char *from, uint32_t 
     return wide <= UINT32_MAX; /* a negative number is large */
 }
 
+/* Copy token ids from an array of integers. Negative ids are refused by their size: see
+ * copy_id. */
 mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *st)
 {
     const bool is_integer = view->dtype == MLS_I32 || view->dtype == MLS_U32 ||
@@ -67,13 +71,15 @@ mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *s
 
 /* ---- what to write ---- */
 
-/* Tokens before the item: the start of its block. */
+/* Return the number of tokens before the item: the end of the last block before it. */
 static size_t item_start(const put_work *w, const mls_prompt_item *item)
 {
     const size_t block = w->prefix->block_tokens;
     return item->kind == 0 ? item->end - block : item->end / block * block;
 }
 
+/* Fail with MLS_E_VALUE if the item's end is beyond the prompt or not the end of a block.
+ */
 static mls_code check_item(const put_work *w, const mls_prompt_item *item, mls_status *st)
 {
     const size_t block = w->prefix->block_tokens;
@@ -89,6 +95,7 @@ static mls_code check_item(const put_work *w, const mls_prompt_item *item, mls_s
     return MLS_OK;
 }
 
+/* Compute the key of each prefix of whole blocks. */
 static void compute_chain(put_work *w)
 {
     mls_prompt_hash hash =
@@ -102,7 +109,8 @@ static void compute_chain(put_work *w)
     }
 }
 
-/* Describe the record of an item. */
+/* Set `*out` to the header of the item's record, with its key and sizes. MLS_E_VALUE,
+ * MLS_E_SIZE. */
 static mls_code describe(const put_work *w, const mls_prompt_item *item,
                          mls_prompt_header *out, mls_status *st)
 {
@@ -131,7 +139,7 @@ static mls_code describe(const put_work *w, const mls_prompt_item *item,
     return mls_prompt_header_sizes(out, payload, st);
 }
 
-/* Whether the parent of an item is stored, or the root. */
+/* Return whether the parent of an item is stored, or is the root. */
 static bool has_parent(const put_work *w, const mls_prompt_item *item)
 {
     return item_start(w, item) == 0 ||
@@ -139,6 +147,8 @@ static bool has_parent(const put_work *w, const mls_prompt_item *item)
                MLS_PROMPT_NONE;
 }
 
+/* Set the flag MLS_PROMPT_KEPT of the entry with `key`, if the index has one, to
+ * `keep`. */
 static void keep_record(mls_prompt_index *index, const mls_prompt_key *key, bool keep)
 {
     const uint32_t number = mls_prompt_index_find(index, key);
@@ -150,7 +160,7 @@ static void keep_record(mls_prompt_index *index, const mls_prompt_key *key, bool
 }
 
 /* Protect the stored part of the chain, and the stored items, from the eviction for the
- * others. */
+ * others; or end the protection if not `keep`. */
 static void keep_stored(const put_work *w, bool keep)
 {
     for (size_t i = 1; i <= w->blocks; i++) {
@@ -163,8 +173,9 @@ static void keep_stored(const put_work *w, bool keep)
 
 /* ---- batches: the records that one sync makes durable ---- */
 
-/* Compare an item with the earlier ones of its batch: items are in the order of their
- * ends, so those before its block do not matter. */
+/* Compare item `number` with the earlier ones of its batch, which begins with item
+ * `first`: clear `*is_new` if one has its key, and set `*is_rooted` if one is its parent.
+ * Items are in the order of their ends, so those before its block do not matter. */
 static void compare_with_batch(const put_work *w, size_t first, size_t number,
                                bool *is_new, bool *is_rooted)
 {
@@ -179,9 +190,10 @@ static void compare_with_batch(const put_work *w, size_t first, size_t number,
     }
 }
 
-/* Choose items from `first` on: at least one, and as many as a segment should have. An
- * item that is stored is skipped; for one without a parent the result is -1. Returns the
- * index after the last one, and the bytes of those with result 1. */
+/* Choose items from number `first` on, at least one, and as many as a segment should have
+ * (`limit` bytes). Sets their result to 1; to 0 if an item is stored already, and to -1
+ * if it has no parent. Returns the number after the last one, and sets `*bytes` to the
+ * bytes of those with result 1. */
 static size_t choose_batch(put_work *w, size_t first, uint64_t limit, uint64_t *bytes)
 {
     size_t next = first, header_bytes = 0;
@@ -208,6 +220,8 @@ static size_t choose_batch(put_work *w, size_t first, uint64_t limit, uint64_t *
     return next;
 }
 
+/* Append the items first .. end - 1 with result 1, which have `bytes` bytes, and commit
+ * them. */
 static mls_code write_batch(put_work *w, size_t first, size_t end, uint64_t bytes,
                             uint64_t limit, mls_status *st)
 {
@@ -230,7 +244,9 @@ static mls_code write_batch(put_work *w, size_t first, size_t end, uint64_t byte
     return code;
 }
 
-/* Without room for a batch, nothing after it is stored either. */
+/* Store the next batch of items, from number `*next` on, and set `*next` to the item
+ * behind it. Without room for a batch, nothing after it is stored either: their result is
+ * -1. */
 static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
 {
     const uint64_t limit = mls_prompt_segment_limit(w->max_bytes);
@@ -262,6 +278,8 @@ static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
 
 /* ---- the put ---- */
 
+/* Allocate and compute keys and headers, and check all items. MLS_E_VALUE, MLS_E_SIZE,
+ * MLS_E_MEMORY. */
 static mls_code prepare(put_work *w, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -282,6 +300,8 @@ static mls_code prepare(put_work *w, mls_status *st)
     return code;
 }
 
+/* Store the records of a prompt, batch by batch. All items are checked before the first
+ * is written. */
 mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                         mls_prompt_item *items, size_t count, uint64_t max_bytes,
                         const mls_progress *progress, mls_status *st)

@@ -20,6 +20,7 @@ enum {
     VECTORS = 64
 };
 
+/* One call of mls_prompt_read. */
 typedef struct read_work {
     const mls_prompt_match *match;
     mls_prompt_request *requests;
@@ -29,16 +30,17 @@ typedef struct read_work {
     atomic_bool is_stopped;
 } read_work;
 
-/* Where a part comes from. */
+/* Position in a part that is read. */
 typedef struct part_reader {
     int fd;
-    uint64_t offset;
-    uint32_t crc;
+    uint64_t offset; /* of the next byte in the file */
+    uint32_t crc;    /* of the bytes until now */
     const mls_crc_kernels *kernels;
 } part_reader;
 
-/* Fill the vectors, which have `bytes` bytes. After a short or failed call, each is read
- * again. */
+/* Read the next `bytes` bytes of the part into `count` vectors, which have as many, and
+ * add them to the checksum. After a short or failed call, each vector is read again.
+ * MLS_E_IO; MLS_E_FORMAT: the file ends earlier. */
 static mls_code read_vectors(part_reader *r, struct iovec *vectors, int count,
                              size_t bytes, mls_status *st)
 {
@@ -58,7 +60,7 @@ static mls_code read_vectors(part_reader *r, struct iovec *vectors, int count,
     return MLS_OK;
 }
 
-/* Read the runs of a view, several in one call. */
+/* Read the bytes of a part into all runs of a view, several in one call. */
 static mls_code read_runs(part_reader *r, mls_payload_runs *runs, mls_status *st)
 {
     struct iovec vectors[VECTORS];
@@ -83,7 +85,9 @@ static mls_code read_runs(part_reader *r, mls_payload_runs *runs, mls_status *st
                                        : code;
 }
 
-/* Read steps to a temporary block and copy them. */
+/* Read `bytes` bytes of a part to a temporary block, step by step, and copy them to the
+ * view `into`.
+ * MLS_E_MEMORY, and the errors of read_vectors. */
 static mls_code read_packed(part_reader *r, const mls_tensor *into,
                             const mls_kernels *kernels, size_t bytes, mls_status *st)
 {
@@ -105,6 +109,8 @@ static mls_code read_packed(part_reader *r, const mls_tensor *into,
     return code;
 }
 
+/* Read a piece of a part, and verify the part after its last piece. The parts of a record
+ * are adjacent, so the lengths of earlier parts give the start. */
 mls_code mls_prompt_read_piece(const mls_prompt_match *match,
                                const mls_prompt_request *request, uint64_t offset,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
@@ -136,6 +142,8 @@ mls_code mls_prompt_read_piece(const mls_prompt_match *match,
     return code;
 }
 
+/* Read the part of request number `index`, as a task for the pool; `context` is the
+ * read_work. Skips the request after a stop. */
 static void read_task(void *context, size_t index)
 {
     read_work *work = context;
@@ -156,7 +164,8 @@ static void read_task(void *context, size_t index)
     }
 }
 
-/* Return the first error that is not damage. */
+/* Fail with the first error of a request that is not damage (MLS_E_MEMORY, MLS_E_IO), if
+ * there is one. */
 static mls_code find_error(const mls_prompt_match *match,
                            const mls_prompt_request *requests, size_t count,
                            mls_status *st)
@@ -176,6 +185,8 @@ static mls_code find_error(const mls_prompt_match *match,
     return MLS_OK;
 }
 
+/* Read and verify parts. One task reads one part. All results are examined at the end, in
+ * the order of the requests, so that the error does not depend on the threads. */
 mls_code mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requests,
                          size_t count, const mls_kernels *kernels,
                          const mls_crc_kernels *crc, mls_pool *pool,

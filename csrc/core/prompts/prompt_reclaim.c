@@ -28,6 +28,8 @@ enum { MODE = 0666, UNINDEXED = 1024, CLOSED = -2 };
 
 /* ---- recency ---- */
 
+/* Open the file `used`, which is created if it is missing. Returns -1 if that fails or it
+ * is not a regular file. */
 static int open_used(const mls_prompt_log *log, int flags)
 {
     struct stat info;
@@ -40,7 +42,9 @@ static int open_used(const mls_prompt_log *log, int flags)
     return fd;
 }
 
-/* A row is short, so that the system appends it as a whole. */
+/* Append the key of a used record to the file `used`. A row, the key and its checksum, is
+ * short, so that the system appends it as a whole. The file is opened once; CLOSED means
+ * that this failed. */
 void mls_prompt_note_use(mls_prompt_log *log, const mls_prompt_key *key)
 {
     unsigned char row[MLS_PROMPT_USED_ROW];
@@ -58,6 +62,7 @@ void mls_prompt_note_use(mls_prompt_log *log, const mls_prompt_key *key)
     (void)!write(log->used, row, sizeof row);
 }
 
+/* Return the length of the file `used`, 0 without one. */
 static uint64_t used_bytes(const mls_prompt_log *log)
 {
     struct stat info;
@@ -67,6 +72,8 @@ static uint64_t used_bytes(const mls_prompt_log *log)
                : 0;
 }
 
+/* Set the last use of the record that a row of `used` names to a new time, if the row is
+ * intact. */
 static void apply_row(mls_prompt_log *log, const unsigned char *row)
 {
     mls_prompt_key key;
@@ -79,7 +86,8 @@ static void apply_row(mls_prompt_log *log, const unsigned char *row)
     }
 }
 
-/* Apply the uses that all processes noted, and empty the file. */
+/* Apply the uses that all processes noted in the file `used`, and empty it. Failures lose
+ * uses only. */
 static void merge_uses(mls_prompt_log *log)
 {
     const int fd = open_used(log, O_RDWR);
@@ -99,6 +107,8 @@ static void merge_uses(mls_prompt_log *log)
 
 /* ---- sizes ---- */
 
+/* Return the bytes of the log's files except `used`. The index file counts with its
+ * present length, or with the one of the next save. */
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
 {
     const uint64_t entries = log->index.count - log->index.removed;
@@ -111,6 +121,7 @@ uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
     return bytes;
 }
 
+/* Return whether less than half of the records' bytes belong to entries. */
 static bool is_mostly_dead(const mls_prompt_segment *segment)
 {
     return segment->live < (segment->bytes - MLS_PROMPT_FILE_HEAD + 1) / 2;
@@ -118,7 +129,8 @@ static bool is_mostly_dead(const mls_prompt_segment *segment)
 
 /* ---- compaction ---- */
 
-/* Entries of one segment. */
+/* Return the numbers of the entries of segment `number`, and their `*count`. The caller
+ * frees them. NULL: memory ran out. */
 static uint32_t *list_entries(const mls_prompt_log *log, uint32_t number, size_t *count)
 {
     const mls_prompt_index *index = &log->index;
@@ -140,7 +152,8 @@ static uint32_t *list_entries(const mls_prompt_log *log, uint32_t number, size_t
     return numbers != NULL ? numbers : mls_alloc(1, sizeof *numbers);
 }
 
-/* Copy the record of an entry; forget the entry if the record is damaged. */
+/* Copy the record of entry `number` from the segment `file` of `length` bytes; remove the
+ * entry if the record is damaged. */
 static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
                             uint64_t length, uint32_t number, mls_status *st)
 {
@@ -173,7 +186,8 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
     return code;
 }
 
-/* Copy the notes that still matter: to records elsewhere, in their current state. */
+/* Copy a note of the compacted `segment` if it still matters: to a record in another
+ * segment, in its present state. */
 static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
                           uint32_t segment, mls_status *st)
 {
@@ -197,6 +211,8 @@ static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
     return matters ? mls_prompt_append_notes(append, &note, 1, st) : MLS_OK;
 }
 
+/* Copy the notes of the segment `file` of `length` bytes, whose number is `segment`, that
+ * still matter. */
 static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
                            uint64_t length, uint32_t segment, mls_status *st)
 {
@@ -227,6 +243,9 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
     return code;
 }
 
+/* Append the live records (`live` bytes) and notes of the segment `file` of `length`
+ * bytes, whose number is `segment`, to the newest segment; `limit` as in
+ * mls_prompt_append_begin. */
 static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t length,
                           uint64_t live, uint32_t segment, uint64_t limit, mls_status *st)
 {
@@ -253,7 +272,8 @@ static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t l
     return code;
 }
 
-/* Delete a segment that no entry refers to. */
+/* Delete the file of a segment that no entry refers to, and remove it from the list.
+ * MLS_E_IO. */
 static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];
@@ -269,7 +289,8 @@ static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status 
     return code;
 }
 
-/* The newest segment gets a successor first, because it must stay as it is. */
+/* Copy the live records of segment `number` to the newest one, and delete it. If it is
+ * the newest, it gets a successor first, because it must stay as it is. */
 static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t limit,
                                 mls_status *st)
 {
@@ -293,7 +314,8 @@ static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t l
     return code == MLS_OK ? remove_segment(log, number, st) : code;
 }
 
-/* Return a segment up to number `last` that is worth a compaction, or MLS_PROMPT_NONE. */
+/* Return the number of a segment, at most `last`, that is worth a compaction, or
+ * MLS_PROMPT_NONE. */
 static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
 {
     uint32_t number = MLS_PROMPT_NONE;
@@ -308,8 +330,8 @@ static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
     return number;
 }
 
-/* The segments that this creates are left alone: one that has only notes is mostly dead.
- */
+/* Compact all segments that are mostly dead; the newest too if `newest_too`. Segments
+ * that this creates are left alone: one that has only notes is mostly dead. */
 static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too,
                             mls_status *st)
 {
@@ -322,6 +344,8 @@ static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too
     return code;
 }
 
+/* Compact mostly dead segments, and save or pack the index if that pays. The newest
+ * segment is not compacted: it still grows. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st)
 {
     mls_code code = compact_all(log, mls_prompt_segment_limit(max_bytes), false, st);
@@ -340,11 +364,13 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
 
 /* ---- eviction ---- */
 
+/* A record that may be evicted: time of its last use, its end in tokens, and its entry.
+ */
 typedef struct candidate {
     uint32_t used, end, number;
 } candidate;
 
-/* Least recently used first; of one chain, the last block first. */
+/* For qsort: least recently used first; of one chain, the last block first. */
 static int compare_candidates(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;
@@ -355,7 +381,8 @@ static int compare_candidates(const void *a, const void *b)
                             : (x->number < y->number ? -1 : x->number > y->number);
 }
 
-/* Flag the ancestors of pinned records. */
+/* Flag the ancestors of pinned records as MLS_PROMPT_KEPT: without them these cannot be
+ * found. */
 static void keep_pinned(mls_prompt_index *index)
 {
     for (size_t i = 0; i < index->count; i++) {
@@ -372,7 +399,8 @@ static void keep_pinned(mls_prompt_index *index)
     }
 }
 
-/* The records that may be evicted, in the order of their eviction. */
+/* Return the `*count` records that may be evicted, in the order of their eviction, and
+ * clear all flags MLS_PROMPT_KEPT. The caller frees the list. NULL: memory ran out. */
 static candidate *list_candidates(mls_prompt_index *index, size_t *count)
 {
     const uint8_t stays = MLS_PROMPT_REMOVED | MLS_PROMPT_PINNED | MLS_PROMPT_KEPT;
@@ -394,6 +422,7 @@ static candidate *list_candidates(mls_prompt_index *index, size_t *count)
     return list;
 }
 
+/* Return whether the log with `bytes` more bytes has at most `max_bytes`. */
 static bool has_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes)
 {
     mls_prompt_enter_state(log);
@@ -402,8 +431,8 @@ static bool has_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes)
     return used <= max_bytes && bytes <= max_bytes - used;
 }
 
-/* Forget the entry of a candidate; return whether its segment is mostly dead now. The
- * entries keep their numbers meanwhile: only the writer packs the index. */
+/* Remove the entry of a candidate; return whether its segment is mostly dead now. Entries
+ * keep their numbers meanwhile: only the writer packs the index. */
 static bool evict(mls_prompt_log *log, uint32_t number)
 {
     mls_prompt_enter_state(log);
@@ -415,6 +444,9 @@ static bool evict(mls_prompt_log *log, uint32_t number)
     return is_dead;
 }
 
+/* Evict and compact until `bytes` more bytes fit. Compact first, since dead bytes may
+ * suffice. Then evict record by record; space becomes free only when a segment is mostly
+ * dead and is compacted. */
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
                               bool *fits, mls_status *st)
 {
@@ -443,6 +475,8 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     return code;
 }
 
+/* Evict down to `max_bytes`. Compacts the newest segment too, and writes the index file,
+ * which is then as short as possible. */
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
                           mls_status *st)
 {
@@ -466,6 +500,8 @@ mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *fre
 
 /* ---- marks ---- */
 
+/* Append notes, durably. Notes are short, so they go to the newest segment unless it is
+ * full. */
 mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *notes,
                                 size_t count, mls_status *st)
 {
@@ -483,7 +519,8 @@ mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *note
     return code;
 }
 
-/* Count the records below each entry. */
+/* Return the number of records below each entry, by its number. The caller frees it.
+ * NULL: memory ran out. */
 static uint32_t *count_children(const mls_prompt_index *index)
 {
     uint32_t *children = mls_alloc(index->count, sizeof *children);
@@ -497,8 +534,9 @@ static uint32_t *count_children(const mls_prompt_index *index)
     return children;
 }
 
-/* Choose the notes to write: from the last record to the first, so that a parent loses
- * its children before it is asked for them. */
+/* Write the notes for the records `hits` of a match that `operation` changes to `out`,
+ * and return their number. From the last record to the first, so that a parent loses its
+ * children before it is examined; `children` is from count_children. */
 static size_t choose_notes(mls_prompt_log *log, const mls_prompt_match *match,
                            const size_t *hits, size_t count,
                            mls_prompt_operation operation, uint32_t *children,
@@ -529,6 +567,8 @@ static size_t choose_notes(mls_prompt_log *log, const mls_prompt_match *match,
     return chosen;
 }
 
+/* Change the state of records by notes. The notes are durable before the log is
+ * compacted, so a failed compaction is ignored. */
 mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
                          const size_t *hits, size_t count, mls_prompt_operation operation,
                          size_t *changed, mls_status *st)

@@ -2,9 +2,9 @@
  *
  * Layout of a record's header, in bytes:
  *   0 magic, 4 checksum of the rest, 8 header_bytes, 12 type, 13 kind,
- *   14 fingerprint_bytes, 15 flags, 16 record_bytes, 24 put, 32 key, 48 parent, 64
- * fingerprint, 96 end, 104 token_count, 108 part_count, 112 meta_bytes, 128 tokens,
- * parts, meta
+ *   14 fingerprint_bytes, 15 flags, 16 record_bytes, 24 put, 32 key, 48 parent,
+ *   64 fingerprint, 96 end, 104 token_count, 108 part_count, 112 meta_bytes,
+ *   128 tokens, parts, meta
  */
 #include "prompts/prompt_record.h"
 
@@ -26,6 +26,7 @@ static inline uint64_t rotate(uint64_t x, int bits)
     return x << bits | x >> (64 - bits);
 }
 
+/* SipRound of the hash, on its four words of state. */
 static inline void mix_round(uint64_t *v)
 {
     v[0] += v[1];
@@ -40,6 +41,7 @@ static inline void mix_round(uint64_t *v)
     v[2] = rotate(v[2], 32);
 }
 
+/* Add a word of the message: two rounds for each word. */
 static inline void mix_word(uint64_t *v, uint64_t word)
 {
     v[3] ^= word;
@@ -48,6 +50,7 @@ static inline void mix_word(uint64_t *v, uint64_t word)
     v[0] ^= word;
 }
 
+/* Add `words` words of 8 bytes at `data`; the hash has whole words until now. */
 static void mix_bytes(mls_prompt_hash *hash, const unsigned char *data, size_t words)
 {
     for (size_t i = 0; i < words; i++) {
@@ -56,6 +59,8 @@ static void mix_bytes(mls_prompt_hash *hash, const unsigned char *data, size_t w
     }
 }
 
+/* Return the state of SipHash with the key `id` (16 bytes); 0xee selects a result of 128
+ * bits. */
 static mls_prompt_hash begin_hash(const unsigned char *id)
 {
     const uint64_t k0 = mls_load_le64(id), k1 = mls_load_le64(id + 8);
@@ -64,6 +69,7 @@ static mls_prompt_hash begin_hash(const unsigned char *id)
                                    k0 ^ 0x6c7967656e657261U, k1 ^ 0x7465646279746573U}};
 }
 
+/* Begin the key of a record. The first words are the parent's key and the kind. */
 mls_prompt_hash mls_prompt_hash_begin(const unsigned char *id,
                                       const mls_prompt_key *parent, unsigned kind)
 {
@@ -74,7 +80,8 @@ mls_prompt_hash mls_prompt_hash_begin(const unsigned char *id,
     return hash;
 }
 
-/* A root has a first word that no kind has. */
+/* Begin the key of the root of a fingerprint. A root has a first word that no kind has,
+ * so it never equals the key of a record. */
 mls_prompt_hash mls_prompt_hash_root(const unsigned char *id, const unsigned char *padded,
                                      size_t bytes)
 {
@@ -85,6 +92,8 @@ mls_prompt_hash mls_prompt_hash_root(const unsigned char *id, const unsigned cha
     return hash;
 }
 
+/* Continue a key with token ids. An id has four bytes, so every second one completes a
+ * word. */
 void mls_prompt_hash_tokens(mls_prompt_hash *hash, const uint32_t *tokens, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -98,6 +107,8 @@ void mls_prompt_hash_tokens(mls_prompt_hash *hash, const uint32_t *tokens, size_
     }
 }
 
+/* Return the key until now. End a copy of the hash: the last word has the length in its
+ * highest byte. */
 mls_prompt_key mls_prompt_hash_key(const mls_prompt_hash *hash)
 {
     mls_prompt_key key;
@@ -135,6 +146,7 @@ static size_t compute_header_bytes(size_t tokens, size_t parts, size_t meta)
     return (bytes + MLS_PROMPT_UNIT - 1) / MLS_PROMPT_UNIT * MLS_PROMPT_UNIT;
 }
 
+/* Return whether a header may have so many tokens, parts and bytes of meta. */
 static bool counts_fit(size_t tokens, size_t parts, size_t meta)
 {
     return tokens <= MLS_PROMPT_MAX_TOKENS && parts <= MLS_PROMPT_MAX_PARTS &&
@@ -142,7 +154,8 @@ static bool counts_fit(size_t tokens, size_t parts, size_t meta)
            compute_header_bytes(tokens, parts, meta) <= MLS_PROMPT_MAX_HEADER;
 }
 
-/* Round up to whole units. Returns false on overflow. */
+/* Set `*out` to `bytes` rounded up to whole units. Returns false on overflow, or if the
+ * number of units does not fit an entry. */
 static bool round_record(uint64_t bytes, uint64_t *out)
 {
     if (!mls_u64_add(bytes, MLS_PROMPT_UNIT - 1, &bytes)) {
@@ -152,6 +165,8 @@ static bool round_record(uint64_t bytes, uint64_t *out)
     return *out / MLS_PROMPT_UNIT < UINT32_MAX;
 }
 
+/* Compute the lengths of header and record. The payload and the header are rounded up
+ * together to whole units. */
 mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
                                  mls_status *st)
 {
@@ -172,6 +187,7 @@ mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
     return MLS_OK;
 }
 
+/* Write tokens, parts and meta of a header one after the other to `out`. */
 static void write_variable_parts(const mls_prompt_header *header, const uint32_t *tokens,
                                  const mls_prompt_part *parts, unsigned char *out)
 {
@@ -188,12 +204,15 @@ static void write_variable_parts(const mls_prompt_header *header, const uint32_t
     }
 }
 
+/* Return the checksum of a header of `bytes` bytes: of all behind magic number and
+ * checksum. */
 static uint32_t checksum_header(const unsigned char *data, size_t bytes,
                                 const mls_crc_kernels *crc)
 {
     return crc->update(0, data + 8, bytes - 8);
 }
 
+/* Write a header with its checksum. Bytes that no field uses are zeros. */
 void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
                              const mls_prompt_part *parts, const mls_crc_kernels *crc,
                              unsigned char *out)
@@ -219,6 +238,8 @@ void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
     mls_store_le32(out + 4, header->crc);
 }
 
+/* Copy a header with other `put` and `flags`. Only `flags` and `put` are written again,
+ * and then the checksum over all fields. */
 void mls_prompt_header_copy(mls_prompt_header *header, const unsigned char *bytes,
                             const mls_crc_kernels *crc, unsigned char *out)
 {
@@ -234,7 +255,9 @@ bool mls_prompt_header_begins(const unsigned char *data)
     return mls_load_le32(data) == MAGIC;
 }
 
-/* Read the fields at fixed places, and the places of the others. */
+/* Set `*out` to the header at `data`, whose lengths are valid and whose checksum was
+ * compared: its fields at fixed offsets, and pointers to tokens, parts and meta. There
+ * are two types; a store with another one has another version of the format. */
 static void read_fields(const unsigned char *data, mls_prompt_header *out)
 {
     *out = (mls_prompt_header){
@@ -259,7 +282,8 @@ static void read_fields(const unsigned char *data, mls_prompt_header *out)
     out->meta = out->parts + MLS_PROMPT_PART * out->part_count;
 }
 
-/* The parts have exactly the bytes of the record without its header. */
+/* Return whether the header and its parts, rounded up to units, have exactly the bytes of
+ * the record. */
 static bool parts_fit(const mls_prompt_header *header)
 {
     uint64_t bytes = header->header_bytes, rounded = 0;
@@ -271,7 +295,8 @@ static bool parts_fit(const mls_prompt_header *header)
     return round_record(bytes, &rounded) && rounded == header->record_bytes;
 }
 
-/* The lengths are checked first, then the checksum, then the parts. */
+/* Parse and check a header. Check the lengths first, then the checksum, then the parts: a
+ * checksum needs a valid length. */
 mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64_t left,
                                  const mls_crc_kernels *crc, mls_prompt_header *out,
                                  mls_status *st)
@@ -323,11 +348,14 @@ mls_prompt_note mls_prompt_note_read(const unsigned char *data)
 /* The last 28 bytes are zeros, or a hint that the checksum does not cover. */
 enum { HEAD_CHECKED = 36 };
 
+/* Return the checksum of a file's head without the checksum's bytes. */
 static uint32_t checksum_head(const unsigned char *data, const mls_crc_kernels *crc)
 {
     return crc->update(crc->update(0, data, 12), data + 16, HEAD_CHECKED - 16);
 }
 
+/* Write the head of a file. The checksum is computed last; bytes that no field uses are
+ * zeros. */
 void mls_prompt_head_write(unsigned char *out, const char *letters,
                            const mls_prompt_head *head, const mls_crc_kernels *crc)
 {
@@ -339,6 +367,8 @@ void mls_prompt_head_write(unsigned char *out, const char *letters,
     mls_store_le32(out + 12, checksum_head(out, crc));
 }
 
+/* Parse and check the head of a file. A newer version is reported before the checksum,
+ * which it may compute in another way. */
 mls_code mls_prompt_head_parse(const unsigned char *data, const char *letters,
                                const mls_crc_kernels *crc, mls_prompt_head *out,
                                mls_status *st)

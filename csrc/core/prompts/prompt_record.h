@@ -37,6 +37,7 @@ typedef struct mls_prompt_key {
     unsigned char bytes[MLS_PROMPT_KEY];
 } mls_prompt_key;
 
+/* Return whether two keys have the same bytes. */
 bool mls_prompt_key_equal(const mls_prompt_key *a, const mls_prompt_key *b);
 
 /* The running hash behind a key: SipHash-2-4 with 128 bits. Its secret is the random id
@@ -48,18 +49,20 @@ typedef struct mls_prompt_hash {
     size_t bytes;
 } mls_prompt_hash;
 
-/* Begin the key of a record: of a kind, below a parent. */
+/* Begin the key of a record of `kind` with the key of its parent. `id` is the store's, of
+ * MLS_PROMPT_KEY bytes. */
 mls_prompt_hash mls_prompt_hash_begin(const unsigned char *id,
                                       const mls_prompt_key *parent, unsigned kind);
 /* Begin the key of the root of all prompts with a fingerprint of at most
  * MLS_PROMPT_FINGERPRINT bytes, padded with zeros. */
 mls_prompt_hash mls_prompt_hash_root(const unsigned char *id, const unsigned char *padded,
                                      size_t bytes);
+/* Continue the key with `count` token ids. */
 void mls_prompt_hash_tokens(mls_prompt_hash *hash, const uint32_t *tokens, size_t count);
 /* Return the key of the tokens until now; the hash can continue. */
 mls_prompt_key mls_prompt_hash_key(const mls_prompt_hash *hash);
 
-/* What kind of header it is. */
+/* The type of a header: of a record, or of notes. */
 typedef enum mls_prompt_type {
     MLS_PROMPT_RECORD,
     MLS_PROMPT_NOTES /* `meta` is a list of notes about other records */
@@ -98,8 +101,9 @@ typedef struct mls_prompt_header {
     uint32_t crc; /* of the header */
 } mls_prompt_header;
 
-/* Return part `i` of a parsed header. */
+/* Return the length and the checksum of part `i` of a parsed header. */
 mls_prompt_part mls_prompt_header_part(const mls_prompt_header *header, size_t i);
+/* Return token id `i` of a parsed header. */
 uint32_t mls_prompt_header_token(const mls_prompt_header *header, size_t i);
 
 /* Compute `header_bytes` and `record_bytes` from the counts and `payload` bytes.
@@ -107,8 +111,10 @@ uint32_t mls_prompt_header_token(const mls_prompt_header *header, size_t i);
 mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
                                  mls_status *st);
 
-/* Write a header with the sizes above to `out`, `header_bytes` bytes, and set its `crc`.
- * `tokens` and `parts` are in memory. */
+/* Write a header to `out`, which has header->header_bytes bytes (see
+ * mls_prompt_header_sizes), and set its `crc`. `tokens` and `parts` have its token_count
+ * and part_count entries; the borrowed pointers of the header except `meta` are not
+ * read. */
 void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
                              const mls_prompt_part *parts, const mls_crc_kernels *crc,
                              unsigned char *out);
@@ -116,26 +122,25 @@ void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
 /* Parse the start of a record: `bytes` bytes at `data`, of a record with at most `left`
  * bytes in its file. `*out` borrows `data`.
  * MLS_E_CHECKSUM: the magic number or the checksum is wrong. MLS_E_FORMAT: a length is.
- * MLS_E_CAPACITY: the header is longer than `bytes`; its length is `out->header_bytes`.
- */
+ * MLS_E_CAPACITY: the header is longer than `bytes`; its length is out->header_bytes. */
 mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64_t left,
                                  const mls_crc_kernels *crc, mls_prompt_header *out,
                                  mls_status *st);
 
-/* Return whether four bytes are the magic number of a header. */
+/* Return whether the four bytes at `data` are the magic number of a header. */
 bool mls_prompt_header_begins(const unsigned char *data);
 
-/* Copy the bytes of a header to `out` with the fields `put` and `flags` of `header`, and
- * set its `crc`. */
+/* Copy `bytes`, the header->header_bytes bytes of a stored header, to `out` with the
+ * fields `put` and `flags` of `header`, and set its `crc`. */
 void mls_prompt_header_copy(mls_prompt_header *header, const unsigned char *bytes,
                             const mls_crc_kernels *crc, unsigned char *out);
 
-/* A note: the current state of a record of a key. */
+/* The operation of a note, which records the new state of the record with a key. */
 typedef enum mls_prompt_operation {
     MLS_PROMPT_PIN,
     MLS_PROMPT_UNPIN,
     MLS_PROMPT_DELETE, /* of the record in `segment` */
-    MLS_PROMPT_DROP    /* the same in a file; see mls_prompt_mark */
+    MLS_PROMPT_DROP    /* only for mls_prompt_mark: it writes MLS_PROMPT_DELETE */
 } mls_prompt_operation;
 
 typedef struct mls_prompt_note {
@@ -143,6 +148,7 @@ typedef struct mls_prompt_note {
     uint32_t operation, segment;
 } mls_prompt_note;
 
+/* Write a note to the MLS_PROMPT_NOTE bytes at `out`, and read one from `data`. */
 void mls_prompt_note_write(unsigned char *out, const mls_prompt_note *note);
 mls_prompt_note mls_prompt_note_read(const unsigned char *data);
 
@@ -153,19 +159,24 @@ typedef struct mls_prompt_head {
     uint32_t number;
 } mls_prompt_head;
 
+/* Write the head of a file, with these eight `letters`, to the MLS_PROMPT_FILE_HEAD bytes
+ * at `out`. */
 void mls_prompt_head_write(unsigned char *out, const char *letters,
                            const mls_prompt_head *head, const mls_crc_kernels *crc);
-/* MLS_E_FORMAT: other letters, a newer version, a wrong checksum. */
+/* Parse the MLS_PROMPT_FILE_HEAD bytes at `data`.
+ * MLS_E_FORMAT: other letters, a newer version, a wrong checksum. */
 mls_code mls_prompt_head_parse(const unsigned char *data, const char *letters,
                                const mls_crc_kernels *crc, mls_prompt_head *out,
                                mls_status *st);
 
+/* Read a little-endian integer of four bytes, at any alignment. */
 static inline uint32_t mls_load_le32(const unsigned char *bytes)
 {
     return (uint32_t)bytes[0] | (uint32_t)bytes[1] << 8 | (uint32_t)bytes[2] << 16 |
            (uint32_t)bytes[3] << 24;
 }
 
+/* Write a little-endian integer of four bytes, at any alignment. */
 static inline void mls_store_le32(unsigned char *bytes, uint32_t value)
 {
     for (int i = 0; i < 4; i++) {

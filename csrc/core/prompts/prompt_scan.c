@@ -14,6 +14,8 @@ enum { WINDOW = 16384 }; /* bytes that a scan reads at once: many small records 
 
 /* ---- entries ---- */
 
+/* Add the bytes of an entry's record to the live bytes of its segment, or subtract them.
+ */
 static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool more)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
@@ -31,8 +33,9 @@ void mls_prompt_forget(mls_prompt_log *log, uint32_t number)
     }
 }
 
-/* Return the entry of the parent, which may come later: a compaction changes the order.
- */
+/* Return the number of the parent's entry, MLS_PROMPT_NONE for the root. The parent's
+ * record may come later, since a compaction changes the order: then its entry is removed
+ * until it comes. */
 static uint32_t require_parent(mls_prompt_log *log, const mls_prompt_header *header)
 {
     const uint64_t start = header->end - header->token_count;
@@ -41,8 +44,9 @@ static uint32_t require_parent(mls_prompt_log *log, const mls_prompt_header *hea
                : mls_prompt_index_require(&log->index, &header->parent, (uint32_t)start);
 }
 
-/* A later record replaces an earlier one with its key. A copy made by a compaction keeps
- * the time of the last use, and whether it is pinned. */
+/* Add the entry of a record, or change the one with its key: a later record replaces an
+ * earlier one. A copy made by a compaction keeps the time of the last use, and whether it
+ * is pinned. */
 static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
                          uint64_t offset, const mls_prompt_header *header)
 {
@@ -74,6 +78,8 @@ static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
     }
 }
 
+/* Apply a note to the entry of its key. A deletion only concerns the record in its
+ * segment: the key may have been stored again. */
 void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
 {
     const uint32_t number = mls_prompt_index_find(&log->index, &note->key);
@@ -90,6 +96,7 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
     }
 }
 
+/* Apply all notes of a header, in their order. */
 static void apply_notes(mls_prompt_log *log, const mls_prompt_header *header)
 {
     for (size_t at = 0; at + MLS_PROMPT_NOTE <= header->meta_bytes;
@@ -99,7 +106,8 @@ static void apply_notes(mls_prompt_log *log, const mls_prompt_header *header)
     }
 }
 
-/* All records of one put get one time, so that no parent is older than its children. */
+/* Enter a record, or apply notes, at the end of a segment. All records of one put get one
+ * time, so that no parent is older than its children. */
 void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
                       const mls_prompt_header *header)
 {
@@ -122,6 +130,7 @@ void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t
 
 /* ---- the end of a segment ---- */
 
+/* A scan of one segment from segment->bytes on, which advances. */
 typedef struct scan {
     mls_prompt_log *log;
     mls_prompt_segment *segment;
@@ -130,7 +139,9 @@ typedef struct scan {
     uint64_t effort; /* see mls_prompt_effort */
 } scan;
 
-/* Read the header at the end of the segment, which is longer than a window. */
+/* Read the header at the end of the segment, which is longer than a window, as
+ * mls_prompt_header_read does.
+ * MLS_E_CHECKSUM too if the effort is used up. */
 static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
                           mls_prompt_header *header, mls_status *st)
 {
@@ -145,8 +156,9 @@ static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
     return code;
 }
 
-/* Enter the records that `window`, `bytes` bytes of the segment from its end on, has
- * headers of; `*done` unless there may be more. */
+/* Enter the records whose headers are in `window`, the `bytes` bytes of the segment from
+ * its end on. Sets `*done` at the first invalid header; otherwise the next window may
+ * have more. */
 static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
                             bool *done, mls_status *st)
 {
@@ -187,8 +199,9 @@ static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
     return MLS_OK;
 }
 
-/* Go on at the next header behind a damaged one, if there is one; `*done` else. Headers
- * before it may have been written during the search, so it is repeated. */
+/* Move the end of the segment to the next valid header behind a damaged one, and clear
+ * `*done`; without one, nothing changes. Headers before it may have been written during
+ * the search, so it is repeated. */
 static mls_code skip_damage(scan *s, bool *done, mls_status *st)
 {
     uint64_t next = 0;
@@ -206,8 +219,9 @@ static mls_code skip_damage(scan *s, bool *done, mls_status *st)
     return code;
 }
 
-/* With `skips`, the scan continues behind damaged headers. Without, it ends there: at the
- * end of the newest segment that is usually a record that is being written. */
+/* Enter the records from the end of the segment on. With `skips`, the scan continues
+ * behind damaged headers. Without, it ends there: at the end of the newest segment that
+ * is usually a record that is being written. */
 static mls_code scan_records(scan *s, bool skips, mls_status *st)
 {
     unsigned char window[WINDOW];
@@ -231,9 +245,8 @@ static mls_code scan_records(scan *s, bool skips, mls_status *st)
     return code;
 }
 
-/* Enter the records that were appended to the newest segment. `*changed`: the log must be
- * read anew.
- */
+/* Enter the records that were appended to the newest segment; `skips` as in scan_records.
+ * Sets `*changed` if the segment was cut or removed: the log must be read anew. */
 static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
                             mls_status *st)
 {
@@ -263,7 +276,7 @@ static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
 
 /* ---- the folder ---- */
 
-/* Add a segment, unless it is damaged or gone, and enter its records. */
+/* Add segment `number`, unless it is damaged or gone, and enter its records. */
 static mls_code scan_new_segment(mls_prompt_log *log, uint32_t number, mls_status *st)
 {
     const mls_prompt_segment segment = {.number = number, .bytes = MLS_PROMPT_FILE_HEAD};
@@ -286,8 +299,9 @@ static mls_code scan_new_segment(mls_prompt_log *log, uint32_t number, mls_statu
     return is_known ? MLS_OK : code;
 }
 
-/* Scan the newest listed segment to its end before the next one: a segment is complete
- * when its successor exists. */
+/* Enter the records of all segments that the list lacks. The newest listed segment is
+ * scanned to its end first: a segment is complete when its successor exists. Sets
+ * `is_stale` if a listed segment changed or is gone. */
 static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
 {
     uint32_t *numbers = NULL;
@@ -319,6 +333,8 @@ mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st)
     return log->segment_count > 0 ? scan_newest(log, true, &changed, st) : MLS_OK;
 }
 
+/* Read the whole log anew. Without a usable index file, all segments are scanned from
+ * their start. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st)
 {
     mls_prompt_log_clear(log);
@@ -332,7 +348,8 @@ mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st)
     return code;
 }
 
-/* Read the number of the newest segment, which the writer stores as a hint. */
+/* Return the number of the newest segment, which the writer stores in `store` as a hint;
+ * 0 if it cannot be read. */
 static uint32_t read_hint(const mls_prompt_log *log)
 {
     unsigned char bytes[4];
@@ -342,6 +359,8 @@ static uint32_t read_hint(const mls_prompt_log *log)
     return code == MLS_OK ? mls_load_le32(bytes) : 0;
 }
 
+/* Read the records that other processes appended. The hint saves listing the folder:
+ * usually only the newest segment has grown. */
 mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st)
 {
     bool changed = log->is_stale;

@@ -27,6 +27,8 @@ const char *mls_prompt_segment_name(char *name, uint32_t number)
     return name;
 }
 
+/* Return the segment of a number, or NULL. Binary search: the list is sorted by
+ * number. */
 mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t number)
 {
     size_t low = 0, high = log->segment_count;
@@ -44,7 +46,8 @@ mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t 
 
 /* ---- the folder ---- */
 
-/* Return whether `name` is the name of a segment. */
+/* Set `*number` to the number in the name of a segment. Returns false for any other name;
+ * each number has one spelling. */
 static bool parse_name(const char *name, uint32_t *number)
 {
     char same[MLS_PROMPT_NAME];
@@ -62,7 +65,8 @@ static int compare_numbers(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* A process that was killed while it replaced a file has left a temporary file. */
+/* Delete the file `name` if it is a temporary that a killed process left while it
+ * replaced a file. */
 static void remove_temporary(const mls_prompt_log *log, const char *name)
 {
     if (mls_atomic_is_temporary(name)) {
@@ -70,6 +74,7 @@ static void remove_temporary(const mls_prompt_log *log, const char *name)
     }
 }
 
+/* mls_prompt_segments_list for `open_folder`, the folder opened for reading names. */
 static mls_code read_names(const mls_prompt_log *log, bool cleans, DIR *open_folder,
                            uint32_t **out, size_t *count, mls_status *st)
 {
@@ -104,7 +109,8 @@ static mls_code read_names(const mls_prompt_log *log, bool cleans, DIR *open_fol
     return MLS_OK;
 }
 
-/* The folder is opened again, because a duplicate would share its position. */
+/* List the numbers of the segments in the folder. The folder is opened again, because a
+ * duplicate would share its position. */
 mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
                                   size_t *count, mls_status *st)
 {
@@ -137,6 +143,7 @@ void mls_prompt_file_release(mls_prompt_file *file)
     }
 }
 
+/* Release the log's hold of a segment's file; matches may still hold it. */
 static void close_segment(mls_prompt_log *log, mls_prompt_segment *segment)
 {
     if (segment->file != NULL) {
@@ -154,8 +161,9 @@ static void close_older(mls_prompt_log *log)
     }
 }
 
-/* A copy of another segment is refused. A damaged head is not: each record has checksums,
- * and a key that only this store can make. */
+/* Fail with MLS_E_FORMAT if the file `fd` is a copy of another segment. A damaged head is
+ * accepted: each record has checksums, and a key that only this store can make.
+ * MLS_E_IO. */
 static mls_code check_head(const mls_prompt_log *log, int fd, uint32_t number,
                            mls_status *st)
 {
@@ -172,6 +180,8 @@ static mls_code check_head(const mls_prompt_log *log, int fd, uint32_t number,
     return code == MLS_E_FORMAT ? MLS_OK : code;
 }
 
+/* Open segment `number` for reading, and set `*out` to its descriptor. MLS_E_IO;
+ * MLS_E_FORMAT: not a segment of this log. */
 static mls_code open_file(const mls_prompt_log *log, uint32_t number, int *out,
                           mls_status *st)
 {
@@ -195,6 +205,8 @@ static mls_code open_file(const mls_prompt_log *log, uint32_t number, int *out,
     return MLS_OK;
 }
 
+/* Open a segment unless it is open, and hold it for the caller. The log keeps at most
+ * OPEN_FILES segments open for itself. */
 mls_code mls_prompt_segment_hold(mls_prompt_log *log, mls_prompt_segment *segment,
                                  mls_prompt_file **out, mls_status *st)
 {
@@ -220,6 +232,8 @@ mls_code mls_prompt_segment_hold(mls_prompt_log *log, mls_prompt_segment *segmen
     return MLS_OK;
 }
 
+/* Delete a segment that is not in the list. open_file accepts only a segment of this log,
+ * or one with a damaged head. */
 void mls_prompt_segment_remove_stray(const mls_prompt_log *log, uint32_t number)
 {
     char name[MLS_PROMPT_NAME];
@@ -233,6 +247,7 @@ void mls_prompt_segment_remove_stray(const mls_prompt_log *log, uint32_t number)
 
 /* ---- the list ---- */
 
+/* Add a segment to the end of the list. */
 mls_code mls_prompt_segment_add(mls_prompt_log *log, const mls_prompt_segment *segment,
                                 mls_status *st)
 {
@@ -246,6 +261,7 @@ mls_code mls_prompt_segment_add(mls_prompt_log *log, const mls_prompt_segment *s
     return MLS_OK;
 }
 
+/* Remove a segment from the list. Does nothing if the list has no such segment. */
 void mls_prompt_segment_forget(mls_prompt_log *log, uint32_t number)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, number);
@@ -257,6 +273,7 @@ void mls_prompt_segment_forget(mls_prompt_log *log, uint32_t number)
     }
 }
 
+/* Forget all segments and entries. The memory of the list stays for the next load. */
 void mls_prompt_log_clear(mls_prompt_log *log)
 {
     for (size_t i = 0; i < log->segment_count; i++) {
@@ -273,7 +290,7 @@ void mls_prompt_log_clear(mls_prompt_log *log)
 
 /* ---- a new segment ---- */
 
-/* Write the head and make the name durable. The hint for readers is not. */
+/* Write the head of the new segment `fd`, and make file and name durable. MLS_E_IO. */
 static mls_code prepare_segment(const mls_prompt_log *log, int fd, uint32_t number,
                                 mls_status *st)
 {
@@ -291,6 +308,8 @@ static mls_code prepare_segment(const mls_prompt_log *log, int fd, uint32_t numb
                : code;
 }
 
+/* Store the number of the newest segment in `store`, for readers; a failure only costs
+ * them time. */
 static void write_hint(const mls_prompt_log *log)
 {
     unsigned char bytes[4];
@@ -299,6 +318,7 @@ static void write_hint(const mls_prompt_log *log)
     (void)mls_file_write_at(log->store, bytes, sizeof bytes, MLS_PROMPT_HINT, &ignored);
 }
 
+/* Create the next segment, durably. A file that is not complete is deleted again. */
 mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];

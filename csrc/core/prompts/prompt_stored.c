@@ -8,7 +8,8 @@ enum { WINDOW = 64 << 10 }; /* bytes that a search reads at once */
 
 /* ---- headers ---- */
 
-/* Most headers fit into the first read. */
+/* Read and parse the header of a record. Most headers fit into the first read; a longer
+ * one is read again as a whole. */
 mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 const mls_crc_kernels *crc, unsigned char *room,
                                 unsigned char **bytes, mls_prompt_header *out,
@@ -47,8 +48,9 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
 
 /* ---- after damage ---- */
 
-/* Read the header at `offset`, of which a window has the first `bytes` bytes at `data`. A
- * long one costs effort if it is invalid. */
+/* Return MLS_OK if a valid header is at `offset`; a window has its first `bytes` bytes at
+ * `data`. `left` as in mls_prompt_header_read. An invalid long one reduces `*effort`; if
+ * it needs more, it counts as damaged unread. Other errors as mls_prompt_header_read. */
 static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
                               const unsigned char *data, size_t bytes,
                               const mls_crc_kernels *crc, uint64_t *effort,
@@ -73,8 +75,9 @@ static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
     return code;
 }
 
-/* Records start at multiples of the unit. Most places lack the magic number. The first
- * window is small: valid records and damage may alternate. */
+/* Find the first valid header from `from` on. Examine each multiple of the unit; most of
+ * them lack the magic number. The first window is small, since valid records and damage
+ * may alternate, and each next one is twice as large. */
 mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
                                   const mls_crc_kernels *crc, uint64_t *effort,
                                   uint64_t *out, mls_status *st)
@@ -110,6 +113,8 @@ mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
 
 /* ---- one payload ---- */
 
+/* Compare the payload of a record with its checksums. The parts follow the header without
+ * gaps. */
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,
                                   const mls_prompt_header *header,
                                   const mls_crc_kernels *crc, unsigned char *buffer,
@@ -143,6 +148,8 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
 
 /* ---- the last record ---- */
 
+/* Return whether the last record that the log knows is unchanged. Compare the checksum in
+ * the record's header, 4 bytes behind its magic number. */
 bool mls_prompt_last_is_same(const mls_prompt_segment *segment, int fd)
 {
     unsigned char bytes[4];

@@ -14,8 +14,7 @@ enum { STEP = 256 << 10 };
 
 /* ---- all entries ---- */
 
-/* A copy of the entries and the file of each, sorted by place; entries change meanwhile.
- */
+/* For qsort: by segment, then by place, so that files are read from start to end. */
 static int compare_entries(const void *a, const void *b)
 {
     const mls_prompt_entry *x = a, *y = b;
@@ -25,6 +24,8 @@ static int compare_entries(const void *a, const void *b)
     return x->place < y->place ? -1 : x->place > y->place;
 }
 
+/* Set `*out` to a copy of the `*count` entries with a record, sorted by place: the index
+ * may change while they are read. The caller frees it. MLS_E_IO, MLS_E_MEMORY. */
 static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t *count,
                              mls_status *st)
 {
@@ -52,7 +53,9 @@ static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t
     return code;
 }
 
-/* Hold the file of an entry, and get the end of its segment. */
+/* Set `*file` to the open segment of an entry, which the caller releases, and `*end` to
+ * the end of its records. MLS_E_IO (ENOENT: the segment is gone), MLS_E_FORMAT,
+ * MLS_E_MEMORY. */
 static mls_code hold_file(mls_prompt_log *log, const mls_prompt_entry *entry,
                           mls_prompt_file **file, uint64_t *end, mls_status *st)
 {
@@ -66,8 +69,9 @@ static mls_code hold_file(mls_prompt_log *log, const mls_prompt_entry *entry,
     return code;
 }
 
-/* Read the header of the record of an entry. The caller frees `hit->bytes` and releases
- * `hit->file`, also on failure. */
+/* Read the header of the record of an entry into `*hit`, through `room` of
+ * MLS_PROMPT_HEAD_READ bytes. The caller frees hit->bytes and releases hit->file, also on
+ * failure. MLS_E_FORMAT, MLS_E_CHECKSUM: damaged; MLS_E_IO; MLS_E_MEMORY. */
 static mls_code read_entry(mls_prompt_log *log, const mls_prompt_entry *entry,
                            unsigned char *room, mls_prompt_hit *hit, mls_status *st)
 {
@@ -105,7 +109,7 @@ static void release_entry(mls_prompt_hit *hit)
     mls_free(hit->bytes);
 }
 
-/* An error of the system, such as too many open files, proves no damage. Bytes that the
+/* Return whether an error, such as too many open files, proves no damage. Bytes that the
  * disk cannot read (EIO) count as damaged here: only a repair can remove them. */
 static bool is_system_error(mls_code code, const mls_status *st)
 {
@@ -113,6 +117,8 @@ static bool is_system_error(mls_code code, const mls_status *st)
            (code == MLS_E_IO && st->os_error != EIO && st->os_error != ENOENT);
 }
 
+/* Call `visit` with each record whose header can be read. Damaged records, and records of
+ * a segment that is gone, are left out. */
 mls_code mls_prompt_list(mls_prompt_log *log,
                          bool (*visit)(void *context, const mls_prompt_listed *listed),
                          void *context, mls_status *st)
@@ -141,6 +147,7 @@ mls_code mls_prompt_list(mls_prompt_log *log,
 
 /* ---- verification ---- */
 
+/* One verification. */
 typedef struct verification {
     mls_prompt_log *log;
     mls_prompt_damage *damage;
@@ -150,6 +157,8 @@ typedef struct verification {
     const mls_progress *progress;
 } verification;
 
+/* Append the damage of an entry's record, with the reason `text`, and the note that
+ * removes it. MLS_E_MEMORY. */
 static mls_code report_damage(verification *v, const mls_prompt_entry *entry,
                               const char *text, mls_status *st)
 {
@@ -170,7 +179,9 @@ static mls_code report_damage(verification *v, const mls_prompt_entry *entry,
     return MLS_OK;
 }
 
-/* A segment that is gone was compacted by another process: not damage. */
+/* Read the record of an entry and report it if it is damaged. A segment that is gone was
+ * compacted by another process, which is not damage. Errors that prove no damage are
+ * returned. */
 static mls_code verify_entry(verification *v, const mls_prompt_entry *entry,
                              mls_status *st)
 {
@@ -189,6 +200,8 @@ static mls_code verify_entry(verification *v, const mls_prompt_entry *entry,
     return is_system_error(code, st) ? code : report_damage(v, entry, st->text, st);
 }
 
+/* Verify all records, and remove the damaged ones with `repair`. The log is not locked
+ * without `repair`: the entries are a copy. */
 mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,
                            mls_prompt_damage **out, size_t *count, mls_status *st)
 {
@@ -218,6 +231,7 @@ mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress 
 
 /* ---- statistics ---- */
 
+/* Count records and bytes. Removed entries count only as memory. */
 mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_status *st)
 {
     mls_prompt_enter_state(log);

@@ -14,8 +14,9 @@
 
 enum { UNINDEXED = 256, BUFFER = 256 << 10 };
 
-/* Make the records of another writer durable: it may have been killed before its sync,
- * and a put of the same records returns that they are stored. */
+/* Make the records of another writer in the newest segment `fd` durable: it may have been
+ * killed before its sync, and a put of the same records returns that they are stored.
+ * Does nothing if this process synced them. Returns 0 or errno. */
 static int sync_newest(mls_prompt_log *log, const mls_prompt_segment *newest, int fd)
 {
     if (newest->number == log->synced_segment && newest->bytes == log->synced_bytes) {
@@ -30,7 +31,9 @@ static int sync_newest(mls_prompt_log *log, const mls_prompt_segment *newest, in
     return reason;
 }
 
-/* Cut what a killed writer left after the last complete record. */
+/* Cut the bytes after the last complete record off the newest segment: a killed writer
+ * left them.
+ * MLS_E_IO. */
 static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];
@@ -54,7 +57,8 @@ static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
     return reason == 0 ? MLS_OK : mls_fail_os(st, reason, "cannot repair %s", name);
 }
 
-/* Whether the record of an entry is damaged. An error of the system does not prove it. */
+/* Return whether the record of an entry, in the segment `fd` whose records end at `end`,
+ * is damaged. An error of the system does not prove it. `buffer` has BUFFER bytes. */
 static bool is_damaged(const mls_prompt_log *log, const mls_prompt_entry *entry, int fd,
                        uint64_t end, unsigned char *buffer)
 {
@@ -74,7 +78,8 @@ static bool is_damaged(const mls_prompt_log *log, const mls_prompt_entry *entry,
     return code == MLS_E_CHECKSUM || code == MLS_E_FORMAT;
 }
 
-/* List a note for each damaged record of the last put. */
+/* Append a note for each damaged record of the last put to `*out`, which has `*count`
+ * notes. The caller frees it. MLS_E_MEMORY, MLS_E_IO, MLS_E_FORMAT. */
 static mls_code list_damage(mls_prompt_log *log, mls_prompt_note **out, size_t *count,
                             mls_status *st)
 {
@@ -110,8 +115,9 @@ static mls_code list_damage(mls_prompt_log *log, mls_prompt_note **out, size_t *
     return code;
 }
 
-/* After a power failure the last put may have headers without their payload. All earlier
- * puts were synced. Such records are removed, so that a later put writes them again. */
+/* Remove the damaged records of the last put, so that a later put writes them again:
+ * after a power failure it may have headers without their payload. All earlier puts were
+ * synced. Done once for an open log. */
 static mls_code check_last_put(mls_prompt_log *log, mls_status *st)
 {
     mls_prompt_note *notes = NULL;
@@ -130,8 +136,9 @@ static mls_code check_last_put(mls_prompt_log *log, mls_status *st)
     return code;
 }
 
-/* Another process may have created a segment, and been killed before it stored the hint
- * for readers: so the folder is listed. */
+/* Bring the list and the index up to date, delete stray files, and cut the newest
+ * segment. The folder is listed, because another process may have created a segment, and
+ * been killed before it stored the hint for readers. */
 static mls_code prepare_writing(mls_prompt_log *log, mls_status *st)
 {
     uint32_t *numbers = NULL;
@@ -155,7 +162,8 @@ static mls_code prepare_writing(mls_prompt_log *log, mls_status *st)
     return code == MLS_OK ? cut_newest(log, st) : code;
 }
 
-/* File systems without locks have one writer only if the user takes care of it. */
+/* Try to lock the file `store`. Returns 0, or errno (EWOULDBLOCK: another process has the
+ * lock). File systems without locks have one writer only if the user takes care of it. */
 static int lock_store(mls_prompt_log *log)
 {
     if (flock(log->store, LOCK_EX | LOCK_NB) == 0) {
@@ -167,6 +175,8 @@ static int lock_store(mls_prompt_log *log)
                : errno;
 }
 
+/* Try to become the writer. Lock threads of this process out first, then other processes,
+ * and then repair the log. */
 mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
 {
     mls_prompt_enter_state(log); /* also in the child of a fork */
@@ -198,6 +208,7 @@ mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
     return code;
 }
 
+/* End the writing. Threads of this process may follow the newest segment again. */
 void mls_prompt_unlock(mls_prompt_log *log)
 {
     mls_prompt_enter_state(log);
@@ -210,6 +221,8 @@ void mls_prompt_unlock(mls_prompt_log *log)
     pthread_mutex_unlock(&log->writer);
 }
 
+/* Save the index file if it lacks many records. Needs the lock of the writer, and gives
+ * up if another has it. */
 void mls_prompt_log_save_index(mls_prompt_log *log)
 {
     bool busy = false;

@@ -96,8 +96,9 @@ bool mls_cpu_offers(mls_cpu cpu)
 
 #endif
 
-/* Use the value that the compiler's runtime library stored at load time: CPUID takes
- * microseconds under a hypervisor, and every kernel calls this function. */
+/* Return whether the processor prefetches sequential memory well (AMD). Use the value
+ * that the compiler's runtime library stored at load time: CPUID takes microseconds under
+ * a hypervisor, and every kernel calls this function. */
 bool mls_cpu_follows_runs(void)
 {
 #if defined(__x86_64__)
@@ -120,8 +121,8 @@ static void list_offered(char *text, size_t room)
     }
 }
 
-/* The enum is ordered from the simplest to the best set, so the search begins at its
- * end. */
+/* Set `*out` to the instruction set of a name, or to the best one. The enum is ordered
+ * from the simplest to the best set, so the search begins at its end. */
 mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st)
 {
     const bool any = name == NULL || name[0] == '\0';
@@ -219,8 +220,8 @@ static size_t reported_cache_bytes(int level)
 
 #endif
 
-/* Use the level 2 cache as the last level without a level 3 cache, and a usual size if
- * the system reports none. */
+/* Return the size of a cache in bytes. Use the level 2 cache as the last level without a
+ * level 3 cache, and a usual size if the system reports none. */
 size_t mls_cpu_cache_bytes(int level)
 {
     static const size_t usual[] = {32 << 10, 1 << 20, 32 << 20};
@@ -231,8 +232,8 @@ size_t mls_cpu_cache_bytes(int level)
     return bytes != 0 ? bytes : usual[level - 1];
 }
 
-/* The process may use fewer processors than the machine has, for example in containers
- * and batch systems. */
+/* Return the number of processors that this process may use. The process may use fewer
+ * processors than the machine has, for example in containers and batch systems. */
 size_t mls_cpu_count(void)
 {
     long count = 1;

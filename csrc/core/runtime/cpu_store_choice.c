@@ -81,7 +81,8 @@ static mls_store_size size_of(const mls_store_choices *choices, size_t bytes)
     return (mls_store_size)size;
 }
 
-/* Each operation, size class and kind of memory (touched or fresh) has its own choice. */
+/* Initialise all choices as undecided. Each operation, size class and kind of memory
+ * (touched or fresh) has its own choice. */
 mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
                                 mls_status *st)
 {
@@ -146,8 +147,8 @@ static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
     return best;
 }
 
-/* `begun` counts the trials of all threads, so threads that work at the same time try
- * different variants. */
+/* Return the variant to try next. `begun` counts the trials of all threads, so threads
+ * that work at the same time try different variants. */
 mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
 {
     const uint64_t best = best_rate(choice, variants);
@@ -161,8 +162,8 @@ mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
     return MLS_STORE_CACHED;
 }
 
-/* Only the second of two results counts, since the first finds the cache as another
- * variant left it. */
+/* Return the variant for the next bytes of results that fit the cache. Only the second of
+ * two results counts, since the first finds the cache as another variant left it. */
 mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts)
 {
     const uint64_t result = at / (all == 0 ? 1 : all);
@@ -219,8 +220,8 @@ static void decide_store(mls_store_choice *choice)
     atomic_store(&choice->is_decided, true);
 }
 
-/* Two threads may both decide. The later decision has seen more trials; both are
- * valid. */
+/* Count one trial, and decide if all variants have enough. Two threads may both decide.
+ * The later decision has seen more trials; both are valid. */
 void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store store,
                      size_t bytes, uint64_t nanoseconds)
 {
@@ -274,8 +275,8 @@ static void begin_trial(mls_store_trial *trial)
     trial->started = read_nanoseconds();
 }
 
-/* Small results store through the cache; a forced variant or a decision is used;
- * otherwise a trial of at most MLS_STORE_TRIAL_BYTES begins. */
+/* Begin to store a result. Small results store through the cache; a forced variant or a
+ * decision is used; otherwise a trial of at most MLS_STORE_TRIAL_BYTES begins. */
 mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation operation,
                                 unsigned variants, mls_destination destination,
                                 size_t bytes)
@@ -320,7 +321,8 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
     return trial;
 }
 
-/* At the end of a trial the next one begins, with another variant. */
+/* Record that `bytes` bytes were stored. At the end of a trial the next one begins, with
+ * another variant. */
 void mls_store_advance(mls_store_trial *trial, size_t bytes)
 {
     if (trial->choice == NULL) {
@@ -334,7 +336,8 @@ void mls_store_advance(mls_store_trial *trial, size_t bytes)
     }
 }
 
-/* A part that is too short for timing does not count. */
+/* End an operation, and count its last trial. A part that is too short for timing does
+ * not count. */
 void mls_store_end(mls_store_trial *trial)
 {
     if (trial->choice != NULL && trial->counts &&

@@ -115,8 +115,9 @@ static uint64_t read_line_limit(const char *root, const char *line, size_t lengt
                       : read_group_limit(root, "/memory", path, "memory.limit_in_bytes");
 }
 
-/* Version 1 of control groups has a line for each controller, version 2 has one line,
- * mixed systems have both. */
+/* Return the lowest limit of the control groups in `memberships`. Version 1 of control
+ * groups has a line for each controller, version 2 has one line, mixed systems have
+ * both. */
 uint64_t mls_process_memory_limit(const char *root, const char *memberships)
 {
     uint64_t least = UINT64_MAX;
@@ -193,7 +194,7 @@ static bool read_system(mls_process_memory *out)
 
 #endif
 
-/* Nothing is cached: the figures are current. */
+/* Read the memory figures of this process. Nothing is cached: the figures are current. */
 mls_code mls_process_memory_read(mls_process_memory *out, mls_status *st)
 {
     mls_process_memory memory = {0};

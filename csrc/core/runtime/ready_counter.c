@@ -26,7 +26,8 @@ void mls_ready_counter_advance(mls_ready_counter *counter, size_t count)
     pthread_mutex_unlock(&counter->lock);
 }
 
-/* Usually the counter has already reached `count`, and the lock is not needed. */
+/* Wait until the counter has reached `count`. Usually the counter has already reached
+ * `count`, and the lock is not needed. */
 void mls_ready_counter_wait(mls_ready_counter *counter, size_t count)
 {
     if (atomic_load_explicit(&counter->open, memory_order_acquire) >= count) {

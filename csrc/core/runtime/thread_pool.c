@@ -180,7 +180,7 @@ static mls_code fail_thread_count(size_t threads, mls_status *st)
                     (int)MLS_POOL_MAX_THREADS);
 }
 
-/* No thread is started yet: most small programs never need one. */
+/* Create a pool. No thread is started yet: most small programs never need one. */
 mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
 {
     if (!is_thread_count(threads)) {
@@ -215,7 +215,8 @@ static void adopt_after_fork(mls_pool *pool)
     }
 }
 
-/* A forked child adopts the pool first, because it cannot join its parent's threads. */
+/* Stop the helpers and free a pool. A forked child adopts the pool first, because it
+ * cannot join its parent's threads. */
 void mls_pool_free(mls_pool *pool)
 {
     if (pool == NULL) {
@@ -233,8 +234,9 @@ size_t mls_pool_threads(const mls_pool *pool)
     return atomic_load(&pool->threads);
 }
 
-/* For fewer threads all helpers are stopped, and the next run starts those that it needs.
- * More threads are only recorded, and started when a run needs them. */
+/* Change the number of threads. For fewer threads all helpers are stopped, and the next
+ * run starts those that it needs. More threads are only recorded, and started when a run
+ * needs them. */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
 {
     if (!is_thread_count(threads)) {
@@ -272,8 +274,9 @@ static bool run_with_helpers(mls_pool *pool, const work *w)
     return true;
 }
 
-/* Does not wait for a busy pool: the calling thread then does all the work, so a task may
- * use the pool too. */
+/* Run the task for each index; the calling thread first runs `caller_task`. Does not wait
+ * for a busy pool: the calling thread then does all the work, so a task may use the pool
+ * too. */
 void mls_pool_run_helped(mls_pool *pool, void (*caller_task)(void *context),
                          mls_task task, void *context, size_t count)
 {

@@ -9,7 +9,8 @@
 
 #include <stdint.h>
 
-/* Plain initialisation of the counters: they are not shared yet. */
+/* Initialise the queues that `starts` divides the items into. Plain initialisation of the
+ * counters: they are not shared yet. */
 bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count)
 {
     *all = (mls_work_queues){.starts = starts, .count = count};
@@ -43,9 +44,10 @@ static bool take_queue_item(mls_work_queues *all, size_t queue, size_t *item)
     return *item < end;
 }
 
-/* Look into the thread's own queue, then queues that no thread has started, then all
- * others. The last search begins after the current queue. The thread continues with the
- * queue that it found an item in, so it seldom searches all queues. */
+/* Set `*item` to the next item for a thread; false: none is left. Look into the thread's
+ * own queue, then queues that no thread has started, then all others. The last search
+ * begins after the current queue. The thread continues with the queue that it found an
+ * item in, so it seldom searches all queues. */
 bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item)
 {
     if (*queue < all->count && take_queue_item(all, *queue, item)) {

@@ -206,7 +206,8 @@ static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t cou
     mls_json_writer_text(b, "}");
 }
 
-/* A 0-d item of a packed dtype has several elements, so it is listed as bytes too. */
+/* Return the dtype that a header lists for such items. A 0-d item of a packed dtype has
+ * several elements, so it is listed as bytes too. */
 mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape)
 {
     size_t ignored;
@@ -217,7 +218,8 @@ mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape)
                : dtype;
 }
 
-/* Compare the dtype with the one that mls_header_dtype chooses. */
+/* Fail if a tensor would be listed under another dtype. Compare the dtype with the one
+ * that mls_header_dtype chooses. */
 mls_code mls_header_check(const mls_header_tensor *t, mls_status *st)
 {
     char shape[MLS_FACT_BYTES];
@@ -310,9 +312,10 @@ static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t c
     return MLS_OK;
 }
 
-/* Changes only the order of the caller's tensors and the members that are set here. The
- * names determine the file order, the order determines the position of the checksums, and
- * their number determines the length of the text. */
+/* Sort the tensors and build the header without checksums. Changes only the order of the
+ * caller's tensors and the members that are set here. The names determine the file order,
+ * the order determines the position of the checksums, and their number determines the
+ * length of the text. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
                          const mls_str_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st)
@@ -334,8 +337,8 @@ mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t cou
     return MLS_OK;
 }
 
-/* Compute the header's checksum last, over the whole header with zeros for its own
- * digits. */
+/* Write the length and the checksums into the header. Compute the header's checksum last,
+ * over the whole header with zeros for its own digits. */
 uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
 {
     char *text = header->text.data;

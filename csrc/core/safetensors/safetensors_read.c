@@ -129,7 +129,8 @@ static bool is_unknown(const mls_stored *t)
            !mls_dtype_from_file_name(t->opaque.data, t->opaque.length, &ignored);
 }
 
-/* Both reasons have the same advice, to load the other tensors by name. */
+/* Fail if a tensor is opaque. Both reasons have the same advice, to load the other
+ * tensors by name. */
 mls_code mls_stored_check(const mls_stored *tensor, mls_status *st)
 {
     const mls_str dtype = tensor->opaque;
@@ -301,8 +302,9 @@ mls_str mls_safetensors_own_key(mls_str key)
     return key;
 }
 
-/* All keys except the reserved ones must be in a tree's branches. The value of "2.0"
- * decides: "" is the newer form, with "0.". */
+/* Return the branch of the user's texts in metadata. All keys except the reserved ones
+ * must be in a tree's branches. The value of "2.0" decides: "" is the newer form, with
+ * "0.". */
 mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count)
 {
     mls_str branch = {.data = "", .length = 0};
@@ -359,7 +361,7 @@ size_t mls_safetensors_blocks(size_t bytes)
     return bytes / MLS_SAFETENSORS_BLOCK + (bytes % MLS_SAFETENSORS_BLOCK != 0 ? 1 : 0);
 }
 
-/* All blocks are full, except perhaps the last. */
+/* Combine the checksums of blocks. All blocks are full, except perhaps the last. */
 uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;
@@ -618,8 +620,8 @@ static mls_code fail_too_short(uint64_t file_bytes, mls_status *st)
                        (unsigned long long)file_bytes);
 }
 
-/* Check in this order: grammar, single entries, all entries together, checksums. So the
- * first failure is closest to the cause. */
+/* Parse and check a header. Check in this order: grammar, single entries, all entries
+ * together, checksums. So the first failure is closest to the cause. */
 mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                                uint64_t file_bytes, const mls_crc_kernels *crc,
                                bool verify, mls_safetensors *out, mls_status *st)
@@ -661,8 +663,8 @@ mls_code mls_safetensors_check(const mls_safetensors *file, mls_status *st)
     return code;
 }
 
-/* Compare all tensors: they are in the header's order, which may differ from the order of
- * their offsets. */
+/* Return the end of the last tensor. Compare all tensors: they are in the header's order,
+ * which may differ from the order of their offsets. */
 uint64_t mls_safetensors_end(const mls_safetensors *file)
 {
     uint64_t last = 0;
@@ -683,8 +685,8 @@ void mls_safetensors_fini(mls_safetensors *file)
     *file = (mls_safetensors){0};
 }
 
-/* Read the header in two steps: its length, and then as many bytes, once the file is
- * known to have them. */
+/* Open a file and parse its header. Read the header in two steps: its length, and then as
+ * many bytes, once the file is known to have them. */
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
                               int *fd, mls_safetensors *out, mls_status *st)
 {

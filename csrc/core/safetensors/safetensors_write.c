@@ -292,8 +292,8 @@ static mls_code write_content(writer *w, const mls_safetensors_content *content)
                             w->st);
 }
 
-/* Check the content before the file system is accessed. After mls_atomic_begin, every
- * path ends in commit or abort. */
+/* Write a whole file, atomically. Check the content before the file system is accessed.
+ * After mls_atomic_begin, every path ends in commit or abort. */
 mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
                                mls_status *st)

@@ -34,7 +34,8 @@ const char *mls_layout_name(size_t number)
     return number < NAMES ? names[number].name : NULL;
 }
 
-/* Steps along an axis have no name, so only names with a negative `axis` are compared. */
+/* Return the name of a step without an axis, or NULL. Steps along an axis have no name,
+ * so only names with a negative `axis` are compared. */
 const char *mls_layout_step_name(int axis)
 {
     for (size_t i = 0; axis < 0 && i < NAMES; i++) {
@@ -45,7 +46,8 @@ const char *mls_layout_step_name(int axis)
     return NULL;
 }
 
-/* Names of layouts with a real axis, such as "rows", do not name a step. */
+/* Set `*axis` to the negative number of a step's name; false: unknown. Names of layouts
+ * with a real axis, such as "rows", do not name a step. */
 bool mls_layout_step_from_name(mls_str name, int *axis)
 {
     for (size_t i = 0; i < NAMES; i++) {
@@ -93,8 +95,8 @@ static bool parse_cut(mls_str text, mls_layout *out)
     return true;
 }
 
-/* Split the text at the first '='. A layout without steps cannot have a number of
- * parts. */
+/* Parse a text such as "axis:0=4" to a layout. Split the text at the first '='. A layout
+ * without steps cannot have a number of parts. */
 bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts)
 {
     mls_layout layout;
@@ -139,7 +141,7 @@ static mls_code check_step(const mls_layout *layout, int number, mls_status *st)
     return MLS_OK;
 }
 
-/* The only check of a layout that needs no tensor. */
+/* Compute the number of parts. The only check of a layout that needs no tensor. */
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
 {
     size_t parts = 1;
@@ -219,8 +221,8 @@ static mls_code check_shape(const mls_layout *layout, int rank, const size_t *sh
     return MLS_OK;
 }
 
-/* Copy only used entries: thousands of parts are copied, and most of a part is unused
- * room for axes. */
+/* Copy a part. Copy only used entries: thousands of parts are copied, and most of a part
+ * is unused room for axes. */
 void mls_part_copy(mls_part *to, const mls_part *from)
 {
     to->rank = from->rank;
@@ -233,7 +235,8 @@ void mls_part_copy(mls_part *to, const mls_part *from)
     }
 }
 
-/* An empty part is at the end of its axis or box. */
+/* Replace a part by one of the parts that a step makes of it. An empty part is at the end
+ * of its axis or box. */
 void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
 {
     size_t start, length;
@@ -249,8 +252,8 @@ void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
     part->end = box_count(part);
 }
 
-/* Start with the whole tensor; each step narrows the box or picks a range of its
- * elements. */
+/* Compute one part of a tensor. Start with the whole tensor; each step narrows the box or
+ * picks a range of its elements. */
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st)
 {
@@ -288,7 +291,8 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     return MLS_OK;
 }
 
-/* A flat part is one-dimensional, for any rank of the tensor. */
+/* Compute the shape of a part's array. A flat part is one-dimensional, for any rank of
+ * the tensor. */
 int mls_part_dims(const mls_part *part, size_t *dims)
 {
     if (part->flat) {
@@ -307,7 +311,8 @@ size_t mls_part_count(const mls_part *part)
     return part->end - part->begin;
 }
 
-/* `flat` is not compared: it does not change the elements. */
+/* Return whether two parts have the same elements. `flat` is not compared: it does not
+ * change the elements. */
 bool mls_part_equal(const mls_part *a, const mls_part *b)
 {
     bool same = a->begin == b->begin && a->end == b->end;
@@ -372,10 +377,10 @@ static void skip_outside_rows(mls_overlap *o)
     skip_rows(o, o->b_at, o->b_begin, o->b_stride);
 }
 
-/* Visit the axes from the innermost outwards. An axis is merged into the axis outside it
- * if both boxes contain it, and all axes inside it, whole. The innermost axis always
- * merges with the initial row of one element, so there are at most as many rows as axes
- * (one for a scalar). */
+/* Start the iteration over common elements. Visit the axes from the innermost outwards.
+ * An axis is merged into the axis outside it if both boxes contain it, and all axes
+ * inside it, whole. The innermost axis always merges with the initial row of one element,
+ * so there are at most as many rows as axes (one for a scalar). */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
 {
     size_t a_stride = 1, b_stride = 1;
@@ -464,8 +469,8 @@ static bool clip_row(const mls_overlap *o, mls_run *out)
     return true;
 }
 
-/* Join rows that are consecutive in both parts, so that many small rows become few large
- * reads. */
+/* Set `*out` to the next run of common elements; false: none is left. Join rows that are
+ * consecutive in both parts, so that many small rows become few large reads. */
 bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
 {
     mls_run run = {0}, next;

@@ -100,7 +100,8 @@ static void enter_step(mls_layout_intersection *m)
     m->end[m->depth] = any ? (end - 1) / each + 1 : 0;
 }
 
-/* An empty part intersects nothing, so the iteration is then at its end. */
+/* Start the iteration over the parts that intersect `to`. An empty part intersects
+ * nothing, so the iteration is then at its end. */
 void mls_layout_intersection_init(mls_layout_intersection *meeting,
                                   const mls_layout *layout, int rank, const size_t *shape,
                                   const mls_part *to)
@@ -128,8 +129,9 @@ static size_t part_number(const mls_layout_intersection *m)
     return part;
 }
 
-/* Visit the steps depth first: at each depth, the parts that intersect the bounding box
- * of `to`; at the end, a part is returned if it really shares an element. */
+/* Set `*part` to the next part that shares an element with `to`. Visit the steps depth
+ * first: at each depth, the parts that intersect the bounding box of `to`; at the end, a
+ * part is returned if it really shares an element. */
 bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part)
 {
     mls_layout_intersection *m = meeting;

@@ -55,8 +55,9 @@ static int find_missing_axis(mls_str state, const size_t *shape, int parameter_r
     return MLS_NO_AXIS;
 }
 
-/* Three cases in this order: the same shape; the same number of axes, some with length 1;
- * one axis fewer. In all other cases no axis corresponds to one of the parameter's. */
+/* Find the parameter's axis for each axis of a state; false: all are the same. Three
+ * cases in this order: the same shape; the same number of axes, some with length 1; one
+ * axis fewer. In all other cases no axis corresponds to one of the parameter's. */
 bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parameter_rank,
                         const size_t *parameter_shape, signed char *axes)
 {
@@ -95,7 +96,8 @@ static int axis_of(int parameter_axis, int rank, const signed char *axes)
     return MLS_NO_AXIS;
 }
 
-/* Part numbers are mixed-radix: the digits of the remaining steps form the new number. */
+/* Convert a parameter's layout and part number to those for a state. Part numbers are
+ * mixed-radix: the digits of the remaining steps form the new number. */
 void mls_layout_project(const mls_layout *layout, size_t index, int rank,
                         const signed char *axes, mls_layout *out, size_t *out_index)
 {

@@ -283,8 +283,9 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *w, PyObject *c
  *
  * Each array is added to the dict at once, while both are in the cache. The job holds the
  * arrays too: their memory must stay valid during the read, even if other code gets the
- * dict or a later array fails. `ready` receives the number of pieces with destinations;
- * NULL: no thread waits.
+ * dict or a later array fails. `ready` receives the number of pieces (ranges to
+ * read) with destinations after every 64th array; when this returns, the core releases
+ * the waiting threads. NULL: no thread waits.
  */
 static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
 {

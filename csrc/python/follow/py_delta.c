@@ -20,7 +20,9 @@ static void free_stream(PyObject *capsule)
     mls_free(PyCapsule_GetPointer(capsule, capsule_name));
 }
 
-/* Return an array over a stream, which is freed with it, or on failure. */
+/* Return an array of `count` elements over the memory at `*stream`, which is freed with
+ * the array. Sets `*stream` to NULL if the array, or a failed call, has taken the memory.
+ * NULL with an exception set. */
 static PyObject *stream_array(unsigned char **stream, mls_dtype dtype, size_t count)
 {
     PyArray_Descr *descr = mlspy_descr_of_dtype(dtype);
@@ -36,7 +38,8 @@ static PyObject *stream_array(unsigned char **stream, mls_dtype dtype, size_t co
     return mlspy_array_in(descr, 1, &count, NULL, data, NPY_ARRAY_CARRAY, owner);
 }
 
-/* Return (gaps, values), which take the streams. */
+/* Return (gaps, values), arrays that take the streams of the delta; `dtype` is the dtype
+ * of the values. The delta is released, also on failure: NULL with an exception set. */
 static PyObject *streams_of(mls_delta *delta, mls_dtype dtype)
 {
     const size_t units = delta->gaps_bytes / delta->gap_bytes;
@@ -63,7 +66,8 @@ static void release_delta(delta_view *view)
     mlspy_views_release(view->streams, 2);
 }
 
-/* View a vector in C order. */
+/* View `array`, a vector in C order and native byte order; `label` names it in messages.
+ * The caller releases `out`, also on failure. Returns -1 with an exception set. */
 static int take_vector(const mlspy_state *state, PyObject *array, const char *label,
                        bool writable, mlspy_view *out)
 {
@@ -79,7 +83,8 @@ static int take_vector(const mlspy_state *state, PyObject *array, const char *la
     return 0;
 }
 
-/* View gaps and values of an array of `elements`, and check them. */
+/* View gaps and values of a delta of an array of `elements` elements, and check them. The
+ * caller releases `out`, also on failure. Returns -1 with an exception set. */
 static int take_delta(const mlspy_state *state, PyObject *elements, PyObject *gaps,
                       PyObject *values, delta_view *out)
 {
@@ -110,7 +115,9 @@ static int take_delta(const mlspy_state *state, PyObject *elements, PyObject *ga
     return mlspy_check(state, code, &st);
 }
 
-/* delta_encode(base, new, checksum) -> (gaps, values, CRC32C of `new` | None) */
+/* delta_encode(base, new, checksum) -> (gaps, values, CRC32C of `new` | None): the
+ * elements of `new` that differ from `base`. `checksum` is a bool: whether to compute the
+ * CRC32C. */
 PyObject *core_delta_encode(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[2] = {{.owner = NULL}};
@@ -142,7 +149,8 @@ PyObject *core_delta_encode(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* Check that a delta can be applied to an array. */
+/* Check that a delta belongs to an array, `target`, and shares no memory with it. Returns
+ * -1 with an exception set. */
 static int check_application(const mlspy_state *state, const delta_view *view,
                              const mls_tensor *target)
 {
@@ -163,8 +171,8 @@ static int check_application(const mlspy_state *state, const delta_view *view,
     return 0;
 }
 
-/* Append (target, gaps, array for the overwritten elements) to the log. Return the
- * memory of that array, which the log keeps alive. */
+/* Append (target, gaps, array for the overwritten elements) to `log`, a list. Returns the
+ * memory of that array, which the log keeps alive; NULL with an exception set. */
 static unsigned char *log_application(PyObject *log, PyObject *target, PyObject *gaps,
                                       const mls_tensor *values)
 {
@@ -183,9 +191,10 @@ static unsigned char *log_application(PyObject *log, PyObject *target, PyObject 
 /* delta_apply(target, gaps, values, elements, log | None, checksum)
  *     -> CRC32C of the target | None
  *
- * Nothing is written and logged if an exception is raised. `log` is a list; the
- * call appends (target, gaps, overwritten elements): the delta that restores the target.
- * Python's signal handlers cannot run between the entry and the change. */
+ * Write the values of a delta to `target`. Nothing is written and logged if an exception
+ * is raised. `log` is a list; the call appends (target, gaps, overwritten elements): the
+ * delta that restores the target. Python's signal handlers cannot run between the entry
+ * and the change. */
 PyObject *core_delta_apply(mlspy_state *state, PyObject *const *args)
 {
     delta_view view = {.delta = {.gaps = NULL}};
@@ -216,7 +225,8 @@ PyObject *core_delta_apply(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* delta_compose(elements, gaps, values, later gaps, later values) -> (gaps, values) */
+/* delta_compose(elements, gaps, values, later gaps, later values) -> (gaps, values): one
+ * delta that has the effect of both. `elements` is the length of the array. */
 PyObject *core_delta_compose(mlspy_state *state, PyObject *const *args)
 {
     delta_view views[2] = {{.delta = {.gaps = NULL}}};
@@ -244,7 +254,8 @@ PyObject *core_delta_compose(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* Convert a layout and an index to a part of a tensor. */
+/* Convert a layout and the index of a part, of a tensor of `rank` axes with the lengths
+ * `shape`, to `*out`. Returns -1 with an exception set. */
 static int take_part(const mlspy_state *state, PyObject *layout, PyObject *index,
                      int rank, const size_t *shape, mls_part *out)
 {
@@ -261,7 +272,10 @@ static int take_part(const mlspy_state *state, PyObject *layout, PyObject *index
 }
 
 /* delta_filter(elements, gaps, values, shape, layout, index, other layout, other index)
- *     -> (gaps, values) of the other part */
+ *     -> (gaps, values) of the other part
+ *
+ * The changes of part `index` of a tensor of `shape`, as far as part `other index` has
+ * the same elements. `elements` is the number of elements of the first part. */
 PyObject *core_delta_filter(mlspy_state *state, PyObject *const *args)
 {
     delta_view view = {.delta = {.gaps = NULL}};

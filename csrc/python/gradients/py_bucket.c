@@ -284,9 +284,10 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
 /* bucket(segments, world, rank, op, divisor) -> capsule
  *
  * Makes the bucket of rank `rank` of `world` ranks from a list of tuples (array, counts,
- * out) or (array, counts, out, dtype, shape): `counts` has the elements of each rank's
- * part of the array, and `out` receives this rank's part, reduced and divided. The
- * capsule holds its own references to the arrays.
+ * out) or (array, counts, out, dtype, shape): `counts` has the number of elements of
+ * each rank's part of the array, and `out` receives this rank's part, reduced and
+ * divided. With `dtype` and `shape`, `out` must have them; without, any dtype that
+ * reductions support. The capsule holds its own references to the arrays.
  */
 PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
 {

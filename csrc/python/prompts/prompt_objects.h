@@ -8,8 +8,8 @@
 
 #include "prompts/prompt_log.h"
 
-/* `calls` counts the calls in progress: closing waits for the last of them to end, which
- * then frees `log`. */
+/* PromptLog. `calls` counts the calls in progress: if the object is closed meanwhile, the
+ * last of them frees `log`. */
 typedef struct mlspy_prompt_log {
     PyObject_HEAD mls_prompt_log *log; /* NULL: closed */
     PyObject *path;
@@ -17,6 +17,7 @@ typedef struct mlspy_prompt_log {
     bool is_closed;
 } mlspy_prompt_log;
 
+/* PromptMatch; closed in the same way. */
 typedef struct mlspy_prompt_match {
     PyObject_HEAD mls_prompt_match *match; /* NULL: closed */
     PyObject *records, *damage;            /* tuples */
@@ -26,7 +27,8 @@ typedef struct mlspy_prompt_match {
     bool is_closed;
 } mlspy_prompt_match;
 
-/* Return a new PromptMatch, which takes the match. */
+/* Return a new PromptMatch, which owns `match` from now on, also on failure. `path` is
+ * the log's. */
 PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match,
                                 PyObject *path);
 
@@ -34,10 +36,11 @@ PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *matc
  * caller calls mlspy_prompt_match_leave at the end. */
 const mls_prompt_match *mlspy_prompt_match_enter(const mlspy_state *state,
                                                  PyObject *object);
+/* End the call that mlspy_prompt_match_enter began. */
 void mlspy_prompt_match_leave(PyObject *object);
 
-/* Return the name of a segment, its offset and a text about damage, as
- * "segment-00000001, offset 64: text". */
+/* Return a new str with the name of a segment, the offset in it and the text of the
+ * damage, such as "segment-00000001, offset 64: text". */
 PyObject *mlspy_prompt_damage_text(const mls_prompt_damage *damage);
 
 #endif

@@ -20,6 +20,7 @@ enum { PAUSE = 2 * 1000 * 1000 }; /* nanoseconds between two attempts to lock */
 
 /* ---- opening and closing ---- */
 
+/* Refuse further calls, and free the log if none is in progress. */
 static void close_log(mlspy_prompt_log *self)
 {
     mls_prompt_log *log = NULL;
@@ -33,7 +34,8 @@ static void close_log(mlspy_prompt_log *self)
     mls_prompt_log_free(log);
 }
 
-/* Return the log for a call, or NULL with ValueError set. */
+/* Begin a call: return the log, or NULL with ValueError set if it is closed. The caller
+ * ends the call with leave. */
 static mls_prompt_log *enter(mlspy_prompt_log *self)
 {
     mls_prompt_log *log = NULL;
@@ -49,6 +51,7 @@ static mls_prompt_log *enter(mlspy_prompt_log *self)
     return log;
 }
 
+/* End a call. The last one of a closed log frees it. */
 static void leave(mlspy_prompt_log *self)
 {
     bool is_closed;
@@ -68,7 +71,8 @@ static void log_dealloc(mlspy_prompt_log *self)
     mlspy_free(self);
 }
 
-/* PromptLog(path, create) */
+/* PromptLog(path, create): open the store in the folder `path`, and create it if `create`
+ * and it is missing. Raises the exceptions of mls_prompt_log_open, with `path`. */
 static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     const mlspy_state *state = mlspy_state_of_type(type);
@@ -97,7 +101,8 @@ static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* close(): write the index if that saves much work later */
+/* close(): write the index file if that saves much work later, and close the log once no
+ * call is in progress. Does nothing on a closed log. */
 static PyObject *log_close(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
@@ -120,7 +125,9 @@ static void release_prefix(mls_prompt_prefix *prefix)
     prefix->tokens = NULL;
 }
 
-/* Convert (fingerprint, tokens, block_tokens); the token ids are copied. */
+/* Convert the arguments (fingerprint, tokens, block_tokens) at `args` to `*out`. The
+ * token ids are copied: the caller frees them with release_prefix. The fingerprint is
+ * borrowed. Returns -1 with an exception set. */
 static int take_prefix(const mlspy_state *state, PyObject *const *args,
                        mls_prompt_prefix *out)
 {
@@ -156,7 +163,8 @@ static int take_prefix(const mlspy_state *state, PyObject *const *args,
     return mlspy_check(state, code, &st);
 }
 
-/* match(fingerprint, tokens, block_tokens) -> PromptMatch */
+/* match(fingerprint, tokens, block_tokens) -> PromptMatch: find the records under the
+ * longest stored prefix of the prompt. */
 static PyObject *log_match(mlspy_prompt_log *self, PyObject *const *args,
                            Py_ssize_t count)
 {
@@ -197,8 +205,9 @@ static double read_seconds(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* Become the writer, within `timeout` seconds. Returns -1 with StoreError (EBUSY) or
- * another exception set. */
+/* Become the writer, and wait at most `timeout` seconds for another one. Returns 0, or -1
+ * with StoreError (EBUSY) or another exception set. Signal handlers run between two
+ * attempts. */
 static int lock(const mlspy_state *state, mlspy_prompt_log *self, double timeout)
 {
     const double end = read_seconds() + timeout;
@@ -238,6 +247,8 @@ typedef struct put_items {
     size_t part_count;
 } put_items;
 
+/* Free all arrays of `all`, and release views and callables; works at every stage of
+ * take_items. */
 static void release_items(put_items *all)
 {
     if (all->views != NULL) {
@@ -252,8 +263,8 @@ static void release_items(put_items *all)
     mls_free(all->items);
 }
 
-/* Convert a part: an array, or (bytes, callable) of one that is fetched when its turn
- * comes. */
+/* Convert a part to all->tensors[number]: an array, or (bytes, callable) of one that is
+ * fetched when its turn comes. Returns -1 with an exception set. */
 static int take_part(const mlspy_state *state, PyObject *part, put_items *all,
                      size_t number)
 {
@@ -279,7 +290,8 @@ static int take_part(const mlspy_state *state, PyObject *part, put_items *all,
     return mlspy_check(state, code, &st);
 }
 
-/* Convert one record (kind, end, meta, parts); its parts come next in the arrays. */
+/* Convert one record (kind, end, meta, parts) to `item`. Its parts get the numbers from
+ * `*next` on, which advances. Returns -1 with an exception set. */
 static int take_item(const mlspy_state *state, PyObject *object, put_items *all,
                      mls_prompt_item *item, size_t *next)
 {
@@ -314,7 +326,8 @@ static int take_item(const mlspy_state *state, PyObject *object, put_items *all,
     return 0;
 }
 
-/* Count the parts of all records. */
+/* Set `*out` to the number of parts of all records. Returns -1 with an exception set if
+ * one is not a tuple as in take_item. */
 static int count_parts(PyObject *records, size_t *out)
 {
     size_t count = 0;
@@ -332,7 +345,8 @@ static int count_parts(PyObject *records, size_t *out)
     return 0;
 }
 
-/* Convert a tuple of records. The caller releases `all`, also on failure. */
+/* Convert a tuple of records to `all`, which is zeroed. The caller releases it, also on
+ * failure. Returns -1 with an exception set. */
 static int take_items(const mlspy_state *state, PyObject *records, put_items *all)
 {
     size_t next = 0;
@@ -357,7 +371,8 @@ static int take_items(const mlspy_state *state, PyObject *records, put_items *al
     return 0;
 }
 
-/* Convert a limit in bytes; None is unlimited. */
+/* Convert max_bytes, a number of bytes; None is unlimited (UINT64_MAX). Returns -1 with
+ * an exception set. */
 static int take_limit(const mlspy_state *state, PyObject *object, uint64_t *out)
 {
     int64_t bytes = 0;
@@ -372,6 +387,7 @@ static int take_limit(const mlspy_state *state, PyObject *object, uint64_t *out)
     return 0;
 }
 
+/* Return a list with the result of each record: see mls_prompt_item. */
 static PyObject *put_results(const put_items *all)
 {
     PyObject *list = PyList_New((Py_ssize_t)all->count);
@@ -390,7 +406,9 @@ typedef struct part_source {
     mlspy_view view; /* of the part that was fetched last */
 } part_source;
 
-/* With the GIL. */
+/* Call the callable of part `number`, and set `*out` to a view of the array that it
+ * returns, valid until the next call. Needs the GIL. Returns -1 with an exception set:
+ * its own, or CompatibilityError if the array has another size than the part. */
 static int call_fetcher(part_source *source, size_t number, mls_tensor *out)
 {
     mlspy_view_release(&source->view);
@@ -414,7 +432,8 @@ static int call_fetcher(part_source *source, size_t number, mls_tensor *out)
     return 0;
 }
 
-/* The core's callback, called by the thread that put. */
+/* The core's callback mls_prompt_source.fetch, called by the thread that called put,
+ * without the GIL. Returns false with an exception set. */
 static bool fetch_part(void *context, const mls_tensor *part, mls_tensor *out)
 {
     part_source *source = context;
@@ -424,7 +443,8 @@ static bool fetch_part(void *context, const mls_tensor *part, mls_tensor *out)
     return failed == 0;
 }
 
-/* Store the records, with the lock held meanwhile. */
+/* Store the records of `all`; the caller has locked the log, which is unlocked here.
+ * Returns the list of results, or NULL with an exception set. */
 static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
                             const mls_prompt_prefix *prefix, put_items *all,
                             uint64_t limit)
@@ -451,7 +471,9 @@ static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
     return code == MLS_OK ? put_results(all) : mlspy_raise(state, &st, self->path);
 }
 
-/* put(fingerprint, tokens, block_tokens, records, max_bytes, timeout) -> [int, ...] */
+/* put(fingerprint, tokens, block_tokens, records, max_bytes, timeout) -> [int, ...]:
+ * store the records (kind, end, meta, parts) of one prompt. Results as in
+ * mls_prompt_item. */
 static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -480,6 +502,7 @@ static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize
 
 /* ---- marks, eviction ---- */
 
+/* Convert the name of an operation. Returns -1 with ValueError set. */
 static int take_operation(PyObject *object, mls_prompt_operation *out)
 {
     static const char *const names[] = {"pin", "unpin", "delete", "drop"};
@@ -492,7 +515,8 @@ static int take_operation(PyObject *object, mls_prompt_operation *out)
     return MLSPY_REFUSE(PyExc_ValueError, "unknown operation %R", object);
 }
 
-/* Convert numbers of records to an array; NULL with an exception set. */
+/* Convert a tuple of numbers of a match's records to an array, which the caller frees;
+ * NULL with an exception set. */
 static size_t *take_hits(const mls_prompt_match *match, PyObject *numbers)
 {
     const Py_ssize_t count = PyTuple_GET_SIZE(numbers);
@@ -515,6 +539,9 @@ static size_t *take_hits(const mls_prompt_match *match, PyObject *numbers)
     return hits;
 }
 
+/* Apply `operation` to the records of a match with these numbers, and return how many
+ * changed; NULL with an exception set. Waits at most `timeout` seconds for another
+ * writer. */
 static PyObject *mark_records(const mlspy_state *state, mlspy_prompt_log *self,
                               const mls_prompt_match *match, PyObject *numbers,
                               mls_prompt_operation operation, double timeout)
@@ -541,7 +568,8 @@ static PyObject *mark_records(const mlspy_state *state, mlspy_prompt_log *self,
     return result;
 }
 
-/* mark(match, records, operation, timeout) -> number of changed records */
+/* mark(match, records, operation, timeout) -> number of changed records: "pin", "unpin",
+ * "delete" or "drop" records of a match, given by their numbers. */
 static PyObject *log_mark(mlspy_prompt_log *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -564,7 +592,8 @@ static PyObject *log_mark(mlspy_prompt_log *self, PyObject *const *args, Py_ssiz
     return result;
 }
 
-/* prune(max_bytes, timeout) -> bytes */
+/* prune(max_bytes, timeout) -> freed bytes: evict records until the log has at most
+ * max_bytes (None: evict none), and compact it. */
 static PyObject *log_prune(mlspy_prompt_log *self, PyObject *const *args,
                            Py_ssize_t count)
 {
@@ -591,6 +620,7 @@ static PyObject *log_prune(mlspy_prompt_log *self, PyObject *const *args,
 
 /* ---- the whole log ---- */
 
+/* Return a list of (name of the segment, offset, text) for `count` damaged records. */
 static PyObject *damage_list(const mls_prompt_damage *damage, size_t count)
 {
     PyObject *list = PyList_New(0);
@@ -605,7 +635,9 @@ static PyObject *damage_list(const mls_prompt_damage *damage, size_t count)
     return list;
 }
 
-/* Verify; with `repair` the log is locked, and unlocked here. */
+/* Verify all records, and return the list of damaged ones, or NULL with an exception set.
+ * With `repair` the caller has locked the log, which is unlocked here, and damaged
+ * records are removed. */
 static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bool repair)
 {
     mls_prompt_damage *damage = NULL;
@@ -630,7 +662,7 @@ static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bo
     return result;
 }
 
-/* verify() -> [(segment, offset, text), ...] */
+/* verify() -> [(segment, offset, text), ...]: the damaged records. */
 static PyObject *log_verify(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
@@ -642,7 +674,8 @@ static PyObject *log_verify(mlspy_prompt_log *self, PyObject *unused)
     return result;
 }
 
-/* repair(timeout) -> [(segment, offset, text), ...] */
+/* repair(timeout) -> [(segment, offset, text), ...]: remove the damaged records, and
+ * return them. */
 static PyObject *log_repair(mlspy_prompt_log *self, PyObject *argument)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -670,13 +703,15 @@ static PyObject *tokens_array(const mls_prompt_header *header)
     return array;
 }
 
-/* A list that grows while the GIL is released between records. */
+/* A list that grows while the GIL is released between records. `list` is NULL after an
+ * exception. */
 typedef struct record_list {
     PyObject *list;
     PyThreadState *saved;
 } record_list;
 
-/* Append one record. */
+/* The callback of mls_prompt_list: append one record, with the GIL held meanwhile.
+ * Returns false with an exception set. */
 static bool list_record(void *context, const mls_prompt_listed *listed)
 {
     record_list *records = context;
@@ -698,7 +733,8 @@ static bool list_record(void *context, const mls_prompt_listed *listed)
     return goes_on;
 }
 
-/* records() -> [tuple, ...] */
+/* records() -> [(key, parent, kind, end, fingerprint, bytes, pinned, used, tokens, meta),
+ * ...]: all records whose header can be read. */
 static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
@@ -723,7 +759,7 @@ static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
     return records.list;
 }
 
-/* stats() -> {name: int} */
+/* stats() -> {name: int}: the members of mls_prompt_stats. */
 static PyObject *log_stats(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;

@@ -16,6 +16,7 @@
 
 /* ---- closing ---- */
 
+/* Refuse further calls, and free the match if none is in progress. */
 static void close_match(mlspy_prompt_match *self)
 {
     mls_prompt_match *match = NULL;
@@ -29,6 +30,7 @@ static void close_match(mlspy_prompt_match *self)
     mls_prompt_match_free(match);
 }
 
+/* Counts the call, so that close() does not free the match before it ends. */
 const mls_prompt_match *mlspy_prompt_match_enter(const mlspy_state *state,
                                                  PyObject *object)
 {
@@ -51,6 +53,7 @@ const mls_prompt_match *mlspy_prompt_match_enter(const mlspy_state *state,
     return match;
 }
 
+/* The last call of a closed match frees it. */
 void mlspy_prompt_match_leave(PyObject *object)
 {
     mlspy_prompt_match *self = (mlspy_prompt_match *)object;
@@ -84,6 +87,7 @@ PyObject *mlspy_prompt_damage_text(const mls_prompt_damage *damage)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
 }
 
+/* Return a tuple of (kind, start, end, bytes) for the records of a match. */
 static PyObject *records_tuple(const mls_prompt_match *match)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)match->count);
@@ -97,6 +101,7 @@ static PyObject *records_tuple(const mls_prompt_match *match)
     return tuple;
 }
 
+/* Return a tuple with a str about each damaged record. */
 static PyObject *damage_tuple(const mls_prompt_match *match)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)match->damage_count);
@@ -106,6 +111,7 @@ static PyObject *damage_tuple(const mls_prompt_match *match)
     return tuple;
 }
 
+/* Records and damage are converted once: they stay readable after close(). */
 PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match,
                                 PyObject *path)
 {
@@ -128,7 +134,7 @@ PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *matc
 
 /* ---- methods ---- */
 
-/* Convert the number of a record; SIZE_MAX with an exception set. */
+/* Convert the number of a record of a match; returns SIZE_MAX with an exception set. */
 static size_t take_record(const mls_prompt_match *match, PyObject *object)
 {
     const Py_ssize_t number = PyNumber_AsSsize_t(object, PyExc_IndexError);
@@ -142,7 +148,8 @@ static size_t take_record(const mls_prompt_match *match, PyObject *object)
     return (size_t)number;
 }
 
-/* Return what `describe` makes of the header of a record. */
+/* Return the result of `describe` for the header of a record, which is given by its
+ * number; NULL with an exception set. */
 static PyObject *describe_record(PyObject *self, PyObject *record,
                                  PyObject *(*describe)(const mls_prompt_header *))
 {
@@ -163,6 +170,7 @@ static PyObject *meta_bytes(const mls_prompt_header *header)
                                      (Py_ssize_t)header->meta_bytes);
 }
 
+/* Return a tuple of the bytes of each part of a record. */
 static PyObject *part_sizes(const mls_prompt_header *header)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)header->part_count);
@@ -173,13 +181,14 @@ static PyObject *part_sizes(const mls_prompt_header *header)
     return tuple;
 }
 
-/* meta(record) -> bytes */
+/* meta(record) -> bytes: the metadata of the record with this number. */
 static PyObject *match_meta(PyObject *self, PyObject *record)
 {
     return describe_record(self, record, meta_bytes);
 }
 
-/* parts(record) -> (bytes, ...) */
+/* parts(record) -> (bytes, ...): the length of each part of the record with this
+ * number. */
 static PyObject *match_parts(PyObject *self, PyObject *record)
 {
     return describe_record(self, record, part_sizes);
@@ -187,7 +196,9 @@ static PyObject *match_parts(PyObject *self, PyObject *record)
 
 /* ---- reading ---- */
 
-/* Convert the arguments of a request; `*bytes` is the length of the part. */
+/* Convert the number of a record, of its part, and the array that receives bytes of the
+ * part, to a request. Sets `*bytes` to the length of the part. The caller releases
+ * `view`, also on failure. Returns -1 with an exception set. */
 static int take_part(const mlspy_state *state, const mls_prompt_match *match,
                      PyObject *record, Py_ssize_t part, PyObject *array,
                      mls_prompt_request *request, mlspy_view *view, uint64_t *bytes)
@@ -209,7 +220,8 @@ static int take_part(const mlspy_state *state, const mls_prompt_match *match,
     return 0;
 }
 
-/* Convert one request (record, part, array). */
+/* Convert one request (record, part, array); the array has the part's bytes. The caller
+ * releases `view`, also on failure. Returns -1 with an exception set. */
 static int take_request(const mlspy_state *state, const mls_prompt_match *match,
                         PyObject *item, mls_prompt_request *request, mlspy_view *view)
 {
@@ -234,7 +246,8 @@ static bool is_damaged(mls_code code)
     return code == MLS_E_FORMAT || code == MLS_E_CHECKSUM;
 }
 
-/* Describe the damage of a record. */
+/* Return a new str about the damage of the record with this number; `text` is the
+ * reason. */
 static PyObject *request_damage(const mls_prompt_match *match, size_t number,
                                 const char *text)
 {
@@ -244,7 +257,8 @@ static PyObject *request_damage(const mls_prompt_match *match, size_t number,
     return mlspy_prompt_damage_text(&damage);
 }
 
-/* List the damaged records, each once. */
+/* Return a list of (record, text) for the damaged records of `count` requests, each
+ * once. */
 static PyObject *damaged_list(const mls_prompt_match *match,
                               const mls_prompt_request *requests, size_t count)
 {
@@ -264,7 +278,8 @@ static PyObject *damaged_list(const mls_prompt_match *match,
     return list;
 }
 
-/* Raise the error of a read; after a signal, its exception is set already. */
+/* Raise the error of a read, with the log's path; after a signal, its exception is set
+ * already. */
 static void raise_error(const mlspy_state *state, const mls_status *st, PyObject *self)
 {
     if (st->code != MLS_E_STOPPED) {
@@ -272,6 +287,8 @@ static void raise_error(const mlspy_state *state, const mls_status *st, PyObject
     }
 }
 
+/* Read the parts of a list of requests. Returns the list of damaged records, or NULL with
+ * an exception set. */
 static PyObject *read_all(const mlspy_state *state, PyObject *self,
                           const mls_prompt_match *match, PyObject *list)
 {
@@ -309,9 +326,8 @@ static PyObject *read_all(const mlspy_state *state, PyObject *self,
     return result;
 }
 
-/* read([(record, part, array), ...]) -> [(record, text), ...]
- *
- * All requests are checked before any byte is written. */
+/* read([(record, part, array), ...]) -> [(record, text), ...]: read parts into arrays,
+ * and return the damaged records. All requests are checked before any byte is written. */
 static PyObject *match_read(PyObject *self, PyObject *requests)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -327,7 +343,9 @@ static PyObject *match_read(PyObject *self, PyObject *requests)
     return result;
 }
 
-/* Read bytes `offset` .. of a part. */
+/* Read the bytes of `part` from `offset` on that the array args[3] has room for; args[0]
+ * is the number of the record. Returns the checksum that continues `sum`, a str about
+ * damage, or NULL with an exception set. */
 static PyObject *read_piece(const mlspy_state *state, PyObject *self,
                             const mls_prompt_match *match, PyObject *const *args,
                             Py_ssize_t part, uint64_t offset, uint32_t sum)
@@ -359,9 +377,9 @@ static PyObject *read_piece(const mlspy_state *state, PyObject *self,
     return result;
 }
 
-/* read_piece(record, part, offset, array, checksum) -> int, or a text about damage
- *
- * Continues the checksum of the bytes before the piece. */
+/* read_piece(record, part, offset, array, checksum) -> int, or a text about damage: read
+ * bytes of part number `part` from byte `offset` on, as many as the array has. `checksum`
+ * is the checksum of the part's bytes before them; the result continues it. */
 static PyObject *match_read_piece(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -382,6 +400,7 @@ static PyObject *match_read_piece(PyObject *self, PyObject *const *args, Py_ssiz
     return result;
 }
 
+/* close(): free the match, and with it the open segments, once no call is in progress. */
 static PyObject *match_close(PyObject *self, PyObject *unused)
 {
     (void)unused;

@@ -16,7 +16,7 @@ class FileBackend(Protocol):
     """Reading and writing of files of torch and of distributed checkpoints."""
 
     def read_pt(self, path: Path) -> Parts:
-        """Read a ``torch.save`` file without running code from it."""
+        """Return the content of a ``torch.save`` file without running code from it."""
 
     def write_pt(
         self,
@@ -26,16 +26,20 @@ class FileBackend(Protocol):
         metadata: Mapping[str, Any],
         states: Mapping[str, Any],
     ) -> None:
-        """Atomically write a file that ``torch.load`` reads with ``weights_only``.
+        """Write a file that ``torch.load`` reads with ``weights_only``, atomically.
 
-        A model or optimizer of None is left out; the others are dicts of arrays by name.
+        `model`, `optimizer`: arrays by name, or None to leave them out. `metadata`: JSON values,
+        and `states`: other values, by name; these are entries of the file beside the two.
         """
 
     def read_tree(self, path: Path) -> Any:
         """Read any value from a ``torch.save`` file without running code from it."""
 
     def read_ranks(self, paths: list[Path]) -> Any:
-        """Read the value that each rank of a job saved to a file, and join the parts of tensors."""
+        """Return the value that the ranks of a job saved, each to one of `paths`.
+
+        Parts of tensors are joined. Raises CompatibilityError if the values differ otherwise.
+        """
 
     def parts_of(self, tree: Any, path: Path) -> Parts:
         """Split a tree into model, optimizer, plain values, and named states."""
@@ -56,5 +60,5 @@ class FileBackend(Protocol):
     ) -> None:
         """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one.
 
-        A model or optimizer of None is left out; the others are dicts of arrays by name.
+        The parameters are as for `write_pt`.
         """

@@ -246,8 +246,8 @@ class _Compared(NamedTuple):
 def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
     """Return the digest of each blob of Hugging Face's cache, by the first of its names.
 
-    The cache names a blob by its digest, and links file names to it. One name for each blob makes
-    that it is read once.
+    `names`: files of `folder`, which may be links to blobs. The cache names a blob by its digest.
+    Only one name for each, so that it is read once.
     """
     blobs = {}
     digests: set[str] = set()
@@ -263,7 +263,7 @@ def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_compared(path: str) -> _Compared | None:
-    """Return checksums and digests for the files at a local path; None if there are neither."""
+    """Return the checksums and blob digests that files at a local path must match; None if none."""
     if os.path.isdir(path):
         folder, names = path, _list_files(path, refuses_links=False)
         checksums = find_of_folder(path)
@@ -366,7 +366,11 @@ def _blob_problems(
 def compare_files(
     compared: _Compared, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
-    """Compare a folder's files with their checksums and blobs; add problems to `report`."""
+    """Compare a folder's files with their checksums and blobs; add problems to `report`.
+
+    `compared`: the checksums and blobs, by `find_compared`. `progress`: called with the bytes read
+    since the last call.
+    """
     checksums = compared.checksums
     records = checksums.records if checksums else {}
     for name, record in records.items():

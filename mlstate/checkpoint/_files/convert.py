@@ -102,7 +102,7 @@ class CheckpointTarget(NamedTuple):
     any_suffix: bool = False  # as of `SaveFolder`
 
     def save_folder(self) -> SaveFolder:
-        """Return the folder of the conversion's target as `save` takes it."""
+        """Return the path to pass to `save`, with what it may replace."""
         from .._save import SaveFolder
 
         return SaveFolder(
@@ -127,7 +127,10 @@ def place_of(
     *,
     reads: bool = False,
 ) -> Place:
-    """Return a local path, or the URL of a folder in an object store; see `open_folder`."""
+    """Return a local path, or the URL of a folder in an object store.
+
+    `reads`: the path may name one file of weights, as for `open_folder`.
+    """
     if is_url(path) or storage_options is not None:
         url = open_folder(path, storage_options, reads=reads).path
         assert isinstance(url, StoreURL)  # options of a local path are refused
@@ -200,7 +203,10 @@ def check_format(path: Place, name: str) -> None:
 
 @contextmanager
 def _store_errors(path: Place) -> Iterator[None]:
-    """Convert an OSError in the block, about `path`, to StoreError, as all of mlstate raises."""
+    """Raise an OSError of the block as StoreError, which all of mlstate raises.
+
+    `path`: named in the error if the OSError names none. ENOENT becomes StoreNotFoundError.
+    """
     try:
         yield
     except MLStateError:
@@ -317,7 +323,10 @@ _WITH_STATES = ("mlstate", "torch", "dcp")
 
 
 def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values that JSON can hold from `states`, and return them; warn of the rest."""
+    """Remove the values that JSON can hold from `states`, and return them by name.
+
+    A warning names the others, which the format cannot hold.
+    """
     json_states: dict[str, Any] = {}
     for name, value in [*states.items()]:
         with suppress(TypeError, ValueError):
@@ -348,7 +357,7 @@ def _refuse_parts(*states: StateDict | None) -> None:
 
 
 def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
-    """Return a copy of the caller's metadata ({} for None); raises TypeError if it is not JSON."""
+    """Return a copy of the caller's metadata ({} for None); raise TypeError if it is not JSON."""
     copied = {} if metadata is None else dict(metadata)
     for key, value in copied.items():
         if not isinstance(key, str):
@@ -400,8 +409,8 @@ def _split_state(
 ) -> tuple[Any, Any]:
     """Return model and optimizer of a file's tensors; one of them may be None.
 
-    `state`: all tensors by name. `record`: the file's own description; with "parts", names have a
-    prefix. Raises FormatError if a name does not.
+    `state`: all tensors by name. `record`: the file's own description; with "parts", the names of
+    both have prefixes. Raises FormatError if a name has neither prefix.
     """
     texts = record.get("parts")
     if texts is None:
@@ -459,7 +468,7 @@ def _write_safetensors(target: Target, parts: Parts) -> None:
 
 
 def _read_safetensors(path: Place) -> Parts:
-    """Read a safetensors file, on this machine or in a store, to the parts that are converted."""
+    """Return the content (`Parts`) of a safetensors file, on this machine or in a store."""
     if isinstance(path, Path):
         return read_file(path, mmap=False)
     from ... import checkpoint
@@ -471,7 +480,7 @@ def _read_safetensors(path: Place) -> Parts:
 
 
 def read_file(path: Path, *, mmap: bool) -> Parts:
-    """Read or memory-map a plain safetensors file."""
+    """Return the content (`Parts`) of a safetensors file; `mmap`: with views of the mapped file."""
     from .. import load_file, load_metadata
 
     metadata: dict[str, Any] = dict(load_metadata(path))
@@ -479,10 +488,10 @@ def read_file(path: Path, *, mmap: bool) -> Parts:
 
 
 def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> Parts:
-    """Return the parts of a safetensors file from its tensors, `state`, and its metadata.
+    """Return the content (`Parts`) of a safetensors file from its tensors and its metadata.
 
-    `metadata`: the header's texts by key; the texts of mlstate are removed or decoded in place.
-    Without these, the tensors are a model. `path`: for errors.
+    `state`: the tensors by name. `metadata`: the header's texts by key; the texts of mlstate are
+    removed or decoded in place. Without these, the tensors are a model. `path`: for errors.
     """
     record: Any = {}
     try:
@@ -498,7 +507,10 @@ def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> P
 
 
 def _as_arrays(state: StateDict) -> dict[str, NDArray]:
-    """Return all values as NumPy arrays; tensors are viewed, or copied from their device."""
+    """Return all values as NumPy arrays; tensors are viewed, or copied from their device.
+
+    Raises TypeError for a value that is not in memory, or has Python objects.
+    """
     import numpy as np
 
     from ..._common.arrays import is_torch
@@ -534,7 +546,10 @@ def _write_npz(target: Target, parts: Parts) -> None:
 
 
 def _read_npz(path: Path) -> Parts:
-    """Read a .npz file of `save_npz` or of NumPy to the parts that are converted."""
+    """Return the content (`Parts`) of a .npz file of `write_npz` or of NumPy.
+
+    Raises FormatError for a damaged file.
+    """
     from .npz import read_npz
 
     arrays, record = read_npz(path)
@@ -555,7 +570,7 @@ def _read_mlstate(path: Place) -> Parts:
 
 
 def parts_of(loaded: LoadedState) -> Parts:
-    """Return a loaded checkpoint as the parts that are converted, in the form of `read_any`.
+    """Return the content (`Parts`) of a loaded checkpoint, in the form of `read_any`.
 
     The step is in the optimizer, or without one in the metadata.
     """
@@ -589,7 +604,7 @@ def _read_huggingface(path: Place) -> Parts:
 def _write_huggingface(target: Target, parts: Parts) -> None:
     """Write the model as a Hugging Face folder, which has no place for metadata.
 
-    Raises CompatibilityError for an optimizer.
+    Raises CompatibilityError for an optimizer, and without a model.
     """
     from .._huggingface.export import export, take_export
 
@@ -623,6 +638,7 @@ def _read_entries(path: Path) -> Parts:
 
 
 def _write_entries(target: Target, _parts: Parts) -> None:
+    """Raise CompatibilityError: the format torch_checkpointing is only read."""
     raise CompatibilityError(
         f"{target.path}: folders of torch_checkpointing are only read; choose another format, such "
         "as .pt"
@@ -668,6 +684,7 @@ def convert_lightning(
 
 
 def _write_lightning(target: Target, _parts: Parts) -> None:
+    """Raise CompatibilityError: `convert_lightning` writes these files, from a folder only."""
     raise CompatibilityError(
         f"{target.path}: only a folder of MLStateCheckpointIO can become a checkpoint of "
         "Lightning, whose Trainer needs its own entries; choose another format, such as .pt"

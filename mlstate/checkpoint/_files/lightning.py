@@ -64,7 +64,11 @@ def _refuse_inexact(value: Any, where: str) -> None:
 def save_checkpoint(
     checkpoint: Mapping[str, Any], path: str | os.PathLike[str], **options: Any
 ) -> Checkpoint:
-    """Save a checkpoint of Lightning as a folder; `options` are keywords of `mlstate.save`."""
+    """Save a checkpoint of Lightning, a dict, as a folder of mlstate at `path`.
+
+    `options` are keywords of `mlstate.save`. Raises TypeError for a value that would be loaded as
+    another class.
+    """
     from .. import save
 
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
@@ -121,7 +125,7 @@ def write_ckpt(target: Target, checkpoint: dict[str, object]) -> None:
 
 
 def warn_of_other_entries(checkpoint: Mapping[str, object]) -> None:
-    """Warn that only the model of a checkpoint is converted."""
+    """Warn that the entries of a checkpoint other than its model are not converted."""
     import warnings
 
     others = sorted(key for key in checkpoint if key != "state_dict")

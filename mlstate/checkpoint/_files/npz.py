@@ -85,7 +85,7 @@ def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str
 def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
     """Write an array as the entry `name`, without its ``.npy``, of the archive."""
     info = zipfile.ZipInfo(name + _SUFFIX)  # fixed date (1980), so equal states give equal bytes
-    info.external_attr = 0o600 << 16
+    info.external_attr = 0o600 << 16  # Unix permissions
     with archive.open(info, "w", force_zip64=True) as member:
         np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
@@ -129,6 +129,7 @@ def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dic
             raise _damage_error(path, name, "is not a .npy entry")
         if name in arrays:
             raise _damage_error(path, name, "appears twice")
+        # 1024: a margin for entries of a few bytes
         if info.file_size > info.compress_size * _MOST_PER_BYTE + 1024:
             raise _damage_error(path, name, "claims more bytes than it can hold")
         try:
@@ -161,7 +162,10 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
 
 
 def _parse_record(path: str | os.PathLike[str], array: NDArray) -> dict[str, Any]:
-    """Return the JSON object that describes the file, from the array that holds its text."""
+    """Return the JSON object in the array of text that describes the file.
+
+    Raises FormatError, with `path`, if it is malformed.
+    """
     try:
         record = json.loads(str(array[()]))
         if not isinstance(record, dict):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BLOCK = 1 << 20  # bytes that one checksum of `save_file` covers
 # By the branch of the metadata that it is in: see csrc/core/safetensors/safetensors.h.
 CHECKSUMS = tuple(f"{branch}mlstate.blocks.crc32c" for branch in ("", "0.", "1."))
-_DIGITS = 8
+_DIGITS = 8  # hex digits of one checksum
 
 
 class FileTensor(NamedTuple):

@@ -48,7 +48,7 @@ def hub_hint(folder: str) -> str:
 
 
 def _refuse_link(path: str) -> None:
-    """Raise StoreError if a path is a symbolic link."""
+    """Raise StoreError (ELOOP) if a subfolder is a link: its files may be another checkpoint's."""
     if os.path.islink(path):
         reason = OSError(
             errno.ELOOP,
@@ -79,7 +79,10 @@ def _make(path: str, mode: int = 0o777) -> None:
 
 
 def make_path(folder: str) -> None:
-    """Create a folder and its missing parents durably; raise the system's OSError."""
+    """Create a folder and its missing parents durably.
+
+    Raises the system's OSError; parents that were created stay.
+    """
     missing = []
     path = os.path.abspath(folder)
     while not _is_folder(path):

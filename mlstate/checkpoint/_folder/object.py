@@ -138,7 +138,7 @@ class ObjectFolder:
         return data
 
     def prefetch(self, paths: Iterable[str]) -> None:
-        """Read roots in parallel and keep them; errors are left to the later `read` of each."""
+        """Read the roots at `paths` in parallel and keep them; a later `read` raises the errors."""
 
         def read(path: str) -> None:
             with suppress(MLStateError):
@@ -503,7 +503,7 @@ def _file_info(info: ObjectInfo) -> FileInfo:
 
 
 def _name_url(error: MLStateError, local: str, url: str) -> None:
-    """Replace the local path by the URL in an error: the user passed the URL, and knows no path."""
+    """Replace the local path `local` by `url` in an error: the user passed the URL."""
     error.args = tuple(
         value.replace(local, url) if isinstance(value, str) else value for value in error.args
     )

@@ -99,7 +99,7 @@ def load_units(
     reported = 0
 
     def load_part(unit: Unit, path: str, begin: int, end: int) -> None:
-        """Fetch one byte range of a unit.
+        """Fetch bytes `begin` to `end` of the object `path` for a unit.
 
         The thread that fetches the unit's last range passes the unit to `read`.
         """
@@ -118,6 +118,7 @@ def load_units(
                 total += nbytes
 
     def report(_: int) -> None:
+        """Pass the bytes read since the last call to the caller's `progress`."""
         nonlocal reported
         nbytes, reported = total - reported, total
         if progress is not None and nbytes:
@@ -194,7 +195,7 @@ def _joined(ranges: list[Range]) -> list[Range]:
     for path, begin, end in sorted(ranges):
         if joined:
             last, first, until = joined[-1]
-            gap = begin - until
+            gap = begin - until  # negative if the ranges overlap
             if last == path and gap <= max(_GAP, (until - first) // 20):
                 joined[-1] = (path, first, max(until, end))
                 continue

@@ -63,10 +63,11 @@ def index_of(stem: str) -> str:
 
 
 def stem_of(names: Collection[str]) -> str:
-    """Return the stem of the files of weights that belong to the other files of a folder.
+    """Return the start of the names of weight files, such as ``model``, that suits a folder.
 
-    It is the stem of its weights, which its program looks for: ``adapter_model`` for PEFT,
-    ``diffusion_pytorch_model`` for diffusers; without weights ``model``.
+    `names`: all its files. It is the start of the names of its weights, which its program looks
+    for: ``adapter_model`` for PEFT, ``diffusion_pytorch_model`` for diffusers; without weights
+    ``model``.
     """
     for suffix, stems in _STEMS.items():
         present = {place.stem for name in names if (place := _place_of(name, suffix)) is not None}
@@ -98,7 +99,7 @@ def set_of(name: str) -> str | None:
 
 
 def _place_of(name: str, suffix: str) -> _Place | None:
-    """Return how a name belongs to a set of weight files; None if it is not a name of weights.
+    """Return stem, variant and root of a weight file's name; None if it is not one of weights.
 
     `suffix`: of the format to look for, ".safetensors" or ".bin"; names of other formats return
     None.
@@ -123,11 +124,12 @@ def _place_of(name: str, suffix: str) -> _Place | None:
 
 
 def weights_root(names: Iterable[str], suffix: str = SUFFIX) -> str | None:
-    """Return the root of the weights among the names of a folder; None without weights.
+    """Return the name that describes the weights of a folder with the files `names`.
 
-    `suffix`: of the format to look for. Of several stems, the first in `_STEMS` is chosen. Files
-    with a variant in their name, such as ``model.fp16.safetensors``, are the weights if the folder
-    has no others. Raises FormatError if it has several variants, or several sets.
+    It is a file, an index, or a pattern of numbered files; None without weights. `suffix`: of the
+    format to look for. Of several stems, the first in `_STEMS` is chosen. Files with a variant in
+    their name, such as ``model.fp16.safetensors``, are the weights if the folder has no others.
+    Raises FormatError if it has several variants, or several sets.
     """
     places = [place for name in names if (place := _place_of(name, suffix)) is not None]
     for stem in _STEMS[suffix]:
@@ -138,6 +140,7 @@ def weights_root(names: Iterable[str], suffix: str = SUFFIX) -> str | None:
         if "" not in variants and len(variants) > 1:
             roots = sorted(place.root for place in of_stem)
             raise FormatError(f"the folder holds several variants: {', '.join(roots)}: {_REMEDY}")
+        # The smallest is "", no variant, if there are such files.
         variant = min(variants)
         chosen = [place for place in of_stem if place.variant == variant]
         first = min(place.order for place in chosen)

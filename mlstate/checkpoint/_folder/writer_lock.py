@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .local import LocalFolder
 
 _NAME = "lock"
-_TRIES = 64
+_TRIES = 64  # attempts to lock the file while other writers replace it
 _PAUSE = 0.05  # seconds between two attempts; normally the first few attempts suffice
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
@@ -40,16 +40,20 @@ def _boot_id() -> str:
     """Return the identifier of this boot of the machine; "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read(200).strip()
+            return file.read(200).strip()  # a UUID of 36 characters
     except (OSError, ValueError):
         return ""
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process in ticks since boot; "" if unknown."""
+    """Return the start time of the process `pid` in ticks since boot; "" if unknown.
+
+    It tells whether a process id was given to another process since.
+    """
     text = ""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
+            # field 22; the second field, a name in parentheses, may have spaces
             text = file.read(4096).rpartition(b")")[2].split()[19].decode()
     except (OSError, IndexError, ValueError):
         pass

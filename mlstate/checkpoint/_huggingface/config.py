@@ -16,7 +16,10 @@ _MOST_BYTES = 16 << 20
 
 
 def weights_dtype(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str | None:
-    """Return the dtype of most floats among tensors, given as name, dtype and shape."""
+    """Return the dtype that most float elements have; None without floats.
+
+    `tensors`: name, dtype and shape of each.
+    """
     counts: Counter[str] = Counter()
     for _, dtype, shape in tensors:
         if dtype in _DTYPES:
@@ -29,7 +32,10 @@ def _is_quantized(config: dict[str, Any]) -> bool:
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
-    """Set the dtype of a configuration and of those in it; return whether that changed it."""
+    """Set the dtype of a configuration and of those nested in it; return whether it changed.
+
+    Configurations of quantized models stay.
+    """
     is_changed = False
     for key, value in config.items():
         if key == _QUANTIZATION:
@@ -43,11 +49,12 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
 
 
 def config_of_dtype(data: bytes, dtype: str | None, *, is_plain: bool = False) -> bytes:
-    """Return a ``config.json`` with the dtype of the weights, and its own bytes if it has that.
+    """Return the bytes of a ``config.json`` with the dtype of the weights.
 
-    The dtype of a quantized model is the one of its computations, and stays. So does a file that
-    is not a JSON object. With `is_plain`, the weights are not quantized any more, and the
-    ``quantization_config`` is removed.
+    `data`: its bytes now, returned if it has the `dtype` already (None: no floats). The dtype of a
+    quantized model is the one of its computations, and stays. So does a file that is not a JSON
+    object. With `is_plain`, the weights are not quantized any more, and the ``quantization_config``
+    is removed.
     """
     import json
 

@@ -87,7 +87,7 @@ def together(group: ProcessGroup | None, error: BaseException | None) -> None:
 
 
 def _memory_of(value: Any) -> Any:
-    """Return a key for the memory of an array; None if it has no bytes."""
+    """Return a key for an array's memory, equal for arrays that share it; None without bytes."""
     import numpy as np
 
     array = value.array if isinstance(value, Shard) else value
@@ -101,7 +101,10 @@ def _memory_of(value: Any) -> Any:
 
 
 def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
-    """Return the names that share the memory of an earlier name, and are not written again."""
+    """Return the names in `state` that share the memory of an earlier name.
+
+    They are not written again. `model`: the caller's object; a module knows them.
+    """
     if is_module(model):
         return set(backend_of(model, CheckpointBackend).tied_names(model))
     seen: set[Any] = set()
@@ -116,7 +119,10 @@ def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
 
 
 def _refuse_entries(content: SaveContent) -> None:
-    """Raise if a module has entries that are not tensors, which the format cannot hold."""
+    """Raise CompatibilityError if a module has entries that are not tensors.
+
+    The format cannot hold them. Metadata of torch are dropped.
+    """
     for name in content.entries:
         error = CompatibilityError(
             f"{name!r} is not a tensor, and a Hugging Face folder holds only tensors: save the "
@@ -132,7 +138,8 @@ def _take_state(
 ) -> tuple[SaveContent, StateTable]:
     """Return this rank's part of the model, and its table of dtypes and shapes for other ranks.
 
-    With a group, an error is kept in the result, to be raised by all ranks.
+    `rename`: rules of the caller or None. `dtype`: for floats, or "". With a group, an error is
+    kept in the result, to be raised by all ranks.
     """
     content = take_content(target, model, None, None, SAVE_DEFAULTS)
     table = StateTable({}, [])
@@ -162,7 +169,7 @@ def _take_state(
 
 
 def _refuse_existing(folder: str, start: Target | None) -> Target:
-    """Return the target of an export; raise if its content must not be replaced.
+    """Return the target of an export; raise StoreError (EEXIST) if it must not be replaced.
 
     `start`: the target when the caller began, if a Hugging Face folder is to be replaced.
     """
@@ -178,12 +185,16 @@ def _refuse_existing(folder: str, start: Target | None) -> Target:
 
 
 def is_copied(name: str) -> bool:
-    """Return whether a file is copied from `files_from`: it is no hidden file and no weights."""
+    """Return whether a file of `files_from` is copied: not hidden files, nor files of weights."""
     return not (name.startswith(".") or name.endswith(_WEIGHTS) or is_index(name))
 
 
 def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
-    """Return functions that open the files that are not weights, such as config.json, by name."""
+    """Return functions that open the files to copy, such as config.json, by name.
+
+    `source`: folder or URL; None: no files. Raises StoreError or FormatError if one cannot be
+    copied.
+    """
     if source is None:
         return {}
     if is_url(source):
@@ -207,7 +218,7 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
 
 
 def _stem_of_folder(source: str | os.PathLike[str] | None) -> str:
-    """Return the stem of the weights that belong to the files of `files_from`."""
+    """Return the stem for the weights, which other files of `files_from` belong to."""
     if source is None:
         return stem_of([])
     if is_url(source):
@@ -228,7 +239,10 @@ def _temporary_name(folder: str) -> str:
 
 
 def _begin(folder: str, plan: ExportPlan) -> None:
-    """Create `folder` with the plan's files at their final length, still without content."""
+    """Create `folder` with the plan's files at their final length, still without content.
+
+    Raises StoreError.
+    """
     try:
         make_path(os.path.dirname(folder))
         os.mkdir(folder)
@@ -242,9 +256,10 @@ def _begin(folder: str, plan: ExportPlan) -> None:
 
 
 def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPlan) -> None:
-    """Copy another file of the model to `folder`, durably.
+    """Write another file of the model to `folder`, durably.
 
-    `opened`: returns the open source. ``config.json`` receives the dtype of the weights.
+    `name`: its name. `opened`: returns the open source. ``config.json`` receives the dtype of the
+    weights.
     """
     with opened() as read, open(os.path.join(folder, name), "xb") as write:
         if name == _CONFIG:
@@ -257,9 +272,10 @@ def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPl
 
 
 def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Opened) -> None:
-    """Write headers and index, copy other files, and put the folder at its final path.
+    """Write headers and index, copy other files, and rename the folder to its final path.
 
-    `end`: the path. `crcs`: checksums of the tensors. `copied`: other files, by name.
+    `folder`: the temporary path. `end`: the final one. `crcs`: checksums of all blocks. `copied`:
+    how to open other files, by name.
     """
     import json
 
@@ -283,7 +299,10 @@ def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Open
 
 
 def _pack(values: Any, dtype: str) -> bytes:
-    """Return the positions and values other than 0, after their number."""
+    """Return bytes with the values other than 0: their number, their positions, themselves.
+
+    `dtype`: that the values have in the bytes. Most of a rank's values are 0.
+    """
     import numpy as np
 
     at = np.flatnonzero(values)
@@ -292,7 +311,10 @@ def _pack(values: Any, dtype: str) -> bytes:
 
 
 def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
-    """Return positions, values, and the rest of the data; the inverse of `_pack`."""
+    """Return positions, values, and the bytes that follow; the inverse of `_pack`.
+
+    `dtype`: of the values in `data`.
+    """
     import numpy as np
 
     count = int(np.frombuffer(data[:8], "<u8")[0])
@@ -309,9 +331,11 @@ def _write_parts(
     sync: bool,
     progress: Callable[[int], object] | None,
 ) -> bytes:
-    """Write this rank's parts to the files of `folder`; return (checksums, bytes by tensor).
+    """Write this rank's parts to the files of `folder`; return their checksums and bytes.
 
-    `batches`: the shards. `sync`: make them durable; rank 0 does so after it wrote the headers.
+    `batches`: the shards. `sync`: make them durable; rank 0 does so after it wrote the headers. The
+    result, for `_checksums`, has the CRC32C of each block, combined over the ranks by XOR, and the
+    bytes written of each tensor.
     """
     import numpy as np
 
@@ -323,7 +347,10 @@ def _write_parts(
 
 
 def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
-    """Return the checksums of all blocks; raise ValueError if ranks left out a part."""
+    """Return the checksums of all blocks; raise ValueError if ranks left out a part.
+
+    `shares`: the result of each rank's `_write_parts`.
+    """
     import numpy as np
 
     crcs = np.zeros(plan.starts[-1], np.uint32)
@@ -355,11 +382,12 @@ def write_folder(
     progress: Callable[[int], object] | None = None,
     written: Callable[[], object] | None = None,
 ) -> None:
-    """Write the parts of all ranks; rank 0 commits. After a failure no folder remains.
+    """Write the parts of all ranks as a folder; every rank calls it, and rank 0 commits.
 
-    `batches` are the shards of this rank, which are taken while they are written.
-    `start` is as for `export`. `written` is called when this rank's shards are no longer needed;
-    if it raises, the export fails.
+    `batches`: shards of this rank, requested as they are written. `files_from`, `progress`: as for
+    `export_huggingface`. `start`: as for `export`. `written`: called when this rank's shards are no
+    longer needed; if it raises, the export fails. After a failure, all ranks raise and no folder
+    remains.
     """
     group, folder = target.group, os.path.realpath(target.path)
     temporary, stem, copied, end = "", "", dict[str, Any](), Target(folder, ())
@@ -413,7 +441,10 @@ def take_export(
     rename: Mapping[str, str] | None = None,
     dtype: object = None,
 ) -> Export:
-    """Return the checked request of an export; copies no array, and keeps errors of a group."""
+    """Return the checked request of an export; the parameters are of `export_huggingface`.
+
+    No array is copied. With a group, errors about the model are kept in the result.
+    """
     target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group})
     most = parse_size("max_shard_bytes", max_shard_bytes, 1)
     name = "" if dtype is None else float_name(dtype)
@@ -423,7 +454,7 @@ def take_export(
 def gather_parts(
     request: Export, copy: Callable[[Any], Any] | None = None
 ) -> tuple[GatheredShards, ExportPlan]:
-    """Gather this rank's parts, and plan the files; every rank calls it.
+    """Return this rank's shards, and the plan of the files; every rank calls it.
 
     `copy` copies tensors on a device. Removes tied names, and parts that other ranks write, from
     the state in `request.content`. If any rank fails, all raise.
@@ -448,9 +479,10 @@ def export(
     start: Target | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Export a model; see `export_huggingface`.
+    """Export a model; the parameters are as for `export_huggingface`.
 
-    `start` is the target when the caller began: a Hugging Face folder there is replaced.
+    `start`: the target when the caller began: a Hugging Face folder there is replaced. None: the
+    target must be new.
     """
     gathered, plan = gather_parts(request)
     write_folder(

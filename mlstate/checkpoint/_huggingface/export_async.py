@@ -39,7 +39,8 @@ class _ExportJob(SaveJob):
     ) -> None:
         """Prepare an export in the background.
 
-        `files_from`: folder of further files to copy, or None. `began`: `perf_counter` at the call.
+        `request`: its checked arguments. `files_from`: folder of further files to copy, or None.
+        `began`: `perf_counter` at the call.
         """
         super().__init__(request.target, request.content, staging, None, None, began)
         self.request = request
@@ -47,7 +48,10 @@ class _ExportJob(SaveJob):
         self.plan: ExportPlan | None = None
 
     def collect(self, copy: Callable[[object], object] | None) -> GatheredShards:
-        """Return this rank's parts, and keep the plan of the files."""
+        """Return this rank's shards, and keep the plan of the files; every rank calls it.
+
+        `copy`: copies tensors on a device; None: to new memory.
+        """
         try:
             gathered, self.plan = gather_parts(self.request, copy)
         finally:
@@ -63,7 +67,7 @@ class _ExportJob(SaveJob):
         assert self.plan is not None
 
         def written() -> None:
-            self.check()
+            self.check_cancelled()
             if freed is not None:
                 freed()
 

@@ -34,9 +34,11 @@ def export_loaded(
     start: Target | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, int]:
-    """Export the model as a load returns it; return the number of its tensors, and their bytes.
+    """Export the model of `loader`; return the number of its tensors, and their bytes.
 
-    Memory is needed for one tensor with its stored form, or for 64 MiB. `start` is as for `export`.
+    The result has the keys ``tensors`` and ``bytes``. The other parameters are as for
+    `export_huggingface`, and `start` as for `export`. Memory is needed for one tensor with its
+    stored form, or for 64 MiB.
     """
     target = check_target(local_path(path), SAVE_DEFAULTS)
     most = parse_size("max_shard_bytes", max_shard_bytes, 1)
@@ -49,6 +51,7 @@ def export_loaded(
     plan = make_plan(facts, most)._replace(is_converted=bool(loader.request.dtype))
 
     def shards() -> Iterator[_core.ShardItems]:
+        """Yield the shards of one batch of tensors after the other, as the writer needs them."""
         for batch in _batches(plan):
             state = loader.load_state(section, batch, {})
             content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
@@ -61,7 +64,10 @@ def export_loaded(
 
 
 def _batches(plan: ExportPlan) -> Iterator[list[str]]:
-    """Yield the names of tensors to load together, within a limit of bytes, file by file."""
+    """Yield the names of tensors to load together, in the order of the plan's files.
+
+    A batch has at most 64 MiB of one file, or one larger tensor.
+    """
     for file in plan.tensors:
         batch: list[str] = []
         room = _BATCH_BYTES

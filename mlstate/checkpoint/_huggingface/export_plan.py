@@ -63,7 +63,10 @@ class ExportPlan(NamedTuple):
         return self._replace(files=files, stem=stem)
 
     def header(self, file: int, crcs: Any) -> bytes:
-        """Return the header of a file, with the checksums of all blocks of all files."""
+        """Return the bytes of the header of the file number `file`.
+
+        `crcs`: the checksums of all blocks of all files.
+        """
         file_crcs = crcs[self.starts[file] : self.starts[file + 1]]
         text, *_ = _core.safetensors_layout(self.tensors[file], FORMAT, file_crcs)
         assert text is not None
@@ -81,9 +84,9 @@ class ExportPlan(NamedTuple):
 
 
 def table_of(state: Mapping[str, Any], tied: Iterable[str], dtype: str = "") -> StateTable:
-    """Return the table of one rank's state; arrays and shards have a dtype and a whole shape.
+    """Return the table of one rank's state, whose values are arrays and shards.
 
-    Floats are written as `dtype`, if it is given.
+    `tied`: names that are left out. `dtype`: name of the dtype to write floats in; "": their own.
     """
     left_out = set(tied)
     tensors = {
@@ -108,9 +111,9 @@ def _facts_text(facts: Facts) -> str:
 
 
 def _merge(tables: dict[int, Any]) -> StateTable:
-    """Merge the tables of all ranks into one of the model; raises if they differ.
+    """Return the tables of all ranks as one; raise ValueError if a tensor differs.
 
-    The lowest rank that has a tensor determines its place in the order.
+    `tables`: by rank, as JSON. The lowest rank that has a tensor determines its place in the order.
     """
     tensors: dict[str, Facts] = {}
     holders: dict[str, int] = {}
@@ -136,8 +139,9 @@ def exchange_tables(
 ) -> StateTable:
     """Return the tensors of all ranks; every rank calls it.
 
-    Ranks exchange digests of their tables, and send a table only if no lower rank has it. Every
-    rank raises ValueError if tensors or `about`, some arguments, differ between the ranks.
+    `own_table`: this rank's. `about`: arguments that must be equal on all ranks. Ranks exchange
+    digests of both, and send a table only if no lower rank has it. Every rank raises ValueError if
+    they differ.
     """
     import hashlib
     import json
@@ -164,7 +168,7 @@ def exchange_tables(
 
 
 def _own_part(state: Mapping[str, object], name: str) -> Shard | None:
-    """Return the shard of a tensor that this rank would write."""
+    """Return the shard of the tensor `name` that this rank would write; None if it has none."""
     value = state.get(name)
     return value if isinstance(value, Shard) and value.replica == 0 else None
 
@@ -182,9 +186,10 @@ def _mix(parts: Any) -> Any:
 def _irregular_names(
     group: ProcessGroup, tensors: dict[str, Facts], state: Mapping[str, Any]
 ) -> list[str]:
-    """Return the tensors with a part that no rank or several ranks hold; all ranks call this.
+    """Return the names of tensors with a part that no rank, or several, hold; all ranks call this.
 
-    The sum of the numbers of all held parts must be the sum over all parts of the layout.
+    `tensors`: of all ranks. `state`: this rank's. Each part has a pseudo-random number: the sum
+    over all ranks' parts must equal the sum over all parts of the layout.
     """
     import numpy as np
 
@@ -206,7 +211,7 @@ def _irregular_names(
 
 
 def _part_keys(names: list[str], state: Mapping[str, Any]) -> Any:
-    """Return a number for the part that this rank holds of each tensor; 0 for none.
+    """Return an array with a number for the part that this rank holds of each tensor; 0: none.
 
     Equal parts have equal numbers on all ranks.
     """
@@ -220,17 +225,18 @@ def _part_keys(names: list[str], state: Mapping[str, Any]) -> Any:
         if part is not None:
             text = repr((part.layout.steps, part.index)).encode()
             digest = hashlib.blake2b(text, digest_size=8).digest()
-            keys[number] = int.from_bytes(digest, "little") | 1
+            keys[number] = int.from_bytes(digest, "little") | 1  # never 0
     return keys
 
 
 def drop_copies(
     group: ProcessGroup | None, tensors: dict[str, Facts], state: dict[str, Any]
 ) -> None:
-    """Remove the shards that another rank writes; every rank calls it.
+    """Remove the shards from `state` that another rank writes; every rank calls it.
 
-    Tensor parallelism under FSDP2 is such a case: a parameter that it does not shard has a
-    separate mesh in each FSDP2 group, with replica numbers of 0. The holders of a part take turns.
+    `tensors`: of all ranks. Tensor parallelism under FSDP2 is such a case: a parameter that it does
+    not shard has a separate mesh in each FSDP2 group, with replica numbers of 0. The holders of a
+    part take turns.
     """
     import numpy as np
 
@@ -256,7 +262,10 @@ def drop_copies(
 def _divide(
     tensors: dict[str, Facts], sizes: dict[str, int], most: int
 ) -> list[list[tuple[str, str, tuple[int, ...]]]]:
-    """Divide the tensors, in their order, over files of at most `most` bytes."""
+    """Divide the tensors, in their order, over files of at most `most` bytes.
+
+    `sizes`: bytes by name. Returns name, dtype and shape of the tensors of each file.
+    """
     files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     room = most
     for name, (dtype, shape, _) in tensors.items():

@@ -40,13 +40,17 @@ class Quantization(NamedTuple):
 
 
 def _bad(path: str, text: str) -> FormatError:
+    """Return the FormatError for a malformed quantization_config in the file `path`."""
     error = format_error(f"{path}: quantization_config {text}", path)
     error.name = "quantization_config"
     return error
 
 
 def _unsupported(path: str, text: str) -> CompatibilityError:
-    """Return the error for a quantization that `cast=` cannot decode; `text` names it."""
+    """Return the CompatibilityError for a quantization that `cast=` cannot decode.
+
+    `text`: names it.
+    """
     error = CompatibilityError(
         f"{path}: quantization_config has {text}, whose values mlstate cannot compute; it can for "
         "fp8, mxfp4, and compressed-tensors with floats of 8 bits. Load the stored tensors without "
@@ -65,7 +69,10 @@ def _block(path: str, value: Any) -> Block:
 
 
 def _group_blocks(path: str, group: Any) -> list[Block]:
-    """Return the blocks of a group of compressed-tensors; raise if it has no 8-bit floats."""
+    """Return the blocks that the scales of a group of compressed-tensors may have.
+
+    Raises CompatibilityError if its weights are not 8-bit floats, FormatError if malformed.
+    """
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise _bad(path, "has a group of layers without weights")
@@ -82,7 +89,11 @@ def _group_blocks(path: str, group: Any) -> list[Block]:
 
 
 def _parse(path: str, config: dict[str, Any]) -> Quantization:
-    """Return how weights are quantized, from `quantization_config` of the config.json at `path`."""
+    """Return how weights are quantized, by `config`, a ``quantization_config``.
+
+    `path`: of the file with it, for errors. Raises CompatibilityError for an unknown method,
+    FormatError for a malformed one.
+    """
     method = config.get("quant_method")
     if method == "mxfp4":
         return Quantization(method, "_scales")

@@ -40,7 +40,7 @@ WHOLE: Cutting = (None, 0, 0)
 _EXPONENTS = "float8_e8m0fnu"
 _FOUR_BITS = "float4_e2m1fn_x2"
 _GROUP = 32  # values of MXFP4 that share a scale
-_BYTES = _GROUP // 2
+_BYTES = _GROUP // 2  # of a group's codes, two in a byte
 # Names of scales of activations, which values have no use for.
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "activation_scale_inv")
 # Axes of blocks and scales of MXFP4, by the axes of the values: experts, columns, rows.
@@ -60,7 +60,10 @@ class Box(NamedTuple):
 
 
 def box_of(cutting: Cutting, shape: Shape) -> Box:
-    """Return the box, begin and length by axis, that a rank loads of a tensor of this shape."""
+    """Return the box that a rank loads of a tensor of this shape.
+
+    Of a flat part it is the smallest box with the part's elements, which `elements` selects.
+    """
     steps, index, _ = cutting
     if steps is None:
         return Box((0,) * len(shape), shape, None)
@@ -94,7 +97,7 @@ class Pair(NamedTuple):
     def load(self, read: Read, cutting: Cutting, dtype: str) -> NDArray:
         """Return the values of the part `cutting`, computed from codes and scales.
 
-        `read`: returns a part of a stored tensor by its key. `dtype`: of the values.
+        `read(key, cutting)`: returns a part of a stored tensor. `dtype`: of the values.
         """
         self.check()
         box = box_of(cutting, self.shape)
@@ -114,8 +117,13 @@ class Pair(NamedTuple):
     def _values_of_blocks(
         self, codes: NDArray, stored_scales: NDArray, box: Box, dtype: str
     ) -> NDArray:
-        """Return the values of `box`, a part of a weight whose last two axes have blocks."""
+        """Return the values of `box`, a part of a weight whose last two axes have blocks.
+
+        `codes`: of the box only. `stored_scales`: of the whole weight, one for each block, or one
+        in all. `dtype`: of the values.
+        """
         scales = _scale_numbers(stored_scales)
+        # At least two axes: a weight without or with one axis is a row.
         *outer, rows, columns = (1, 1, *self.shape)[-max(len(self.shape), 2) :]
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         if scales.size == 1:
@@ -137,7 +145,11 @@ class Pair(NamedTuple):
         return values
 
     def _values_of_groups(self, read: Read, cutting: Cutting, box: Box, dtype: str) -> NDArray:
-        """Return the values of a box of MXFP4 weights, which have experts, columns and rows."""
+        """Return the values of a box of MXFP4 weights, whose axes are experts, columns and rows.
+
+        `read`: as for `load`. `cutting`: the part that the box is of. `dtype`: of the values. Whole
+        tensors are read if the part does not consist of whole groups.
+        """
         experts, columns, rows = box.slices()
         groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
         stored = (experts, rows, groups)
@@ -146,6 +158,7 @@ class Pair(NamedTuple):
         if part == WHOLE:
             codes, exponents = codes[stored], exponents[stored]
         values = np.empty(box.lengths, numpy_dtype(dtype))
+        # Values of the first group that precede the box.
         skip = columns.start - groups.start * _GROUP
         _core.scaled_codes_decode(
             values.transpose(0, 2, 1),
@@ -160,10 +173,10 @@ class Pair(NamedTuple):
 
 
 def _stored_cutting(cutting: Cutting, shape: Shape, stored: tuple[slice, ...]) -> Cutting:
-    """Return the cutting of stored groups for a part of the values.
+    """Return the cutting that reads exactly the groups `stored` of MXFP4 for a part of the values.
 
-    It is `WHOLE` if no cutting gives exactly these groups, because the part begins or ends within
-    a group.
+    `cutting`: the part. `shape`: of the values. `stored`: slices of experts, rows and groups. It is
+    `WHOLE` if no cutting gives exactly these, because the part begins or ends within a group.
     """
     steps, index, _ = cutting
     if steps is None:
@@ -180,7 +193,7 @@ def _stored_cutting(cutting: Cutting, shape: Shape, stored: tuple[slice, ...]) -
 
 
 def _scale_numbers(scales: NDArray) -> NDArray:
-    """Return scales as float32; bytes are exponents of E8M0."""
+    """Return scales as float32; uint8 and E8M0 scales are exponents of 2."""
     name = name_of(scales.dtype)
     if name in (_EXPONENTS, "uint8"):
         values = np.empty(scales.shape, np.float32)
@@ -204,7 +217,7 @@ class Pairs:
         self._hidden = hidden  # keys of codes, scales, and facts about activations
 
     def renamed(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return the keys with names of weights in place of their codes, and without scales."""
+        """Return the key of each new name: codes get the names of their weights, scales none."""
         names: dict[str, str] = {}
         for key in keys:
             pair = self.by_codes.get(key)
@@ -217,6 +230,7 @@ class _Finder:
     """Finds the pairs among the tensors of a folder."""
 
     def __init__(self, path: str, quantization: Quantization, tensors: dict[str, Stored]) -> None:
+        """Prepare to find the pairs among `tensors`, dtype and shape by key; `path`: for errors."""
         self.path = path
         self.tensors = tensors
         self.suffix = quantization.suffix
@@ -225,6 +239,7 @@ class _Finder:
         self.hidden: set[str] = set()
 
     def _problem(self, name: str, text: str) -> FormatError:
+        """Return the FormatError for the weight `name`, raised if its values are loaded."""
         error = format_error(
             f"{self.path}: {name!r}: {text}; load the stored tensors without cast=", self.path
         )
@@ -238,7 +253,11 @@ class _Finder:
     # ---- 8-bit floats ----
 
     def find_bytes(self) -> None:
-        """Add the weights of 8-bit floats; a scale without its weight becomes a problem."""
+        """Add the weights of 8-bit floats, and scales without a weight.
+
+        A pair that lacks one of both, or does not fit, has a problem, which is raised when it is
+        loaded.
+        """
         names = {key for key, (dtype, _) in self.tensors.items() if dtype in FLOAT8S - {_EXPONENTS}}
         suffix = ".weight" + self.suffix if self.suffix == "_scale" else self.suffix
         names |= {
@@ -261,9 +280,10 @@ class _Finder:
     def _block_of(
         self, name: str, dtype: str, shape: Shape, scales: Stored | None
     ) -> tuple[Block, str]:
-        """Return the block (rows, columns) that one scale is for, and "" or why there is none.
+        """Return the block (rows, columns) that shares a scale, and a text.
 
-        `dtype`, `shape`: of the codes. `scales`: dtype and shape of the scales, None if missing.
+        The text is "", or why the weight `name` has no values. `dtype`, `shape`: of the codes, ""
+        if they are missing. `scales`: dtype and shape of the scales, None if missing.
         """
         no_block = (1, 1)
         if scales is None:
@@ -293,7 +313,10 @@ class _Finder:
     # ---- groups of 4-bit floats ----
 
     def find_groups(self) -> None:
-        """Add the weights of MXFP4; blocks or scales without the other become a problem."""
+        """Add the weights of MXFP4, whose codes are in groups.
+
+        A pair that lacks blocks or scales has a problem, which is raised when it is loaded.
+        """
         names = {
             key.removesuffix(ending)
             for key in self.tensors
@@ -311,7 +334,10 @@ class _Finder:
 
     @staticmethod
     def _values_shape(blocks: Stored | None, scales: Stored | None) -> tuple[Shape, str]:
-        """Return the shape of the values, and "" or why there are none."""
+        """Return the shape of the values and "", or () and why they cannot be computed.
+
+        `blocks`, `scales`: dtype and shape, None if missing.
+        """
         if blocks is None or scales is None:
             return (), f"its {'blocks' if blocks is None else 'scales'} are missing"
         if blocks[0] != "uint8" or scales[0] != "uint8":
@@ -328,8 +354,8 @@ class _Finder:
 def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pairs | None:
     """Return the quantized weights of a Hugging Face folder, each paired with its scales.
 
-    None if its config names no quantization. `tensors` returns dtype and shape of all tensors by
-    key.
+    None if its config names no quantization. `tensors`: returns dtype and shape of all tensors by
+    key; called only if needed.
     """
     quantization = read_quantization(folder)
     if quantization is None:
@@ -344,7 +370,10 @@ def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pair
 
 
 def refuse_quantized(folder: Folder, tensors: dict[str, Stored]) -> None:
-    """Raise CompatibilityError if some tensors are quantized according to a folder's config."""
+    """Raise CompatibilityError if some tensors are quantized according to a folder's config.
+
+    `tensors`: dtype and shape by key.
+    """
     pairs = find_pairs(folder, lambda: tensors)
     if pairs is not None and pairs.by_name:
         name = min(pairs.by_name)
@@ -357,7 +386,10 @@ def refuse_quantized(folder: Folder, tensors: dict[str, Stored]) -> None:
 
 
 def refuse_quantized_state(path: str, state: Mapping[str, Any]) -> None:
-    """Do as `refuse_quantized` for tensors of a Hugging Face folder, or of one of its files."""
+    """Do as `refuse_quantized` for the tensors `state` of a folder, or of a file in one.
+
+    `path`: of the folder or file, or a URL.
+    """
     is_folder = is_url(path) or Path(path).is_dir()
     folder = path if is_folder else str(Path(path).parent)
     tensors = {name: (name_of(each.dtype), tuple(each.shape)) for name, each in state.items()}

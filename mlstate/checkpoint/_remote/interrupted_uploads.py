@@ -28,7 +28,9 @@ def _older_indexes(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield path, own generation and an older generation of indexes since the last commit.
 
-    `sizes`: bytes of the files to upload, by path; an older index has the same size and rank.
+    `root`: the manifest's name. `sizes`: bytes of the files to upload, by path; an older index has
+    the same size and rank as the one of `path`. The newest ones come first, at most three for each
+    path.
     """
     listed = store.list_folder(INDEX_FOLDER)
     since: float | None = None
@@ -61,10 +63,11 @@ def _content_of(text: bytes) -> bytes:
 def find_uploaded(
     store: ObjectStore, root: str, local: str, sizes: Mapping[str, int]
 ) -> dict[str, str]:
-    """Return objects of interrupted saves with the bytes of new files, by path of the new file.
+    """Return objects of interrupted saves that have the bytes of new files.
 
-    `sizes` has the sizes of the new files, in the folder `local`. Saves before the last change of
-    the manifest, `root`, were not interrupted, or are obsolete.
+    The result has the object's path for the path of a new file. `sizes`: bytes of the new files,
+    which are in the folder `local`. `root`: the manifest's name; saves before its last change were
+    not interrupted, or are obsolete.
     """
     large = {path: nbytes for path, nbytes in sizes.items() if nbytes >= _LEAST_BYTES}
     uploaded: dict[str, str] = {}

@@ -70,10 +70,10 @@ def _info_of(answer: Any) -> ObjectInfo:
 
 
 def upload_class(nbytes: int) -> int:
-    """Return the largest size of the uploads that have the same time limit as `nbytes`."""
+    """Return the largest size of the uploads that share the time limit of `nbytes` bytes."""
     size = _SMALL
     while size < nbytes:
-        size *= 8
+        size *= 8  # few sizes, because each needs a client of its own
     return size
 
 
@@ -95,9 +95,9 @@ class Attempts:
         self._longest = _FIRST_PAUSE
 
     def wait(self, number: int | None) -> bool:
-        """Pause before the next attempt, and return True; return False, at once, to give up.
+        """Pause before the next attempt, and return True; return False at once to give up.
 
-        `number`: errno of the last error; only some are worth another attempt.
+        `number`: errno of the last error. Gives up if it is not in `retried`, or the time is over.
         """
         import random
 
@@ -113,7 +113,7 @@ class ObjectStore:
     """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
-        """Create the client of a store for the URL of a folder; sends no request."""
+        """Create the client of a store for the folder at `url`; sends no request."""
         self.url = url
         self.timeout = options.timeout_seconds
         self._options = options
@@ -127,10 +127,11 @@ class ObjectStore:
     def _send(
         self, action: str, key: str, request: Callable[[], _Result], seconds: float | None = None
     ) -> _Result:
-        """Send a request until it succeeds, and return its result.
+        """Call `request` until it succeeds, and return its result.
 
-        Repeats it for `seconds` (None: the timeout). `action`: text for the StoreError, which is
-        raised in place of the engine's error, without credentials.
+        `key`: the object, for errors. It is repeated for `seconds` (None: the timeout) after errors
+        in `RETRIED`. `action`: text of the StoreError that is raised instead of the engine's error,
+        which may hold credentials. Raises StoreError (EINVAL) in a forked process.
         """
         path = f"{self.url}/{key}" if key else self.url
         if self._pid != os.getpid():
@@ -150,13 +151,13 @@ class ObjectStore:
     # ---- reading ----
 
     def get(self, key: str, most: int) -> tuple[bytes, Tag]:
-        """Return a whole object and the tag of exactly this content.
+        """Return the bytes of an object, and the tag of exactly this content.
 
         Raises ValueError, and reads nothing, if it has more than `most` bytes.
         """
 
         def request() -> tuple[bytes, Tag] | None:
-            """Return the object and its version, or None if it has more than `most` bytes."""
+            """Return bytes and tag; None if the object has more than `most` bytes."""
             answer = self._engine.get(self._store, key)
             nbytes = answer.meta["size"]
             if nbytes > most:
@@ -172,13 +173,14 @@ class ObjectStore:
         return content
 
     def get_range(self, key: str, begin: int, end: int, tag: Tag | None = None) -> tuple[Any, int]:
-        """Return bytes `begin` .. `end` as a buffer, and the size of the whole object.
+        """Return bytes `begin` to `end` of an object as a buffer, and the size of the whole object.
 
-        The buffer is shorter if the object ends earlier, and empty if it ends at `begin` or
-        before. Raises StoreNotFoundError if the object no longer has the ETag of `tag`.
+        The buffer is shorter if the object ends earlier, and empty if it ends at `begin` or before.
+        Raises StoreNotFoundError if the object no longer has the ETag of `tag`.
         """
 
         def request() -> tuple[object, int, str | None]:
+            """Return bytes, size of the object, and its ETag; raise for an incomplete answer."""
             answer = self._engine.get(self._store, key, options={"range": (begin, end)})
             data, nbytes = answer.bytes(), answer.meta["size"]
             if len(data) != min(end, nbytes) - begin:
@@ -222,7 +224,10 @@ class ObjectStore:
     # ---- writing ----
 
     def put(self, key: str, data: bytes | pathlib.Path) -> None:
-        """Write an object; its name is used for this content only, so the write may be repeated."""
+        """Write an object; `data`: its bytes, or the path of a file.
+
+        Its name is used for this content only, so the write may be repeated.
+        """
         nbytes = len(data) if isinstance(data, bytes) else os.path.getsize(data)
         store = self._upload_store(nbytes)
         self._send(
@@ -233,7 +238,7 @@ class ObjectStore:
         )
 
     def put_file(self, key: str, path: str, concurrency: int, source: str | None = None) -> None:
-        """The same for a local file; of a large one, `concurrency` parts at a time.
+        """Write the local file `path` as an object; of a large one, `concurrency` parts at a time.
 
         A failed part is repeated alone. If an object `source` has the same bytes, the store copies
         it instead, if it can.
@@ -249,10 +254,10 @@ class ObjectStore:
             self.put(key, pathlib.Path(path))
 
     def copy(self, source: str, key: str, nbytes: int) -> bool:
-        """Copy an object inside the store to a new name; return whether that succeeded.
+        """Copy the object `source` inside the store to `key`; return whether that succeeded.
 
-        After a failure the caller uploads the object: the source may be deleted, or larger than
-        the store copies in one request.
+        `nbytes`: its size, which the copy must have. After a failure the caller uploads the object:
+        the source may be deleted, or larger than the store copies in one request.
         """
         try:
             self._send(
@@ -266,14 +271,15 @@ class ObjectStore:
         return self._has_size(key, nbytes)
 
     def _put_parts(self, key: str, path: pathlib.Path, nbytes: int, concurrency: int) -> None:
-        """Write a large file in parts. If the answer to the completion was lost, look for it.
+        """Write the file `path` of `nbytes` bytes in parts, `concurrency` at a time.
 
-        The object exists only after the completion, and only this call writes to its name. So
-        an object of this size is the whole file.
+        If the answer to the completion was lost, the object is looked for. It exists only after the
+        completion, and only this call writes to its name, so an object of this size is the whole
+        file.
         """
 
         def request() -> None:
-            """Upload the file in parts; an error counts only if the object then lacks its size."""
+            """Upload the file in parts; after an error, an object of the right size is success."""
             try:
                 self._engine.put(
                     self._upload_store(self._options.part_bytes, for_parts=True),
@@ -290,7 +296,7 @@ class ObjectStore:
         self._send("cannot write the object", key, request)
 
     def _has_size(self, key: str, nbytes: int) -> bool:
-        """Return whether an object is known to exist with this size."""
+        """Return whether the object `key` has `nbytes` bytes; False if the store fails."""
         try:
             return bool(self._engine.head(self._store, key)["size"] == nbytes)
         except Exception as error:
@@ -299,9 +305,9 @@ class ObjectStore:
             return False
 
     def _upload_store(self, nbytes: int, *, for_parts: bool = False) -> Any:
-        """Return the engine's store with the time limit for `nbytes`; opened on first use.
+        """Return the engine's store with the time limit for `nbytes`; opened at the first use.
 
-        With `for_parts`, it repeats failed parts.
+        `for_parts`: one that repeats failed parts.
         """
         size = upload_class(nbytes)
         store = self._uploads.get((size, for_parts))
@@ -311,10 +317,10 @@ class ObjectStore:
         return store
 
     def put_if(self, key: str, data: bytes, tag: Tag | None, *, repeats: bool = False) -> None:
-        """Write an object if it still has `tag`, or, with None, if it does not exist.
+        """Write an object if it still has `tag`, or, for None, if it does not exist.
 
-        One attempt, unless `repeats`. Raises StoreError: EEXIST if the condition does not hold.
-        After any other error the outcome may be unknown.
+        One attempt, unless `repeats`. Raises StoreError: EEXIST if the condition is not met. After
+        any other error the outcome may be unknown.
         """
         mode: Any = "create"
         if tag is not None:
@@ -328,7 +334,10 @@ class ObjectStore:
         )
 
     def require_conditions(self) -> None:
-        """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes."""
+        """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes.
+
+        This is tried once, with a temporary object.
+        """
         if self._has_conditions:
             return
         with self.temporary_object() as name:
@@ -350,7 +359,10 @@ class ObjectStore:
 
     @contextmanager
     def temporary_object(self) -> Iterator[str]:
-        """Yield the name of a small new object, and delete it at the end."""
+        """Yield the name of a small new object, and delete it at the end.
+
+        It stays if the store did not answer, because the deletion would wait for it again.
+        """
         name, is_gone = f".mlstate-{os.urandom(8).hex()}.tmp", False
         self.put(name, b"{}")
         try:
@@ -363,7 +375,7 @@ class ObjectStore:
                 self.delete([name])
 
     def delete(self, keys: list[str]) -> None:
-        """Delete objects; a missing object is not an error."""
+        """Delete the objects `keys`; missing ones are ignored."""
         if not keys:
             return
         action, named = "cannot delete objects", keys[0] if len(keys) == 1 else ""
@@ -392,7 +404,10 @@ def _client_environment(url: str) -> dict[str, str]:
 
 
 def _refusal_text(error: Exception) -> str:
-    """Return why the engine refuses a configuration, without any of its values."""
+    """Return why the engine refuses a configuration, without any of its values.
+
+    The values may be credentials, so only known forms of the engine's text are used.
+    """
     key = re.search(r"Configuration key: '([A-Za-z_0-9]{1,60})' is not valid", str(error))
     if key is not None:
         return f"storage_options has an unknown key: {key[1]!r}"
@@ -417,8 +432,8 @@ def _refusal_text(error: Exception) -> str:
 def _time_limits(options: StoreOptions, nbytes: int) -> dict[str, str]:
     """Return the time limits of an engine whose requests send at most `nbytes` bytes.
 
-    Of small requests, only a silent server is limited: after two silent attempts, or one
-    attempt and its stalled answer, `timeout_seconds` are over.
+    Small requests are limited only by a silent server: after two silent attempts, or one attempt
+    and its stalled answer, `timeout_seconds` are over.
     """
     silence = max(options.timeout_seconds / 2, _LEAST_SILENCE)
     limits = {"connect_timeout": min(silence, _MOST_CONNECT)}
@@ -434,9 +449,9 @@ def _open_engine(
 ) -> tuple[Any, Any]:
     """Import the engine; return it and a store for a URL.
 
-    `upload_bytes` is the largest number of bytes that a request sends. With `for_parts`, the
-    store repeats failed requests until `timeout_seconds`. The text of an error has no values
-    of the configuration.
+    `upload_bytes`: most bytes that a request sends. `for_parts`: the store repeats failed requests
+    until `timeout_seconds`. Raises ImportError without the engine, and ValueError for wrong
+    options; its text has no values of the configuration.
     """
     try:
         import obstore
@@ -495,7 +510,10 @@ _IN_PROGRESS = ("ConditionalRequestConflict", "OperationAborted")
 
 
 def _answer_text(text: str) -> tuple[str, str]:
-    """Return the error code of the server's answer, and a short text with status and code."""
+    """Return the error code of the server's answer, and a short text with status and code.
+
+    `text`: the engine's error. Both are "" if it has none.
+    """
     status, code_match = _STATUS.search(text), _CODE.search(text)
     code = "" if code_match is None else code_match[1] or code_match[2]
     parts = ["HTTP", status[1] or status[2] if status else "", code]
@@ -503,9 +521,10 @@ def _answer_text(text: str) -> tuple[str, str]:
 
 
 def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
-    """Return errno and text for an error of the engine without a class in it.
+    """Return errno and text for an error of the engine whose class tells nothing.
 
-    `text`: the engine's. `answer`: the HTTP status in it. `code`: the store's error code.
+    `text`: the engine's. `answer`: the HTTP status and error code in it, as text. `code`: the error
+    code.
     """
     lowered = text.partition("Debug source")[0].lower()
     if code in _THROTTLED or answer.startswith(("HTTP 429", "HTTP 503")):
@@ -537,7 +556,10 @@ def _is_engine_error(error: Exception) -> bool:
 
 
 def engine_reason(error: Exception) -> OSError:
-    """Return an engine's exception as an OSError with a safe text, of the class for its errno."""
+    """Return an engine's exception as an OSError, of the class for its errno, with a safe text.
+
+    No text of the engine is repeated, because it may hold key ids and signatures.
+    """
     kind, text = type(error).__name__, str(error)
     code, answer = _answer_text(text)
     note = f" ({answer})" if answer else ""

@@ -55,9 +55,10 @@ class StoreOptions(NamedTuple):
 
 
 def _number(options: dict[str, Any], name: str, least: float, default: Any) -> Any:
-    """Take the number `name` out of `options`, or return `default`.
+    """Remove the number `name` from `options`, and return it, or `default` if it is missing.
 
-    Raises if it is below `least`.
+    `default` has the required type. A number of bytes may be a text such as ``"8MiB"``. Raises
+    ValueError if it is below `least`, TypeError for another type.
     """
     value = options.pop(name, default)
     if isinstance(value, str) and name.endswith("_bytes"):
@@ -71,9 +72,9 @@ def _number(options: dict[str, Any], name: str, least: float, default: Any) -> A
 
 
 def take_options(options: Mapping[str, Any] | None) -> StoreOptions:
-    """Check `storage_options`; keys that mlstate does not know belong to the engine.
+    """Return the checked `storage_options`; unknown keys belong to the engine.
 
-    Texts of errors name the key, and no value of the engine's keys.
+    Texts of errors name the key, and no value of the engine's keys, which may be a credential.
     """
     if options is not None and not hasattr(options, "keys"):
         raise TypeError(f"storage_options must be a mapping, got {type(options).__name__}")

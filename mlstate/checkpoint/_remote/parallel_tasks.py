@@ -20,7 +20,10 @@ def run_tasks(
     threads: int,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Run tasks in threads until all have ended; raise the first error (`ParallelTasks.wait`)."""
+    """Run tasks in `threads` threads until all have ended; raise the first error of a task.
+
+    `progress`: as for `ParallelTasks.wait`.
+    """
     with ParallelTasks(tasks, threads) as started:
         started.wait(progress)
 
@@ -40,7 +43,10 @@ class ParallelTasks:
             thread.start()
 
     def _work(self) -> None:
-        """Run tasks until none is left; an error is kept, and ends the work of all threads."""
+        """Run tasks in this thread until none is left.
+
+        An error is kept for `wait`, and no thread begins another task.
+        """
         while self._left:
             try:
                 task = self._left.popleft()

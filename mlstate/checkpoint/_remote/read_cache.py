@@ -54,7 +54,10 @@ class ReadCache:
     """
 
     def __init__(self, folder: str, most_bytes: int | None, url: str) -> None:
-        """Cache byte ranges of the store `url` in `folder`; None of `most_bytes` means no limit."""
+        """Cache byte ranges of the store `url` in `folder`; nothing is created yet.
+
+        `most_bytes`: limit of all entries in the folder; None: no limit.
+        """
         self._folder = folder
         self._most = most_bytes
         self._url = url
@@ -70,6 +73,7 @@ class ReadCache:
         return _IMMUTABLE.match(path) is not None
 
     def _digest(self, path: str) -> bytes:
+        """Return the hash of an object's URL, which names its subfolder and is in its entries."""
         return hashlib.sha256(f"{self._url}/{path}".encode()).digest()[:16]
 
     def _object_folder(self, path: str) -> str:
@@ -91,7 +95,10 @@ class ReadCache:
         ]
 
     def _read(self, path: str, entry: _Entry) -> tuple[memoryview, int] | None:
-        """Return the bytes of an entry and the size of the object; delete a damaged entry."""
+        """Return the bytes of an entry and the size of the object; None if it cannot be used.
+
+        A damaged entry is deleted.
+        """
         try:
             with open_regular(entry.path, os.O_NOFOLLOW) as file:
                 data = file.read()
@@ -112,11 +119,19 @@ class ReadCache:
         return None
 
     def _header(self, path: str, entry: _Entry, nbytes: int, checksum: int) -> bytes:
+        """Return the header of an entry.
+
+        `nbytes`: size of the object. `checksum`: CRC32C of the entry's bytes.
+        """
         fields = _HEADER.pack(_MAGIC, self._digest(path), entry.begin, entry.end, nbytes, checksum)
         return fields + _CHECKSUM.pack(_core.crc32c(fields))
 
     def get(self, path: str, begin: int, end: int) -> tuple[list[_Part], int] | None:
-        """Return the cached parts of a range, and the object's size; None if a byte is missing."""
+        """Return the cached pieces of bytes `begin` to `end`, and the object's size.
+
+        Each piece is its offset in the object and a view; in order they have all bytes of the
+        range. None if a byte is missing.
+        """
         entries, at = self._entries(path), begin
         chosen: list[_Entry] = []
         while at < end:
@@ -138,7 +153,7 @@ class ReadCache:
         return parts, nbytes
 
     def get_whole(self, path: str) -> bytes | None:
-        """Return all bytes of an object, if it was put as a whole."""
+        """Return all bytes of an object; None unless one entry has them."""
         for entry in self._entries(path):
             if entry.begin == 0 and (cached := self._read(path, entry)) is not None:
                 view, nbytes = cached
@@ -172,7 +187,11 @@ class ReadCache:
             self._problem = error
 
     def _make_room(self, size: int) -> bool:
-        """Delete entries if a new one needs their space; return whether it may be written."""
+        """Delete entries if a new one of `size` bytes needs their space.
+
+        Returns False if it does not fit the limit. Raises OSError (ENOSPC) if it would leave less
+        than 1 GiB of the disk.
+        """
         import shutil
 
         if shutil.disk_usage(self._folder).free < size + _LEAST_FREE:
@@ -211,7 +230,10 @@ class ReadCache:
         )
 
     def _trim(self, room: int) -> int:
-        """Delete the oldest entries until `room` bytes are free; return the bytes that stay."""
+        """Delete the oldest entries until `room` more bytes fit the limit; return the bytes left.
+
+        Temporary files of killed processes are deleted too.
+        """
         files, total = [], 0
         for file in _files_below(self._folder):
             with suppress(OSError):
@@ -249,7 +271,10 @@ def _files_below(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _write(path: str, header: bytes, data: Any) -> None:
-    """Create a file of the cache by a rename, readable only by this user; make its folder."""
+    """Create the file of an entry by a rename, readable only by this user; make its folder.
+
+    Raises OSError, and leaves no temporary file then.
+    """
     folder = os.path.dirname(path)
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .object_store import ObjectStore, Tag
 
-_MOST_BYTES = 1 << 40
+_MOST_BYTES = 1 << 40  # of a manifest: in effect no limit
 
 
 class RootClaim:
@@ -37,6 +37,7 @@ class RootClaim:
     holder: AbstractContextManager[object] = nullcontext()  # as of `WriterLock`
 
     def __init__(self, store: ObjectStore, root: str) -> None:
+        """Prepare the claim to the object `root` of a store; `acquire` begins it."""
         self._store = store
         self._root = root
         self._tag: Tag | None = None
@@ -52,9 +53,11 @@ class RootClaim:
         """Do nothing: no object names the generation before the commit."""
 
     def commit(self, data: bytes, root: str | None = None) -> None:
-        """Replace the manifest unless another writer replaced it since `acquire` (EBUSY).
+        """Replace the manifest by `data` unless another writer replaced it since `acquire`.
 
-        `root` is the path for a second copy, written before; deleted again after a conflict.
+        `root`: path of a second copy, which is written first, and deleted again after a conflict.
+        Raises StoreError: EBUSY if another writer was faster; after any other error, `is_unsure`
+        tells whether the manifest may have been replaced.
         """
         store = self._store
         if root is not None:
@@ -68,7 +71,10 @@ class RootClaim:
             raise
 
     def _replace(self, data: bytes) -> None:
-        """Write `data` as the manifest; if the answer is lost, read it to learn the outcome."""
+        """Write `data` as the manifest; if the answer is lost, read it to learn the outcome.
+
+        Raises StoreError, and sets `is_unsure`, as `commit`.
+        """
         was_lost = False  # an earlier request may have replaced the root
         attempts = Attempts(self._store.timeout, {*RETRIED, errno.EEXIST})
         self.is_unsure = True
@@ -90,7 +96,8 @@ class RootClaim:
     def _is_own_root(self, data: bytes) -> bool:
         """Return whether the manifest is `data`; False if it is still the old one.
 
-        Raises StoreError (EBUSY) if another writer replaced it.
+        Raises StoreError (EBUSY) if another writer replaced it. If that may have happened after
+        this writer's success, `is_unsure` is True.
         """
         tag: Tag | None
         try:
@@ -113,6 +120,7 @@ class RootClaim:
 
 
 def _sequence_of(root: bytes) -> object:
+    """Return the sequence number in the bytes of a manifest; None if they have none."""
     try:
         return json.loads(root)["sequence"]
     except (ValueError, KeyError, TypeError):

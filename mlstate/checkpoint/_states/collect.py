@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ...collectives import ProcessGroup
 
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of a BLAKE2b; the packed length follows in 8 bytes
 
 
 class NamedStates(NamedTuple):
@@ -38,21 +38,22 @@ class NamedStates(NamedTuple):
     kinds: dict[str, dict[str, Any]]  # description of each state in the manifest
 
     def summary(self) -> list[str]:
-        """Return kinds and names of the states, which must agree between ranks."""
+        """Return kind and name of each state, sorted: ranks compare these, which must agree."""
         return sorted(
             f"{'tree' if name in self.trees else 'tensors'} {name}" for name in self.kinds
         )
 
     def digests(self) -> list[bytes]:
-        """Return digest and packed length of each tree, in the order of the names."""
+        """Return digest and packed length of each tree, in the order of the sorted names."""
         return [_digest(self.trees[name]) for name in sorted(self.trees)]
 
     def add_trees(self, group: ProcessGroup | None, digests: Sequence[set[bytes]]) -> None:
-        """Add the trees' arrays that this rank stores, as shards, and clear the trees.
+        """Add the trees' arrays that this rank stores to `arrays`, as shards, and clear the trees.
 
-        For each tree, `digests` has the digests of all ranks. A tree that is equal on all ranks is
-        stored once. Other trees are packed, and each rank stores a row of one tensor, so that
-        the tensors of a checkpoint do not grow with the ranks.
+        `group`: None for one rank. `digests`: for each tree, in the order of the sorted names, the
+        set of the digests of all ranks. A tree that is equal on all ranks is stored once. Other
+        trees are packed, and each rank stores a row of one tensor, so that the number of tensors in
+        a checkpoint does not grow with the ranks.
         """
         assert self.arrays is not None
         rank, ranks = (0, 1) if group is None else (group.rank, group.world_size)
@@ -70,6 +71,7 @@ class NamedStates(NamedTuple):
                 layout = Layout.rows(ranks)
                 shard = Shard(row, layout, rank, shape=(ranks, most))
                 self.arrays[f"{name}/{RANKS}"] = shard
+            # Equal trees are distributed over the ranks.
             elif number % ranks == rank:
                 for key, array in {**tree.arrays, TEXT: np.frombuffer(tree.text, np.uint8)}.items():
                     self.arrays[f"{name}/{key}"] = (
@@ -98,7 +100,11 @@ NO_STATES = NamedStates(None, {}, {})
 
 
 def check_names(states: Any) -> Mapping[str, Any]:
-    """Return the user's argument ``states=``; raise if it is not a mapping of valid names."""
+    """Return the user's argument ``states=``; raise if it is not a mapping of valid names.
+
+    TypeError: no mapping, or a name is not a str. ValueError: a name is empty, starts with a dot or
+    has a slash.
+    """
     if not hasattr(states, "keys"):
         raise TypeError(f"states must be a mapping of names to states, got {type(states).__name__}")
     for name in states:
@@ -113,7 +119,7 @@ def check_names(states: Any) -> Mapping[str, Any]:
 
 
 def owner_of(optimizer: Any, modules: Sequence[Any]) -> Any:
-    """Return the module that has all parameters of a torch optimizer; None if no module has."""
+    """Return the module that has all parameters of a torch optimizer; None if none has."""
     parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module in modules:
         if parameter_ids <= {id(parameter) for parameter in module.parameters()}:
@@ -127,7 +133,10 @@ def modules_of(model: Any, states: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value is stored as a tensor; NumPy scalars and KV caches are not."""
+    """Return whether a value in a flat dict is stored as a tensor.
+
+    Shards, arrays and tensors are; NumPy scalars and KV caches are not.
+    """
     return (
         isinstance(value, Shard)
         or is_torch(value)
@@ -141,14 +150,19 @@ def _is_array(value: Any) -> bool:
 
 
 def _part(name: str, value: Any) -> Any:
+    """Return a DTensor as the `Shard` of this rank, and any other value as it is.
+
+    `name`: for errors.
+    """
     sharded = is_torch(value) and hasattr(value, "device_mesh")
     return backend_of(value, ShardBackend).part_of(name, value) if sharded else value
 
 
 def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
-    """Return the tensors of a model or an optimizer by name, or None for other values.
+    """Return the tensors of a model or an optimizer by name; None for other values.
 
-    `modules`: of the save, which may own an optimizer's parameters. `ranks`: that save.
+    `modules`: all torch modules of the save, which may have an optimizer's parameters. `ranks`:
+    number of ranks that save.
     """
     if is_optimizer(value):
         if not backend_of(value, CheckpointBackend).has_standard_state_dict(value):
@@ -169,9 +183,10 @@ def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
 
 
 def add_entries(named: NamedStates, state: str | None, others: tuple[Any, Any]) -> NamedStates:
-    """Return the named states with a module's entries that are not tensors, and metadata.
+    """Return the named states with a module's entries that are not tensors.
 
-    `state` is the module's own name among the states, or None for the model.
+    `state`: the module's own name among the states, or None for the model. `others`: the entries
+    and torch's metadata. `named` is changed, unless it is empty.
     """
     where = "model" if state is None else f"states[{state!r}]"
     if named.arrays is None:
@@ -182,9 +197,10 @@ def add_entries(named: NamedStates, state: str | None, others: tuple[Any, Any]) 
 
 
 def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
-    """Check the named states of a save without copying any array.
+    """Check the named states of a save and return them; no array is copied.
 
-    A torch optimizer among the states may belong to `model`. Errors have the name and the path.
+    A torch optimizer among the states may belong to `model`. `ranks`: number of ranks that save.
+    Errors have the name and the path.
     """
     states = check_names(states)
     modules = modules_of(model, states)

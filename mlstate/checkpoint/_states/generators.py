@@ -14,9 +14,10 @@ from ...errors import CompatibilityError
 
 
 def library_of(value: object) -> str | None:
-    """Return ``python``, ``numpy``, ``torch`` or ``torch.cuda`` for a generator, or None.
+    """Return ``python``, ``numpy``, ``torch`` or ``torch.cuda`` for a generator, else None.
 
-    A module such as ``random`` stands for its default generator. SystemRandom has no state.
+    A module such as ``random`` means its default generator. SystemRandom has no state. A library
+    that is not imported has no generators, so nothing is imported.
     """
     loaded_module = sys.modules.get
     if (random := loaded_module("random")) is not None and (
@@ -47,7 +48,10 @@ def _bit_generator(value: Any) -> Any:
 
 
 def state_of(value: Any, library: str) -> Any:
-    """Return a copy of a generator's state, as arrays and plain values; `library`: its kind."""
+    """Return a copy of a generator's state, as arrays and plain values.
+
+    `library`: the result of `library_of`.
+    """
     if library == "python":
         import numpy as np
 
@@ -63,7 +67,7 @@ def state_of(value: Any, library: str) -> Any:
 
 
 def restored(state: Any, library: str) -> Any:
-    """Return a loaded state in the form that the generator's own functions take."""
+    """Return a loaded state in the form that `set_state` takes."""
     if library == "python":
         numbers = tuple(int(number) for number in state["state"])
         return state["version"], numbers, state["gauss"]
@@ -71,7 +75,10 @@ def restored(state: Any, library: str) -> Any:
 
 
 def set_state(value: Any, library: str, state: Any) -> None:
-    """Set the state of a generator; `state` is a result of `restored`."""
+    """Set the state of a generator.
+
+    `library`: the result of `library_of`. `state`: a result of `restored`.
+    """
     if library == "python":
         value.setstate(state)
     elif library == "numpy":
@@ -90,7 +97,8 @@ def set_state(value: Any, library: str, state: Any) -> None:
 def check_fits(value: Any, library: str, saved: str, state: Any, where: str) -> None:
     """Raise CompatibilityError if a saved state is not of the target's kind of generator.
 
-    `library`: of the target. `saved`: library of the saved state. `where`: path, for the error.
+    `value`, `library`: the target and its library. `saved`, `state`: library and state that were
+    saved. `where`: path, for the error.
     """
     expected, got = library, saved
     if library == saved == "numpy":

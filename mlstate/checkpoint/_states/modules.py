@@ -31,17 +31,26 @@ _NAMED = ".states."
 
 
 def entries_name(state: str | None) -> str:
-    """Return the name of the entries of the model, or of a named state."""
+    """Return the name under which a module's entries are stored.
+
+    `state`: name of the module among the named states; None: the model.
+    """
     return MODEL if state is None else _NAMED + state
 
 
 def encode_entries(entries: Mapping[str, Any], metadata: Mapping[str, Any], where: str) -> Tree:
-    """Return what `saved_module` returns besides tensors as a nested value."""
+    """Return a module's entries that are not tensors, and torch's metadata, as a nested value.
+
+    Both are results of `saved_module`. `where`: name of the module in errors.
+    """
     return encode({"entries": dict(entries), "metadata": dict(metadata)}, where, exact=True)
 
 
 def metadata_of(state: object) -> dict[str, dict[str, Any]]:
-    """Return the metadata of modules that torch puts into a ``state_dict()``; {} if none."""
+    """Return the metadata of modules in a ``state_dict()`` of torch, by module; {} if it has none.
+
+    Modules of version 1 without more metadata, as nearly all are, are left out.
+    """
     carried = getattr(state, "_metadata", None)
     if not isinstance(carried, dict):
         return {}
@@ -77,9 +86,9 @@ class StoredEntries(NamedTuple):
 
 
 def stored_entries(loader: Loader, section: Section) -> StoredEntries:
-    """Return the stored entries of a module that are not tensors, and torch's metadata.
+    """Return the stored entries of a section's module that are not tensors, and torch's metadata.
 
-    Metadata of None: not known, for weights of another program.
+    Metadata of None: unknown, for weights of another program.
     """
     if section.is_optimizer or section.kind is None:
         return StoredEntries({}, None)
@@ -101,7 +110,10 @@ def stored_entries(loader: Loader, section: Section) -> StoredEntries:
 
 
 def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
-    """Return the names of each submodule's entries, by id of the submodule; others are left out."""
+    """Return the names of each submodule's entries, by id of the submodule; others are left out.
+
+    `contract`: which submodules load themselves, as `fill_module` returns it.
+    """
     names_by_unit: dict[int, list[str]] = {}
     for name in names:
         unit = contract.unit_of(name)
@@ -113,9 +125,10 @@ def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
 def _selected_units(
     contract: Any, names: Names, stored: list[str], chosen: list[str]
 ) -> list[object]:
-    """Return the submodules to load by their own methods; raise if `names` has a part of one.
+    """Return the submodules to load by their own methods.
 
-    `stored`: names of the checkpoint. `chosen`: names to load.
+    `names`: the user's choice. `stored`: names in the checkpoint. `chosen`: names to load. Raises
+    CompatibilityError if the choice has some names of a submodule and not all.
     """
     if names.listed is None:
         return list(contract.units)
@@ -138,7 +151,11 @@ def _selected_units(
 
 
 def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[Any]) -> None:
-    """Raise if a stored tensor has another dtype than the submodules' tensor of its name."""
+    """Raise CompatibilityError if a stored tensor and the submodules' tensor differ in dtype.
+
+    With ``cast=True``, two float dtypes may differ. `section`: of the module. `units`: the
+    submodules of its `contract`.
+    """
     memory: dict[str, Any] = {}
     for unit in units:
         memory.update(contract.memory(unit))
@@ -157,7 +174,10 @@ def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[A
 
 
 def _on_device_of(value: Any, like: Any) -> Any:
-    """Return a value whose tensors are on the devices of those at the same places in `like`."""
+    """Return a value whose tensors are on the devices of the tensors in `like`, at the same keys.
+
+    Dicts are changed in place. A value without a counterpart stays.
+    """
     if is_torch(value):
         return value.to(like.device) if is_torch(like) else value
     if type(value) is not type(like):
@@ -173,7 +193,10 @@ def _on_device_of(value: Any, like: Any) -> Any:
 def _read_tensors(
     loader: Loader, section: Section, names: list[str], earlier: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return the stored tensors of `names` as new ones; as DTensors if `earlier` has them so."""
+    """Return the stored tensors of `names` as new ones, by name.
+
+    `earlier`: the module's tensors now, which determine the devices, and for DTensors the layout.
+    """
     request, number = loader.request, section.number
     sharded = [name for name in names if hasattr(earlier.get(name), "device_mesh")]
     if sharded and not request.by_target:
@@ -203,7 +226,8 @@ def prepare_units(
 ) -> list[Action]:
     """Read the entries of submodules that load themselves; return the action that loads them.
 
-    `chosen` are the names that the load selects, `filling` is the result of `fill_module`.
+    `target`: the module. `filling`: the result of `fill_module` for it. `chosen`: names that the
+    load selects, from the user's choice `names`. `stored`: entries that are not tensors.
     """
     contract = filling.contract
     if contract is None or not contract.units:

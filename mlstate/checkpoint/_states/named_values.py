@@ -15,7 +15,7 @@ _PATHS = {cls.__name__: cls for cls in (PosixPath, WindowsPath, PurePosixPath, P
 
 
 def path_node(value: object) -> dict[str, Any] | None:
-    """Return the JSON form of a path, or None for other values and subclasses."""
+    """Return the JSON form of a path of pathlib; None for other values and for subclasses."""
     name = type(value).__name__
     if _PATHS.get(name) is not type(value):
         return None
@@ -29,7 +29,7 @@ def path_of(node: dict[str, Any]) -> Any:
 
 
 def _imported_enum(module: str, name: str) -> type[Enum] | None:
-    """Return an enum of an imported module, or None."""
+    """Return the enum with the qualified name `name` of a module; None unless it is imported."""
     holder: object = sys.modules.get(module)
     for part in name.split("."):
         holder = getattr(holder, "__dict__", {}).get(part)
@@ -37,7 +37,11 @@ def _imported_enum(module: str, name: str) -> type[Enum] | None:
 
 
 def enum_node(value: object, where: str) -> dict[str, Any] | None:
-    """Return the JSON form of an enum's member, or None for other values."""
+    """Return the JSON form of an enum's member; None for other values.
+
+    `where`: path of the value, for errors. Raises TypeError for a member that `enum_of` could not
+    find.
+    """
     if not isinstance(value, Enum):
         return None
     cls = type(value)
@@ -49,13 +53,17 @@ def enum_node(value: object, where: str) -> dict[str, Any] | None:
         )
     if cls.__members__.get(value.name or "") is value:
         return {**node, "name": value.name}
+    # A combination of flags has no name.
     if isinstance(value, Flag) and type(value.value) is int:
         return {**node, "value": value.value}
     raise TypeError(f"{where} is {value!r}, which is not a member of its enum by name")
 
 
 def enum_of(node: dict[str, Any]) -> Any:
-    """Return the member of an enum; raise ImportError if its module is not imported."""
+    """Return the member of an enum from its JSON form; raise ImportError if its module is missing.
+
+    The caller must import the module: nothing in a file causes an import.
+    """
     cls = _imported_enum(node["module"], node["class"])
     if cls is None:
         raise ImportError(

@@ -62,7 +62,10 @@ class _Source(NamedTuple):
 
 
 def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a stored form with the digests of its arrays, in the place of their keys."""
+    """Return a JSON form with digests of its arrays instead of their keys, to compare values.
+
+    Forms of equal values are equal. Sharded arrays, which `arrays` lacks, become None.
+    """
     if isinstance(node, list):
         return [_with_digests(each, arrays) for each in node]
     if not isinstance(node, dict):
@@ -80,9 +83,10 @@ def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
-    """Return the rank whose value of a state to load, None for all ranks' values.
+    """Return the rank whose value of a state to load; None for the values of all ranks.
 
-    `ranks`: number of ranks that saved it; raises if another number loads it.
+    `label`: the state's name in errors. `ranks`: number of ranks that saved it. Raises
+    CompatibilityError if another number of ranks loads it.
     """
     rank, world_size = loader.request.rank, loader.request.world_size
     if rank is None and loader.options["into"] is None:
@@ -100,9 +104,10 @@ def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
 
 
 def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTree]:
-    """Return the stored value `name`; a list of each rank's if these differ and none is chosen.
+    """Return the stored value of the named state `name`, as a list of one item.
 
-    `kind`: its description in the manifest.
+    The list has an item for each rank if the values of the ranks differ and no rank loads. `kind`:
+    the state's description in the manifest.
     """
     label = f"states[{name!r}]"
     ranks = kind.get("ranks")
@@ -127,7 +132,7 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
 
 
 def _tensor_of(device: Any) -> Callable[[Any], Any]:
-    """Return a function that makes torch tensors of arrays, on `device` (None: the CPU)."""
+    """Return a function that makes a torch tensor of an array, on `device` (None: the CPU)."""
     backend = torch_backend("states that were saved with tensors of torch", TensorBackend)
 
     def convert(array: Array) -> Any:
@@ -138,7 +143,10 @@ def _tensor_of(device: Any) -> Callable[[Any], Any]:
 
 
 def _leaf(template: Any, path: Iterable[str]) -> Any:
-    """Return the value at a path of keys and indices in a nested value, None if it has none."""
+    """Return the value at a path of keys and indices in a nested value; None if it has none.
+
+    `template`: the nested value. Indices are texts, too.
+    """
     for part in path:
         if isinstance(template, dict):
             template = next((v for k, v in template.items() if str(k) == part), None)
@@ -150,7 +158,11 @@ def _leaf(template: Any, path: Iterable[str]) -> Any:
 
 
 def _shards(loader: Loader, name: str, node: object, template: object) -> dict[str, Any]:
-    """Return the sharded arrays in `node`: parts as in a template, or as the load cuts others."""
+    """Return the sharded arrays that `node` refers to, by key, read from the state `name`.
+
+    A DTensor at the same place in `template` determines the part that is read. Without one, the
+    whole array is read, or without a template the part that the load requests.
+    """
     shards = {}
     for leaf in leaves_of(node):
         if not leaf.is_sharded:
@@ -166,7 +178,10 @@ def _shards(loader: Loader, name: str, node: object, template: object) -> dict[s
 
 
 def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
-    """Return a new DTensor like `like`, with this rank's elements of the stored tensor `key`."""
+    """Return a new DTensor like `like`, with this rank's elements of the stored tensor `key`.
+
+    `section`: number of the key's section.
+    """
     tensor = like.detach().clone()
     part = backend_of(tensor, ShardBackend).part_of(key, tensor)
     if not isinstance(part, Shard):
@@ -180,10 +195,10 @@ def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
 def _decode(
     loader: Loader, name: str, stored: _StoredTree, node: Any, template: object, *, tensors: bool
 ) -> Any:
-    """Return the value of `node`, the JSON form of a part of the stored state `name`.
+    """Return the value of `node`, the JSON form of a piece of the stored state `name`.
 
-    `template`: the target's value, whose tensors' layouts are used. `tensors`: return torch
-    tensors.
+    `stored`: the whole state, with its arrays. `template`: the target's value, whose tensors'
+    layouts are used. `tensors`: return torch tensors.
     """
     device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
@@ -195,14 +210,21 @@ def _decode(
 
 
 def load_tree(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
-    """Return the value of a named state; a list with one value per rank if these differ."""
+    """Return the value of the named state `name`.
+
+    It is a list with one value for each rank if these differ and no rank is loaded. `kind`: the
+    state's description in the manifest.
+    """
     stored_tree = _read(loader, name, kind)
     values = [_decode(loader, name, each, each.node, None, tensors=False) for each in stored_tree]
     return values if "ranks" in kind and loader.request.rank is None else values[0]
 
 
 def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
-    """Return the value of a named state for a target of this rank, with torch tensors."""
+    """Return the value of the named state `name` for a target of this rank, with torch tensors.
+
+    `kind`: the state's description in the manifest.
+    """
     [stored] = _read(loader, name, kind)
     return _decode(loader, name, stored, stored.node, None, tensors=_has_torch(stored.node))
 
@@ -216,6 +238,10 @@ class _Restorer:
     def __init__(
         self, loader: Loader, name: str, stored: _StoredTree, sources: dict[int, _Source]
     ) -> None:
+        """Create a restorer of the state `name`, whose saved value is `stored`.
+
+        The restorers of all states share `sources`.
+        """
         self.loader = loader
         self.name = name
         self.stored = stored
@@ -223,12 +249,14 @@ class _Restorer:
         self.actions: list[Action] = []
 
     def decode(self, node: object, template: object = None, *, tensors: bool = False) -> Any:
+        """Return the value of a piece of the state, as `_decode`."""
         return _decode(self.loader, self.name, self.stored, node, template, tensors=tensors)
 
     def add(self, target: Any, node: Any, where: str) -> None:
         """Add the actions that restore one object of the caller, by its type.
 
-        `node`: its stored description. `where`: its path in the state, for errors.
+        `node`: the JSON form of its saved value. `where`: its path in the state, for errors. Raises
+        TypeError for a type that cannot be restored in place.
         """
         self.refuse_second_value(target, node, where)
         library = library_of(target)
@@ -257,7 +285,10 @@ class _Restorer:
             )
 
     def refuse_second_value(self, target: object, node: object, where: str) -> None:
-        """Raise if a target has another name too, with another value: one would be lost."""
+        """Raise if a target has another name too, with another value: one would be lost.
+
+        `node`, `where`: as for `add`.
+        """
         source = _Source(where, _StoredTree(node, self.stored.arrays))
         first = self.sources.setdefault(id(target), source)
         if first is not source and first.text() != source.text():
@@ -268,9 +299,9 @@ class _Restorer:
             raise _error(where, text, "another object", f"that of {first.where}")
 
     def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
-        """Add the action that sets a random generator of `library` to its stored state.
+        """Add the action that sets a random generator to its saved state.
 
-        `node`: the stored description of the value. `where`: its path in the state, for errors.
+        `library`: the target's, by `library_of`. `node`, `where`: as for `add`.
         """
         if library == "torch" and isinstance(node, dict) and node.get("form") == "torch":
             # a tensor of torch.get_rng_state(), from a file of torch
@@ -290,9 +321,9 @@ class _Restorer:
         )
 
     def add_cache(self, target: Any, node: object, where: str) -> None:
-        """Add the action that overwrites a KV cache with the stored one, and can undo it.
+        """Add the action that overwrites a KV cache with the saved one.
 
-        `node`: the stored description of the value. `where`: its path in the state, for errors.
+        A copy of the target is kept to undo this. `node`, `where`: as for `add`.
         """
         from ...kv._stored import check_cache, overwrite_cache
 
@@ -310,6 +341,10 @@ class _Restorer:
         )
 
     def add_object(self, target: Any, node: object, where: str) -> None:
+        """Add the action that passes the saved value to the target's ``load_state_dict``.
+
+        The target's state now is kept to undo this. `node`, `where`: as for `add`.
+        """
         if isinstance(node, dict) and node.get("$") == "generator":
             raise _mismatch(where, "the state of an object", "that of a generator")
         before = _copy_state(where, target)
@@ -317,11 +352,11 @@ class _Restorer:
         self.actions.append(_load_action(where, target, value, before))
 
     def add_dict(self, target: dict[Any, Any], node: object, where: str) -> None:
-        """Add the actions for a dict.
+        """Add the actions for a dict; `node`, `where`: as for `add`.
 
-        `node` is the stored form: a dict of the values, or ``{"$": "dict", "items": pairs}``.
-        Generators and objects in the dict are restored in place; other values are replaced.
-        Without ``strict``, keys that the checkpoint lacks stay as they are.
+        Generators, caches and objects in the dict are restored in place; other values are replaced.
+        Without ``strict``, keys that only the target or only the checkpoint has are left as they
+        are.
         """
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
@@ -343,7 +378,11 @@ class _Restorer:
         self.actions.append(_replacement(where, target, new, dict(target)))
 
     def add_list(self, target: list[Any], node: object, where: str) -> None:
-        """Add the actions for a list: as for a dict, if it has something to restore in place."""
+        """Add the actions for a list; `node`, `where`: as for `add`.
+
+        A list with something to restore in place must have the saved length. The content of any
+        other list is replaced.
+        """
         if not isinstance(node, list):
             raise _mismatch(where, "a list", type(self.decode(node)).__name__)
         if not _is_restorable(target):
@@ -357,7 +396,11 @@ class _Restorer:
         self.actions.append(_replacement(where, target, new, list(target)))
 
     def add_inner(self, current: Any, node: object, where: str) -> Any:
-        """Add the actions for a value in a target, and return the value to be there."""
+        """Add the actions for the value `current` in a container, and return its new value.
+
+        A value that is restored in place stays; another one is replaced by the saved value. `node`,
+        `where`: as for `add`.
+        """
         if not _is_restorable(current):
             return self.decode(node)
         self.add(current, node, where)
@@ -365,7 +408,10 @@ class _Restorer:
 
 
 def _is_restorable(value: object) -> bool:
-    """Return whether a value in a target keeps its identity: it is restored, not replaced."""
+    """Return whether a value in a target is restored in place, or has a value in it that is.
+
+    Any other value is replaced.
+    """
     return (
         library_of(value) is not None
         or is_cache(value)
@@ -380,9 +426,9 @@ def _has_torch(node: object) -> bool:
 
 
 def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -> Any:
-    """Return the state of a generator from its JSON form, for `set_state`.
+    """Return the state of a generator from its JSON form `node`, for `set_state`.
 
-    Generators of torch take tensors in main memory.
+    `library`: the target's. Generators of torch take tensors in main memory, for any ``device=``.
     """
     if not library.startswith("torch") or not _has_torch(node):
         return restorer.decode(node)
@@ -393,18 +439,23 @@ def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -
 
 
 def _mismatch(where: str, expected: str, got: str) -> CompatibilityError:
+    """Return the CompatibilityError for a target whose saved value is of another kind."""
     text = f"the target is {expected}, the checkpoint has {got}"
     return _error(where, text, expected, got)
 
 
 def _error(where: str, text: str, expected: str, got: str) -> CompatibilityError:
+    """Return a CompatibilityError with its attributes; `where`: path of the target."""
     error = CompatibilityError(f"{where}: {text}")
     error.name, error.expected, error.got = where, expected, got
     return error
 
 
 def _replacement(where: str, target: Any, new: object, before: object) -> Action:
-    """Return an action that replaces the content of a dict or list by `new`; undo: by `before`."""
+    """Return an action that replaces the content of a dict or list by `new`.
+
+    Undo replaces it by `before`. `where`: path of the target, for errors.
+    """
 
     def fill(content: Any) -> None:
         target.clear()
@@ -414,7 +465,10 @@ def _replacement(where: str, target: Any, new: object, before: object) -> Action
 
 
 def _copy_state(where: str, target: object) -> Any:
-    """Return a copy of a target's state, which can undo a load; None if it has no state_dict()."""
+    """Return a copy of a target's state, to undo a load; None if it has no ``state_dict()``.
+
+    `where`: path of the target, for the CompatibilityError if it cannot be copied.
+    """
     import copy
 
     if not hasattr(target, "state_dict"):
@@ -431,7 +485,10 @@ def _copy_state(where: str, target: object) -> Any:
 
 
 def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
-    """Return an action that calls ``load_state_dict`` of the target; undo: with `before`."""
+    """Return an action that passes `value` to the target's ``load_state_dict``.
+
+    Undo passes `before`, or does nothing if this is None.
+    """
 
     def undo() -> None:
         if before is not None:
@@ -447,11 +504,11 @@ def prepare_tree(
     target: Any,
     sources: dict[int, _Source],
 ) -> list[Action]:
-    """Read a named state, and return the actions that restore its target.
+    """Read the named state `name`, and return the actions that restore its target.
 
-    `sources`: of all targets so far, by their ids; those of this one are added.
-    Raises CompatibilityError if the target is of another kind than the saved value, and TypeError
-    if it cannot be restored in place.
+    `kind`: the state's description in the manifest. `sources`: the saved values of all targets so
+    far, by the targets' ids; this state's are added. Raises CompatibilityError if the target is of
+    another kind than the saved value, and TypeError if it cannot be restored in place.
     """
     [stored] = _read(loader, name, kind)
     restorer = _Restorer(loader, name, stored, sources)
@@ -460,12 +517,19 @@ def prepare_tree(
 
 
 def prepare_object(label: str, target: Any, state: object) -> Action:
-    """Return the action that passes a state of tensors to ``load_state_dict``."""
+    """Return the action that passes a state of tensors to the target's ``load_state_dict``.
+
+    `label`: the state's name in errors.
+    """
     return _load_action(label, target, state, _copy_state(label, target))
 
 
 def undo_all(actions: list[Action], cause: BaseException) -> None:
-    """Undo actions, the last one first; raise CompatibilityError if an object stays changed."""
+    """Undo actions, the last one first.
+
+    `cause`: the error that made the load fail. Raises CompatibilityError, which names the objects
+    that stay changed, if an undo fails; the others are still undone.
+    """
     failures: list[tuple[Action, Exception]] = []
     for action in reversed(actions):
         try:
@@ -483,11 +547,15 @@ def undo_all(actions: list[Action], cause: BaseException) -> None:
 
 
 def apply_all(actions: list[Action]) -> None:
-    """Run the actions; if one fails, undo all so far and raise CompatibilityError."""
+    """Run the actions; if one fails, undo it and those before, and raise CompatibilityError.
+
+    KeyboardInterrupt and other exceptions that are not an Exception are raised as they are.
+    """
     for number, action in enumerate(actions):
         try:
             action.apply()
         except BaseException as error:
+            # The failed action may have changed its object in part.
             undo_all(actions[: number + 1], error)
             if not isinstance(error, Exception):
                 raise

@@ -67,7 +67,11 @@ class Tree(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """An array in the JSON text."""
+    """An array that the JSON form refers to.
+
+    `form`: numpy, scalar, torch, or bytes, bytearray, BytesIO for arrays of bytes. `path`: keys and
+    indices from the value to a sharded array, () for others.
+    """
 
     key: str
     form: str
@@ -89,7 +93,10 @@ class _Encoder:
         self.arrays: dict[str, Any] = {TEXT: None}
 
     def store(self, array: Any, path: tuple[str, ...]) -> str:
-        """Keep an array for the checkpoint, and return its key, which is made from `path`."""
+        """Keep an array for the checkpoint, and return its key.
+
+        The key is `path`, joined by dots; a number makes it unique.
+        """
         key = name = ".".join(path) or "value"
         number = 1
         while key in self.arrays:
@@ -101,8 +108,8 @@ class _Encoder:
     def node(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
         """Return the JSON form of any value; arrays are stored apart, and the form has their keys.
 
-        `where`: the path for errors. `path`: the same as keys. `levels`: how deep values may still
-        nest.
+        `where`: path of the value, for errors. `path`: the same path as a tuple of keys and
+        indices. `levels`: how many levels of containers may still follow.
         """
         if value is None or type(value) in (bool, str):
             if isinstance(value, str):
@@ -132,7 +139,10 @@ class _Encoder:
         return node
 
     def cache(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a KV cache; None for other values."""
+        """Return the JSON form of a KV cache; None for other values.
+
+        `node` describes the parameters.
+        """
         if not is_cache(value):
             return None
         from ...kv._stored import cache_values, refuse_unstored
@@ -142,7 +152,10 @@ class _Encoder:
         return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
 
     def array(self, value: Any, where: str, path: tuple[str, ...]) -> Any:
-        """Return the JSON form of an array, a NumPy scalar or bytes; None for other values."""
+        """Return the JSON form of an array, a NumPy scalar or bytes; None for other values.
+
+        `where` and `path` are as for `node`. The array is stored without a copy if possible.
+        """
         if isinstance(value, bytes | bytearray):
             array = np.frombuffer(bytes(value), np.uint8)
             return {"$": type(value).__name__, "key": self.store(array, path)}
@@ -163,6 +176,7 @@ class _Encoder:
             hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__")
         ):
             return None
+        # Object, bytes, text and date arrays; dtypes of torch have no kind.
         kind = getattr(value.dtype, "kind", "f")
         if kind in "OSUMm":
             raise TypeError(f"{where} is an array of {value.dtype}: store numbers or text instead")
@@ -172,17 +186,22 @@ class _Encoder:
     def items(
         self, values: Iterable[Any], where: str, path: tuple[str, ...], levels: int
     ) -> list[Any]:
+        """Return the JSON forms of `values` in their order; `node` describes the parameters."""
         return [
             self.node(item, f"{where}[{i}]", (*path, str(i)), levels)
             for i, item in enumerate(values)
         ]
 
     def container(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a dict, list, tuple, set, deque or complex; None for others."""
+        """Return the JSON form of a dict, list, tuple, set, deque or complex; None for any other.
+
+        `node` describes the parameters. A named tuple is not one of these.
+        """
         if isinstance(value, dict):
             return self.mapping(value, where, path, levels)
         if isinstance(value, set | frozenset):
             items = self.items(value, where, path, levels)
+            # Sorted, so that equal sets have equal forms on all ranks.
             return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
         if isinstance(value, deque):
             items = self.items(value, where, path, levels)
@@ -197,12 +216,10 @@ class _Encoder:
         return None
 
     def mapping(self, value: dict[Any, Any], where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON node of a dict.
+        """Return the JSON form of a dict: an object if all keys are str, else a list of pairs.
 
-        A plain one has str keys only, others are stored as pairs.
-
-        `where`: the path for errors. `path`: the same as keys. `levels`: how deep values may still
-        nest.
+        A key ``"$"`` would be taken for the mark of a kind, so it needs pairs too. `node` describes
+        the parameters. Raises TypeError for a key that is not a str, int, bool or None.
         """
         kind = next((name for name, cls in _DICTS.items() if type(value) is cls), "dict")
         pairs = []
@@ -221,7 +238,11 @@ class _Encoder:
         return {"$": "dict", "class": kind, "items": pairs}
 
     def object(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a generator or object with ``state_dict()``; raise for others."""
+        """Return the JSON form of a generator or an object with ``state_dict()``.
+
+        `node` describes the parameters. Raises TypeError for other values, and if ``state_dict()``
+        fails.
+        """
         library = library_of(value)
         if library is not None:
             state = self.node(state_of(value, library), where, path, levels)
@@ -249,7 +270,7 @@ class _Encoder:
 
 
 def is_coreml_state(value: object) -> bool:
-    """Return whether this is a state of Core ML, which has names that only its model lists."""
+    """Return whether a value is a state of Core ML, whose names only its model lists."""
     return all(callable(getattr(value, each, None)) for each in ("read_state", "write_state"))
 
 
@@ -262,7 +283,10 @@ def _named_node(value: Any, where: str) -> dict[str, Any] | None:
 
 
 def _check_exact(value: Any, where: str) -> None:
-    """Raise UnstorableError if a value would be decoded as another type; `where`: its path."""
+    """Raise UnstorableError if a value would be decoded as another type.
+
+    Subclasses are, and so is a tensor that requires gradients. `where`: path of the value.
+    """
     torch_tensor = is_torch(value)
     if torch_tensor and not value.requires_grad:
         return
@@ -278,14 +302,16 @@ def _check_exact(value: Any, where: str) -> None:
 
 
 def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
-    """Convert a nested value, whose arrays are not copied; errors have the path from `where`.
+    """Convert a nested value to JSON and arrays, which are not copied.
 
-    `exact`: raise UnstorableError for values that are decoded with another type (subclasses).
+    `where`: name of the value, at the start of paths in errors. `exact`: raise UnstorableError for
+    values that would be decoded with another type, such as subclasses.
     """
     encoder = _Encoder(exact)
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     arrays = encoder.arrays
+    # it only kept the key free
     del arrays[TEXT]
     return Tree(text.encode(), arrays)
 
@@ -294,7 +320,10 @@ def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
 
 
 def whole_arrays(tree: Tree) -> dict[str, NDArray]:
-    """Return a tree's arrays by key, without shards; its device tensors move to main memory."""
+    """Return a tree's arrays by key, in C order and main memory, without its shards.
+
+    Tensors of a device are replaced in the tree by copies in main memory, so that they move once.
+    """
     arrays = {}
     for key, value in tree.arrays.items():
         if isinstance(value, Shard):
@@ -308,7 +337,10 @@ def whole_arrays(tree: Tree) -> dict[str, NDArray]:
 
 
 def pack_header(tree: Tree, arrays: Mapping[str, NDArray]) -> bytes:
-    """Return the start of a packed tree: its length, and JSON with the text and the arrays."""
+    """Return the start of a packed tree: its length in 8 bytes, and JSON.
+
+    The JSON has the tree's text, and key, dtype and shape of each of the `arrays`.
+    """
     facts = [[key, name_of(each.dtype), list(each.shape)] for key, each in arrays.items()]
     header = json.dumps({"arrays": facts, "tree": tree.text.decode()}, ensure_ascii=False).encode()
     return len(header).to_bytes(_HEADER, "little") + header
@@ -332,7 +364,11 @@ def pack(tree: Tree, nbytes: int) -> NDArray:
 
 
 def unpack(packed: NDArray, where: str) -> tuple[Any, dict[str, NDArray]]:
-    """Return the JSON form and the arrays of a packed tree; raise FormatError if malformed."""
+    """Return the JSON form and the arrays of a packed tree.
+
+    `packed`: a uint8 array from `pack`. `where`: name of the value in the FormatError for malformed
+    bytes.
+    """
     try:
         at = _HEADER + int.from_bytes(packed[:_HEADER].tobytes(), "little")
         header = json.loads(packed[_HEADER:at].tobytes())
@@ -348,7 +384,11 @@ def unpack(packed: NDArray, where: str) -> tuple[Any, dict[str, NDArray]]:
 
 
 def packed(value: Any, where: str) -> NDArray:
-    """Return a nested value as bytes, for `unpacked`; errors have the path from `where`."""
+    """Return a nested value as a uint8 array, for `unpacked`.
+
+    `where`: name of the value, at the start of paths in errors. Raises TypeError for a DTensor in
+    it.
+    """
     tree = encode(value, where)
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
         raise TypeError(f"{where} contains a DTensor: only whole tensors can be stored in it")
@@ -361,7 +401,7 @@ def packed(value: Any, where: str) -> NDArray:
 
 
 def leaves_of(node: Any) -> list[Leaf]:
-    """Return the arrays that a JSON form refers to, in its order."""
+    """Return the arrays that the JSON form `node` refers to, in its order."""
     leaves: list[Leaf] = []
     stack = [node]
     while stack:
@@ -387,11 +427,15 @@ class Decoder:
     def __init__(
         self, arrays: Mapping[str, Any], tensor_of: Callable[[Any], Any] | None = None
     ) -> None:
+        """Create a decoder; the class describes the parameters."""
         self.arrays = arrays
         self.tensor_of = tensor_of
 
     def value(self, node: Any) -> Any:
-        """Return the value of a JSON form, built from its arrays."""
+        """Return the value of a JSON form, `node`, built from the arrays.
+
+        Raises KeyError and other errors of lookups for a malformed form.
+        """
         if isinstance(node, list):
             return [self.value(item) for item in node]
         if not isinstance(node, dict):
@@ -411,6 +455,7 @@ class Decoder:
         return self.special(kind, node)
 
     def array(self, node: dict[str, Any]) -> Any:
+        """Return the array of the JSON form `node` in its saved form: scalar, tensor or array."""
         array = self.arrays[node["key"]]
         if node["form"] == "scalar":
             return array[()]
@@ -419,7 +464,10 @@ class Decoder:
         return array
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
-        """Return the value of a JSON form of the given kind; raise KeyError for an unknown one."""
+        """Return the value of the JSON form `node` of the kind `kind`; raise KeyError if unknown.
+
+        These are all kinds that `value` does not handle.
+        """
         if kind == "BytesIO":
             file = BytesIO(self.arrays[node["key"]].tobytes())
             file.seek(node["position"])
@@ -450,7 +498,10 @@ class Decoder:
 
 
 def unpacked(array: NDArray, where: str, tensor_of: Callable[[Any], Any] | None = None) -> Any:
-    """Return the value of `packed` bytes; raise FormatError if they are malformed."""
+    """Return the value of `packed` bytes; raise FormatError if they are malformed.
+
+    `where`: name of the value, for the error. `tensor_of`: as for `Decoder`.
+    """
     node, arrays = unpack(array, where)
     try:
         return Decoder(arrays, tensor_of).value(node)
@@ -459,7 +510,7 @@ def unpacked(array: NDArray, where: str, tensor_of: Callable[[Any], Any] | None 
 
 
 def parse(text: bytes, where: str) -> Any:
-    """Return the JSON form in a text; raise FormatError if it is not JSON, or nested too deeply."""
+    """Return the JSON form in `text`; raise FormatError if it is not JSON or nested too deeply."""
     try:
         return json.loads(text)
     except (RecursionError, ValueError) as reason:
@@ -467,7 +518,10 @@ def parse(text: bytes, where: str) -> Any:
 
 
 def malformed(where: str, reason: object) -> FormatError:
-    """Return the error for a text that does not describe a nested value."""
+    """Return the FormatError for a text that does not describe a nested value.
+
+    `where`: name of the value.
+    """
     error = FormatError(f"{where}: the stored text does not describe a value: {reason}")
     error.name = where
     return error

@@ -71,7 +71,11 @@ def root_path(manifest: Manifest) -> str:
 
 
 def patterns_of(merged: _core.MergedIndex) -> list[ManifestSummary | None]:
-    """Return the pattern of each index of a merged index; None if it has too many groups."""
+    """Return digest and parts of the pattern of each index in `merged`.
+
+    Indexes with equal patterns list the same tensors and differ in the parts only. None for an
+    index with too many groups of shards.
+    """
     import hashlib
 
     return [
@@ -87,9 +91,9 @@ def patterns_of(merged: _core.MergedIndex) -> list[ManifestSummary | None]:
 def generations_to_delete(
     before: Iterable[Manifest], now: Iterable[Manifest]
 ) -> dict[str, list[Generation]]:
-    """Return which generations (saves) end and which stay, as a message for all ranks.
+    """Return the generations (saves) that ended and those that stay, as a message for ranks.
 
-    `before`, `now`: the manifests before and after a commit.
+    `before`, `now`: the manifests before and after the deletion of roots.
     """
     worlds = {m.generation: m.world_size for m in before}
     remaining = {m.generation: m.world_size for m in now}
@@ -124,10 +128,10 @@ class CheckpointFiles:
         return sorted(filter(None, map(root_of, self.folder.names("roots"))))
 
     def current_root(self, root: str = MANIFEST) -> str:
-        """Return the root for `root`, without reading it.
+        """Return the path of the manifest, or file of weights, to read for `root`.
 
-        Of a path that names one file, it is this file. Of a Hugging Face folder without a manifest,
-        it is the file that describes the weights.
+        For the default it is the file that the caller's path names, or in a Hugging Face folder
+        without a manifest the file that describes the weights. No file is read.
         """
         folder = self.folder
         if root != MANIFEST or folder.file:
@@ -135,7 +139,11 @@ class CheckpointFiles:
         return root if folder.exists(root) else folder.find_weights() or root
 
     def open_root(self, root: str = MANIFEST) -> tuple[str, Manifest | None]:
-        """Return the root to read, as `current_root` does, and its manifest if that was read."""
+        """Return the path of the manifest to read, as `current_root`, and the manifest or None.
+
+        If reading it at once saves a request to a store, it is read. Raises StoreError without a
+        checkpoint.
+        """
         if root != MANIFEST or self.folder.file:
             return self.current_root(root), None
         try:
@@ -148,7 +156,12 @@ class CheckpointFiles:
             raise
 
     def read_manifest(self, name: str = MANIFEST) -> Manifest:
-        """Return the manifest in a root; raise FormatError if it does not match its file name."""
+        """Return the manifest in the file `name`, ``manifest.json`` or a step's under ``roots/``.
+
+        Raises FormatError if it is malformed or does not match its file name, and StoreError, which
+        describes the folder, if it is missing. For weights of another program, a manifest is made
+        up.
+        """
         if is_weights_root(name):
             try:
                 # the index in a download cache is a link
@@ -175,7 +188,10 @@ class CheckpointFiles:
         return manifest
 
     def _no_checkpoint(self, error: StoreError) -> StoreError:
-        """Return the error for a path without a checkpoint; it describes the actual content."""
+        """Return the error for a path without a checkpoint; it describes the content instead.
+
+        `error`: of reading the manifest; returned itself if nothing more is known.
+        """
         text = self.folder.missing_reason()
         if not text:
             return error
@@ -193,7 +209,7 @@ class CheckpointFiles:
         return parse(data, self.join(MANIFEST))
 
     def is_replaced(self, root: str, generation: str) -> bool:
-        """Return whether a writer replaced a root since it was read; its files may be deleted."""
+        """Return whether a root no longer has `generation`: then its files may be deleted."""
         return self.read_manifest(root).generation != generation
 
     def read_root(
@@ -202,12 +218,12 @@ class CheckpointFiles:
         read: Callable[[Manifest], _Result],
         manifest: Manifest | None = None,
     ) -> _Result:
-        """Call `read` with a root, and return its result.
+        """Call `read` with the manifest in the file `root`; return its result.
 
-        If `read` misses a file and a writer has replaced the root meanwhile, start again: files
-        are deleted only after every root that names them. `manifest` is the root if already read.
+        If `read` misses a file and a writer has replaced the root meanwhile, start again: files are
+        deleted only after every root that names them. `manifest`: the root's, if already read.
         """
-        for _ in range(TRIES - 1):
+        for _ in range(TRIES - 1):  # the last attempt, below, raises its error
             current = self.read_manifest(root) if manifest is None else manifest
             manifest = None
             try:
@@ -218,9 +234,11 @@ class CheckpointFiles:
         return read(self.read_manifest(root))
 
     def next_sequence(self, newest: Manifest | None, roots: Sequence[Root]) -> int:
-        """Return the sequence number of the next save: the newest valid root's, plus one.
+        """Return the sequence number of the next save: the largest one of a valid root, plus one.
 
-        A file name alone is not trusted: a stray file would determine all later numbers.
+        `newest`: the current manifest or None. `roots`: of steps, sorted. A file name alone is not
+        trusted: a stray file would determine all later numbers. Raises FormatError after the last
+        number.
         """
         sequence = 0 if newest is None else newest.sequence
         for root in reversed(roots):
@@ -258,7 +276,7 @@ class CheckpointFiles:
         return FolderContent(manifest, tuple(self.list_roots()) if exists else ())
 
     def refuse_change(self, before: FolderContent) -> None:
-        """Raise StoreError (EEXIST) if the folder has other checkpoints than `before` now.
+        """Raise StoreError (EEXIST) if the folder's checkpoints have changed since `before`.
 
         If it was empty, local files of other programs are refused too.
         """
@@ -271,7 +289,7 @@ class CheckpointFiles:
             raise store_error(exists, "cannot write the target", self.path)
 
     def is_committed(self, generation: str) -> bool:
-        """Return whether a save was committed: a root names it. True if a root cannot be read."""
+        """Return whether a root (manifest) is of the save `generation`; True if one is damaged."""
         try:
             for name in [*(root.path for root in self.list_roots()), MANIFEST]:
                 with suppress(FileNotFoundError):  # the folder has no such root
@@ -284,7 +302,7 @@ class CheckpointFiles:
     # ---- indexes ----
 
     def load_index(self, record: IndexRecord) -> bytes:
-        """Return the bytes of one rank's index; raise ChecksumError if not as committed."""
+        """Return the bytes of the index of `record`; raise ChecksumError if they have changed."""
         data = self.folder.read(record.path)
         crc = f"{_core.crc32c(data):08x}"
         if len(data) != record.bytes or crc != record.crc32c:
@@ -304,10 +322,10 @@ class CheckpointFiles:
         ranks: Iterable[int] | None = None,
         texts: dict[int, bytes] | None = None,
     ) -> _core.MergedIndex:
-        """Read and merge the indexes of a root, of all ranks or some.
+        """Read the indexes of a root, of all ranks or of `ranks`, and return them as one.
 
-        A FormatError names a bad one. `texts` caches the texts of indexes by rank. It is replaced
-        by the texts of this call.
+        `texts`: bytes of indexes by rank that were read before; replaced by the ones of this call.
+        Raises FormatError for an index that is damaged or of another checkpoint.
         """
         if manifest.weights is not None:
             return read_merged_index(self.folder, manifest, self.checked)
@@ -334,6 +352,7 @@ class CheckpointFiles:
         return merged
 
     def _other_index(self, path: str) -> FormatError:
+        """Return the FormatError for an index that is not of the manifest's checkpoint."""
         return format_error(f"{path}: the index of another checkpoint", self.join(path))
 
     def _check_patterns(
@@ -341,7 +360,8 @@ class CheckpointFiles:
     ) -> None:
         """Raise FormatError if an index's pattern or parts differ from the manifest's.
 
-        `summaries`: the manifest's part of each index that was read, by rank.
+        `summaries`: pattern and parts of each index that was read, by rank. All ranks of a pattern
+        must have the same.
         """
         for pattern in manifest.patterns or ():
             first = None
@@ -380,7 +400,10 @@ class CheckpointFiles:
         ]
 
     def discard(self, generation: str, rank: int | None = None) -> list[str]:
-        """Delete the files of an uncommitted save, of one rank or of all ranks."""
+        """Delete the files of the uncommitted save `generation`; return their paths.
+
+        `rank`: delete only this rank's; None: all.
+        """
         shard = f".{generation}-" if rank is None else f".{generation}-{rank}.safetensors"
         index = f"index/{generation}." + ("" if rank is None else f"{rank}.json")
         paths = [path for path in self.known_files() if shard in path or path.startswith(index)]
@@ -398,7 +421,7 @@ class CheckpointFiles:
         return sorted(paths + orphaned_marks(names, [name for name in names if root_of(name)]))
 
     def foreign_files(self) -> list[str]:
-        """Return the paths of files that mlstate did not write, and of linked subfolders."""
+        """Return the sorted paths of files that mlstate did not write, and of linked subfolders."""
         linked = self.folder.list_links(FOLDERS)
         foreign = [
             f"{part}/{name}"
@@ -420,17 +443,18 @@ class CheckpointFiles:
         merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
         roots: Mapping[str, Manifest] = _NONE,
     ) -> set[str]:
-        """Return the paths of all shard files and indexes that any root needs; raise if unknown.
+        """Return the paths of all shard files and indexes that any root (manifest) needs.
 
-        Roots in `without` do not count. `merged_indexes` by generation and `roots` by path are
-        already read; only a process that holds the lock may pass `roots`, because they can change
-        otherwise.
+        Roots in `without` do not count. `merged_indexes` (by generation) and `roots` (by path) were
+        read before; only a process that holds the lock may pass `roots`, because they can change
+        otherwise. Raises if a root cannot be read.
         """
         needed: set[str] = set()
         names = [root.path for root in self.list_roots() if root not in without]
         seen = set()
 
         def add_files(manifest: Manifest) -> None:
+            """Add the files of a root, unless its generation was added before."""
             if manifest.generation not in seen:
                 merged = merged_indexes.get(manifest.generation)
                 merged = self.load_merged_index(manifest) if merged is None else merged
@@ -456,10 +480,10 @@ class CheckpointFiles:
         merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
         roots: Mapping[str, Manifest] = _NONE,
     ) -> list[str]:
-        """Delete the shard files and indexes that no root needs; the caller holds the lock.
+        """Delete the shard files and indexes that no root (manifest) needs.
 
-        `merged_indexes`, `roots`: those already read, by generation and path. Returns the deleted
-        paths, in a dry run those to delete.
+        The caller holds the lock. `merged_indexes`, `roots`: as for `needed_files`. Returns the
+        deleted paths, in a dry run those that would be deleted.
         """
         dead = sorted({*self.known_files()} - self.needed_files((), merged_indexes, roots))
         return dead if dry_run else self.remove(dead)
@@ -467,7 +491,7 @@ class CheckpointFiles:
     def delete_unfinished(self, generation: str, before: Manifest | None) -> None:
         """Delete the files of the save `generation`, whose writer died, if it was not committed.
 
-        `before`: the manifest at the folder's top, which has no root, or None.
+        If it was, files that no root needs are deleted. `before`: the current manifest, or None.
         """
         named = {root.generation for root in self.list_roots()}
         if before is not None:
@@ -480,7 +504,7 @@ class CheckpointFiles:
             self.discard(generation)
 
     def delete_roots(self, roots: list[Root]) -> None:
-        """Delete roots and their marks durably; only then may their files be deleted."""
+        """Delete roots (manifests of steps) and their marks durably, before any of their files."""
         if not roots:
             return
         steps = self._steps_of(roots) if is_logged("INFO") else []
@@ -506,7 +530,7 @@ class CheckpointFiles:
     # root may name the same files. So each rank finds its garbage in its own indexes.
 
     def read_all_roots(self) -> list[Manifest]:
-        """Return all roots, without duplicate generations.
+        """Return the manifests of all roots, each generation once.
 
         Raises FormatError if another program wrote a root: the needed files are unknown then.
         """
@@ -520,9 +544,9 @@ class CheckpointFiles:
         return list(manifests.values())
 
     def _index_files(self, which: Generation, rank: int) -> tuple[str, set[str]]:
-        """Return the path of one rank's index, and the paths of the files that it names.
+        """Return the path of one rank's index of the save `which`, and the paths that it names.
 
-        `which`: the save. Raises FormatError if the index is another one's.
+        Raises FormatError if the index is of another save.
         """
         path = f"index/{which.generation}.{rank}.json"
         merged = _core.MergedIndex((self.folder.read(path),), (self.join(path),))
@@ -532,17 +556,18 @@ class CheckpointFiles:
         return path, set(merged.files())
 
     def delete_generations(self, manifests: list[Manifest]) -> None:
-        """Delete the files of deleted roots that no other root needs, of all ranks."""
+        """Delete the files of deleted roots' `manifests` that no other root needs, of all ranks."""
         plan = generations_to_delete(manifests, self.read_all_roots())
         self.delete_own_files(0, 1, plan["gone"], plan["kept"])
 
     def delete_own_files(
         self, rank: int, world_size: int, replaced: list[Generation], remaining: list[Generation]
     ) -> list[str]:
-        """Delete a rank's files of deleted generations; low ranks also handle missing ranks.
+        """Delete a rank's files of the saves `replaced` that the saves `remaining` do not need.
 
-        A rank that does not exist in the current group is handled by the rank with its number
-        modulo `world_size`. If an index cannot be read, no file of its rank is deleted.
+        A rank of an old save that this group of `world_size` ranks lacks is handled by the rank
+        with its number modulo `world_size`. Returns the deleted paths. Raises if an index cannot be
+        read; no file of that index's rank is deleted then.
         """
         deleted = []
         worlds = [which.world_size for which in replaced]
@@ -576,16 +601,16 @@ class CheckpointFiles:
         return self.folder.exists(mark_path(root_path(manifest)))
 
     def mark(self, root: str) -> None:
-        """Mark the step of a root under ``roots/``; one that cannot be written stays as it is."""
+        """Mark the step of the root at the path `root`; do nothing if that cannot be written."""
         try:
             self.folder.add_empty(mark_path(root))
         except StoreError as error:
             log("INFO", "%s: the damaged step %s cannot be marked: %s", self.path, root, error)
 
     def mark_steps(self, generation: str, damaged: Collection[str]) -> None:
-        """Mark the step of a damaged generation, and others that need one of the damaged files.
+        """Mark the step of a damaged generation, and steps that need one of the `damaged` files.
 
-        A marked step is not counted by managers.
+        Managers do not count a marked step.
         """
         for root in self.list_roots():
             is_damaged = root.generation == generation

@@ -23,6 +23,7 @@ _LEVEL = 1
 
 
 def _zstandard() -> ModuleType:
+    """Return the package zstandard; the ImportError names the extra to install."""
     try:
         import zstandard
     except ImportError:
@@ -31,7 +32,7 @@ def _zstandard() -> ModuleType:
 
 
 def check(name: str | None) -> None:
-    """Raise if a codec is unknown, or its package is not installed."""
+    """Raise ValueError for an unknown codec, ImportError if its package is missing."""
     if name is not None and name not in NAMES:
         raise ValueError(f"compress must be 'zlib', 'zstd' or None, got {name!r}")
     if name == "zstd":
@@ -39,7 +40,10 @@ def check(name: str | None) -> None:
 
 
 def encode(name: str, data: Buffer, room: int) -> bytes:
-    """Compress `data`; the caller discards a result longer than `room`."""
+    """Return the compressed bytes of `data`.
+
+    `room`: longest useful result; the caller discards a longer one.
+    """
     if name == "zlib":
         return zlib.compress(data, _LEVEL)
     result: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(data)
@@ -55,9 +59,10 @@ def decode(name: str, data: Buffer, size: int) -> bytes:
 
 
 def _inflate(data: Buffer, size: int) -> bytes:
-    """Decode a zlib block to exactly `size` bytes; raises ValueError if it has other ones."""
+    """Decompress a zlib block to exactly `size` bytes; raise ValueError if it has more or fewer."""
     stream = zlib.decompressobj()
     try:
+        # One byte more than allowed shows that there are too many.
         result = stream.decompress(data, size + 1)
     except zlib.error as error:
         raise ValueError(f"zlib cannot decode it: {error}") from None
@@ -67,7 +72,7 @@ def _inflate(data: Buffer, size: int) -> bytes:
 
 
 def _decode_zstd(data: Buffer, size: int) -> bytes:
-    """Decode a zstd block to exactly `size` bytes; raises ValueError if it has other ones."""
+    """Decompress a zstd block to exactly `size` bytes; raise ValueError if it has more or fewer."""
     zstandard = _zstandard()
     try:
         # the header declares the content and window sizes; check both before trusting them, as

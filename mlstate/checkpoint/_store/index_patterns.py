@@ -26,16 +26,20 @@ _WHOLE = (None, 0, 0)  # a cutting: all of each tensor
 
 
 def pattern_of(text: bytes) -> dict[str, Any]:
-    """Return a rank's report of its index: digest of the pattern (or None), and parts."""
+    """Return the report of a rank's index: digest of its pattern, and its part of each group.
+
+    `text`: the bytes of the index. The digest is None, without parts, for an index with too many
+    groups.
+    """
     [summary] = patterns_of(_core.MergedIndex((text,), ("index",)))
     return {"pattern": None, "parts": ()} if summary is None else summary._asdict()
 
 
 def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]]:
-    """Return the ranks that store each part of a tensor, by part.
+    """Return the ranks that store each part of a tensor, by the number of the part.
 
-    `places`: from a merged index that has one index for each pattern: pairs of C integers, the
-    pattern and the tensor's group in it.
+    `places`: which patterns list the tensor, as bytes of pairs of C unsigned ints: a number in
+    `patterns`, and the tensor's group in it.
     """
     owners: dict[int, list[int]] = {}
     for index, group in struct.iter_unpack("=II", places):
@@ -48,7 +52,10 @@ def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]
 def _all_owners(
     merged: _core.MergedIndex, patterns: Sequence[Pattern] | None
 ) -> list[dict[int, list[int]]]:
-    """Return the owners of each tensor; without patterns the merged index has all ranks."""
+    """Return the owners of each tensor of `merged`: the ranks by part.
+
+    `patterns`: None if the merged index has the indexes of all ranks.
+    """
     if patterns is not None:
         owners = lru_cache(None)(partial(owners_of, patterns=patterns))
         return [owners(places) for places in merged.places()]
@@ -59,7 +66,10 @@ def _all_owners(
 
 
 def check_complete(merged: _core.MergedIndex, patterns: Sequence[Pattern] | None) -> None:
-    """Raise FormatError if no rank stores some part of a tensor that has elements."""
+    """Raise FormatError if no rank stores some part of a tensor that has elements.
+
+    `patterns`: None if the merged index has the indexes of all ranks.
+    """
     every = zip(merged.tensors(), _all_owners(merged, patterns), strict=True)
     for (section, key, name, state, _, _, layout, *_), owners in every:
         parts = prod(count for _, count in layout)
@@ -84,12 +94,12 @@ def check_complete(merged: _core.MergedIndex, patterns: Sequence[Pattern] | None
 def with_patterns(
     files: CheckpointFiles, manifest: Manifest, reports: Sequence[dict[str, Any]]
 ) -> tuple[Manifest, _core.MergedIndex]:
-    """Add the patterns, groups of ranks with alike indexes, to a manifest; return it and an index.
+    """Add the patterns, groups of ranks with alike indexes, to a manifest.
 
-    `reports`: what each rank wrote, with its pattern. The merged index has one index of each
-    pattern, so it lists all tensors. If an index has no pattern, the manifest gets no patterns, and
-    the merged index has the indexes of all ranks. Raises FormatError if the indexes do not form one
-    checkpoint, or lack a part of a tensor.
+    `reports`: what each rank wrote, with its pattern. Returns the manifest, and a merged index with
+    one index of each pattern, which lists all tensors. If an index has no pattern, the manifest
+    gets none, and the merged index has the indexes of all ranks. Raises FormatError if the indexes
+    do not form one checkpoint, or lack a part of a tensor.
     """
     ranks_of: dict[str | None, list[int]] = {}
     for rank, report in enumerate(reports):

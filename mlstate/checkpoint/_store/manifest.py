@@ -16,7 +16,7 @@ from .weight_files import WeightFiles
 FORMAT = "mlstate.manifest"
 VERSION = 2
 _START = b'{"checksum":"00000000"'
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 256 << 20  # of a manifest
 _MOST_RANKS = 1 << 24
 _INT64 = (1 << 63) - 1
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
@@ -61,7 +61,10 @@ class Manifest(NamedTuple):
 
 
 def build(manifest: Manifest) -> bytes:
-    """Return the bytes of a manifest: JSON with its checksum; raise if a value is invalid."""
+    """Return the bytes of a manifest: JSON with its checksum.
+
+    Raises ValueError for a number that JSON cannot hold.
+    """
     import json
 
     indexes = manifest.indexes
@@ -98,9 +101,10 @@ def _member(
     most: int = _INT64,
     pattern: re.Pattern[str] | None = None,
 ) -> Any:
-    """Return a member of a JSON object; raise unless it has a type, and the range or pattern.
+    """Return the member `name` of a JSON object; raise `_WrongError` if it is missing or wrong.
 
-    `least`, `most`: range of an int. `pattern`: of a str.
+    `kind`: its type; bool is not an int here. `least`, `most`: range of an int; None has no range.
+    `pattern`: of a str.
     """
     if name not in members:
         raise _WrongError(f'"{name}" is missing')
@@ -116,6 +120,10 @@ def _member(
 
 
 def _kind(members: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str, Any] | None:
+    """Return the member `name`, the description of a state; None if the state was not saved.
+
+    `kinds`: the values that its own member "kind" may have.
+    """
     value = _member(members, name, (dict, type(None)))
     if value is not None and _member(value, "kind", str) not in kinds:
         raise _WrongError(f'"{name}" has an unknown kind: {value["kind"]!r}')
@@ -140,7 +148,7 @@ def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
 
 
 def _numbers(values: Any, name: str, count: int, least: int = 0) -> list[int]:
-    """Return `values` if they are `count` integers of at least `least`; `name`: for errors."""
+    """Return `values` if they are a list of `count` ints from `least` on; `name`: for errors."""
     if not isinstance(values, list) or len(values) != count:
         raise _WrongError(f'"{name}" must be a list of {count} numbers')
     if not {int}.issuperset(map(type, values)):
@@ -153,7 +161,7 @@ def _numbers(values: Any, name: str, count: int, least: int = 0) -> list[int]:
 def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple[IndexRecord, ...]:
     """Return each rank's record of its index file: path, size, checksum, counts.
 
-    `members`: the manifest's JSON object.
+    `members`: the manifest's JSON object, for `world_size` ranks. `generation` is in the paths.
     """
     listed = _member(members, "indexes", dict)
     crcs: str = _member(listed, "crc32c", str, pattern=_CRCS)
@@ -194,7 +202,10 @@ def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] |
 
 
 def _read(document: Any) -> Manifest:
-    """Return the manifest of parsed JSON; raise `_WrongError` at the first invalid member."""
+    """Return the manifest in the parsed JSON `document`; raise `_WrongError` if invalid.
+
+    The error names the first invalid member.
+    """
     if not isinstance(document, dict):
         raise _WrongError("the text is not a JSON object")
     if _member(document, "format", str) != FORMAT:
@@ -221,9 +232,10 @@ def _read(document: Any) -> Manifest:
 
 
 def parse(data: bytes, path: str = MANIFEST) -> Manifest:
-    """Parse a manifest; raise FormatError or ChecksumError, with `path`, if it is invalid.
+    """Return the manifest in the bytes `data`; raise FormatError or ChecksumError if invalid.
 
-    A RecursionError means that the caller's stack is nearly full, not that the manifest is bad.
+    `path`: for errors. A RecursionError means that the caller's stack is nearly full, not that the
+    manifest is bad.
     """
     import json
 
@@ -242,6 +254,9 @@ def parse(data: bytes, path: str = MANIFEST) -> Manifest:
 
 
 def build_checked(manifest: Manifest, folder: str) -> tuple[bytes, Manifest]:
-    """Return the text of a folder's manifest, and the manifest as readers will parse it."""
+    """Return the bytes of a manifest, and the manifest as readers will parse it.
+
+    `folder`: path for the error if they would not.
+    """
     data = build(manifest)
     return data, parse(data, os.path.join(folder, MANIFEST))

@@ -13,7 +13,10 @@ GLOB = re.compile(r"[*?\[]")
 
 
 def listed_names(names: str | Iterable[str] | None) -> list[str] | None:
-    """Return the caller's `names`, one or several, as a list; None for None."""
+    """Return the caller's `names`, one or several, as a list; None for None.
+
+    Raises TypeError for names that are not str.
+    """
     if names is None:
         return None
     if not hasattr(names, "__iter__"):
@@ -26,9 +29,13 @@ def listed_names(names: str | Iterable[str] | None) -> list[str] | None:
 
 
 def _compile_glob(name: str, state: bool) -> re.Pattern[str]:
-    """Return a pattern for keys that match a glob, and for optimizer states of such keys."""
+    """Return a pattern for keys that match the glob `name`.
+
+    `state`: match also keys that continue such a key with a dot and the name of a state.
+    """
     import fnmatch
 
+    # `translate` ends its pattern with \Z or \z, which the suffix must precede.
     suffix = r"(?:\.[^.]*)?" if state else ""
     glob = re.sub(r"\\[Zz]$", "", fnmatch.translate(name))
     return re.compile(rf"(?s:{glob}{suffix})\Z")
@@ -37,7 +44,7 @@ def _compile_glob(name: str, state: bool) -> re.Pattern[str]:
 def _find_named(ordered: list[str], name: str) -> list[str]:
     """Return the key with exactly this name and the keys of the layer with this name.
 
-    `ordered` is sorted.
+    `ordered`: all keys, sorted.
     """
     at = bisect_left(ordered, name)
     exact = ordered[at : at + 1] if ordered[at : at + 1] == [name] else []
@@ -54,13 +61,18 @@ class Names:
     """
 
     def __init__(self, listed: list[str] | None, *sections: list[str]) -> None:
+        """Find out which of the listed names are globs; the class describes the parameters."""
         self.listed = listed
         globs = list(filter(GLOB.search, listed or ()))
         ordered = [sorted(keys) for keys in sections if globs]
         self._globs = {name for name in globs if not any(_find_named(o, name) for o in ordered)}
 
     def select(self, keys: list[str], section: int) -> tuple[list[str], set[str]]:
-        """Return the keys that the names select, and the names that select at least one."""
+        """Return the selected ones of `keys`, and the listed names that select at least one.
+
+        `section`: 1 for the optimizer, whose states are selected by globs of parameters too. If all
+        are selected, the second result is empty.
+        """
         if self.listed is None:
             return keys, set()
         ordered = sorted(keys)

@@ -35,7 +35,10 @@ def is_url(path: object) -> TypeGuard[str]:
 
 
 def _check_url(text: str) -> str:
-    """Return the URL of a checkpoint without a slash at the end; raise ValueError if invalid."""
+    """Return the URL of a checkpoint without a slash at the end; raise ValueError if invalid.
+
+    Errors repeat no part that may hold credentials.
+    """
     match = _URL.match(text)
     assert match is not None
     scheme, rest = match[1].lower(), match[2]
@@ -92,8 +95,9 @@ def open_folder(
 ) -> Folder:
     """Return the folder of a checkpoint, by a local path or a URL; no file is opened.
 
-    With `reads`, the path may name a safetensors file, or the index of a Hugging Face folder; its
-    folder has the attribute `file` then.
+    With `reads`, the path may name a safetensors file, or the index of a Hugging Face folder; the
+    folder's attribute `file` is then this name. Raises ValueError for an invalid URL, or for
+    options of a local path.
     """
     if isinstance(path, StoreURL):
         folder = path.folder
@@ -132,9 +136,9 @@ def open_files(
     *,
     reads: bool = False,
 ) -> CheckpointFiles:
-    """Return the files of the checkpoint at a path or URL, as an object; nothing is read.
+    """Return the files of the checkpoint at a path or URL; nothing is read.
 
-    `storage_options`: of a store. `reads`: the caller only reads, also weights of other programs.
+    `reads`: the caller only reads, so that the path may be of weights of other programs.
     """
     return CheckpointFiles(open_folder(path, storage_options, reads=reads))
 
@@ -145,9 +149,9 @@ def open_target(
     *,
     any_suffix: bool = False,
 ) -> CheckpointFiles:
-    """Return the files of a checkpoint to write.
+    """Return the files of a checkpoint to write; nothing is read or written.
 
-    Without `any_suffix`, the name of another format's file is refused.
+    Without `any_suffix`, raises ValueError for the name of another format's file.
     """
     files = open_files(path, storage_options)
     if not isinstance(files.path, str):
@@ -171,7 +175,10 @@ class RootPath(NamedTuple):
 def open_root_path(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> RootPath:
-    """Return the open folder and root for a path; a `RootPath` is opened anew with options."""
+    """Return the open folder and root for a path.
+
+    A `RootPath` is returned as it is, or with other `storage_options` opened again.
+    """
     if not isinstance(path, RootPath):
         return RootPath(open_files(path, storage_options, reads=True))
     if storage_options is None:
@@ -202,7 +209,10 @@ _FILE_SUFFIXES = frozenset(
 
 
 def refuse_file_name(files: CheckpointFiles) -> None:
-    """Raise ValueError for a new folder whose name has the suffix of another format's files."""
+    """Raise ValueError for a new folder whose name has the suffix of another format's files.
+
+    A folder that has a checkpoint already may have such a name.
+    """
     suffix = os.path.splitext(files.path)[1].lower()
     if suffix not in _FILE_SUFFIXES or files.folder.has_checkpoint():
         return
@@ -218,7 +228,7 @@ def refuse_file_name(files: CheckpointFiles) -> None:
 
 
 def refuse_existing(folder: Folder, overwrite: bool) -> None:
-    """Raise StoreError (EEXIST) if a path exists, except an empty folder or with `overwrite`."""
+    """Raise StoreError (EEXIST) if a path exists; an empty folder, or `overwrite`, is accepted."""
     if not overwrite and not folder.is_empty():
         raise store_error(
             FileExistsError(

@@ -30,7 +30,7 @@ class Indexes:
     def __init__(self, files: CheckpointFiles, manifest: Manifest, rank: int | None) -> None:
         """Read the first indexes: one for each pattern of ranks, or all if no patterns are known.
 
-        `rank`: prefer this rank's index among equal ones; None: the first.
+        `rank`: prefer this rank's index among equal ones; None: the lowest rank's.
         """
         self._files = files
         self._manifest = manifest
@@ -62,7 +62,11 @@ class Indexes:
             self.merged_index = self._read(self.ranks)
 
     def _owners_of(self, places: bytes, parts: set[int]) -> set[int]:
-        """Return ranks that store the given parts of a tensor; without parts, one that lists it."""
+        """Return ranks whose indexes list the parts `parts` of a tensor.
+
+        `places`: of the tensor, as for `owners_of`. If no rank stores one of the parts, this is a
+        rank that lists the tensor.
+        """
         if places not in self._owners:
             self._owners[places] = owners_of(places, self._patterns)
         owners = self._owners[places]
@@ -70,7 +74,10 @@ class Indexes:
         return ranks_found or {self._first[int.from_bytes(places[:4], sys.byteorder)]}
 
     def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
-        """Read the indexes that list the requested parts, given as section, keys and cutting."""
+        """Read the indexes that list the requested parts; `merged_index` then has these only.
+
+        `requests`: number of the section, keys, and how these are cut. Earlier requests stay in it.
+        """
         if len(self.ranks) == self._manifest.world_size:
             return
         # a tensor with more parts than this cannot be complete

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def find_checksums(folder: Folder) -> Checksums | None:
-    """Return the checksums of a folder, or of the one file that its URL or path names."""
+    """Return the checksums of a folder, or of the one file that the caller's path names.
+
+    None if `checksum` was not called for it.
+    """
     if folder.is_local:
         if folder.file and not is_index(folder.file):
             recorded = find_of_file(os.path.join(folder.path, folder.file))
@@ -47,7 +50,10 @@ def changed_text(data: bytes, record: Record) -> str:
 
 
 def require_index(folder: Folder, root: str, data: bytes) -> None:
-    """Raise ChecksumError if an index (`data`, of the file `root`) differs from its checksum."""
+    """Raise ChecksumError if the index file `root` differs from its checksum.
+
+    `data`: its bytes. Nothing happens without a checksum.
+    """
     checksums = find_checksums(folder)
     if checksums is not None and root in checksums.records:
         text = changed_text(data, checksums.records[root])
@@ -58,9 +64,9 @@ def require_index(folder: Folder, root: str, data: bytes) -> None:
 
 
 def records_of(folder: Folder, files: tuple[str, ...]) -> tuple[Record | None, ...]:
-    """Return the checksums' records of these files; () if the folder has no checksums.
+    """Return the checksums' record of each file; () if the folder has no checksums.
 
-    A file that the checksums do not list causes a warning.
+    A file that the checksums do not list has None, and causes a warning.
     """
     checksums = find_checksums(folder)
     if checksums is None:

@@ -45,7 +45,7 @@ class WeightFiles(NamedTuple):
     missing: tuple[str, ...] = ()  # of `files`, those that do not exist
 
     def missing_error(self, folder: Folder, text: str = "") -> StoreNotFoundError:
-        """Return the error for missing files; `text` names the needed tensors."""
+        """Return the error for missing files; `text`, at its start, names the needed tensors."""
         first = os.path.join(folder.path, self.missing[0])
         count = f"{len(self.missing)} of the {len(self.files)} files of {self.root} do not exist: "
         remedy = "; download or copy the folder again, or load the tensors of the others by names="
@@ -53,6 +53,7 @@ class WeightFiles(NamedTuple):
 
 
 def _wrong(folder: Folder, root: str, text: str) -> FormatError:
+    """Return a FormatError about the file `root` of a folder."""
     return format_error(f"{root}: {text}", os.path.join(folder.path, root))
 
 
@@ -61,7 +62,7 @@ def _warn(folder: Folder, root: str, text: str) -> None:
 
 
 def listed(names: tuple[str, ...] | list[str]) -> str:
-    """Return the first names as text, and the number of the others."""
+    """Return the first three names as text, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + more
 
@@ -70,7 +71,10 @@ def listed(names: tuple[str, ...] | list[str]) -> str:
 
 
 def _check_file_name(folder: Folder, root: str, tensor: str, name: Any, suffix: str) -> None:
-    """Raise unless `name`, the file of a tensor in an index, is one in the folder itself."""
+    """Raise FormatError unless `name`, the file of `tensor` in an index, is in the folder itself.
+
+    `root`: the index. `suffix`: that files of the format have.
+    """
     if not isinstance(name, str):
         text = f"the file of {tensor!r} is {name!r}, not a file name"
     elif "/" in name or "\\" in name or "\0" in name or not name.endswith(suffix):
@@ -85,7 +89,10 @@ def _check_file_name(folder: Folder, root: str, tensor: str, name: Any, suffix: 
 
 
 def parse_index(folder: Folder, root: str, data: bytes, suffix: str = SUFFIX) -> WeightFiles:
-    """Return the files and tensors that an index lists; raise FormatError if it is malformed."""
+    """Return the files and tensors that an index lists; raise FormatError if it is malformed.
+
+    `root`: its name. `data`: its bytes. `suffix`: that all its files must have.
+    """
     import json
 
     try:
@@ -107,9 +114,10 @@ def parse_index(folder: Folder, root: str, data: bytes, suffix: str = SUFFIX) ->
 
 
 def list_set(folder: Folder, root: str) -> WeightFiles:
-    """Return the numbered files of a folder of weights that has no index; warn of missing ones.
+    """Return the numbered files of a folder without an index; warn if some are missing.
 
-    `root`: the name pattern of the set.
+    `root`: the name pattern of the set. A warning names this case too if all exist. Raises
+    FormatError for wrong numbers.
     """
     try:
         files, missing = set_files(folder.names(""), root)
@@ -125,7 +133,10 @@ def list_set(folder: Folder, root: str) -> WeightFiles:
 
 
 def _check_unlisted(folder: Folder, weights: WeightFiles) -> None:
-    """Raise if an index leaves out files that its listed files belong to (1 of 3, 2 of 3)."""
+    """Raise FormatError if an index lists some files of a set, such as 1 of 3, but not all.
+
+    `weights`: the files of the index.
+    """
     sets = {set_of(name) for name in weights.files} - {None}
     unlisted = [name for name in unlisted_files(folder, weights) if set_of(name) in sets]
     if unlisted:
@@ -140,7 +151,7 @@ def _check_unlisted(folder: Folder, weights: WeightFiles) -> None:
 def unlisted_files(folder: Folder, weights: WeightFiles) -> list[str]:
     """Return the safetensors files of the folder that the weights do not include.
 
-    Of one file in a store there are none: the folder may hold anything else.
+    None if the caller named one file, or in a store: such a folder may hold anything else.
     """
     if weights.tensors is None and (folder.file or not folder.is_local):
         return []
@@ -152,7 +163,7 @@ def unlisted_files(folder: Folder, weights: WeightFiles) -> list[str]:
 
 
 def _generation(infos: Mapping[str, FileInfo]) -> tuple[str, float]:
-    """Return a text that changes if any file is replaced, and the time of the newest file."""
+    """Return 16 hex digits that change if any file is replaced, and the newest file's time."""
     import hashlib
 
     facts = [(name, *info.identity) for name, info in infos.items()]
@@ -161,7 +172,7 @@ def _generation(infos: Mapping[str, FileInfo]) -> tuple[str, float]:
 
 
 def _read_texts(folder: Folder, name: str) -> dict[str, str]:
-    """Return the texts in the header of a safetensors file; {} if it is damaged or was replaced.
+    """Return the metadata in a safetensors file's header; {} if it is damaged or was replaced.
 
     Reading its tensors reports the damage.
     """
@@ -173,7 +184,12 @@ def _read_texts(folder: Folder, name: str) -> dict[str, str]:
 
 
 def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
-    """Return the manifest of files of another program; `data` is the content of their index."""
+    """Return a manifest that describes files of another program, as if `save` had written them.
+
+    `root`: a file, an index, or a pattern of numbered files. `data`: the bytes of the index, None
+    without one. Only the first file's header is read. Missing files are listed in
+    `weights.missing`; raises StoreError if the only file is missing.
+    """
     import datetime
 
     from .manifest import IndexRecord, Manifest
@@ -216,9 +232,10 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
 
 
 def without_missing(folder: Folder, manifest: Manifest, names: list[str] | None) -> Manifest:
-    """Return the manifest without missing files; raise if the load of these names needs them.
+    """Return the manifest without missing files; raise if a load of `names` needs one of them.
 
-    A partial download is read in this way. Its index tells which tensors are in missing files.
+    None as `names` (all tensors) changes nothing. So a partial download can be read: its index
+    lists the tensors of missing files.
     """
     weights = manifest.weights
     if weights is None or not weights.missing or names is None:
@@ -240,8 +257,8 @@ def without_missing(folder: Folder, manifest: Manifest, names: list[str] | None)
 def read_merged_index(folder: Folder, manifest: Manifest, checked: bool) -> _core.MergedIndex:
     """Read the headers of all files, and return them as a merged index.
 
-    If they are `checked`, the headers are compared with the checksums of `checksum`, and the index
-    includes the checksums of the tensors.
+    `checked`: compare the headers with the checksums of `checksum`, and include the checksums of
+    the tensors in the index. Raises if a file is missing; warns of differences from the index file.
     """
     weights = manifest.weights
     assert weights is not None
@@ -262,8 +279,8 @@ def read_merged_index(folder: Folder, manifest: Manifest, checked: bool) -> _cor
 def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
     """Raise FormatError if several files hold a tensor with different bytes.
 
-    A tensor of an unknown dtype is not compared: only loading it is an error. Memory: two tensors
-    at a time, or mapped files.
+    A tensor of an unknown dtype is not compared: only loading it is an error. This needs memory for
+    two tensors, unless files are mapped.
     """
     indexes: dict[str, _core.MergedIndex] = {}
     copies = merged.copies()
@@ -291,6 +308,7 @@ def bytes_of(array: Any) -> memoryview:
 
 
 def _copy_error(folder: Folder, key: str, file: str, first_file: str) -> FormatError:
+    """Return the FormatError for a tensor that `file` and `first_file` hold with other bytes."""
     text = f"{key!r} has other bytes than in {first_file}: parts of a tensor are not joined; move "
     error = _wrong(folder, file, text + "one of the files away")
     error.name = key
@@ -305,7 +323,8 @@ def warn_of_differences(
 ) -> None:
     """Warn the user if an index of weights differs from the headers of its files.
 
-    `files_by_name`: file of each tensor, from the headers. `copies`: (tensor, file) of duplicates.
+    `files_by_name`: file of each tensor, from the headers. `copies`: (tensor, file) for tensors
+    that a second file holds too.
     """
     tensors = weights.tensors or {}
     wrong = [
@@ -335,7 +354,10 @@ def warn_of_differences(
 
 
 def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Exception | None:
-    """Return the error if `name` selects only tensors of the index that no file holds, or None."""
+    """Return an error if `name` selects tensors that the index lists but no file holds; or None.
+
+    `weights`: None if the checkpoint is of mlstate. `folder`: path for the error.
+    """
     tensors = {} if weights is None else weights.tensors or {}
     chosen, _ = Names([name], list(tensors)).select(list(tensors), 0)
     if weights is None or not chosen:

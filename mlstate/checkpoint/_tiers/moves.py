@@ -49,7 +49,10 @@ _TRIES = 16  # attempts to free space that other threads keep taking
 
 
 def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
-    """Return the caller's model and optimizer as mappings, and the torch optimizer or None."""
+    """Return the caller's model and optimizer as mappings, and the torch optimizer or None.
+
+    Tensors in the mappings are the module's own. Raises TypeError for other arguments.
+    """
     module = None
     if is_module(model):
         module, model = model, model.state_dict(keep_vars=True)
@@ -80,7 +83,8 @@ class TierMoves:
     ) -> None:
         """Initialise the attributes of every instance; files and arrays are not touched.
 
-        `full` are the bytes of the units; a budget may be a fraction of them.
+        `hot`, `warm`: the caller's budgets. `full`: bytes of all units; a budget may be a fraction
+        of it. None: unknown.
         """
         self._budgets = {
             tier: parse_budget(f"{tier}_budget_bytes", size, full, "the units")
@@ -103,7 +107,10 @@ class TierMoves:
         )
 
     def _prepare_states(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
-        """Return the user's states as mappings, and the torch optimizer; choose the device."""
+        """Return the user's states as mappings, and the torch optimizer; choose the device.
+
+        Their classes and attributes are kept for `state_dicts`.
+        """
         prepared = given_states(model, optimizer)
         if prepared[2] is not None:
             optimizer = OptimizerStateDict.from_torch(optimizer, model)
@@ -119,12 +126,20 @@ class TierMoves:
         return prepared
 
     def _choose_device(self, values: list[Any], device: Any = None) -> None:
+        """Choose the device of the hot tier, once: `device`, or by the arrays in `values`.
+
+        Without torch, it stays None, which means main memory.
+        """
         if self._device is None and (device is not None or "torch" in sys.modules):
             arrays = [v.array if isinstance(v, Shard) else v for v in values]
             self._device = backend_named("torch", TierBackend).accelerator(arrays, device)
 
     def _make_units(self, model: Any, optimizer: Any) -> list[Unit]:
-        """Return the new units; raise for invalid ones before anything is changed."""
+        """Return the new units of the states; nothing is changed yet.
+
+        Raises ValueError if a unit exists already, or if two share an array, and CapacityError if
+        one exceeds both budgets.
+        """
         states = [None if state is None else StateDict(state) for state in (model, optimizer)]
         for state in states:
             refuse_given_away(state or {})
@@ -146,11 +161,12 @@ class TierMoves:
         return units
 
     def _is_on_device(self, array: Any) -> bool:
+        """Return whether an array is in the memory of the hot tier's accelerator."""
         kind = getattr(getattr(array, "device", None), "type", "cpu")
         return self._device is not None and kind == self._device.type != "cpu"
 
     def _check_alone(self, unit: Unit) -> None:
-        """Raise CapacityError if a unit exceeds both budgets, so it could never be used."""
+        """Raise CapacityError if a unit exceeds both budgets, so that it could never be used."""
         budgets = self._budgets
         if len(budgets) == 2 and all(unit.nbytes > budget.nbytes for budget in budgets.values()):
             hot, warm = (budget.text(budget.nbytes) for budget in budgets.values())
@@ -162,6 +178,7 @@ class TierMoves:
             raise error
 
     def _open_directory(self) -> None:
+        """Create the folder if it does not exist, and take its lock; raise StoreError."""
         try:
             make_path(self._directory)
         except OSError as error:
@@ -169,6 +186,7 @@ class TierMoves:
         self._lock_directory()
 
     def _lock_directory(self) -> None:
+        """Take the writers' lock of the folder; `_close` releases it, at the latest at exit."""
         lock = WriterLock(LocalFolder(self._directory), "folder of tiers")
         self._close = weakref.finalize(self, lock.release)  # before acquire, for interrupts
         lock.acquire()
@@ -178,7 +196,10 @@ class TierMoves:
         return sorted(name for name in names if name.endswith(SUFFIX))
 
     def _refuse_or_discard(self, discard: bool) -> None:
-        """Raise if the folder has units of an earlier process, or delete them if `discard`."""
+        """Delete the units of an earlier process if `discard`, else raise StoreError (EEXIST).
+
+        Temporary files are deleted in any case.
+        """
         self._folder.remove(self._folder.temporary_files())
         units = [f for f in self._files() if is_unit_file(os.path.join(self._directory, f))]
         if discard:
@@ -195,7 +216,7 @@ class TierMoves:
             )
 
     def _refuse_existing_files(self, units: list[Unit]) -> None:
-        """Raise StoreError if the file of a new unit exists already: it is another program's."""
+        """Raise StoreError (EEXIST) if the file of a new unit exists: another program wrote it."""
         existing = set(self._files())
         for unit in units:
             if unit.file in existing:
@@ -212,9 +233,9 @@ class TierMoves:
         return os.path.join(self._directory, unit.file)
 
     def _open_units(self) -> None:
-        """Take over the unit files of an earlier process.
+        """Take over the unit files of an earlier process as cold units.
 
-        A damaged one is left out with a warning.
+        A damaged file is left out with a warning.
         """
         import warnings
 
@@ -228,7 +249,10 @@ class TierMoves:
         self._choose_device([part.array for unit in units for part in unit.parts])
 
     def _undo_constructor(self) -> None:
-        """Undo a failed constructor: restore tensors' memory, delete the files written."""
+        """Undo a failed constructor: load the units from new files, delete these, and unlock.
+
+        Further errors are ignored, so that the first one is raised.
+        """
         written = [unit for unit in self._units.values() if unit.tier == Tier.COLD]
         with suppress(Exception):  # the first error is raised; remaining files stay
             for unit in written:
@@ -241,7 +265,11 @@ class TierMoves:
         self._units[unit.name] = unit
 
     def _add(self, units: list[Unit]) -> None:
-        """Insert new units, and move each to the tier that its shards mark, within the budgets."""
+        """Insert new units, and move each to the tier that its shards mark, within the budgets.
+
+        A unit marked hot stays as it is if it does not fit. Of the new units, the last ones move
+        away if a budget is exceeded.
+        """
         for unit in units:
             with self._changed:
                 self._insert(unit)
@@ -262,13 +290,13 @@ class TierMoves:
                     self._move(unit, Tier.COLD)
 
     def _is_over(self, unit: Unit) -> bool:
-        """Return whether the unit's tier exceeds its budget."""
+        """Return whether the tier of `unit` exceeds its budget."""
         with self._changed:
             used, budget = self._policy.totals()[unit.tier]
             return budget is not None and used > budget
 
     def _enforce_budget(self, unit: Unit) -> None:
-        """Move other units, or this one, to a farther tier if its growth exceeds the budget."""
+        """After `unit` grew, free its tier: move less used units, or else this one, away."""
         while self._is_over(unit):
             try:
                 self._make_room(unit, unit.tier)
@@ -277,7 +305,10 @@ class TierMoves:
                 self._move(unit, FARTHER[unit.tier])
 
     def _unit(self, name: str) -> Unit:
-        """Return a unit by its name; raise if it is unknown or the state closed. Needs the lock."""
+        """Return a unit by its name; the caller holds the lock.
+
+        Raises TensorNotFoundError if it is unknown, and ValueError if the state is closed.
+        """
         if not self._close.alive:
             raise ValueError("this TieredState is closed")
         try:
@@ -290,7 +321,10 @@ class TierMoves:
         raise error
 
     def _unit_at_rest(self, name: str) -> Unit:
-        """Return a unit by name after its current move has ended; the caller holds the lock."""
+        """Return a unit by name, after its current move has ended; the caller holds the lock.
+
+        The lock is released during the wait, so the unit may be another one of the same name.
+        """
         unit = self._unit(name)
         while unit.is_moving:
             self._changed.wait()
@@ -298,23 +332,32 @@ class TierMoves:
         return unit
 
     def _refuse_used(self, unit: Unit) -> None:
+        """Raise BufferError if a block uses the unit; the caller holds the lock."""
         if self._policy[unit.name].pins:
             raise BufferError(f"unit {unit.name!r} is in use: move it after that use has ended")
 
     def _refusal(self, error: CapacityError, unit: Unit, to: Tier) -> CapacityError:
-        """Return an error of the policy with the unit's name and the budget in the user's unit."""
+        """Return the policy's error with the unit's name, and sizes in the user's form.
+
+        `to`: the tier whose budget is exceeded.
+        """
         error_raised = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
         error_raised.name = unit.name
         return error_raised
 
     def _check_fits(self, unit: Unit, to: Tier) -> None:
+        """Raise CapacityError if `unit` does not fit into the tier `to` without moving others."""
         try:
             self._policy.check_fits(unit.name, to)
         except CapacityError as error:
             raise self._refusal(error, unit, to) from None
 
     def _move(self, unit: Unit, to: Tier, *, checks: bool = False) -> bool:
-        """Move a unit; return False if it has this tier. `checks`: raise if it does not fit."""
+        """Move a unit to the tier `to`; return False if this is its tier already.
+
+        `checks`: raise CapacityError if it does not fit; otherwise the budget may be exceeded.
+        Raises BufferError if it is in use. After any error the unit is in its old tier.
+        """
         with self._changed:
             self._unit_at_rest(unit.name)
             source = unit.tier
@@ -349,7 +392,10 @@ class TierMoves:
         return True
 
     def _make_room(self, unit: Unit, to: Tier) -> None:
-        """Move the least used units out of the tier `to` until this unit fits, or raise."""
+        """Move the least used units out of the tier `to` until `unit` fits.
+
+        Raises CapacityError if it cannot fit.
+        """
         with self._making_room:
             for _ in range(_TRIES):
                 with self._changed:
@@ -367,10 +413,10 @@ class TierMoves:
             self._check_fits(unit, to)
 
     def _move_towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], operation: str) -> Tier:
-        """Move a unit to `to` (None: the next tier in `steps`), and return its tier.
+        """Move a unit to `to`, or for None to the next tier in `steps`; return its tier.
 
-        `steps`: the next tier for each, nearer or farther. Raises ValueError if `to` is the other
-        way.
+        `steps`: `NEARER` or `FARTHER`. `operation`: name of the caller's method, for the ValueError
+        if `to` is in the other direction.
         """
         with self._changed:
             unit = self._unit_at_rest(name)
@@ -384,7 +430,11 @@ class TierMoves:
         return target
 
     def _hold_unit(self, name: str, to: Tier | None) -> Unit:
-        """Bring a unit to `to` (None: a usable tier), and keep it there until it is released."""
+        """Bring a unit to `to` (None: a usable tier), and pin it there until `release`.
+
+        Raises CapacityError if it does not fit, and BufferError if other threads move it away again
+        and again.
+        """
         for _ in range(_TRIES):
             with self._changed:
                 unit = self._unit_at_rest(name)
@@ -401,7 +451,10 @@ class TierMoves:
         raise BufferError(f"unit {name!r} cannot be used: other threads keep moving it away")
 
     def _usable_tier(self, unit: Unit) -> Tier:
-        """Return a usable tier for a unit: its own, or one that can hold it."""
+        """Return the tier to use a unit in: its own, or for a cold unit the one that can hold it.
+
+        Warm is preferred to hot.
+        """
         if unit.tier != Tier.COLD:
             return unit.tier
         (_, hot), (_, warm), _ = self._policy.totals().values()
@@ -409,7 +462,10 @@ class TierMoves:
         return Tier.HOT if too_large and (hot is None or unit.nbytes <= hot) else Tier.WARM
 
     def _take_back_arrays(self, unit: Unit, used: TieredUnit) -> None:
-        """Store the arrays that the user replaced in the handle `used`, after use."""
+        """After a use, keep the arrays that the user replaced or added in the handle `used`.
+
+        A torch optimizer's new states are added, too.
+        """
         with self._changed:
             states = {}
             if self._optimizer is not None and unit.parts[0].is_tensor:

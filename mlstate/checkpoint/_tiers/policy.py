@@ -36,7 +36,7 @@ class PlacedUnit:
     __slots__ = ("name", "nbytes", "pins", "score", "tier", "used_at", "uses")
 
     def __init__(self, name: str, nbytes: int, tier: Tier) -> None:
-        """Create a unit without uses, of this size and in this tier."""
+        """Create the unit `name` of `nbytes` bytes in `tier`, without uses."""
         self.name = name
         self.nbytes = nbytes
         self.tier = tier
@@ -49,7 +49,8 @@ class PlacedUnit:
 def _rank(unit: PlacedUnit) -> tuple[int, int, int]:
     """Return a key that sorts the most used unit first; then the nearer tier, the latest use.
 
-    A unit must be used a quarter more often to displace another one from the next nearer tier.
+    The score is a quarter higher for each tier that is nearer than cold, so that a unit must be
+    used a quarter more often to displace another one from the next nearer tier.
     """
     place = TIERS.index(unit.tier)
     weight = unit.score + unit.score // 4 * (len(TIERS) - 1 - place)
@@ -63,7 +64,10 @@ class TierPolicy:
     """
 
     def __init__(self, hot_budget: int | None, warm_budget: int | None) -> None:
-        """Create a policy without units; budgets are bytes, None for no limit."""
+        """Create a policy without units.
+
+        `hot_budget`, `warm_budget`: bytes, None for no limit.
+        """
         for label, budget in (("hot", hot_budget), ("warm", warm_budget)):
             if budget is not None and budget < 0:
                 raise ValueError(f"{label}_budget_bytes must not be negative, got {budget}")
@@ -80,7 +84,7 @@ class TierPolicy:
         return {tier: (self._bytes[tier], self._budgets[tier]) for tier in TIERS}
 
     def add(self, name: str, nbytes: int, tier: Tier) -> None:
-        """Add a unit that is already in a tier, even if it exceeds the budget."""
+        """Add a unit of `nbytes` bytes that is in `tier` already, even beyond the budget."""
         self._units[name] = PlacedUnit(name, nbytes, tier)
         self._bytes[tier] += nbytes
 
@@ -96,7 +100,7 @@ class TierPolicy:
         unit.nbytes = nbytes
 
     def hold(self, name: str) -> None:
-        """Count a use, and pin the unit until `release`."""
+        """Count a use of the unit `name`, and pin it until `release`."""
         unit = self._units[name]
         self._clock += 1
         unit.uses += 1
@@ -111,7 +115,7 @@ class TierPolicy:
     # ---- one move ----
 
     def check_fits(self, name: str, tier: Tier) -> None:
-        """Raise CapacityError if a unit does not fit into a tier without moving others."""
+        """Raise CapacityError if the unit `name` does not fit into `tier` as it is now."""
         unit, budget = self._units[name], self._budgets[tier]
         if unit.tier == tier or budget is None:
             return
@@ -124,6 +128,7 @@ class TierPolicy:
             )
 
     def _check_alone(self, unit: PlacedUnit, tier: Tier) -> None:
+        """Raise CapacityError if a unit is larger than the whole budget of `tier`."""
         budget = self._budgets[tier]
         if budget is not None and unit.nbytes > budget:
             raise CapacityError(
@@ -132,13 +137,16 @@ class TierPolicy:
             )
 
     def begin(self, name: str, to: Tier) -> None:
-        """Begin a move; every begin must be followed by an end, even after a failed move."""
+        """Begin a move to the tier `to`: the unit counts in both tiers, and is pinned.
+
+        Every call must be followed by `end`, even after a failed move.
+        """
         unit = self._units[name]
         self._bytes[to] += unit.nbytes  # memory is allocated before the copy
         unit.pins += 1
 
     def end(self, name: str, to: Tier, *, moved: bool) -> None:
-        """End a move; `moved` is False if the unit is still in its old tier."""
+        """End a move to `to`; `moved` is False if the unit is still in its old tier."""
         unit = self._units[name]
         self._bytes[unit.tier if moved else to] -= unit.nbytes
         unit.tier = to if moved else unit.tier
@@ -147,11 +155,11 @@ class TierPolicy:
     # ---- making room ----
 
     def make_room(self, name: str, tier: Tier) -> Moves:
-        """Return the moves that make space for a unit in a tier, in the order of execution.
+        """Return the moves that make space for the unit `name` in `tier`, in their order.
 
-        Candidates are the least used units. Units from hot move to warm, which may move others
-        from warm to cold; if warm cannot hold them, they move to cold. CapacityError: the unit
-        alone exceeds the budget, or pinned units leave too little of it.
+        The least used units move. Those from hot move to warm, which may move others from warm to
+        cold; if warm cannot hold them, they move to cold. Raises CapacityError if the unit alone
+        exceeds the budget, or pinned units leave too little of it.
         """
         unit = self._units[name]
         self._check_alone(unit, tier)
@@ -176,7 +184,10 @@ class TierPolicy:
         ]
 
     def _excess(self, tier: Tier, nbytes: int, leaving: int) -> int:
-        """Return the bytes that must leave a tier before `nbytes` more fit into it."""
+        """Return the bytes that must leave `tier` before `nbytes` more fit into it.
+
+        `leaving`: bytes that leave it anyway.
+        """
         budget = self._budgets[tier]
         if budget is None or not nbytes:
             return 0
@@ -185,7 +196,10 @@ class TierPolicy:
     def _choose_victims(
         self, tier: Tier, besides: PlacedUnit, need: int
     ) -> list[PlacedUnit] | None:
-        """Return the least used units with at least `need` bytes in total; None if impossible."""
+        """Return the least used units of `tier` with at least `need` bytes; None if impossible.
+
+        `besides`: a unit that stays. Pinned units stay, too.
+        """
         if not need:
             return []
         movable = [
@@ -235,7 +249,10 @@ class TierPolicy:
         return moves
 
     def _choose_tiers(self, ranked: list[PlacedUnit]) -> list[tuple[PlacedUnit, Tier]]:
-        """Return each unit of `ranked` with its tier: the nearest with space, best units first."""
+        """Return each unit of `ranked`, best first, with the nearest tier that has space for it.
+
+        A unit without uses moves no nearer than its tier.
+        """
         left = {
             tier: math.inf if budget is None else budget - used
             for tier, (used, budget) in self.totals().items()
@@ -252,9 +269,10 @@ class TierPolicy:
         return targets
 
     def _order_exchange(self, targets: list[tuple[PlacedUnit, Tier]]) -> Moves:
-        """Order the moves between hot and warm: move a unit to hot if it fits, else move one out.
+        """Return the moves between hot and warm: a unit to hot if it fits, else one out of hot.
 
-        So hot never exceeds its budget, and warm exceeds it at most by the units in transit.
+        `targets`: all units with their new tiers. So hot never exceeds its budget, and warm exceeds
+        it at most by the units in transit.
         """
         leaving = sum(u.nbytes for u, to in targets if u.tier == Tier.HOT and to == Tier.COLD)
         used, budget = self._bytes[Tier.HOT] - leaving, self._budgets[Tier.HOT]

@@ -119,7 +119,7 @@ class TierReport:
         totals: dict[Tier, tuple[int, int | None]],
         traffic: list[Traffic],
     ) -> None:
-        """Keep the figures: records of units, (bytes, budget or None) by tier, and moves so far."""
+        """Keep the figures that the class describes: units, totals by tier, and traffic."""
         self.units: list[TierRecord] = units
         self.totals: dict[Tier, tuple[int, int | None]] = totals
         self.traffic: list[Traffic] = traffic
@@ -151,12 +151,14 @@ class TierReport:
 
 
 def _cells(unit: TierRecord) -> tuple[str, ...]:
+    """Return a unit's row of texts, in the columns of the table of `repr`."""
     arrays = ", ".join(unit.arrays)
     size = bytes_text(unit.nbytes)
     return unit.name, str(unit.tier), size, arrays, f"{unit.uses:,}", f"{unit.lately:.1f}"
 
 
 def _traffic_text(traffic: Traffic) -> str:
+    """Return a line about the moves from one tier to another: number, bytes, seconds."""
     count = count_text(traffic.moves, "move")
     return (
         f"{traffic.source} to {traffic.target}: {count}, {bytes_text(traffic.nbytes)} in "
@@ -165,6 +167,7 @@ def _traffic_text(traffic: Traffic) -> str:
 
 
 def _bar(share: float, tier: Tier) -> str:
+    """Return an HTML bar of 160 pixels, filled to `share` (0 to 1) in the colour of the tier."""
     return f"<u><s class={tier} style='width:{min(share, 1) * 160:.0f}px'></s></u>"
 
 
@@ -185,7 +188,10 @@ def _totals(report: TierReport) -> str:
 
 
 def _units(units: Sequence[TierRecord], most: int) -> str:
-    """Return the foldable HTML table of the `most` units with the most recent uses."""
+    """Return the foldable HTML table of the `most` units with the most recent uses.
+
+    A line below it counts the others.
+    """
     listed = sorted(units, key=lambda unit: -unit.lately)[:most]
     rows = "".join(
         f"<tr><td><code>{escape(shorten(name, 80))}</code>"
@@ -203,10 +209,14 @@ def _units(units: Sequence[TierRecord], most: int) -> str:
 
 
 def tiers_html(report: TierReport) -> str:
-    """Return the page of a report: tiers with bars, and as many units as fit the byte limit."""
+    """Return the HTML page of a report: tiers with bars, moves, and as many units as fit.
+
+    The limit is `MOST_BYTES` of the page.
+    """
     moved = "".join(f"<p>{_traffic_text(traffic)}</p>" for traffic in report.traffic)
 
     def make(most: int) -> str:
+        """Return the page with at most `most` units."""
         units = _units(report.units, most) if report.units else ""
         return (
             f"<div class=mlstate-tiers><style>{_STYLE}</style><p>{escape(report.summary)}</p>"

@@ -150,7 +150,10 @@ class TieredState(TierMoves):
         device: Any = None,
         discard: bool = False,
     ) -> None:
-        """Take over the arrays as units, and write those beyond the budgets (see the class)."""
+        """Take over the arrays as units, and write those beyond the budgets (see the class).
+
+        After an error nothing has changed, and no file is left.
+        """
         check_flags(discard=discard)
         both = given_states(model, optimizer)[:2]
         full = sum(getattr(part, "nbytes", 0) for each in both for part in (each or {}).values())

@@ -38,7 +38,10 @@ _FACTS = ("layout", "index", "shape", "replica")  # of a Shard, without its arra
 
 
 def file_of(name: str) -> str:
-    """Return the name of a unit's file: valid on every system, and unique to the unit."""
+    """Return the name of a unit's file: valid on every system, and unique to the unit.
+
+    A long name is cut, and gets a number from its hash instead.
+    """
     encoded = _core.file_name(name, 0)
     if _CUT in encoded:
         import hashlib
@@ -49,7 +52,10 @@ def file_of(name: str) -> str:
 
 
 def unit_of(section: int, key: str) -> str:
-    """Return the name of the unit that owns an entry of the model or the optimizer."""
+    """Return the name of the unit that an entry of the model (section 0) or optimizer (1) is in.
+
+    A state's unit is its parameter, the key without its last name.
+    """
     return key.rpartition(".")[0] or key if section else key
 
 
@@ -63,7 +69,10 @@ class Part:
     __slots__ = ("array", "dtype", "facts", "is_tensor", "key", "marked", "section", "shape")
 
     def __init__(self, section: int, key: str, value: Any) -> None:
-        """Wrap one array or `Shard`; `section` is 0 for the model, 1 for the optimizer."""
+        """Wrap one array or `Shard`, `value`, with the name `key`.
+
+        `section`: 0 for the model, 1 for the optimizer.
+        """
         self.section = section
         self.key = key
         self.facts: dict[str, Any] | None = None
@@ -110,7 +119,7 @@ class Part:
         return self.array.detach() if self.is_tensor else self.array
 
     def put(self, array: Any) -> None:
-        """Replace the array's memory by another array's; None for a cold part."""
+        """Give the part the memory of `array`; None makes it cold, without memory."""
         if self.is_tensor:
             backend_of(self.array, TensorBackend).give_memory(self.array, array)
         else:
@@ -136,6 +145,7 @@ class Unit:
     __slots__ = ("file", "is_durable", "is_moving", "name", "parts", "tier")
 
     def __init__(self, name: str, tier: Tier) -> None:
+        """Create a unit without parts, in `tier`."""
         self.name: str = name
         self.tier: Tier = tier
         self.parts: list[Part] = []
@@ -153,7 +163,10 @@ class Unit:
 
 
 def units_of(model: Mapping[str, object] | None, optimizer: Mapping[str, Any] | None) -> list[Unit]:
-    """Return one unit for each parameter, with its array and its optimizer states."""
+    """Return one unit for each parameter, with its array and its optimizer states.
+
+    All are warm; the caller changes the tier of those on a device.
+    """
     units: dict[str, Unit] = {}
     for section, state in enumerate((model, optimizer)):
         for key, value in (state or {}).items():
@@ -169,7 +182,11 @@ def units_of(model: Mapping[str, object] | None, optimizer: Mapping[str, Any] | 
 
 
 def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
-    """Write a unit's `arrays` to its file durably, unless the file has these bytes already."""
+    """Write a unit's `arrays`, one for each part, to its file durably.
+
+    Nothing is written if the file has these bytes already. After an error, the file may be
+    incomplete, so the next call writes it again.
+    """
     import json
 
     text = json.dumps({"unit": unit.name, "parts": [part.describe() for part in unit.parts]})
@@ -186,7 +203,10 @@ def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
 
 
 def _bytes_of(array: Any) -> Any:
-    """View an array as bytes, to compare bits; None if it is not contiguous in native order."""
+    """Return a view of an array's bytes, to compare bits; None if it is not contiguous.
+
+    None too if its byte order is not the machine's.
+    """
     if is_torch(array):
         array = StateDict.from_torch({"": array})[""]
     if not array.flags.c_contiguous or not array.dtype.isnative:
@@ -195,7 +215,10 @@ def _bytes_of(array: Any) -> Any:
 
 
 def _is_stored(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
-    """Return whether a unit's file has these arrays and this text; on any doubt return False."""
+    """Return whether a unit's file has these arrays (by name) and this description.
+
+    `text`: the description. Returns False if the file is damaged or cannot be read.
+    """
     with suppress(MLStateError, ImportError):
         arrays, texts = _core.file_load(path, True, True)
         expected = {name: _bytes_of(array) for name, array in stored}
@@ -206,7 +229,7 @@ def _is_stored(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
 
 
 def name_unit_error(name: str, error: MLStateError) -> MLStateError:
-    """Return an error of the same class that also names the unit."""
+    """Return an error of the same class and attributes that also names the unit."""
     named_error = type(error)(f"unit {name!r}: {error}")
     for field in ("expected", "got", "path", "offset"):
         setattr(named_error, field, getattr(error, field))
@@ -215,7 +238,11 @@ def name_unit_error(name: str, error: MLStateError) -> MLStateError:
 
 
 def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
-    """Return a unit's arrays, read from its file and verified, in the order of its parts."""
+    """Return a unit's arrays from its file, verified, in the order of its parts.
+
+    `mmap`: as read-only views of the file. Raises FormatError or ChecksumError, with the unit's
+    name, if the file does not have the unit's arrays.
+    """
     try:
         if mmap:
             _verify(path)
@@ -242,7 +269,7 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
 
 
 def _verify(path: str) -> None:
-    """Raise ChecksumError for the first damaged block of a unit's file; reads all of it."""
+    """Read all of a unit's file; raise ChecksumError for its first damaged block."""
     report, _ = verify_file(path)
     for problem in report.problems:
         error = _core.ChecksumError(
@@ -257,7 +284,10 @@ def _format_error(path: str, text: str) -> FormatError:
 
 
 def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
-    """Return a file's description of its unit, after a check of its form."""
+    """Return the JSON description of a unit in a file's metadata `texts`.
+
+    Raises FormatError if it is missing or malformed.
+    """
     import json
 
     try:
@@ -270,7 +300,10 @@ def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
 
 
 def _value_of(about: Mapping[str, Any], array: object) -> Any:
-    """Return a part's value as the file describes it: array, torch tensor, or a Shard of these."""
+    """Return a part's value as its description `about` tells: array, tensor, or a Shard of these.
+
+    Without torch, a tensor is returned as an array.
+    """
     if about.get("torch") is True:
         with suppress(ImportError):
             array = backend_named("torch", TensorBackend).tensors_of({"": array})[""]
@@ -289,7 +322,10 @@ def is_unit_file(path: str) -> bool:
 
 
 def open_unit(path: str) -> Unit:
-    """Return the cold unit of a file; only the header is read."""
+    """Return the unit of a file, cold; only the header is read.
+
+    Raises FormatError if the file is not the one of its unit.
+    """
     arrays, texts = _core.file_load(path, True, True)
     description = _read_description(texts, path)
     try:
@@ -311,10 +347,11 @@ def open_unit(path: str) -> Unit:
 
 
 def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
-    """Return a unit's arrays in the form of another tier; the unit is not changed.
+    """Return a unit's arrays in the form of the tier `to`; the unit is not changed.
 
-    `device` is the device of the hot tier. None means main memory: then nothing is copied
-    between hot and warm. Returns None if the arrays stay as they are.
+    `path`: of its file, which is written if `to` is cold, and then all items are None. `device`: of
+    the hot tier; None is main memory, between which and warm nothing is copied. Returns None if the
+    arrays stay as they are.
     """
     if device is None and Tier.COLD not in (unit.tier, to):
         return None
@@ -345,7 +382,7 @@ def _of_kind(part: Part, array: Any) -> Any:
 
 
 def _from_device(part: Part, tensor: Any) -> Any:
-    """Return a copy of a device tensor in main memory: an array or a tensor, as the part is."""
+    """Return a copy of a device tensor in main memory: an array or a tensor, as the part has."""
     copied = backend_of(tensor, TierBackend).in_memory(tensor)
     if part.is_tensor:
         return copied

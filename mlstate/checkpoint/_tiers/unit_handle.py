@@ -71,7 +71,10 @@ class TieredUnit:
 
 
 def _check(unit: Unit, part: Part, array: Array) -> Part:
-    """Return the part that holds the user's replacement `array`; raise if it does not fit."""
+    """Return a part that holds the user's replacement `array` for `part`.
+
+    Raises CompatibilityError if shape, dtype or kind (array or tensor) differ.
+    """
     checked = Part(part.section, part.key, array)
     facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (checked, part)]
     if facts[0] != facts[1]:
@@ -98,8 +101,8 @@ def refuse_other_states(states: Mapping[str, object]) -> None:
 def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> None:
     """Take over arrays that the user replaced, and states that the user added or removed.
 
-    `states` are the states that a torch optimizer now has for the parameter. Everything is
-    checked before anything is changed.
+    `used`: the user's handle. `states`: the states that a torch optimizer now has for the
+    parameter. Everything is checked before anything is changed.
     """
     refuse_other_states({f"{unit.name}.{name}": value for name, value in states.items()})
     arrays = {**states, **used.states}

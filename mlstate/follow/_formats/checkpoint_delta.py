@@ -149,7 +149,10 @@ def write_checkpoint_delta(
 
 
 def _facts_of(index: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of an index, with all keys that a delta needs."""
+    """Return the metadata of an index: the keys of `_FACTS`, which are all present and text.
+
+    Raises FormatError if one is missing or malformed, or names an encoding that is not supported.
+    """
     metadata = index.get("metadata", {})
     if not isinstance(metadata, dict):
         raise FormatError("the metadata of an index must be an object")
@@ -168,7 +171,14 @@ def _facts_of(index: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _change_bytes(name: str, new: NDArray, packed: NDArray, encoding: str) -> None:
-    """Decompress a delta and write it into the bytes of its tensor's copy."""
+    """Decompress the delta of the tensor `name`, and apply it to `new`.
+
+    `new`: the bytes of a copy of the base, changed in place. `packed`: compressed bytes.
+    `encoding`: "xor" (all bytes, to be combined with the base) or "overwrite" (a count, positions
+    of 4 bytes, and as many bytes). Raises FormatError if the delta does not fit; `new` is unchanged
+    then.
+    """
+    # The longest form of "overwrite" has every byte: 4 for the count, and 5 for each byte.
     most = new.size if encoding == "xor" else 4 + 5 * new.size
     raw = _decompress(name, np.asarray(packed), most)
     if encoding == "xor":
@@ -186,7 +196,10 @@ def _change_bytes(name: str, new: NDArray, packed: NDArray, encoding: str) -> No
 
 
 def _decompress(name: str, packed: NDArray, most: int) -> NDArray:
-    """Decompress at most `most` bytes, as an array."""
+    """Return the decompressed bytes of the delta of the tensor `name`.
+
+    Raises FormatError if `packed` does not decompress, or to more than `most` bytes.
+    """
     zstandard = _zstandard()
     try:
         with zstandard.ZstdDecompressor().stream_reader(packed.tobytes()) as reader:
@@ -199,7 +212,11 @@ def _decompress(name: str, packed: NDArray, most: int) -> NDArray:
 
 
 def _checksum(algorithm: str, array: NDArray) -> str:
-    """Return the checksum of an array's bytes, as hexadecimal digits."""
+    """Return the checksum of an array's bytes, as hexadecimal digits.
+
+    `array`: contiguous. `algorithm`: "adler32" or a key of `_HASHES`; FormatError for another one.
+    Raises ImportError if its package is missing.
+    """
     memory = array.reshape(-1).view(np.uint8)
     if algorithm == "adler32":
         return f"{zlib.adler32(memory.data):08x}"
@@ -217,6 +234,7 @@ def _checksum(algorithm: str, array: NDArray) -> str:
 
 
 def _zstandard() -> Any:
+    """Return the module zstandard; the ImportError names the extra to install."""
     try:
         import zstandard
     except ImportError:

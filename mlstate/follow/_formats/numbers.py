@@ -16,7 +16,8 @@ _ESCAPES: dict[np.dtype[Any], int] = {np.dtype(np.uint8): 255, np.dtype(np.uint1
 
 
 def numbers_of(delta: Delta) -> NDArray:
-    """Return the numbers of the changed elements, ascending, as int64."""
+    """Return the numbers of the changed elements in C order, ascending, as int64."""
+    # A unit is an escape, which only adds to the gap, or the last unit before a changed element.
     ends = delta.gaps != _ESCAPES[delta.gaps.dtype]
     numbers: NDArray = np.cumsum(delta.gaps + ends.astype(np.int64))[ends] - 1
     return numbers
@@ -59,7 +60,7 @@ def delta_from_numbers(name: str, numbers: Any, values: Any, elements: int) -> D
 
 
 def _units_of(gaps: NDArray, dtype: np.dtype[Any]) -> NDArray:
-    """Return the units of gaps for one width."""
+    """Return `gaps` as units of `dtype`: each is escapes (the largest value), then the rest."""
     escape = _ESCAPES[dtype]
     ends = np.cumsum(gaps // escape + 1)
     units = np.full(ends[-1] if len(ends) else 0, escape, dtype)

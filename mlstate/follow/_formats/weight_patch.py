@@ -169,7 +169,10 @@ def write_patches(
 
 
 def _parameters_of(tensors: Mapping[str, NDArray]) -> dict[str, tuple[str, str]]:
-    """Return the keys of indices and values of each parameter."""
+    """Return the keys of the tensors of indices and values of each parameter, by its name.
+
+    Raises FormatError for a tensor without the other one of the pair.
+    """
     parameters: dict[str, tuple[str, str]] = {}
     for indices, values in SUFFIXES:
         for key in tensors:
@@ -186,6 +189,10 @@ def _parameters_of(tensors: Mapping[str, NDArray]) -> dict[str, tuple[str, str]]
 
 
 def _int32_numbers(name: str, delta: Delta) -> NDArray:
+    """Return the numbers of the changed elements as int32.
+
+    Raises CompatibilityError if the parameter `name` has too many elements.
+    """
     if delta.elements > _INT32_MAX:
         raise CompatibilityError(
             f"{name!r} has {delta.elements} elements: int32 cannot number them"

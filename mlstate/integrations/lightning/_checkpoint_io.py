@@ -49,7 +49,7 @@ def _is_relative_link(path: str) -> bool:
 
 
 def _is_torch_file(path: str) -> bool:
-    """Return whether a path is a file in torch's zip format."""
+    """Return whether a path is a file in torch's zip format, by its first bytes; links are not."""
     if os.path.islink(path) or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:

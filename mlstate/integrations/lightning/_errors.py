@@ -54,11 +54,11 @@ def is_checkpoint(folder: str) -> bool:
 
 
 def _with_conversion(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Lightning's reader of files, whose error for one of our folders names the remedy."""
+    """Return Lightning's reader `load`, with a remedy in its error for a folder of the plugin."""
 
     @wraps(load)
     def load_file(path: Any, *args: Any, **keywords: Any) -> Any:
-        """Load a file as Lightning does."""
+        """Load a file as Lightning does; name the remedy if `path` is a folder of the plugin."""
         try:
             return load(path, *args, **keywords)
         except IsADirectoryError as error:

@@ -87,10 +87,10 @@ def from_cache(cache: list[Any], *, length: int | None = None) -> CacheState:
 
 
 def read_state(layers: list[LayerValues], length: int | None = None) -> CacheState:
-    """Return the values of layers as a state.
+    """Return the values of layers as a state, without copies of arrays.
 
-    `length` is the number of tokens, needed if no layer counts them; raises if the layers count
-    another number.
+    `length`: number of tokens, needed if no layer counts them. Raises CompatibilityError if the
+    layers count another number, or contradict each other.
     """
     reader = Reader()
     for i, layer in enumerate(layers):

@@ -27,6 +27,10 @@ class Filler(EntryPlan):
     """Collects the writes that bring the tokens of a state into layers."""
 
     def __init__(self, state: CacheState) -> None:
+        """Start without writes.
+
+        Raises CompatibilityError unless all arrays of the state are NumPy's.
+        """
         super().__init__(state)
         self._layers: dict[int, str] = {}  # the places of the layers by identity
         self._targets: list[Any] = []  # the layers to write to
@@ -57,7 +61,8 @@ class Filler(EntryPlan):
         """Do as `plan`, also for the children of a CacheList.
 
         `current` has the layer's values, and `where` is its place, such as "3.1". A `layout` of
-        another class is ignored, unless its padding would be lost: then this raises.
+        another class is ignored, unless its padding would be lost: then this raises
+        CompatibilityError. So it does for a layer that is in the cache twice.
         """
         first = self._layers.setdefault(id(layer), where)
         if first != where:
@@ -158,7 +163,7 @@ class _Place(NamedTuple):
         return make_array(array, entry.name)
 
     def whole(self, entries: list[CacheEntry]) -> dict[str, Any]:
-        """Return keys and values with all positions."""
+        """Return the arrays of keys and values for mlx: all positions, in their stored order."""
         arrays = self.filler.arrays
         return {
             part: self.make(arrays[entry.name], entry)
@@ -166,7 +171,7 @@ class _Place(NamedTuple):
         }
 
     def in_order(self, entries: list[CacheEntry]) -> dict[str, Any]:
-        """Return the tokens of keys and values for mlx, by increasing position.
+        """Return the tokens of `entries` (keys and values) for mlx, by increasing position.
 
         The tokens are copied unless they are one run of the array.
         """
@@ -198,6 +203,7 @@ def check_dtype(name: str, new: Any, old: Any, where: str) -> None:
 
 
 def _plan_full(at: _Place) -> dict[str, Any]:
+    """Return the new values of a KVCache; {} if the state has no tokens for it."""
     entries = at.both("full")
     return {**at.whole(entries), "offset": at.length} if entries else {}
 
@@ -222,10 +228,10 @@ def _plan_quantized(at: _Place) -> dict[str, Any]:
 
 
 def _check_window(at: _Place, entries: list[CacheEntry], window: int, keep: int) -> None:
-    """Raise if a layer needs tokens that the state has evicted.
+    """Raise CompatibilityError if a layer needs tokens that the state has evicted.
 
-    `window`: number of newest tokens that the layer needs. `keep`: number of first tokens that
-    stay.
+    `entries`: of keys and values. `window`: number of newest tokens that the layer needs. `keep`:
+    number of first tokens that stay.
     """
     stored, length = at.stored(entries), at.length
     for entry in entries:
@@ -250,7 +256,7 @@ def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], 
     slots = {at.filler.ring_of(entry).next_slot for entry in entries}
     # mlx cuts an array beyond the window at its next token, which must be in order and full.
     fits = positions <= window or (is_ordered and at.length >= positions)
-    # below its window, the next token's slot must be the end, or the first one after the sinks
+    # without evicted tokens, the next slot is the end, or in a full array the one after the sinks
     if at.length <= positions:
         fits = fits and ring.next_slot in (at.length, keep if at.length == positions else -1)
     if len(slots) > 1 or not fits or (entries[0].sinks != keep and at.length > positions):
@@ -261,6 +267,7 @@ def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], 
 
 
 def _plan_rotating(at: _Place) -> dict[str, Any]:
+    """Return the new values of a RotatingKVCache; {} if the state has no tokens for it."""
     entries = at.both("sliding")
     if not entries:
         return {}
@@ -271,8 +278,8 @@ def _plan_rotating(at: _Place) -> dict[str, Any]:
 def _plan_chunked(at: _Place) -> dict[str, Any]:
     """Return the new values of a ChunkedKVCache; {} if the state has no tokens for it.
 
-    An array from which tokens were evicted gets into order, and its first position becomes the
-    start.
+    If tokens were evicted, the others are brought into order, and ``start_position`` is the number
+    of evicted ones.
     """
     entries = at.both("sliding")
     if not entries:
@@ -319,21 +326,25 @@ def _vector(numbers: list[int]) -> Any:
 def _padding(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
     """Return the vectors ``left_padding`` and ``offset`` of a batch, with an element per sequence.
 
-    Raises CompatibilityError if the number of sequences differs.
+    Options that a read of the cache stored: "first", the position of each sequence's first token,
+    and "padding", the positions that its offset does not count, both from the first position of
+    the batch, even after it was evicted. Without them, the layer's own padding is both.
+    `entries`: of keys and values. Raises CompatibilityError if the number of sequences differs.
     """
-    evicted = at.length - at.stored(entries)
+    evicted = at.length - at.stored(entries)  # tokens
     before = at.before.values["left_padding"].tolist()
     first, padding = at.options.get("first", before), at.options.get("padding", before)
     if len(first) != entries[0].shape[0]:
         text = f"layer {at.where} has {len(first)} sequences, and the array {entries[0].shape[0]}"
         raise entry_error(entries[0].name, text, len(first), entries[0].shape[0])
     return {
-        "left_padding": _vector([number - evicted for number in first]),
-        "offset": _vector([at.length - number for number in padding]),
+        "left_padding": _vector([position - evicted for position in first]),
+        "offset": _vector([at.length - uncounted for uncounted in padding]),
     }
 
 
 def _plan_batch(at: _Place) -> dict[str, Any]:
+    """Return the new values of a BatchKVCache; {} if the state has no tokens for it."""
     entries = at.both("full")
     if not entries:
         return {}

@@ -106,7 +106,10 @@ class LayerValues(NamedTuple):
         return total + sum(child.nbytes for child in self.children)
 
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays of the layer itself by name, such as ``keys.0``."""
+        """Return the arrays of the layer itself by field; those in a list are ``keys.0`` and so on.
+
+        Arrays of children are not included.
+        """
         arrays = {}
         for name, value in self.values.items():
             parts = enumerate(value) if isinstance(value, tuple | list) else [(None, value)]

@@ -28,6 +28,7 @@ def _import_classes() -> Any:
 
 @cache
 def _layer_classes() -> dict[type, LayerClass]:
+    """Return the descriptions of layers by class, for the classes that this mlx-lm has."""
     module = _import_classes()
     classes = ((getattr(module, name, None), cls) for name, cls in CLASSES.items())
     return {layer: cls for layer, cls in classes if isinstance(layer, type)}
@@ -40,7 +41,7 @@ def installed_generation() -> str:
 
 
 def check_cache(cache: object, label: str) -> None:
-    """Raise TypeError unless this is a list of layers."""
+    """Raise TypeError unless `cache` is a list or tuple; `label`: its name in the error."""
     if not isinstance(cache, list | tuple):
         raise TypeError(
             f"{label} must be a list of layers, as make_prompt_cache of mlx-lm returns it, got "
@@ -51,7 +52,7 @@ def check_cache(cache: object, label: str) -> None:
 def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
     """Return the exception for an attribute that no known version of mlx-lm has like this.
 
-    `text`: how it differs, such as "is absent".
+    `where`: place of the layer. `text`: how the attribute differs, such as "is absent".
     """
     from importlib.metadata import version
 
@@ -106,9 +107,9 @@ def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
 
 
 def _read_value(value: Any, kind: FieldKind) -> Any:
-    """Return an attribute with NumPy arrays in place of mlx arrays.
+    """Return an attribute of the kind `kind` with NumPy arrays in place of mlx arrays.
 
-    Vectors are copied, because mlx-lm changes them in place.
+    Vectors are copied, other arrays are views.
     """
     import mlx.core as mx
 
@@ -127,7 +128,11 @@ def write_layer(layer: Any, values: dict[str, Any]) -> None:
 
 
 def new_layer(layer: LayerValues, where: str) -> Any:
-    """Return a layer of mlx-lm with copies of the arrays, or views that are of mlx already."""
+    """Return a layer of mlx-lm with the values of `layer`.
+
+    Arrays are copied, except views that `view_array` made of mlx's own. `where`: place of the
+    layer, for errors. The constructor is not called, except for a CacheList.
+    """
     cls = getattr(_import_classes(), layer.cls.name)
     if layer.cls.name == "CacheList":
         parts = enumerate(layer.children)
@@ -141,7 +146,7 @@ def new_layer(layer: LayerValues, where: str) -> Any:
 
 
 def _make_value(value: Any, name: str) -> Any:
-    """Return a value of a layer for mlx."""
+    """Return a value of a layer with mlx arrays in place of NumPy's; `name`: for errors."""
     if isinstance(value, np.ndarray):
         return make_array(value, name)
     if isinstance(value, tuple | list):

@@ -121,10 +121,10 @@ def load_prompt_cache(path: _Path, return_metadata: bool = False, *, verify: boo
 def read_prompt(
     path: _Path, *, verify: bool = True, mmap: bool = False, remedy: str = "verify=False"
 ) -> PromptFile:
-    """Return the content of a file as arrays of NumPy.
+    """Return the content of the file at `path`, with arrays of NumPy.
 
-    `mmap`: map the arrays instead of reading them. `remedy`: option of the caller that reads a file
-    without checking it, for the ChecksumError.
+    `verify`: compare checksums. `mmap`: map the arrays instead of reading them. `remedy`: option of
+    the caller that reads a file without checking it, for the ChecksumError.
     """
     try:
         arrays = load_file(path, mmap=mmap, verify=verify)

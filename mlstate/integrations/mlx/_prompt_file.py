@@ -72,6 +72,7 @@ def parse_prompt(arrays: Mapping[str, Any], texts: Mapping[str, str], path: str)
 
 
 def _fail(path: str, name: str | None, text: str) -> NoReturn:
+    """Raise FormatError for the file at `path`; `name`: of the tensor or layer, or None."""
     error = FormatError(f"{path}: {text}")
     error.path, error.name = path, name
     raise error
@@ -93,7 +94,7 @@ class _Parser:
         raise NotImplementedError
 
     def children(self, where: str) -> list[tuple[str, str]]:
-        """Return class and place of each layer of a CacheList."""
+        """Return (class, place) of each layer in the CacheList at the place `where`."""
         raise NotImplementedError
 
     def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class _Parser:
         return LayerValues(cls, {}, [self.layer(*part, depth + 1) for part in parts])
 
     def check_used(self) -> None:
-        """Raise if an array does not belong to a layer."""
+        """Raise FormatError if an array of the file does not belong to a layer."""
         left = [name for name in self.arrays if name not in self.used]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -145,7 +146,10 @@ class _Parser:
         return result
 
     def text_list(self, prefix: str, names: Mapping[str, str]) -> list[str]:
-        """Return the texts ``prefix.0``, ``prefix.1`` and so on."""
+        """Return the texts ``prefix.0``, ``prefix.1`` and so on, up to a missing number.
+
+        `names`: the texts of the file by key.
+        """
         result: list[str] = []
         while (text := names.get(f"{prefix}.{len(result)}")) is not None:
             result.append(text)
@@ -156,6 +160,7 @@ class _NewParser(_Parser):
     """Reads files of mlx-lm 0.32 and later."""
 
     def __init__(self, arrays: Mapping[str, Any], texts: Mapping[str, str], path: str) -> None:
+        """Read the list of scalars from the texts; raise FormatError if it is not complete."""
         super().__init__(arrays, texts, path)
         self.kinds: dict[str, str] = {}  # of scalars, by the names of their arrays
         number = 1  # "2.0" is the mark of the new form
@@ -168,13 +173,17 @@ class _NewParser(_Parser):
             self.fail(None, "its list of scalars is not complete")
 
     def class_names(self) -> list[str]:
+        """Return the names of the layers' classes; raise FormatError if a number is missing."""
         names = self.text_list("1", self.texts)
         if len(names) != sum(key.startswith("1.") for key in self.texts):
             self.fail(None, "its list of classes is not complete")
         return names
 
     def take(self, name: str) -> Any:
-        """Return an array, or the number, text or None that mlx-lm has stored as one."""
+        """Return the array `name`, or the number, text or None that mlx-lm has stored as it.
+
+        Raises FormatError for an array that does not fit its kind in the list of scalars.
+        """
         array = super().take(name)
         kind = self.kinds.get(name)
         if kind is None:
@@ -189,6 +198,10 @@ class _NewParser(_Parser):
         return "".join(map(chr, array.tolist()))
 
     def children(self, where: str) -> list[tuple[str, str]]:
+        """Return class and place of each layer of a CacheList.
+
+        The name of a class is stored as ``where.<i>.1``, the layer's arrays below ``where.<i>.0``.
+        """
         parts: list[tuple[str, str]] = []
         while f"{where}.{len(parts)}.1" in self.arrays:
             place = f"{where}.{len(parts)}"
@@ -216,27 +229,29 @@ class _OldParser(_Parser):
     """Reads files of mlx-lm 0.31 and earlier."""
 
     def class_names(self) -> list[str]:
+        """Return the names of the layers' classes; raise FormatError if a number is missing."""
         names = self.text_list("2", self.texts)
         if len(names) != sum(key.startswith("2.") for key in self.texts):
             self.fail(None, "its list of classes is not complete")
         return names
 
     def children(self, where: str) -> list[tuple[str, str]]:
+        """Return class and place of each layer of a CacheList, from the names among its texts."""
         at = self._number_place(where)
         names = self.text_list(f"{at}.0", self.texts)
         return [(name, f"{where}.{i}") for i, name in enumerate(names)]
 
     def _number_place(self, where: str) -> str:
-        """Return the place of a layer's numbers among the texts.
+        """Return the place among the texts of the numbers of the layer at `where`.
 
-        The arrays of a child are at ``3.1``, its numbers at ``0.3.1.1``: a list of numbers follows
-        a list of class names, which is branch 0.
+        The arrays of a child are at ``3.1``, its numbers at ``0.3.1.1``: each CacheList has branch
+        0, the names of its classes, and branch 1, the numbers of its children.
         """
         first, *rest = where.split(".")
         return ".".join(["0", first, *(part for each in rest for part in ("1", each))])
 
     def _numbers(self, cls: LayerClass, where: str) -> dict[str, Any]:
-        """Return the numbers and flags of a layer by field, from the texts of the file.
+        """Return the numbers and flags of the layer at `where` by field, from the file's texts.
 
         Raises FormatError unless there are as many as the class stores.
         """
@@ -258,9 +273,10 @@ class _OldParser(_Parser):
         return values
 
     def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
-        """Return the values of a layer; counters that the file lacks are the number of positions.
+        """Return the values of the layer at `where`.
 
-        Raises FormatError for a ChunkedKVCache that dropped tokens, whose number the file lacks.
+        Counters that the file lacks are the number of positions. Raises FormatError for a
+        ChunkedKVCache that dropped tokens, since the file lacks their number.
         """
         values = self._numbers(cls, where)
         if cls.name == "ArraysCache":
@@ -350,7 +366,10 @@ def _flatten_new(
 def _add_value(
     value: Any, place: str, arrays: dict[str, Any], scalars: list[tuple[str, str]]
 ) -> None:
-    """Add an array, or the array that mlx-lm stores for a number, a text or None."""
+    """Add an array at `place`, or the array that mlx-lm stores for a number, a text or None.
+
+    For these, `scalars` gets (place, kind) too.
+    """
     if isinstance(value, np.ndarray):
         arrays[place] = value
     elif value is None:
@@ -399,7 +418,10 @@ def _flatten_old(layer: LayerValues, where: str, arrays: dict[str, Any]) -> Any:
 
 
 def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
-    """Return the arrays of a value by name."""
+    """Return name and array of each array in a value: an array, or a list of arrays.
+
+    `where`: name of the value, with a number after it in a list.
+    """
     if isinstance(value, np.ndarray):
         return [(where, value)]
     return [(f"{where}.{i}", part) for i, part in enumerate(value)]

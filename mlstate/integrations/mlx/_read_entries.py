@@ -21,7 +21,10 @@ class Layout(NamedTuple):
 
     @property
     def has_padding(self) -> bool:
-        """Whether sequences of a batch have own numbers, which masks and positions need."""
+        """Whether sequences of a batch differ in padding or length.
+
+        Masks and positions need these numbers, so another class of layer cannot take the tokens.
+        """
         values = (self.options.get(name) for name in ("padding", "first", "left_padding"))
         own = any(any(each) for each in values if each is not None)
         lengths = self.options.get("lengths") is not None
@@ -72,9 +75,10 @@ class Reader(EntryReader):
         self._cut_to_common_capacity()
 
     def _cut_to_common_capacity(self) -> None:
-        """Leave out free positions that a window below its size, or another layer, lacks.
+        """Leave out free positions that not all layers have: entries must have one capacity.
 
-        mlx allocates positions for each layer when it needs them.
+        mlx allocates positions for each layer when it needs them. A window counts while it has
+        fewer positions than its size.
         """
         limits = [
             entry.seq_length or 0
@@ -186,7 +190,7 @@ _READ = {
 def layout_of(layer: LayerValues, length: int) -> Layout:
     """Return the values of a layer that stay when the number of tokens changes.
 
-    `length`: tokens of the cache, from which the padding of a batch is counted.
+    `length`: tokens of the cache; the padding of a batch is counted from them.
     """
     name, values = layer.cls.name, layer.values
     names = ("group_size", "bits", "keep", "max_size", "chunk_size")
@@ -197,7 +201,8 @@ def layout_of(layer: LayerValues, length: int) -> Layout:
             options[vector] = None if values[vector] is None else values[vector].tolist()
     elif "left_padding" in values:
         evicted = length - min(length, layer.positions)
-        # Counted from the first token, also after it was evicted.
+        # By sequence: positions that it does not count, and the position of its first token. Both
+        # are counted from the first position of the batch, also after it was evicted.
         options["padding"] = (length - values["offset"]).tolist()
         options["first"] = (values["left_padding"] + evicted).tolist()
     return Layout(name, options, tuple([layout_of(child, length) for child in layer.children]))

@@ -62,14 +62,18 @@ class Channel:
         self._unfinished: list[object] = []  # memory that MPI may still read or write
 
     def link(self, operation: str, call: str, timeout: float) -> Link:
-        """Return the link of a new operation."""
+        """Return the link of a new operation, which fails after `timeout` seconds.
+
+        `call`: text of its arguments. The tag of its messages depends on the text and on the number
+        of earlier calls.
+        """
         self._calls += 1
         digest = zlib.crc32(f"{self._calls} {call}".encode()) & 0xFFF
         tag = digest << 3 | _OPERATIONS.index(operation)
         return Link(self, operation, tag, timeout)
 
     def keep(self, *memory: object) -> None:
-        """Keep memory of unfinished requests alive until the process ends."""
+        """Keep memory that MPI may still read or write alive until the process ends."""
         self._unfinished.append(memory)
 
     def give_up(self, operation: str) -> None:
@@ -135,7 +139,10 @@ class _Messages:
                 self.add(request, target, False)
 
     def add(self, request: Any, rank: int, sends: bool) -> None:
-        """Register a request."""
+        """Register a request of MPI.
+
+        `rank`: the other rank. `sends`: that rank sends the message, and this one receives it.
+        """
         self.left.add(len(self.requests))
         self.requests.append(request)
         self.peers.append((rank, sends))
@@ -170,7 +177,10 @@ class Link(ExchangeLink):
     )
 
     def __init__(self, channel: Channel, operation: str, tag: int, timeout: float) -> None:
-        """Begin one operation; `tag`: of its messages. `timeout`: seconds."""
+        """Begin one operation on the channel's ranks.
+
+        `tag`: of all its messages. `timeout`: seconds from now until it fails.
+        """
         self.channel = channel
         self.operation = operation
         self.tag = tag
@@ -181,15 +191,16 @@ class Link(ExchangeLink):
         self._deadline = monotonic() + timeout
 
     def error(self, reason: str) -> Exception:
-        """Return the error of this operation."""
+        """Return the CollectiveError of this operation; `reason`: for the user."""
         return failed(
             self.operation, self.rank, f"{reason}; the group is unusable: create a new one"
         )
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        """Send and receive messages; implements `ExchangeLink.exchange`.
+        """Send `sends[i]` to rank i, and receive `receives[i]` from it, until all is done.
 
-        After an error, the memory of unfinished messages is kept alive until the process ends.
+        It implements `ExchangeLink.exchange`. After an error, the memory of unfinished messages is
+        kept alive until the process ends.
         """
         self.began = True
         messages = _Messages(self, sends, receives)
@@ -264,6 +275,7 @@ class Link(ExchangeLink):
         return self.error(f"{reason}; all ranks must call the same in the same order")
 
     def _departure_error(self, source: int, operation: str) -> Exception:
+        """Return the error if rank `source` gave up in an operation, or aborted the group."""
         how = "aborted the group" if operation == "abort" else f"gave up in {operation}"
         return self.error(f"rank {source} {how}: see its error")
 

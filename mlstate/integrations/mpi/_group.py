@@ -77,7 +77,10 @@ class MPIGroup(Engine):
     """
 
     def __init__(self, comm: Any = None, *, timeout: float | None = None) -> None:
-        """Duplicate a communicator (None: COMM_WORLD), which all its ranks must do together."""
+        """Duplicate a communicator (None: COMM_WORLD), which all its ranks must do together.
+
+        `timeout`: see the class.
+        """
         try:
             from mpi4py import MPI
         except ImportError as error:
@@ -125,7 +128,10 @@ class MPIGroup(Engine):
     # ---- call order ----
 
     def _check_thread(self, operation: str, rank: int) -> None:
-        """Raise CollectiveError if this thread must not call MPI."""
+        """Raise CollectiveError if this thread must not call MPI.
+
+        This is so if MPI was initialised for one thread. `operation`, `rank`: for the error.
+        """
         from mpi4py import MPI
 
         if self._level < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main():
@@ -137,7 +143,10 @@ class MPIGroup(Engine):
             )
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Run an asynchronous operation at once if MPI forbids calls from another thread."""
+        """Run an operation; an asynchronous one at once if MPI forbids calls from another thread.
+
+        Then it returns a completed `Work`, which has the result or the exception.
+        """
         from mpi4py import MPI
 
         if not call.async_op or self._level >= MPI.THREAD_MULTIPLE:
@@ -150,7 +159,11 @@ class MPIGroup(Engine):
         return work
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Run one operation over a link to the ranks; an error after its start ends the group."""
+        """Run one operation: `perform` is called with a link to the ranks.
+
+        An error after communication began makes the group unusable, and the other ranks are
+        notified.
+        """
         self._check_thread(call.name, self._rank)
         link = self._channel.link(call.name, call.text, call.seconds or self._timeout)
         self._inside = True

@@ -36,7 +36,7 @@ _FOLDER = "mlstate"  # in the output folder of the Trainer
 def _generators() -> dict[str, Any]:
     """Return the random generators that a training uses, by name.
 
-    Each is a module or object that `library_of` knows; CUDA's are those of all devices.
+    Each is a module or object that `library_of` knows; ``torch.cuda`` means all devices.
     """
     import torch
 
@@ -112,7 +112,8 @@ def _check_arguments(args: Any, state: Any, directory: Any) -> None:
 def _skips_batches(args: Any, state: Any, loader: Any) -> bool:
     """Return whether the Trainer resumes within an epoch, and so skips its first batches.
 
-    `loader`: of the training data; an epoch has its length divided by the accumulated batches.
+    `args`, `state`: of the Trainer. `loader`: of the training data; an epoch has its length divided
+    by the accumulated batches, rounded up.
     """
     if args.ignore_data_skip:
         return False

@@ -87,8 +87,8 @@ def is_same_position(first: str, second: str) -> bool:
 def _has_weights(folder: Path) -> bool:
     """Return whether a folder has weights that the Trainer can load.
 
-    Safetensors files are opened, which finds truncated ones; of other formats, one file has to
-    exist.
+    Safetensors files must be readable, and complete if there is an index; of other formats, one
+    file has to exist.
     """
     try:
         files = [folder / name for name in _SAFETENSORS if (folder / name).is_file()]
@@ -170,8 +170,8 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
     """Return the newest folder that a training can resume from, or None to start anew.
 
     The folder of the newest step is written again if the Trainer was killed after it had deleted
-    it, or if there is no complete folder. `is_default`: the steps are in the output folder, so
-    without folders there is nothing to resume.
+    it, or if no folder is complete. `is_default`: the steps are in the output folder, so without
+    folders there is nothing to resume.
     """
     folders = _steps_of(output)
     if not folders and is_default:

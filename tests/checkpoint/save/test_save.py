@@ -644,7 +644,7 @@ def test_mapped_arrays_are_views_that_outlive_the_checkpoint(path):
         (
             {"model": {"w": np.ones(2)}, "layout": "columns"},
             ValueError,
-            r"pass Layout.columns\(1\) for columns",
+            r"pass Layout.axis\(1, 1\) for columns",
         ),
         ({"model": {"w": np.ones(2)}, "pack_below_bytes": -1}, ValueError, "pack_below"),
         ({"model": {"w": np.ones(2)}, "progress": 3}, TypeError, "callable"),

@@ -654,8 +654,11 @@ def fail_as_rank(group, path, victim):
     if victim == "dtype" and group.rank == 1:
         state["more"], bad = np.array("text"), {}
     if victim == "cancelled" and group.rank == 1:  # before the ranks exchange their parts
-        check, bad = _save_async.SaveJob.check, {}
-        _save_async.SaveJob.check = lambda job: (setattr(job, "cancelled", True), check(job))
+        check, bad = _save_async.SaveJob.check_cancelled, {}
+        _save_async.SaveJob.check_cancelled = lambda job: (
+            setattr(job, "cancelled", True),
+            check(job),
+        )
     handle = save_async(path, state, step=2, group=group, **bad)
     try:
         handle.wait(SECONDS)

@@ -106,7 +106,8 @@ static bool is_little_endian(void)
     return first == 1;
 }
 
-/* Round floats; integers must be exact, and all other types accept only zero. */
+/* Encode one value in dtype and byte order of the destination. Round floats; integers
+ * must be exact, and all other types accept only zero. */
 mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
                             mls_status *st)
 {
@@ -142,8 +143,8 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 
 /* ---- copying ---- */
 
-/* Report the source's shape as expected and the target's as got, because users choose the
- * target. */
+/* Check shapes and dtypes of a copy. Report the source's shape as expected and the
+ * target's as got, because users choose the target. */
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *label,
                         mls_status *st)
 {
@@ -356,7 +357,8 @@ void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size
     mls_store_end(&trial);
 }
 
-/* Every item size divides eight, so the repetitions fill the pattern. */
+/* Return the element repeated to 8 bytes. Every item size divides eight, so the
+ * repetitions fill the pattern. */
 uint64_t mls_element_pattern(mls_element element)
 {
     unsigned char bytes[8];
@@ -383,7 +385,8 @@ static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
     }
 }
 
-/* Fill run by run, with the kernel if the elements of a run are adjacent. */
+/* Store one element in all elements of a view. Fill run by run, with the kernel if the
+ * elements of a run are adjacent. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination)
 {

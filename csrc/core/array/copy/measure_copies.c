@@ -50,8 +50,8 @@ static void run_small_trials(const mls_kernels *kernels, unsigned char *to,
     }
 }
 
-/* Run all operations until the best way to store is known. Each operation measures itself
- * and adds its time to the choices of `kernels`. */
+/* Decide how to store, by trials. Run all operations until the best way to store is
+ * known. Each operation measures itself and adds its time to the choices of `kernels`. */
 mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *crc,
                             mls_status *st)
 {

@@ -23,9 +23,10 @@ static mls_tensor box_at(const mls_tensor *t, const size_t *inner, int axis, siz
     return box;
 }
 
-/* Copy elements `first` .. `first + count`, in C order, to packed memory of `dtype`, or
- * from there, one box at a time. Its axis is the outermost one such that `first` is at
- * the start of an index and the range includes that whole index. */
+/* Copy elements first .. first + count - 1 of `t`, counted in C order, to adjacent
+ * elements of `dtype` at `memory` if `packs`, else from there. Each iteration of the
+ * outer loop copies one box. Its axis is the outermost one such that `first` is at the
+ * start of an index and the range includes that whole index. */
 static void copy_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
                        size_t first, size_t count, unsigned char *memory, bool packs)
 {

@@ -18,8 +18,9 @@
 void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, mls_dtype dtype,
                     size_t first, size_t count, unsigned char *to);
 
-/* The other direction: `from` has elements of the tensor's dtype, in this machine's byte
- * order. */
+/* The reverse of mls_pack_range: copy `count` adjacent elements at `from`, of the
+ * tensor's dtype and in this machine's byte order, to elements first .. first + count - 1
+ * of `t`. */
 void mls_unpack_range(const mls_kernels *kernels, const mls_tensor *t, size_t first,
                       size_t count, unsigned char *from);
 

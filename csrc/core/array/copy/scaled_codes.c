@@ -82,8 +82,8 @@ static bool has_scales(const mls_tensor *values, const mls_scaled_codes *codes)
                    values->shape[2]));
 }
 
-/* Check dtypes first, then the values' memory, and at last the shapes of codes and
- * scales. */
+/* Check that values, codes and scales belong together. Check dtypes first, then the
+ * values' memory, and at last the shapes of codes and scales. */
 mls_code mls_scaled_codes_check(const mls_tensor *values, const mls_scaled_codes *codes,
                                 mls_status *st)
 {
@@ -251,7 +251,7 @@ static void decode_tile(void *context, size_t index)
     }
 }
 
-/* Compute the table of all codes, then decode tile by tile. */
+/* Write all values. Compute the table of all codes, then decode tile by tile. */
 void mls_scaled_codes_decode(const mls_kernels *kernels, mls_pool *pool,
                              const mls_tensor *values, const mls_scaled_codes *codes)
 {

@@ -114,8 +114,9 @@ static bool next_extent(mls_stored_runs *r)
     return at < r->last;
 }
 
-/* Drop the current run, which ends before the visible range `extent`. If the run before
- * it was dropped too, restart at `extent`, instead of visiting all runs before it. */
+/* Drop the current run, which ends before the visible range `extent`. The first time only
+ * this run is dropped, because the next one often reaches `extent`; the second time in a
+ * row, restart at `extent` instead of visiting all runs before it, and count anew. */
 static void skip_run(mls_stored_runs *r, const mls_row_range *extent)
 {
     r->run.count = 0;

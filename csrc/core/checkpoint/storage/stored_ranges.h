@@ -52,7 +52,7 @@ typedef struct mls_stored_runs {
     size_t first;
     size_t extent, last; /* current visible range, and the end of those to visit */
     mls_run run;         /* rest of the current run, in elements of the shard */
-    bool missed;         /* the previous run ended before the current visible range */
+    bool missed;         /* the previous run was dropped, without a restart */
 } mls_stored_runs;
 
 /* Start an iterator over the runs of a place that the part `to` needs, in bytes `from` ..

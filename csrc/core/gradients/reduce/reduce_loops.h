@@ -98,7 +98,7 @@ MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, siz
     return i;
 }
 
-/* Sums items `start` .. `start + n` of `count` sources into `out`, and divides by
+/* Sums items `start` .. `start + n - 1` of `count` sources into `out`, and divides by
  * `divisor`. `load` reads items of `from_bytes` bytes, `store` writes items of `to_bytes`
  * bytes. Two sources, the usual number, have their own loop. The kernel `scalar` does the
  * rest below a whole step. */
@@ -141,8 +141,8 @@ MLS_DEFINE_SUM(sum_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
 MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
 
-/* Sums items `start` .. `start + n` of `count` float64 sources into `out`, and divides by
- * `divisor`. One register at a time: memory is the bottleneck. */
+/* Sums items `start` .. `start + n - 1` of `count` float64 sources into `out`, and
+ * divides by `divisor`. One register at a time: memory is the bottleneck. */
 MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
                                size_t start, size_t n, double divisor)
 {
@@ -402,9 +402,9 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
     }
 }
 
-/* Sums and squares items `start` .. `start + n`, only whole steps of PAIR items; returns
- * the number of items done. `divisor` divides the sums if `divides`; other parameters as
- * in sum_and_square. `count` and `divides` are constants. */
+/* Sums and squares items `start` .. `start + n - 1`, only whole steps of PAIR items;
+ * returns the number of items done. `divisor` divides the sums if `divides`; other
+ * parameters as in sum_and_square. `count` and `divides` are constants. */
 MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
                              const void *const *sources, size_t count, size_t start,
                              size_t n, float divisor, bool divides, size_t from_bytes,
@@ -423,7 +423,7 @@ MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
     return done;
 }
 
-/* Sums items `start` .. `start + n`, at most a block, of `count` sources into `out`,
+/* Sums items `start` .. `start + n - 1`, at most a block, of `count` sources into `out`,
  * divides by `divisor`, and returns the sum of squares of the results, with the same bits
  * as separate passes. `read_back` and `back` give the stored values as floats and as
  * doubles; `scalar` sums the rest below a whole step. Other parameters as in sum_run. */
@@ -545,9 +545,10 @@ MLS_INLINED void order_lanes(doubles *lanes)
     }
 }
 
-/* Sums items `start` .. `start + n`, at most a block, of `count` bfloat16 sources into
- * `out`, divides by `divisor`, and returns the sum of squares of the results. The bits
- * equal the results of sum_squares_run; it processes a full register of items at a time.
+/* Sums items `start` .. `start + n - 1`, at most a block, of `count` bfloat16 sources
+ * into `out`, divides by `divisor`, and returns the sum of squares of the results. The
+ * bits equal the results of sum_squares_run; it processes a full register of items at a
+ * time.
  */
 MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
                                           size_t count, size_t start, size_t n,

@@ -24,7 +24,8 @@ _HOOK = "_compiled_call_impl"  # torch.nn.Module.__call__ uses it before all hoo
 def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, Any]]:
     """Return the blocks of a model with their names, in order.
 
-    Raises ValueError if their number is not `count`, or the choice is ambiguous; see `apply_plan`.
+    `blocks`: a pattern, a list, or None. `count`: their number; None: any. Raises ValueError if
+    there are more or fewer, or the choice is ambiguous; see `apply_plan`.
     """
     import torch
 
@@ -54,7 +55,7 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
 def _children(module: torch.nn.Module, count: int | None) -> list[tuple[str, Any]]:
     """Return the blocks of a module by name: the elements of its list of `count` modules.
 
-    `count` None: of any number. Raises ValueError unless it has exactly one such list.
+    `count` None: of any number. Raises ValueError unless it has exactly one such list, or is one.
     """
     import torch
 
@@ -87,9 +88,10 @@ class Interceptor:
     """
 
     def __init__(self, blocks: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
-        """Make each call of a block call `enter` first; `calls` then has the blocks' own functions.
+        """Make each call of a block call `enter` instead; `calls` has the blocks' own functions.
 
-        A module that is listed several times is replaced once.
+        `blocks`: names and modules, or other callables, which cannot be intercepted. A module that
+        is listed several times is replaced once. Raises ValueError for a module that has a plan.
         """
         self.calls: list[Callable[..., Any]] = []
         self._undo: list[tuple[Any, Any, Any, Any]] = []
@@ -103,7 +105,10 @@ class Interceptor:
             self.calls.append(wrappers[id(block)])
 
     def _intercept(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
-        """Hook one block, and return its own function, which runs it without the plan."""
+        """Replace the call of one block by `enter`, and return the block's own function.
+
+        `name`: of the block, for errors. A callable that is not a module is returned itself.
+        """
         import torch
 
         if not isinstance(block, torch.nn.Module):
@@ -115,6 +120,7 @@ class Interceptor:
         original: Callable[..., Any] = before or block._call_impl
         hook = _Entry(enter, tuple(self._positions[id(block)]), original)
         block.__dict__[_HOOK] = hook
+        # not in a block that is compiled itself: this would break its own graph
         handle = None if before else block.register_forward_pre_hook(_break_graph, prepend=True)
         self._undo.append((block, before, hook, handle))
         return original
@@ -142,9 +148,10 @@ def _break_graph(module: torch.nn.Module, args: Any) -> None:
 def run_blocks(
     modules: Sequence[Any], enter: Callable[..., Any] | None, args: Any, kwargs: Any
 ) -> Any:
-    """Run blocks in sequence, each on the output before; return the last output.
+    """Run blocks in sequence, each on the output of the one before; return the last output.
 
-    `enter`: runs the blocks that are not modules, which no hook can intercept; None: call them.
+    `args`: the first block's input, and further arguments of all blocks. `enter`: runs the blocks
+    that are not modules, whose calls no hook can replace; None: call them.
     """
     import torch
 
@@ -194,9 +201,10 @@ class PlannedModel:
         folder: str | None,
         observe: Callable[[str, int], None] | None,
     ) -> None:
-        """Put the plan's hooks on the blocks of `module`; `remove` undoes it.
+        """Let the plan run the blocks of `module`; `remove` undoes it.
 
-        `folder`: of offloaded tensors; None: memory. `observe`: called with each step as it runs.
+        `module`: None for a list of blocks. `blocks`: names and callables. `folder`: of offloaded
+        tensors; None: memory. `observe`: called with each step before it runs, or None.
         """
         self.plan = plan
         self.module = module
@@ -231,7 +239,8 @@ class PlannedModel:
     ) -> Any:
         """Run a called block by the plan; torch.compile does not trace this.
 
-        `positions`: of the block in the plan. `original`: its own call.
+        `positions`: of the block in the plan; several if it is listed more than once. `original`:
+        its own call.
         """
         if "torch._dynamo" not in sys.modules:
             return self._run(positions, original, args, kwargs)
@@ -246,9 +255,10 @@ class PlannedModel:
     def _run(
         self, positions: tuple[int, ...], original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a block for its caller: by the plan if gradients are enabled, otherwise directly.
+        """Run a called block: by the plan if gradients are enabled, otherwise directly.
 
-        `positions`: of the block in the plan; several if it is listed more than once.
+        Arguments are as for `_enter`. A call of the first block starts a new pass in this thread.
+        Raises ValueError for a call out of order.
         """
         import torch
 

@@ -26,7 +26,10 @@ class BlockCall:
     """One call of a block, with arguments detached from the graph."""
 
     def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Record a call; its tensors are detached but share memory with the arguments."""
+        """Record a call of a block with its arguments, to run it later.
+
+        The tensors are detached but share memory with the arguments.
+        """
         import torch
         from torch.utils import _pytree
 
@@ -44,9 +47,9 @@ class BlockCall:
     def bind(self, *, copies: bool = True) -> Callable[[], Any]:
         """Return the call with its arguments, for one run.
 
-        Each run gets its own copies of objects that the block may change, such as a KV cache.
-        Without `copies`, it gets the objects themselves, so that later blocks of the model see
-        the changes.
+        `copies`: the run gets its own copies of objects that the block may change, such as a KV
+        cache. Without, it gets the objects themselves, so that later blocks of the model see the
+        changes.
         """
         from torch.utils import _pytree
 
@@ -65,7 +68,11 @@ class BlockCall:
 
 
 def seed_of(out: torch.Tensor) -> torch.Tensor | None:
-    """Return a loss whose gradients are ones, allocated when the backward pass needs them."""
+    """Return a loss of a block's output `out` whose gradients are ones; None without gradients.
+
+    The ones are allocated when the backward pass needs them, so that they do not count in the
+    memory of the forward run.
+    """
     import torch
 
     class Seed(torch.autograd.Function):
@@ -104,7 +111,10 @@ class SampledModel:
         self.blocks = [block for _, block in self.found]
 
     def run(self, enter: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-        """Call the model with gradients (its blocks through `enter`), and return the output."""
+        """Call the model with gradients enabled, and return its output.
+
+        `enter`: runs the blocks of a model that is a list; None: they are called.
+        """
         import torch
 
         with torch.enable_grad():
@@ -113,7 +123,10 @@ class SampledModel:
             return run_blocks(self.blocks, enter, args, kwargs)
 
     def measure_blocks(self, measure: Callable[[BlockCall], object]) -> None:
-        """Call the model once, and call `measure` with each block's call before the block runs."""
+        """Call the model once, and call `measure` with each block's call before the block runs.
+
+        Raises ValueError if the model does not call its blocks in order, each once.
+        """
         reached = 0
 
         def enter(
@@ -133,6 +146,7 @@ class SampledModel:
             reached += 1
             call = BlockCall(original, args, kwargs)
             measure(call)
+            # detached, so that no block's saved tensors stay in memory
             return detach_all(call.bind(copies=False)())
 
         interceptor = Interceptor(self.found, enter)
@@ -145,9 +159,9 @@ class SampledModel:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restore generators, buffers and gradients at the end of the block.
+        """Restore generators, buffers and gradients at the end of a ``with`` statement.
 
-        Inside, gradients are zeros.
+        Inside, the gradients of all parameters are zeros.
         """
         import torch
 

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def modules_named(module: torch.nn.Module, pattern: str) -> list[tuple[str, object]]:
-    """Return matching names and modules; patterns match part by part, and ``*`` one part."""
+    """Return names and modules whose names match a pattern, such as ``layers.*``.
+
+    Parts between dots are matched one by one, and ``*`` matches a whole part or a piece of one.
+    """
     parts = pattern.split(".")
     matches = []
     for name, child in module.named_modules(remove_duplicate=False):
@@ -23,7 +26,7 @@ def modules_named(module: torch.nn.Module, pattern: str) -> list[tuple[str, obje
 
 
 def refuse_overlap(blocks: Sequence[tuple[str, object]]) -> None:
-    """Raise ValueError if a block is inside another one."""
+    """Raise ValueError if a block is inside another one; `blocks`: names and blocks."""
     ids = {id(block): name for name, block in blocks}
     for name, block in blocks:
         for path, inner in block.named_modules() if hasattr(block, "named_modules") else ():

@@ -29,6 +29,7 @@ class Host:
     """
 
     def __init__(self, folder: str | None) -> None:
+        """Start without copies; `folder`: of the files, or None for main memory."""
         self.outputs: list[Offloaded] = []  # the block's output, if it is needed again
         self._folder = folder
         self._copies: list[tuple[torch.Tensor, torch.device]] = []
@@ -36,7 +37,10 @@ class Host:
         self._back: dict[int, torch.Tensor] = {}
 
     def put(self, tensor: torch.Tensor) -> Offloaded:
-        """Copy a tensor's storage to the host, unless it was copied; return its place there."""
+        """Copy a tensor's storage to the host, unless it was copied; return its position there.
+
+        Other tensors of the storage share this copy.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._index:
@@ -51,7 +55,10 @@ class Host:
         )
 
     def get(self, away: Offloaded) -> torch.Tensor:
-        """Return a copy on the original device; tensors that shared memory share it again."""
+        """Return a tensor that was offloaded, on its original device, with its strides.
+
+        Tensors that shared memory share it again.
+        """
         import torch
 
         raw = self._back.get(away.copy)
@@ -64,7 +71,10 @@ class Host:
         return target.set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
 
     def _copied(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a storage, copied to memory (pinned for CUDA) or to a file."""
+        """Return a copy of `raw`, all bytes of a storage.
+
+        It is in memory, pinned for CUDA, or in a file of the folder.
+        """
         import torch
 
         if self._folder is None:
@@ -85,7 +95,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _file(folder: str, count: int) -> torch.Tensor:
-    """Return a tensor of `count` bytes in a new file of `folder` that has no name."""
+    """Return a tensor of `count` bytes in a new file of `folder` that has no name.
+
+    The system deletes the file with the tensor, also if the process is killed.
+    """
     import torch
 
     if not count:

@@ -40,14 +40,14 @@ class _Call(NamedTuple):
 
 
 def _storages(values: object) -> dict[int, int]:
-    """Return the size of each storage of the tensors in nested values."""
+    """Return the bytes of each storage of the strided tensors in nested values, by identity."""
     import torch
 
     return storage_bytes(t for t in tensors_in(values) if t.layout is torch.strided)
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[object]:
-    """Return the arguments that an operator modifies in place."""
+    """Return the arguments that an operator modifies in place, from its schema."""
     places = enumerate(func._schema.arguments)
     return [
         args[i] if i < len(args) else kwargs.get(place.name)
@@ -57,7 +57,10 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[object]:
 
 
 def _make_recorder(device: torch.device, look: bool) -> Any:
-    """Return a mode of torch that records operators; `look`: also which outputs can be kept."""
+    """Return a mode of torch that records each operator in `calls`; `device`: to wait for.
+
+    `look`: also record new bytes, and which outputs can be kept; without, only times.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -72,7 +75,10 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
             self._makers: dict[int, int] = {}  # number of the call that allocated a storage
 
         def _look(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, bool]:
-            """Return bytes of new memory of an output, and whether it is only new memory."""
+            """Return bytes of new memory of an output, and whether it can be kept.
+
+            It can be kept if it is new memory; a later in-place operator on it revokes this.
+            """
             inputs = _storages((args, kwargs))
             fresh = {k: n for k, n in _storages(out).items() if k not in inputs}
             for changed in _storages(_written_arguments(func, args, kwargs)):
@@ -313,7 +319,10 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
 
 
 def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return names of operators (all calls are saved), and names of single calls."""
+    """Return names of operators, whose calls are all saved, and names of single calls.
+
+    A single call has its number after a space: "aten.mm.default 3".
+    """
     kinds, single = set(), set()
     for name in names:
         operator, space, number = name.rpartition(" ")
@@ -368,7 +377,10 @@ def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
 
 
 def selective_contexts(saved: Iterable[str]) -> tuple[object, object]:
-    """Return torch's two contexts that save the results of the operators in `saved`."""
+    """Return torch's two contexts that save the results of the operators in `saved`.
+
+    One is for the first run, the other for the recomputation; each counts the calls.
+    """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     kinds, single = _split_names(saved)

@@ -85,7 +85,10 @@ class Allocations:
         self.curve: list[tuple[float, int]] = []
 
     def __enter__(self) -> Allocations:
-        """Start to record allocations; on the CPU by torch's profiler, if it is not in use."""
+        """Start to record allocations; on the CPU with torch's profiler.
+
+        Raises RuntimeError if a profiler is running already.
+        """
         import torch
 
         if self._on_cpu:
@@ -100,6 +103,7 @@ class Allocations:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        """Stop to record; on the CPU read the profiler's events, unless the block failed."""
         if self._profile is not None:
             self._profile.__exit__(*error)
             if error[0] is None:
@@ -107,7 +111,10 @@ class Allocations:
             self._profile = None
 
     def mark(self) -> None:
-        """End one span of measuring and start the next; see `spans`."""
+        """End one span of measuring and start the next; see `spans`.
+
+        On CUDA it waits for the device and resets torch's peak.
+        """
         import torch
 
         self._marks += 1
@@ -120,9 +127,10 @@ class Allocations:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _read_events(self, roots: Any) -> None:
-        """Add the bytes and peak before each mark to `_read`, and the curve of live bytes.
+        """Add bytes held and peak at each mark to `_read`, and the live bytes over time to `curve`.
 
-        `roots`: the profiler's tree of events.
+        `roots`: the profiler's tree of events. Only allocations and releases after the first mark
+        are added up.
         """
         live_bytes = peak = 0
         began = None
@@ -144,7 +152,10 @@ class Allocations:
                 self.curve.append(((at - began) * 1e-9, live_bytes))
 
     def spans(self) -> list[Span]:
-        """Return the spans between marks, after the recording."""
+        """Return the spans between marks, in order, with bytes relative to the first mark.
+
+        Call it after the recording.
+        """
         base = self._read[0][0] if self._read else 0
         return [
             Span(before[0] - base, after[1] - base, after[0] - base)
@@ -153,7 +164,10 @@ class Allocations:
 
 
 def _memory_and_marks(roots: Any) -> Iterator[tuple[int, Any]]:
-    """Yield time and memory event, or None for a mark, from the profiler's tree of events."""
+    """Yield (nanoseconds, memory event of the CPU) from the profiler's tree of events.
+
+    The event is None for a mark. The times are not in order.
+    """
     waiting = list(roots)
     while waiting:
         event = waiting.pop()

@@ -26,12 +26,18 @@ _RATE_BYTES = 64 << 20
 
 
 def _call_key(call: BlockCall) -> tuple[Any, ...]:
-    """Return a key that is equal for calls with equivalent arguments."""
+    """Return a key that is equal for calls with equivalent tensors.
+
+    These have equal shapes, strides, dtypes and devices, and require gradients alike.
+    """
     return tuple((t.shape, t.stride(), t.dtype, t.device, flag) for t, flag in call.tensors())
 
 
 def _block_key(block: object) -> Any:
-    """Return a key that is equal for blocks with equal modules and parameter shapes."""
+    """Return a key that is equal for blocks with equal modules and parameter shapes.
+
+    A block that is not a module equals only itself.
+    """
     import torch
 
     if not isinstance(block, torch.nn.Module):
@@ -51,7 +57,10 @@ class _Times:
         self._keys: list[tuple[Any, ...]] = []
 
     def __call__(self, call: BlockCall) -> None:
-        """Run a block forward and backward several times, and add the seconds of each run."""
+        """Run a block forward and backward several times, and add the seconds of each run.
+
+        A first run is a warm-up and does not count.
+        """
         runs = []
         for _ in range(self._repeats + 1):
             run = call.bind()
@@ -68,9 +77,10 @@ class _Times:
         self._keys.append(_call_key(call))
 
     def of_blocks(self, keys: list[Any]) -> tuple[list[float], list[float], list[float]]:
-        """Return forward times, backward times and spreads of the blocks.
+        """Return by block: median seconds forward, median seconds backward, and spread.
 
-        Blocks with equal `keys` and argument shapes share their measurements.
+        Blocks with equal `keys` and argument shapes share their measurements. The spread is
+        relative: the distance of the quartiles divided by the median.
         """
         equal: dict[Any, list[tuple[float, float]]] = {}
         all_keys = list(zip(keys, self._keys, strict=True))
@@ -82,6 +92,10 @@ class _Times:
 
 
 def _median_and_spread(runs: NDArray) -> tuple[float, float, float]:
+    """Return median seconds forward and backward, and the relative spread of their sum.
+
+    `runs`: a row (forward, backward) for each run.
+    """
     low, middle, high = np.quantile(runs.sum(1), [0.25, 0.5, 0.75])
     forward, backward = np.median(runs, 0).tolist()
     return forward, backward, float((high - low) / middle) if middle else 0.0
@@ -96,7 +110,11 @@ class _Bytes:
         self.gradients: list[int] = []
 
     def __call__(self, call: BlockCall) -> None:
-        """Run a block, and add bytes of its activation and gradient; marks separate its phases."""
+        """Run a block, and add bytes of its activation and gradient; marks separate its phases.
+
+        The phases are: a run without saved tensors, freeing, a run with them, the loss, the
+        backward run.
+        """
         import torch
 
         if not self.activations:
@@ -128,16 +146,21 @@ class _Bytes:
         mark()
 
     def of_blocks(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return by block: saved bytes; temporary bytes of forward, saving and backward runs."""
+        """Return by block: saved bytes; temporary bytes of forward, saving and backward runs.
+
+        Call it after the recording.
+        """
         spans = self._watched.spans()
         columns: tuple[list[int], ...] = ([], [], [], [])
         for i, out in enumerate(self.activations[1:]):
+            # 6 marks for each block; the sixth span is between two blocks
             forward, _, save, _, back = spans[6 * i : 6 * i + 5]
             saved = max(save.after - save.before, out)
             gradients = self.gradients[i] + self.gradients[i + 1]
             columns[0].append(saved)
             columns[1].append(max(0, forward.peak - forward.before - out))
             columns[2].append(max(0, save.peak - save.before - saved))
+            # negative if autograd frees saved tensors before it allocates the gradient
             least = -min(self.gradients[i], saved + self.gradients[i + 1])
             columns[3].append(max(least, back.peak - save.before - saved - gradients))
         return columns  # type: ignore[return-value]
@@ -148,7 +171,11 @@ def _refuse(_: Any) -> Any:
 
 
 def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
-    """Return the speeds of copies to the host and back, as arguments of `Chain`."""
+    """Return the speeds of copies to the host and back, as arguments of `Chain`.
+
+    `offload`: True for main memory, or the folder of files. The median of three copies of 64 MiB
+    counts.
+    """
     import torch
 
     folder = None if offload is True else local_path(offload)

@@ -23,7 +23,10 @@ _NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_st
 
 
 def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits."""
+    """Return whether two tensors have the same bits, shape and dtype.
+
+    Tensors without comparable memory (sparse or meta) count as equal.
+    """
     import torch
 
     if first.shape != second.shape or first.dtype != second.dtype:
@@ -34,6 +37,7 @@ def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements in C order, as a flat tensor."""
     import torch
 
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -45,7 +49,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
-    """Return a text on the difference of two tensors with different bits, for the user."""
+    """Return a text for the user on the difference of two tensors with different bits."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{_describe(first)}, then {_describe(second)}"
     different = first.detach() != second.detach()
@@ -69,7 +73,7 @@ class _Where:
                     self._watch(name, module)
 
     def _watch(self, name: str, module: Any) -> None:
-        """Put hooks on a submodule that record its name while it runs."""
+        """Hook a submodule, so that its `name` is on top of the stack while it runs."""
 
         def enter(*_: Any) -> None:
             self._stack.append(name)
@@ -92,7 +96,10 @@ class _Run:
     """Tensors that one run of a block saved and returned."""
 
     def __init__(self, call: BlockCall, where: _Where) -> None:
-        """Run a block; record its outputs, saved tensors, and which submodule saved each."""
+        """Run a block; record its outputs and saved tensors, and the submodule that saved each.
+
+        `written`: numbers of saved tensors that were changed in place later in the run.
+        """
         import torch
 
         self.saved: list[torch.Tensor] = []
@@ -119,13 +126,17 @@ class _Checker:
     """Runs each block twice when it is called, and records differences."""
 
     def __init__(self, model: SampledModel, blocks: set[int]) -> None:
+        """Prepare to check the blocks with these numbers when `model` runs."""
         self.findings: list[Finding] = []
         self._model = model
         self._blocks = blocks
         self._next = 0
 
     def __call__(self, call: BlockCall) -> None:
-        """Check the next call of a block, if it is a chosen one; an exception becomes a finding."""
+        """Check the next block's call, if the block was chosen.
+
+        An MLStateError of the check becomes a finding.
+        """
         i = self._next
         self._next += 1
         if i not in self._blocks:
@@ -142,7 +153,8 @@ class _Checker:
     def _check(self, name: str, module: Any, call: BlockCall, where: _Where) -> None:
         """Run a block twice as a recomputation does, and add a finding for each difference.
 
-        `where`: tells which submodule runs.
+        `name`, `module`: of the block. `where`: tracks the running submodule. Arguments that the
+        block changes in place are restored.
         """
         entering = [tensor for tensor, _ in call.tensors()]
         before = [tensor.clone() for tensor in entering]
@@ -184,7 +196,7 @@ class _Checker:
         self.findings.append(Finding(name, place, kind, text))
 
     def _check_random(self, name: str, before: tuple[Any, ...]) -> None:
-        """Add a finding if the block drew from `random` or NumPy.
+        """Add a finding if the block `name` drew from `random` or NumPy.
 
         `before`: the states of both generators before the block ran.
         """
@@ -206,7 +218,10 @@ class _Checker:
         where: _Where,
         surroundings: Surroundings,
     ) -> _Trace:
-        """Run the block twice more, and return a trace with the first operator that differs."""
+        """Run the block twice more, and return a trace with the first operator that differs.
+
+        `surroundings`: the state from before the first run, which is restored for both.
+        """
         trace = _Trace(where)
         with surroundings.restored(name, module), trace:
             call()
@@ -231,7 +246,11 @@ def _place(module: str, label: str) -> str:
 
 
 def _find_difference(first: _Run, second: _Run) -> tuple[str, str, str] | None:
-    """Return the place, kind and description of the first difference of two runs, or None."""
+    """Return (place, kind, description) of the first difference of two runs, or None.
+
+    The kind is "saved" for another number or form of saved tensors or outputs, and "values" for
+    other bits.
+    """
     for k, (left, right) in enumerate(zip(first.saved, second.saved, strict=False)):
         place = _place(first.places[k], f"saved tensor {k}, {_describe(left)}")
         if left.shape != right.shape or left.dtype != right.dtype:
@@ -257,7 +276,11 @@ class _Trace:
     def __init__(
         self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
     ) -> None:
-        """Trace one run; `record`: operators of the first run to compare with, or None."""
+        """Prepare to trace one run.
+
+        `record`: operators of the first run to compare with, as (submodule, operator, results);
+        None: record this run.
+        """
         self.made: list[tuple[str, str, list[torch.Tensor]]] = []
         self.found: tuple[str, str] | None = None  # first operator with other results, and how
         self.routing: tuple[str, str] | None = None  # first operator with other indices
@@ -267,7 +290,7 @@ class _Trace:
         self._mode: Any = None
 
     def __enter__(self) -> _Trace:
-        """Start to see each operator that torch runs in this thread."""
+        """Start to call `record_result` for each operator that torch runs in this thread."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         trace = self
@@ -288,7 +311,11 @@ class _Trace:
         self._mode.__exit__(*error)
 
     def record_result(self, func: Any, out: torch.Tensor) -> None:
-        """Record the tensors of an operator's result, or compare them with the first run's."""
+        """Record the tensors of an operator's result, or compare them with the first run's.
+
+        Operators whose results have no values yet, such as ``empty``, are skipped. After the runs
+        call different operators, nothing is compared.
+        """
         if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
             return
         k, operator = len(self.made), f"aten.{func.__name__}"
@@ -310,6 +337,10 @@ class _Trace:
                 self._record_difference(_place(place, operator), recorded, tensor)
 
     def _record_difference(self, place: str, recorded: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Note the first operator whose result differs, and the first one that chose other indices.
+
+        `place`: submodule and operator. `recorded`: result of the first run.
+        """
         operator = place.rpartition("aten.")[2].split(".")[0]
         text = _describe_difference(recorded, tensor)
         self.found = self.found or (place, text)
@@ -358,7 +389,11 @@ def check_recompute(
 
 
 def _gradients_of(model: SampledModel, planned: Any = None) -> dict[str, torch.Tensor]:
-    """Run the model forward and backward; return gradients and outputs by name."""
+    """Run a model forward and backward; return gradients and outputs by name.
+
+    `planned`: the same model with a plan, whose blocks run by it; None: without. Gradients of
+    parameters are removed from them.
+    """
     args, kwargs = detach_all(copy_objects((model.args, model.kwargs)))
     out = model.run(None if planned is None else planned._enter, args, kwargs)
     loss = seed_of(out)
@@ -387,7 +422,10 @@ def _parameters(model: SampledModel) -> dict[str, Any]:
 
 
 def _compare_gradients(model: SampledModel, plan: Any) -> list[Finding]:
-    """Return a finding for each gradient that differs between runs with and without the plan."""
+    """Return a finding for each gradient that differs between runs with and without the plan.
+
+    If two runs without it differ already, the only finding is on this.
+    """
 
     def run(planned: Any = None) -> dict[str, torch.Tensor]:
         with model.untouched():

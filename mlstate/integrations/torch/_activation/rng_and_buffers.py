@@ -23,7 +23,10 @@ _Place = tuple[Any, str]  # a module, and the name of a buffer in it
 def refusal(
     name: str, text: str, expected: str | None = None, got: str | None = None
 ) -> MLStateError:
-    """Return an error. The caller must keep no reference to it, which would be a cycle."""
+    """Return an MLStateError with these attributes; `name`: of the block.
+
+    The caller must keep no reference to it, which would be a cycle with its traceback.
+    """
     error = MLStateError(text)
     error.name, error.expected, error.got = name, expected, got
     return error
@@ -41,7 +44,7 @@ def devices_of(leaves: Iterable[object]) -> set[torch.device]:
 
 
 def generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]:
-    """Return the states of torch's generators, of the CPU and of `devices`."""
+    """Return the states of torch's generators by device: of the CPU ("cpu") and of `devices`."""
     import torch
 
     states: dict[object, torch.Tensor] = {"cpu": torch.get_rng_state()}
@@ -67,7 +70,10 @@ def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
 
 
 def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a non-leaf tensor that requires a gradient, so that it may be changed in place."""
+    """Return a non-leaf tensor over the memory of `tensor`, which then requires a gradient.
+
+    Unlike a leaf, it may be changed in place while gradients are recorded.
+    """
     import torch
 
     class Enter(torch.autograd.Function):
@@ -95,7 +101,10 @@ def copy_objects(values: object) -> Any:
 
 
 def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of a value that shares the tensors' memory; `memo`: copies by id."""
+    """Return a copy of a value that shares the tensors' memory; `memo`: copies by id.
+
+    Callables (modules and functions), texts, arrays and Python modules are returned themselves.
+    """
     import torch
 
     if id(value) in memo:
@@ -114,6 +123,7 @@ def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached tensor that requires a gradient as before; a parameter itself."""
     import torch
 
     if isinstance(tensor, torch.nn.Parameter):
@@ -122,7 +132,10 @@ def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_object(value: Any, memo: dict[int, object]) -> Any:
-    """Return a copy of an object and its content, or the object if it cannot be copied."""
+    """Return a copy of an object and its content, or the object if it cannot be copied.
+
+    `memo`: copies by id of the original; it gets this one before its content is copied.
+    """
     try:
         copied = copy.copy(value)
     except Exception:  # locks, generators, handles of devices: all runs share them
@@ -154,13 +167,18 @@ class Buffers:
         self._changing: set[_Place] | None = None
 
     def _places(self) -> Iterator[_Place]:
+        """Yield module and name of each buffer."""
         for module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield module, name
 
     def copy(self) -> tuple[dict[_Place, Any], dict[_Place, Any]]:
-        """Copy the buffers that may change; return the copies, and versions of the others."""
+        """Copy the buffers that may change in a run of the block.
+
+        Return the copies, and (buffer, version) of the others, both by (module, name). Before the
+        first run, all are copied.
+        """
         copies, versions = {}, {}
         for place in self._places():
             module, name = place
@@ -174,9 +192,10 @@ class Buffers:
     def changed(
         self, copies: dict[_Place, Any], versions: dict[_Place, Any]
     ) -> dict[_Place, torch.Tensor]:
-        """Return the copies of those buffers that have changed since.
+        """Return the values before the run of the buffers that it changed, by (module, name).
 
-        `copies`, `versions`: the result of `copy` before.
+        `copies`, `versions`: the result of `copy` before the run. These buffers are copied before
+        later runs.
         """
         import torch
 
@@ -217,9 +236,9 @@ class Surroundings:
     """
 
     def __init__(self, module: object, buffers: Buffers, leaves: Sequence[Any]) -> None:
-        """Record what a run depends on: random states, buffers, training mode, autocast.
+        """Record the state that a run depends on: random states, buffers, training mode, autocast.
 
-        `leaves`: the block's arguments, whose devices' generators count.
+        `leaves`: the block's arguments; the generators of their devices count.
         """
         import torch
 
@@ -237,7 +256,10 @@ class Surroundings:
         ]
 
     def drop_unused(self) -> None:
-        """Forget, after the first run, recorded state that the run neither used nor changed."""
+        """Forget, after the first run, recorded state that the run neither used nor changed.
+
+        From then on, only generators that it drew from and buffers that it changed are restored.
+        """
         now = _pack_states(generator_states(self._devices))
         self._states = {
             device: state for device, state in self._states.items() if state != now[device]
@@ -247,7 +269,10 @@ class Surroundings:
 
     @contextmanager
     def restored(self, name: str, module: object) -> Iterator[None]:
-        """Restore the state before the first run inside this context, and undo that at exit."""
+        """Restore the state before the first run inside this context, and undo that at exit.
+
+        `name`, `module`: of the block. Raises MLStateError if its training mode has changed.
+        """
         import torch
 
         if getattr(module, "training", None) != self._training:

@@ -29,9 +29,10 @@ class Program:
     """A schedule, with data derived for every step."""
 
     def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
-        """Compute from a plan's steps what each step must keep and free.
+        """Compute from a plan's steps the activations that each step keeps and frees.
 
-        Raises ValueError if torch cannot run a kind of step.
+        `steps`: (kind, number of a block) in order. Raises ValueError for a kind that torch cannot
+        run.
         """
         self.steps = [(str(kind), int(index)) for kind, index in steps]
         unknown = next((kind for kind, _ in self.steps if kind not in _KINDS), None)
@@ -40,10 +41,10 @@ class Program:
                 f"{unknown!r} is not a kind of step that torch can run, expected one of {_KINDS}"
             )
         n = self.blocks = 1 + max(i for kind, i in self.steps if kind == "backward")
-        self.runs = [0] * n
+        self.runs = [0] * n  # number of steps that run each block
         self.first = [-1] * n  # first step that runs each block
-        self.backward_at = [-1] * n
-        self.offloads = [False] * n
+        self.backward_at = [-1] * n  # backward step of each block
+        self.offloads = [False] * n  # whether a block's saved tensors are offloaded
         self.input_leaves = [False] * n  # whether a saved block's input is dropped
         self._read_steps()
         self.keeps = [False] * len(self.steps)  # whether a later step uses the step's output
@@ -71,7 +72,10 @@ class Program:
                 self.input_leaves[i] = True
 
     def _find_last_uses(self) -> bool:
-        """Find the last use of each activation; return whether the chain's input is used again."""
+        """Find the last use of each activation, from the last step back.
+
+        Fills `keeps` and `free_after`. Return whether the chain's input is used again.
+        """
         is_needed = [False] * (self.blocks + 1)
         loads = [False] * self.blocks  # whether the block's next load restores its output
         for at in range(len(self.steps) - 1, -1, -1):
@@ -97,7 +101,10 @@ class Program:
         return is_needed[0]
 
     def _find_active_steps(self) -> list[bool]:
-        """Return by block whether any steps precede its backward run."""
+        """Return by block whether any work precedes its backward run: steps or memory to free.
+
+        Other blocks need no hook on their gradient.
+        """
         acts = [True] * self.blocks
         for i in range(self.blocks - 1):
             before, at = self.backward_at[i + 1], self.backward_at[i]
@@ -105,11 +112,14 @@ class Program:
         return acts
 
     def of_first_blocks(self, count: int) -> Program:
-        """Return the program of the first blocks alone."""
+        """Return the program of the first `count` blocks alone."""
         return Program([(kind, i) for kind, i in self.steps if i < count])
 
     def hooked(self, i: int) -> bool:
-        """Return whether this module holds the first run's saved tensors, rather than the graph."""
+        """Return whether slots of this module hold block `i`'s saved tensors, not the graph.
+
+        This is so if they are recomputed or offloaded, or the block's input is dropped.
+        """
         first = self.steps[self.first[i]][0]
         return first == "forward" or self.offloads[i] or self.input_leaves[i]
 
@@ -130,17 +140,18 @@ class _SavedSlot:
     __slots__ = ("__weakref__", "block", "looks", "run", "value")
 
     def __init__(self, run: Run, block: int, looks: tuple[Any, ...]) -> None:
+        """Create an empty slot of block number `block`; `looks`: dtype, shape and device."""
         self.run = run
         self.block = block
         self.looks = looks
-        self.value: Any = None  # _Held, _InputAlias, Offloaded, or None
+        self.value: Any = None  # _SavedTensor, _InputAlias, Offloaded, or None
 
 
 class _InputAlias(NamedTuple):
     """A saved tensor that is a view of the block's input."""
 
-    leaf: int
-    geometry: tuple[Any, ...]
+    leaf: int  # number of the tensor in the activation that is the input
+    geometry: tuple[Any, ...]  # shape, strides and offset of the view
 
 
 class StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
@@ -157,11 +168,11 @@ class _Call:
         # leaves of its arguments: the number of a tensor in the activation, or None for an object
         self.leaves: list[int | _SavedTensor | None] = []
         self.objects: dict[int, Any] = {}  # copies from before the first run
-        self.flags: list[bool] = []
+        self.flags: list[bool] = []  # whether each leaf requires a gradient
         self.surroundings: Surroundings | None = None
-        self.made: list[tuple[Any, ...]] = []
-        self.host: Host | None = None
-        self.complete = False
+        self.made: list[tuple[Any, ...]] = []  # dtype, shape and device of its outputs
+        self.host: Host | None = None  # while its saved tensors are offloaded
+        self.complete = False  # the first run has ended
 
 
 def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -174,7 +185,10 @@ def _text(looks: tuple[Any, ...]) -> str:
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return the leaves of arguments and their tree spec; None: all are positional tensors."""
+    """Return the leaves of arguments and their tree spec.
+
+    The spec is None if all are tensors by position.
+    """
     import torch
     from torch.utils import _pytree
 
@@ -184,6 +198,7 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
 
 
 def _unflatten(leaves: list[Any], spec: Any) -> tuple[Any, Any]:
+    """Return positional and keyword arguments from leaves and a spec of `flatten`."""
     from torch.utils import _pytree
 
     if spec is None:
@@ -204,7 +219,8 @@ class Run:
     ) -> None:
         """Start a forward pass of the blocks; no block has run.
 
-        `folder`: of offloaded tensors; None: memory. `observe`: called with each step as it runs.
+        `folder`: of offloaded tensors; None: memory. `observe`: called with each step before it
+        runs.
         """
         self.next = 0  # next block of the forward pass
         self._program = program
@@ -228,7 +244,10 @@ class Run:
         return self._watching
 
     def can_continue(self, leaves: list[Any]) -> bool:
-        """Return whether the arguments contain the previous block's output, still in memory."""
+        """Return whether the arguments contain the previous block's output, still in memory.
+
+        The pass cannot continue after a backward pass has begun.
+        """
         if self._watching:
             return False
         came = [tensor for tensor in (ref() for ref, _ in self._came_out) if tensor is not None]
@@ -237,7 +256,8 @@ class Run:
     def first(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
         """Run the next block for the first time, and the plan's steps around it; return its output.
 
-        `leaves`, `spec`: its arguments, flattened.
+        `leaves`, `spec`: its arguments, flattened. Raises MLStateError if the block changes an
+        argument in place that a recomputation needs.
         """
         i, program = self.next, self._program
         block = self._blocks[i]
@@ -262,12 +282,16 @@ class Run:
         return out
 
     def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the tensors among arguments, in order."""
         import torch
 
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _link_arguments(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
-        """Return for each argument of block `i` its number in the activation before it, or None."""
+        """Return for each argument of block `i` its number in the activation before it, or None.
+
+        `leaves`: the arguments, flattened. For the first block, all tensors are the activation.
+        """
         import torch
 
         if i:
@@ -285,7 +309,11 @@ class Run:
         return [next(count) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def _refuse_between(self, i: int, tensor: torch.Tensor, version: int) -> None:
-        """Raise if an activation was changed in place before block `i`; `version`: at first."""
+        """Raise MLStateError if an activation was changed in place before it entered block `i`.
+
+        `version`: of the tensor when the block before returned it. Only a recomputed activation
+        matters.
+        """
         if version_of(tensor) != version and self._program.runs[i - 1] > 1:
             name, before = self._blocks[i].name, self._blocks[i - 1].name
             raise refusal(
@@ -298,10 +326,10 @@ class Run:
     def _record_call(
         self, call: _Call, block: Block, leaves: list[Any], spec: Any, links: list[int | None]
     ) -> None:
-        """Record the arguments and surroundings of a block's first run, for running it again.
+        """Record the arguments and surroundings of a block's first run, to run it again.
 
         `leaves`: arguments, flattened by `spec`. `links`: the number of each in the activation, or
-        None.
+        None. Objects are copied, because the run may change them.
         """
         import torch
 
@@ -320,7 +348,11 @@ class Run:
         call.surroundings = Surroundings(block.module, block.buffers, leaves)
 
     def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
-        """Run a block for the first time and return its output; keep or drop its saved tensors."""
+        """Run block `i` for the first time and return its output.
+
+        Its saved tensors become slots: with their values for a ``save`` step, empty for a
+        ``forward`` step.
+        """
         import torch
 
         kind = self._program.steps[self._position][0]
@@ -343,9 +375,9 @@ class Run:
             return self._blocks[i].call(*args, **kwargs)
 
     def _refuse_changes(self, block: Block, leaves: list[Any], versions: list[int]) -> None:
-        """Raise if a block changed its arguments in place; its recomputation needs them.
+        """Raise MLStateError if a block changed its arguments in place; recomputation needs them.
 
-        `versions`: of the arguments before the block ran.
+        `versions`: of the tensors among the arguments before the block ran.
         """
         changed = [
             k
@@ -361,7 +393,11 @@ class Run:
             )
 
     def _keep_output(self, i: int, out: object, call: _Call) -> None:
-        """Keep a block's output if the plan needs it, and hook its gradient."""
+        """Keep a block's output if the plan needs it, and hook its gradient.
+
+        The hook runs the steps before the block's backward pass. Raises TypeError if the output has
+        no tensor.
+        """
         tensors = tensors_in(out)
         if not tensors:
             raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
@@ -385,7 +421,10 @@ class Run:
             self._take_step()
 
     def _take_step(self) -> None:
-        """Carry out the next step of the plan during the backward pass."""
+        """Carry out the next step of the plan, and free the activations that it used last.
+
+        The input of a backward step is freed later, because torch runs that pass after this call.
+        """
         at = self._position
         kind, i = self._program.steps[at]
         if self._observe is not None:
@@ -406,7 +445,10 @@ class Run:
         self._position = at + 1
 
     def _run_again(self, i: int, save: bool, keep: bool) -> None:
-        """Recompute block `i`; store its output if `keep`, and its saved tensors if `save`."""
+        """Recompute block `i`; store its output if `keep`, and its saved tensors if `save`.
+
+        Raises MLStateError if they differ in form from the first run's.
+        """
         import torch
 
         call, block = self._call_of(i), self._blocks[i]
@@ -443,13 +485,17 @@ class Run:
             self._activations[i + 1] = [_SavedTensor(tensor) for tensor in tensors]
 
     def _call_of(self, i: int) -> _Call:
+        """Return the record of block `i`'s call; raise MLStateError if it was freed."""
         call = self._calls[i] if self._calls else None
         if call is None:
             raise _freed_error(self._blocks[i].name)
         return call
 
     def _activation(self, k: int) -> list[_SavedTensor]:
-        """Return the kept tensors before block `k`."""
+        """Return the kept tensors of activation `k`, the input of block `k`.
+
+        Raises MLStateError if they were freed.
+        """
         leaves = self._activations[k] if self._activations else None
         if leaves is None:
             raise _freed_error(self._blocks[min(k, len(self._blocks) - 1)].name)
@@ -471,7 +517,7 @@ class Run:
     def _offload(self, i: int, output: bool) -> None:
         """Move the saved tensors of block `i` out of the device's memory; `output`: its output too.
 
-        Parameters and the block's input stay.
+        Parameters and the block's input stay on the device.
         """
         call = self._call_of(i)
         host = call.host = Host(self._folder)
@@ -489,7 +535,10 @@ class Run:
             host.outputs = [host.put(leaf.value) for leaf in self._activation(i + 1)]
 
     def _load(self, i: int, output: bool) -> None:
-        """Bring back what `_offload` moved; `output`: the block's output too."""
+        """Bring the saved tensors of block `i` that `_offload` moved back to the device.
+
+        `output`: the block's output too.
+        """
         call = self._call_of(i)
         host = call.host
         if host is None:
@@ -505,7 +554,10 @@ class Run:
     # The backward pass
 
     def _on_gradient(self, i: int, _: torch.Tensor) -> None:
-        """Prepare a block's backward pass; called when the gradient of its output exists."""
+        """Prepare block `i`'s backward pass; torch calls this when its output's gradient exists.
+
+        Raises MLStateError for ``create_graph=True``.
+        """
         import torch
 
         if torch.is_grad_enabled():
@@ -513,7 +565,10 @@ class Run:
         self.prepare(i)
 
     def prepare(self, i: int) -> None:
-        """Run the plan's steps up to the backward pass of block `i`; torch is about to run that."""
+        """Run the plan's steps up to the backward pass of block `i`, which torch is about to run.
+
+        Does nothing if they have run.
+        """
         import torch
 
         if self._spent or i >= self._program.blocks:
@@ -532,7 +587,8 @@ class Run:
     def _skip_later_blocks(self, i: int) -> None:
         """Remove the steps of blocks after `i` that the backward pass does not visit.
 
-        The loss does not depend on the output of these blocks, or they did not run.
+        The loss does not depend on the output of these blocks, or they did not run. The position is
+        counted anew in the shorter program.
         """
         program, start = self._program, self._position
         due = program.backward_at[i + 1] + 1 if i + 1 < program.blocks else 0
@@ -544,7 +600,10 @@ class Run:
             self._activations[i + 1 :] = [None] * (len(self._activations) - i - 1)
 
     def _free_finished(self, i: int) -> None:
-        """Free saved memory of blocks after `i`, whose backward passes are complete."""
+        """Free saved memory of blocks after `i`, whose backward passes are complete.
+
+        The block after `i` stays: its backward pass may still run.
+        """
         for k in self._free_later:
             self._activations[k] = None
         self._free_later = []
@@ -554,7 +613,7 @@ class Run:
             self._calls[self._under_way] = None
 
     def _free_all(self) -> None:
-        """Free everything at the end of the backward pass."""
+        """Free everything at the end of the backward pass; a second one raises MLStateError."""
         self._spent = True
         for call in self._calls:
             _empty_slots(call)
@@ -562,7 +621,11 @@ class Run:
         self._activations = []
 
     def tensor_of(self, slot: _SavedSlot) -> torch.Tensor:
-        """Return the saved tensor of a slot to torch's backward pass, recomputed if necessary."""
+        """Return the saved tensor of a slot to torch's backward pass, recomputed if necessary.
+
+        Raises MLStateError outside of a backward pass, for ``create_graph=True``, and if it was
+        freed.
+        """
         import torch
 
         name = self._blocks[slot.block].name
@@ -600,7 +663,10 @@ class _SavedTensor:
         self.version = version_of(tensor)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the kept tensor; raise, naming the block `name`, if it was changed in place."""
+        """Return the kept tensor, detached.
+
+        Raises MLStateError, with the block `name`, if it was changed in place since it was kept.
+        """
         if version_of(self.value) != self.version:
             raise refusal(
                 name,
@@ -612,12 +678,18 @@ class _SavedTensor:
 
 
 def _map_storages(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
-    """Map the storages of an activation's tensors to their numbers."""
+    """Return the numbers of an activation's tensors by their storages.
+
+    `linked`: tensors, and their numbers or None.
+    """
     return {leaf.untyped_storage()._cdata: k for leaf, k in linked if k is not None}
 
 
 def _keep_tensor(tensor: torch.Tensor, places: dict[int, int]) -> _SavedTensor | _InputAlias:
-    """Keep a saved tensor, or its position in an input that is dropped and recomputed."""
+    """Keep a saved tensor, or its position in an input that is dropped and recomputed.
+
+    `places`: numbers of the input's tensors by storage; empty if the input stays.
+    """
     leaf = places.get(tensor.untyped_storage()._cdata) if places else None
     if leaf is None:
         return _SavedTensor(tensor)
@@ -634,9 +706,10 @@ class _Packer:
         keep: bool,
         places: dict[int, int],
     ) -> None:
-        """Prepare for a block's recomputation; `slots`: where its first run's saved tensors belong.
+        """Prepare for a recomputation of the block `name`.
 
-        `keep`: its output is needed, so it runs to its end. `places`: storages of its input.
+        `slots`: of the first run's saved tensors, to fill; None: discard the tensors. `keep`: its
+        output is needed, so it runs to its end. `places`: as for `_keep_tensor`.
         """
         self._name = name
         self._slots = slots
@@ -645,7 +718,11 @@ class _Packer:
         self._count = 0
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Put the next saved tensor into its slot, or raise if it differs; stop after the last."""
+        """Put the next saved tensor into its slot; torch calls this.
+
+        Raises MLStateError if its form differs from the first run's, and StopRecompute after the
+        last slot unless the output is needed.
+        """
         k = self._count
         self._count += 1
         if self._slots is None or k >= len(self._slots):
@@ -660,7 +737,10 @@ class _Packer:
             raise StopRecompute
 
     def finish(self) -> None:
-        """Raise after a recomputation if it saved another number of tensors than the first run."""
+        """Raise MLStateError if a recomputation saved another number of tensors than the first run.
+
+        Call it after the recomputation has run to its end.
+        """
         if self._slots is not None and self._count != len(self._slots):
             raise refusal(
                 self._name,
@@ -681,6 +761,7 @@ def _refuse_inner(name: str, _: Any) -> Any:
 
 
 def _empty_slots(call: _Call | None) -> None:
+    """Free the saved tensors of a call's slots; None: do nothing."""
     for ref in call.slots if call is not None else ():
         slot = ref()
         if slot is not None:
@@ -688,7 +769,10 @@ def _empty_slots(call: _Call | None) -> None:
 
 
 def _persistent_storages(module: Any) -> set[int]:
-    """Return the storages of parameters and buffers, which a plan does not offload."""
+    """Return the storages of parameters and buffers, which a plan does not offload.
+
+    DTensors among them are left out.
+    """
     if not hasattr(module, "parameters"):
         return set()
     tensors = [*module.parameters(), *module.buffers()]
@@ -696,7 +780,10 @@ def _persistent_storages(module: Any) -> set[int]:
 
 
 def _difference_error(name: str, label: str, first: list[Any], now: list[Any]) -> MLStateError:
-    """Return the error for a recomputation that saves another tensor than the first run."""
+    """Return the error for a recomputation that saves another tensor than the first run.
+
+    `label`: of the tensor. `first`, `now`: forms of both runs from this tensor on; may be empty.
+    """
     texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
     return refusal(
         name,
@@ -707,6 +794,7 @@ def _difference_error(name: str, label: str, first: list[Any], now: list[Any]) -
 
 
 def _freed_error(name: str) -> MLStateError:
+    """Return the error of block `name` if its saved tensors were used in a backward pass before."""
     return refusal(
         name,
         f"{name}: what it had saved was used and freed. A second backward pass through "
@@ -715,6 +803,7 @@ def _freed_error(name: str) -> MLStateError:
 
 
 def _double_backward_error(name: str) -> MLStateError:
+    """Return the error of block `name` for ``create_graph=True``."""
     return refusal(
         name,
         f"{name}: create_graph=True does not work through a planned model: recomputed tensors "
@@ -723,6 +812,7 @@ def _double_backward_error(name: str) -> MLStateError:
 
 
 def _inner_gradient_error(name: str) -> MLStateError:
+    """Return the error of block `name` if it needs saved tensors during its own forward run."""
     return refusal(
         name,
         f"{name} takes gradients inside its own forward, or keeps a tensor of a recomputation "

@@ -142,7 +142,8 @@ class _Recomputation:
     def __call__(self, call: BlockCall) -> None:
         """Run a block as its recomputation does, to its last saved tensor, between two marks.
 
-        It records whether the saved tensors include the block's input and its output.
+        A first run counts the saved tensors, and records whether they include the block's input and
+        its output.
         """
         import torch
 
@@ -170,8 +171,8 @@ class _Recomputation:
         self._watched.mark()
 
     def of_blocks(self) -> list[_Recompute]:
-        """Return the measurements of each block."""
-        runs = self._watched.spans()[::2]
+        """Return the measurement of each block, in order, after the recording."""
+        runs = self._watched.spans()[::2]  # the others are between two blocks
         return [
             _Recompute(run.after - run.before, run.peak - run.before, *keeps)
             for run, keeps in zip(runs, self._keeps, strict=True)
@@ -187,20 +188,24 @@ class _StepSimulation:
     """
 
     def __init__(self, plan: Plan, again: list[_Recompute]) -> None:
-        """Start before the first step; `again`: measurements of each block's recomputation."""
+        """Start before the first step of `plan`.
+
+        `again`: measurements of each block's recomputation.
+        """
         self._chain = plan.chain
         self._again = again
         self._program = Program(plan.steps())
         self._activations: list[int] = plan.chain.activation_bytes.tolist()
         self._live_activations = {0} if self._program.keeps_input else set()
-        self._passing = 0
+        self._passing = 0  # number of the activation that the next first run takes
         self._twice = 0  # bytes of a dropped and recomputed activation that the model still holds
         self._saved_bytes: dict[int, int] = {}  # saved bytes by block
-        self._gradient = 0
+        self._gradient = 0  # bytes of the gradient that the backward pass holds
         self._seeded = False  # the result's gradient exists before the last block's backward step
         self._alone: set[int] = set()  # activations that the plan counts separately
 
     def _is_live(self, k: int) -> bool:
+        """Return whether activation `k`, the input of block `k`, is in memory."""
         if k in self._live_activations or k == self._passing or k == 0:
             return True
         if k - 1 in self._saved_bytes and self._again[k - 1].keeps_output:
@@ -209,16 +214,20 @@ class _StepSimulation:
         return keeps_input and not self._program.input_leaves[k]
 
     def _total(self) -> int:
+        """Return the bytes in memory now: activations, saved memory, gradient, and duplicates."""
         activation_sizes = [size for k, size in enumerate(self._activations) if self._is_live(k)]
         return sum([*activation_sizes, *self._saved_bytes.values(), self._gradient, self._twice])
 
     def free(self) -> list[int]:
-        """Return the activations that the plan counts and that are already free."""
+        """Return the numbers of activations that the plan counts and that are free already."""
         counted = self._alone | {i + 1 for i in self._saved_bytes}
         return sorted(k for k in counted if not self._is_live(k))
 
     def step(self, at: int) -> tuple[int, str]:
-        """Simulate one step; return its peak of bytes and why it differs from the plan, or ""."""
+        """Simulate step number `at`; return its peak of bytes and why it differs from the plan.
+
+        The reason is "" if it does not. Call it for all steps in order.
+        """
         kind, i = self._program.steps[at]
         why = self._seed(at) if kind in ("forward", "save", "load") else []
         why += [_TWICE] if self._twice else []
@@ -255,9 +264,10 @@ class _StepSimulation:
         return peak, "; ".join(why)
 
     def _run(self, at: int, save: bool, i: int) -> tuple[int, int, bool]:
-        """Simulate a run of block `i`: return bytes made, temporary bytes, whether it ends early.
+        """Simulate a run of block `i`, in step number `at`.
 
-        `save`: with its saved tensors.
+        Return bytes that it adds, temporary bytes, and whether it ends at its last saved tensor.
+        `save`: it keeps its saved tensors.
         """
         chain, size = self._chain, self._activations[i + 1]
         first, keep = at == self._program.first[i], self._program.keeps[at]
@@ -273,15 +283,20 @@ class _StepSimulation:
         return again.peak, 0, True
 
     def _backward(self, i: int) -> int:
-        """Simulate the backward pass of block `i`; return the peak of bytes."""
+        """Simulate the backward pass of block `i`; return the peak of bytes.
+
+        The block's saved memory is freed, and the gradient of its input remains.
+        """
         chain = self._chain
         entering = self._is_live(i)  # also true if only the block's saved memory holds it
         del self._saved_bytes[i]
         before = self._total()
+        # the backward run still reads an input that only the saved memory held
         if entering and not self._is_live(i):
             before += self._activations[i]
         gradient = int(chain.gradient_bytes[i])
         created = gradient
+        # the result's gradient, unless it exists already
         if i + 1 == chain.blocks and not self._seeded:
             created += int(chain.gradient_bytes[i + 1])
         self._gradient = gradient
@@ -289,7 +304,11 @@ class _StepSimulation:
         return before + created + saved
 
     def _seed(self, at: int) -> list[str]:
-        """Count the result's gradient once it exists; return the reason for a difference or []."""
+        """Count the gradient of the result once it exists; return reasons for a difference.
+
+        It exists from the first step after the forward pass, and the plan counts it in the last
+        block's backward step.
+        """
         n = self._chain.blocks
         if self._seeded or not self._program.first[n - 1] < at < self._program.backward_at[n - 1]:
             return []
@@ -374,7 +393,7 @@ def measure_plan(
                 watched.mark()
                 step()
                 watched.mark()
-    spans = watched.spans()[1:]
+    spans = watched.spans()[1:]  # the first one, before the first step, copies the sample
     base = int(plan.chain.activation_bytes[0])
     predicted = plan.simulate().peak_bytes.tolist()
     walk = _StepSimulation(plan, again.of_blocks())

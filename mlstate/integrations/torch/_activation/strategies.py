@@ -50,7 +50,11 @@ class _Forward:
         self.manager, self.name, self.number, self.plain = manager, name, number, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, checkpointed by torch if the manager decides so for its first tensor."""
+        """Run the block; under torch's checkpoint if the manager decides so.
+
+        The manager gets the first tensor among the arguments, or None. Without gradients, the block
+        runs as it is.
+        """
         import torch
         from torch.utils.checkpoint import checkpoint
 
@@ -80,7 +84,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
-    """Return the submodules that `blocks` names, by name, in order; None: the direct children."""
+    """Return the submodules that `blocks` names, by name, in order; None: the direct children.
+
+    Raises TypeError for a pattern that is not a str, ValueError for one without a match.
+    """
     if blocks is None:
         return dict(module.named_children())
     patterns = [blocks] if isinstance(blocks, str) else list(blocks)

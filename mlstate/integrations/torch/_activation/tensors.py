@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:
-    """Return the tensors in nested values."""
+    """Return the tensors in nested tuples, lists, dicts and other registered containers."""
     import torch
     from torch.utils import _pytree
 
@@ -22,7 +22,10 @@ def tensors_in(values: object) -> list[torch.Tensor]:
 
 
 def detach_all(values: object) -> Any:
-    """Return nested values with detached tensors, which require gradients as before."""
+    """Return nested values with detached tensors, which require gradients as before.
+
+    The tensors share their memory with the original ones.
+    """
     import torch
     from torch.utils import _pytree
 
@@ -40,12 +43,12 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the sizes of the tensors' storages, each once."""
+    """Return the sizes in bytes of the tensors' storages by identity, each storage once."""
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
 def time_after_work(device: torch.device) -> float:
-    """Wait for a device, and return the time in seconds."""
+    """Wait until a device has done its work, and return the time in seconds."""
     import torch
 
     if device.type == "cuda":

@@ -33,7 +33,7 @@ class _Unpickler(pickle.Unpickler):
     """Unpickler that only finds classes of checkpoint metadata."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return a class that a pickle names, if it is one of torch's for metadata; else raise."""
+        """Return a class that a pickle names, if it occurs in metadata; else raise FormatError."""
         import torch
         from torch.distributed.checkpoint import metadata
 
@@ -54,7 +54,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_metadata(file: Any) -> Any:
-    """Return the metadata from the file `.metadata`, read without running any code in it."""
+    """Return the metadata in the open file `.metadata`, without running code in it.
+
+    Raises FormatError if it cannot be read or is another object.
+    """
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
@@ -71,7 +74,8 @@ def _read_metadata(file: Any) -> Any:
 def _check(metadata: Any, available: int) -> None:
     """Raise FormatError for metadata with paths outside of the directory, or too large tensors.
 
-    `available`: bytes of all files.
+    `available`: bytes of all files. Otherwise small metadata could make torch allocate any memory;
+    files that are transformed (compressed) are not limited.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -93,7 +97,10 @@ def _check(metadata: Any, available: int) -> None:
 
 
 def _paths_of(metadata: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the path of each value in the tree; raise FormatError for a malformed one."""
+    """Return for each key its path in the tree of values: a tuple of keys and list indices.
+
+    Raises FormatError for a malformed path.
+    """
     keys = metadata.state_dict_metadata
     planned = metadata.planner_data
     paths = {key: (key,) for key in keys}
@@ -101,6 +108,7 @@ def _paths_of(metadata: Any) -> dict[str, tuple[Any, ...]]:
         paths |= {key: path for key, path in planned.items() if key in keys}
     for key, path in paths.items():
         is_path = isinstance(path, tuple) and path and isinstance(key, str)
+        # an index as large as the number of keys would make torch create a huge list
         if not is_path or any(type(each) is int and not 0 <= each < len(keys) for each in path):
             raise FormatError(f".metadata gives {key!r:.80} the place {path!r:.80} in the state")
     return paths
@@ -109,7 +117,7 @@ def _paths_of(metadata: Any) -> dict[str, tuple[Any, ...]]:
 def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> Any:  # noqa: N802
     """Return torch's reader of a directory, with restricted pickles.
 
-    `choose` returns the keys to read, of all keys with their paths in the tree.
+    `choose`: called with the paths of all keys in the tree; returns the keys to read.
     """
     from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -124,7 +132,11 @@ def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> A
             self.fs = RegularFiles()
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            """Return the metadata of the chosen keys; raises if the files are too small for it."""
+            """Return the metadata of the chosen keys.
+
+            Raises FormatError if the files are too small for the tensors, or a path leaves the
+            directory.
+            """
             if kwargs.get("rank") is not None:
                 raise FormatError("a checkpoint whose metadata are by rank cannot be read whole")
             with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
@@ -143,7 +155,10 @@ def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> A
 
 
 def planner() -> Any:
-    """Return a plan that loads the whole checkpoint and accepts only tensors and plain values."""
+    """Return a plan for torch's loader: it loads all that the reader lists.
+
+    Values other than tensors and plain ones raise FormatError.
+    """
     import torch
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -152,7 +167,10 @@ def planner() -> Any:
 
     class Careful(_EmptyStateDictLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
-            """Put a value that is not a tensor into the state dict; refuse pickled code."""
+            """Put a value that is not a tensor into the state dict.
+
+            Raises FormatError if the value needs other classes than plain ones.
+            """
             name = read_item.dest_index.fqn
             try:
                 allowed = harmless_globals(value)

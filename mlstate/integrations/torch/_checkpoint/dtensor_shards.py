@@ -32,21 +32,22 @@ if TYPE_CHECKING:
 
     Store = Callable[[], None]
 
-_STEPS = 4  # largest number of steps of a layout
+_STEPS = 4  # largest number of cuts of a layout, one after the other
 # ---- tensors ----
 
 
 def _sharding_error(name: str, value: Any, why: str) -> TypeError:
+    """Return the error for a tensor whose sharding cannot be stored; `why`: reason and remedy."""
     placements = getattr(value, "placements", None)
     where = f"a DTensor with placements {placements}" if placements is not None else "a tensor"
     return TypeError(f"{name!r} is {where}: {why}")
 
 
 def _sharding_order(name: str, value: Any) -> list[int]:
-    """Return the mesh dimensions that shard a tensor, in the order of division.
+    """Return the mesh dimensions that shard a DTensor, in the order of division.
 
-    This is the order of the mesh, except for dimensions that torch marks as divided earlier:
-    FSDP on top of tensor parallelism along the same axis.
+    This is the order of the mesh, except for dimensions that torch marks as divided earlier: FSDP
+    on top of tensor parallelism along the same axis. Raises TypeError for other placements.
     """
     order: list[int] = []
     mesh = value.device_mesh
@@ -61,6 +62,7 @@ def _sharding_order(name: str, value: Any) -> list[int]:
         if factor is None:
             order.insert(0, number)
             continue
+        # torch's stride counts the parts of all divisions of this axis before this one
         before = 1
         for other in order:
             before *= mesh.size(other) if value.placements[other].dim == placement.dim else 1
@@ -75,7 +77,10 @@ def _sharding_order(name: str, value: Any) -> list[int]:
 
 
 def _part_of_dtensor(name: str, value: Any) -> Any:
-    """Return a DTensor's local tensor: as a `Shard`, or plain if it is not sharded."""
+    """Return a DTensor's local tensor: as a `Shard`, or plain if it is not sharded.
+
+    Raises TypeError for a layout that cannot be stored, such as uneven shards.
+    """
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -86,7 +91,7 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
     order = _sharding_order(name, value)
     if len(order) > _STEPS:
         raise _sharding_error(name, value, f"a Layout has {_STEPS} steps at most")
-    index = replica = 0
+    index = replica = 0  # numbers of the part, and of this copy of it
     for number in order:
         index = index * mesh.size(number) + coordinate[number]
     for number, placement in enumerate(value.placements):
@@ -107,7 +112,10 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
 
 
 def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
-    """Return this rank's rows of a ShardedTensor, as FSDP1 creates them, as a shard."""
+    """Return this rank's rows of a ShardedTensor, as FSDP1 creates them, as a shard.
+
+    `replica`: number of this copy of the rows. Raises TypeError for another division.
+    """
     import torch.distributed as dist
 
     group = value._process_group
@@ -146,7 +154,8 @@ def _detached_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def part_of(name: str, value: Any, replica: int = 0) -> Any:
     """Return this rank's part of a value in torch's state dict, over the value's own memory.
 
-    `replica` is the replica number for a ShardedTensor, which does not record it.
+    `name`: for errors. `replica`: number of this copy for a ShardedTensor, which does not record
+    it. Raises TypeError for a value that is not a tensor, or whose sharding cannot be stored.
     """
     if hasattr(value, "local_shards"):
         return _part_of_sharded(name, value, replica)
@@ -164,7 +173,11 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
 
 
 def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
-    """Return why all ranks must collect a state together; empty if each can do so alone."""
+    """Return why all ranks must collect a state together; empty if each can do so alone.
+
+    `source`: `module` itself, or its optimizer. The reason continues a sentence, as in "of a module
+    of FSDP1".
+    """
     if not flat_wrappers(module):
         return ""
     if source is module:
@@ -176,8 +189,8 @@ def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
 def tied_names(module: torch.nn.Module) -> set[str]:
     """Return the names of a module's state whose tensor has an earlier name, without prefixes.
 
-    Ranks of a sharded module agree on it, also if they hold no element of a tensor. Entries that
-    need not be a module's memory are left out.
+    Ranks of a sharded module agree on it, also if they hold no element of a tensor. Entries of
+    submodules that save by their own methods are left out: they need not be the module's memory.
     """
     others = [f"{path}." for path, child in module.named_modules() if path and saves_itself(child)]
     if saves_itself(module):
@@ -214,9 +227,9 @@ def module_state(
 ) -> tuple[dict[str, Any], Store | None]:
     """Return this rank's part of a module's state, and a function that writes copies back.
 
-    For FSDP1, whose parts are copies, every rank must call both. Other values share the module's
-    memory, except entries that are not its memory and, if the state will be filled, all entries
-    of submodules that load their entries themselves. Names have no prefixes of wrappers.
+    The function is None if all values share the module's memory. For FSDP1, whose parts are copies,
+    every rank must call both. `fill`: the state will be filled, so submodules that load their
+    entries themselves get copies too. Names have no prefixes of wrappers.
     """
     wrappers = flat_wrappers(module)
     if not wrappers:
@@ -239,7 +252,10 @@ def module_state(
 
 
 def _state_to_fill(contract: ModuleContract) -> tuple[dict[str, Any], Store]:
-    """Return a module's state with copies for submodules that load themselves, and their loader."""
+    """Return a module's state with copies for submodules that load themselves, and their loader.
+
+    If the loader fails, it restores the submodules.
+    """
     copies = {}
     for name, value in contract.entries.items():
         part_of(name, value)  # raises if it is not a tensor
@@ -262,7 +278,10 @@ def _state_to_fill(contract: ModuleContract) -> tuple[dict[str, Any], Store]:
 
 
 def _reshard(module: torch.nn.Module) -> None:
-    """Restore FSDP2's sharded parameters, which optimizers hold, after a forward pass."""
+    """Restore FSDP2's sharded parameters, which optimizers hold, after a forward pass.
+
+    The pass leaves gathered parameters in the module.
+    """
     loaded = sys.modules.get("torch.distributed.fsdp")
     kind: Any = getattr(loaded, "FSDPModule", None)
     for child in module.modules() if kind is not None else ():
@@ -276,8 +295,8 @@ def optimizer_parts(
     """Return this rank's part of an optimizer's states, by ``"<parameter>.<state name>"``.
 
     Also returns the other arguments of `mlstate.OptimizerStateDict`, and a function that writes
-    numbers back, which are 0-d arrays among the states. `fill`: the states will be filled in
-    place.
+    numbers back, which are 0-d arrays among the states; None without numbers. `fill`: the states
+    will be filled in place; raises TypeError if that is impossible.
     """
     wrappers = [] if module is None else flat_wrappers(module)
     if module is not None and wrappers:
@@ -314,7 +333,10 @@ def optimizer_parts(
 
 
 def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
-    """Raise TypeError for plain states of DTensors that are a part: nothing records which part."""
+    """Raise TypeError for a plain state that has only the local shape of its DTensor parameter.
+
+    Nothing records which part it is. `named`: parameters by name. `values`: states by key.
+    """
     for key, value in values.items():
         parameter = named[key.rpartition(".")[0]]
         if hasattr(parameter, "device_mesh") and not hasattr(value, "device_mesh"):
@@ -329,7 +351,7 @@ def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
-    """Return whether `local_flag` is true on any rank of an FSDP1 module.
+    """Return whether `local_flag` is true on any rank of an FSDP1 module; all ranks must call.
 
     A rank may hold no elements of it, so its own answer is not enough.
     """
@@ -345,9 +367,9 @@ def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
 def _parts_of_flat(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an FSDP1 optimizer's states by key as shards, and keywords of the state; all ranks.
+    """Return an FSDP1 optimizer's states by key as shards, and the keywords of its state.
 
-    `replica`: of this rank among those with the same shards.
+    All ranks must call it. `replica`: number of this rank among those with the same shards.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

@@ -52,7 +52,8 @@ def format_error(path: Path, reason: str) -> FormatError:
 def _check_size(tree: Mapping[Any, Any], path: Path) -> None:
     """Raise FormatError for a tree with too many levels or values.
 
-    Values that are in it many times count each time: a small file can hold a large tree.
+    Values that are in it many times count each time: a small file can hold a large tree. `path`: of
+    the file, for the error.
     """
     left = _MOST_VALUES
     stack = [(value, str(key), 1) for key, value in tree.items()]
@@ -72,7 +73,10 @@ def _check_size(tree: Mapping[Any, Any], path: Path) -> None:
 
 
 def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree, with keys joined by dots, as in torch's checkpoints."""
+    """Yield name and value of the leaves of a tree; names are keys joined by dots.
+
+    `prefix`: name of the tree itself, or "".
+    """
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
         name = f"{prefix}.{key}" if prefix else str(key)
@@ -83,7 +87,10 @@ def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _state_from(tree: Mapping[Any, Any], path: Path) -> tuple[StateDict, dict[str, Any]]:
-    """Return the tensors and numbers of a tree as arrays, and other plain values, by flat names."""
+    """Return the tensors and numbers of a tree as arrays, and other plain values, by flat names.
+
+    A flat name joins keys by dots. Raises FormatError for other objects and for equal names.
+    """
     import torch
 
     tensors: dict[str, Any] = {}
@@ -108,9 +115,10 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> tuple[StateDict, dict[st
 
 
 def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
-    """Return the parameter names by the keys of an optimizer's states, from its `groups`.
+    """Return the parameter names of an optimizer, by the keys of its states, from its `groups`.
 
-    `path`: of the file, for errors.
+    Without names, parameters are ``param_0`` and so on. Raises FormatError for malformed groups;
+    `path`: of the file, for it.
     """
     names: dict[Any, str] = {}
     for group in groups:
@@ -138,7 +146,7 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
 def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
     """Return an optimizer's state of a file as arrays by parameter name and state.
 
-    `tree`: what ``optimizer.state_dict()`` returned.
+    `tree`: a result of ``optimizer.state_dict()``. Raises FormatError if it is malformed.
     """
     groups = tree["param_groups"]
     saved_states = tree.get("state", {})
@@ -181,7 +189,8 @@ def _is_flat_optimizer(value: Any) -> bool:
 def _unflatten(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return a flattened optimizer in the form of ``optimizer.state_dict()``.
 
-    Parameters whose options are equal become one group.
+    Parameters whose options are equal become one group. Raises FormatError for a state of a
+    parameter without options.
     """
     options: dict[str, dict[str, Any]] = {}
     states: dict[str, Any] = {}
@@ -192,6 +201,7 @@ def _unflatten(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for key, value in tree.items():
         if not key.startswith(_FLAT[0]):
             continue
+        # names of parameters have dots: take the longest one that has options
         words = key.removeprefix(_FLAT[0]).split(".")
         ends = range(len(words) - 1, 0, -1)
         end = next((end for end in ends if ".".join(words[:end]) in options), None)
@@ -211,7 +221,10 @@ def _unflatten(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _json_values(value: Any) -> Any:
-    """Return a value as JSON can store it, or NotImplemented."""
+    """Return a value as JSON can store it, or NotImplemented.
+
+    Tensors without axes become numbers, keys str.
+    """
     import torch
 
     if value is None or isinstance(value, bool | int | float | str):
@@ -247,7 +260,11 @@ def _state_value(value: Any) -> Any:
 
 
 def _add_rest(rest: Mapping[Any, Any], metadata: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the other entries of a file as named states; plain values are added to `metadata`."""
+    """Return the other entries of a file as named states; plain values are added to `metadata`.
+
+    Optimizers become `OptimizerStateDict`; a list of several gets names with numbers. Raises
+    FormatError for equal names.
+    """
     states: dict[str, Any] = {}
 
     def add(name: str, value: Any) -> None:
@@ -288,7 +305,7 @@ def _restore_model(
 ) -> tuple[StateDict, dict[str, Any]]:
     """Return a file's model as a state, and its values that are not tensors.
 
-    `texts`: what mlstate recorded in the file, such as the class of the state.
+    `texts`: descriptions that mlstate recorded in the file, such as the class of the state.
     """
     if isinstance(value, StateDict):
         return value, {}
@@ -297,7 +314,11 @@ def _restore_model(
 
 
 def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> OptimizerStateDict:
-    """Return the optimizer in a file as a state; `texts`: attributes that mlstate recorded."""
+    """Return the optimizer in a file as a state.
+
+    `texts`: descriptions that mlstate recorded in the file, such as its type and step. Raises
+    FormatError if `value` is malformed.
+    """
     if isinstance(value, OptimizerStateDict):
         return value
     tree = _unflatten(value, path) if _is_flat_optimizer(value) else value
@@ -312,7 +333,10 @@ def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> Opti
 
 
 def _find_parts(tree: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
-    """Return the keys of a file's dict that hold models, and those that hold optimizers."""
+    """Return the keys of a file's dict that hold models, and those that hold optimizers.
+
+    Only keys that programs commonly use are recognized; several optimizers with numbers are not.
+    """
     numbered = [key for key in tree if isinstance(key, str) and re.match(r"optimizer_\d+\Z", key)]
     listed = tree.get(_LIGHTNING)
     optimizers = [*_OPTIMIZER_KEYS, *(numbered if len(numbered) == 1 else [])]
@@ -325,7 +349,8 @@ def _find_parts(tree: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
 def _wrapper_of(tree: Mapping[Any, Any]) -> Any:
     """Return the key of the entry that holds model and optimizer, or None.
 
-    torch's tutorials wrap both in one entry, as in ``{"app": AppState(…)}``.
+    torch's tutorials wrap both in one entry, as in ``{"app": AppState(…)}``. With several such
+    entries, or equal keys inside and outside, no entry is chosen.
     """
     if any(_find_parts(tree)):
         return None
@@ -340,7 +365,10 @@ def _wrapper_of(tree: Mapping[Any, Any]) -> Any:
 
 
 def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
-    """Return a tree with the content of one entry in its place; all of it if `wrapper` is None."""
+    """Return a tree with the content of the entry `wrapper` in its place.
+
+    The tree itself is returned if it lacks the entry.
+    """
     if wrapper not in tree:
         return tree
     return {**{key: value for key, value in tree.items() if key != wrapper}, **tree[wrapper]}
@@ -349,7 +377,8 @@ def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
 def parts_of(tree: Any, path: Path) -> Parts:
     """Divide a file's content into model, optimizer, metadata and named states.
 
-    The model or optimizer is None if there is none, or several with optimizers.
+    Model and optimizer are None if the file has none, or several models with optimizers. `path`: of
+    the file, for the FormatError if the content is malformed.
     """
     if isinstance(tree, OptimizerStateDict):
         return Parts(None, tree, {}, {})
@@ -393,7 +422,10 @@ def parts_of(tree: Any, path: Path) -> Parts:
 
 
 def _outline(paths: list[tuple[Any, ...]]) -> Any:
-    """Return a nested tree of None whose values have these paths of keys and list indices."""
+    """Return a nested tree whose values are None, and whose leaves have the given `paths`.
+
+    A path is a tuple of keys and list indices; a level with indices only becomes a list.
+    """
     if paths == [()]:
         return None
     inner: dict[Any, list[tuple[Any, ...]]] = {}
@@ -418,7 +450,11 @@ class Choice(NamedTuple):
 
 
 def choose_keys(paths: Mapping[str, tuple[Any, ...]], selection: Selection) -> Choice:
-    """Return the keys of a distributed checkpoint to read; `paths`: of each key in the tree."""
+    """Return the keys of a distributed checkpoint to read.
+
+    `paths`: of each key in the tree, as tuples of keys and list indices. Without a model or
+    optimizer in the tree, all keys are read.
+    """
     if any(len(path) > _DEEPEST for path in paths.values()):
         raise FormatError(f".metadata has a value more than {_DEEPEST} levels deep")
     tree = _outline([*paths.values()])

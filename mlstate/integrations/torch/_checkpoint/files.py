@@ -47,9 +47,10 @@ _LIGHTNING_REST = "meta.pt"
 
 
 def _compact_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that use only a part of their storage: a file would contain all of it.
+    """Return `tensors` with copies of those that use only a part of their storage.
 
-    Tied tensors that together use their whole storage stay tied.
+    A file would contain the whole storage. Tied tensors that together use their whole storage stay
+    tied.
     """
     filled: Counter[int] = Counter()
     for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
@@ -69,9 +70,10 @@ def _cpu_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
-    """Return the form of ``optimizer.state_dict()``.
+    """Return an optimizer's state in the form of ``optimizer.state_dict()``.
 
-    Parameters are numbers if all names are numbered (``param_0`` and so on), else names.
+    Parameters are numbers if all names are numbered (``param_0`` and so on), else names. Raises
+    CompatibilityError if a parameter with states is in none of the groups.
     """
     saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
     listed = [str(name) for group in saved for name in group.get("params", ())]
@@ -103,7 +105,10 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
 
 
 def _state_value(value: Any, where: str) -> Any:
-    """Return a named state as torch's reader accepts it: arrays become tensors."""
+    """Return a named state as torch's reader accepts it: arrays become tensors.
+
+    `where`: name of the value in errors. Raises CompatibilityError for other objects.
+    """
     if isinstance(value, OptimizerStateDict):
         return _optimizer_tree(value)
     if is_flat(value):
@@ -131,8 +136,8 @@ def tree_of(
     """Return a tree that torch can store, of the parts of a state.
 
     For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the entries
-    ``model``, ``optimizer``, ``metadata``, one for each named state, and ``mlstate``, which
-    records the classes of the states.
+    ``model``, ``optimizer``, ``metadata``, one for each named state, and ``mlstate``, which records
+    the classes of the states. Raises ValueError if a state has the name of another entry.
     """
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
@@ -157,9 +162,9 @@ def tree_of(
 
 
 def read_pt(path: Path) -> Parts:
-    """Read a ``torch.save`` file without running code from it.
+    """Read a ``torch.save`` file without running code from it, and divide it into parts.
 
-    If its format allows, it is memory-mapped and the arrays share its memory.
+    Files in the zip format are memory-mapped, and the arrays share this memory.
     """
     return parts_of(_load_pickle(path, maps=True), path)
 
@@ -168,15 +173,17 @@ def read_tree(path: Path) -> Any:
     """Read any value from a ``torch.save`` file without running code from it.
 
     Beyond tensors and plain values, it may hold NumPy arrays and scalars, paths, namespaces of
-    argparse, and members of enums that the program has imported.
+    argparse, and members of enums that the program has imported. Raises FormatError for other
+    objects.
     """
     return _load_pickle(path, maps=False)
 
 
 def read_ranks(paths: list[Path]) -> Any:
-    """Read the value that each rank of a job saved to one of `paths`, with whole tensors.
+    """Read the value that each rank of a job saved to one of `paths`, in rank order, as one value.
 
-    Files are read as by `read_tree`. Parts of a DTensor are joined; all other values must be equal.
+    Files are read as by `read_tree`. Parts of a DTensor are joined to whole tensors; all other
+    values must be equal.
     """
     import logging
 
@@ -194,7 +201,10 @@ def read_ranks(paths: list[Path]) -> Any:
 
 
 def write_tree(tree: Any, file: IO[bytes]) -> None:
-    """Write any value with ``torch.save``; an OSError of `file` is raised as itself."""
+    """Write any value to an open file with ``torch.save``.
+
+    If `file` raises an OSError, this is raised itself; torch would replace it by another error.
+    """
     import torch
 
     try:
@@ -207,12 +217,18 @@ def write_tree(tree: Any, file: IO[bytes]) -> None:
 
 
 def _empty_array(cls: Any, shape: Any, code: Any) -> Any:
-    """Return an array for a pickle to fill; its size is in the pickle's next step."""
+    """Return an array for a pickle to fill: the next instruction of the pickle sets its size.
+
+    It takes the arguments of NumPy's own function, which could allocate any memory.
+    """
     return np.empty(0, np.uint8)
 
 
 def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
-    """Return what `read_tree` accepts, in the form of ``torch.serialization.safe_globals``."""
+    """Return the classes that `read_tree` accepts, for ``torch.serialization.safe_globals``.
+
+    `path`: the file, which decides on enums and DTensors: only those that it names are accepted.
+    """
     import pathlib
     import sys
     from argparse import Namespace
@@ -245,9 +261,10 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
 
 
 def _load_pickle(path: Path, *, maps: bool) -> Any:
-    """Return the content of a torch file, read without running code in it; raises FormatError.
+    """Return the content of the torch file at `path`, read without running code in it.
 
-    `maps`: map the file's tensors into memory instead of reading them.
+    `maps`: map the tensors into memory instead of reading them, if the file is in the zip format.
+    Raises FormatError for damage and for objects that are not plain.
     """
     from pickle import UnpicklingError
 
@@ -298,7 +315,7 @@ def write_pt(
 ) -> None:
     """Atomically write a file that ``torch.load`` reads with ``weights_only``.
 
-    Parts that are None or empty are left out.
+    `target`: the path. Parts that are None or empty are left out.
     """
     tree = tree_of(model, optimizer, metadata, states)
     with replacing(target.path, target) as file:
@@ -311,7 +328,8 @@ def write_pt(
 def read_dcp(path: Path, selection: Selection) -> Parts:
     """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks.
 
-    Entries that are not selected are not read. No code from the files is run.
+    `path`: its directory. Entries that are not in `selection` are not read. No code from the files
+    is run. Raises FormatError for damage, and OSError as it is.
     """
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -361,9 +379,10 @@ def write_dcp(
     metadata: Mapping[str, Any],
     states: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one.
+    """Write a directory that torch.distributed.checkpoint reads, in place of an old one.
 
-    Parts that are None or empty are left out.
+    Parts that are None or empty are left out. Raises ValueError if `target` exists and is not such
+    a checkpoint.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -39,11 +39,15 @@ class FlatRun(NamedTuple):
     tied: bool  # another name of a parameter that has a run already
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the run's elements in a tensor with the owner's layout, such as a state."""
+        """Return the run's elements in `tensor`, which has the owner's layout, such as a state."""
         return tensor.reshape(-1)[self.in_owner : self.in_owner + self.length]
 
     def place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], int, int]:
-        """Return the run's memory, the whole parameter's shape, and begin and end of the run."""
+        """Return the run's memory in `tensor`, the whole parameter's shape, and begin and end.
+
+        `tensor`: `flat`, or one with the owner's layout. Begin and end of the run count elements of
+        the whole parameter.
+        """
         is_flat = tensor is self.flat
         start = self.offset if is_flat else self.in_owner
         part = tensor.reshape(-1)[start : start + self.length]
@@ -56,7 +60,7 @@ def is_flattened(tensor: torch.Tensor) -> bool:
 
 
 def reshard_flat(wrappers: Iterable[Any]) -> None:
-    """Free whole parameters left by a forward pass, so that the sharded ones are in use."""
+    """Free the whole parameters that a forward pass left, so that the sharded ones are in use."""
     for wrapper in wrappers:
         handle = wrapper._handle
         if handle is None or not handle.uses_sharded_strategy:
@@ -70,7 +74,8 @@ def reshard_flat(wrappers: Iterable[Any]) -> None:
 def flat_runs(module: torch.nn.Module, wrappers: Iterable[object]) -> dict[str, FlatRun]:
     """Return this rank's runs of all parameters of FSDP1 units, by name without prefixes.
 
-    A parameter without elements on this rank has a run of length 0.
+    A parameter without elements on this rank has a run of length 0. `wrappers`: the units to
+    consider.
     """
     chosen = {id(wrapper) for wrapper in wrappers}
     runs: dict[str, FlatRun] = {}
@@ -93,9 +98,10 @@ def flat_runs(module: torch.nn.Module, wrappers: Iterable[object]) -> dict[str, 
 
 
 def _run(name: str, handle: Any, number: int) -> FlatRun:
-    """Return the elements of one parameter that this rank has in FSDP1's flat parameter.
+    """Return the elements of a parameter that this rank has in FSDP1's flat parameter.
 
-    `handle`: of torch's unit. `number`: of the parameter in it.
+    `handle`: torch's handle of the unit. `number`: index of the parameter in it. Raises TypeError
+    for a parameter that tensor parallelism cuts too.
     """
     flat = handle.flat_param
     if flat._param_extensions[number] is not None:
@@ -118,6 +124,7 @@ def _run(name: str, handle: Any, number: int) -> FlatRun:
         begin=begin,
         length=count,
         offset=offset,
+        # an original parameter of the optimizer has only this rank's run
         in_owner=0 if handle._use_orig_params else offset,
         tied=False,
     )

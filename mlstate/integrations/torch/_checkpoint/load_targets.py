@@ -65,7 +65,10 @@ class Place(NamedTuple):
 
 
 def _place(name: str, value: Any) -> Place:
-    """Return this rank's memory for a value of a state dict."""
+    """Return this rank's memory for a value of a state dict; `name`: for errors.
+
+    Raises CompatibilityError if its elements share memory.
+    """
     part = part_of(name, value)
     _refuse_overlap(name, part.array if isinstance(part, Shard) else part)
     if isinstance(part, Shard):
@@ -74,7 +77,10 @@ def _place(name: str, value: Any) -> Place:
 
 
 def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise if elements of a target share memory, as after expand(): torch refuses the write."""
+    """Raise CompatibilityError if elements of the target `tensor` share memory.
+
+    This is so after expand(); torch refuses such writes too. `name`: for the error.
+    """
     if overlaps_itself(tensor):
         error = CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
@@ -88,6 +94,7 @@ def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
 
 
 def _refuse_alone(name: str, parts: int, ranks: int) -> ValueError:
+    """Return the error for a tensor on `parts` ranks if only `ranks` ranks take part."""
     return ValueError(
         f"{name!r} is spread over {parts} ranks, and {ranks} "
         f"{'saves' if ranks == 1 else 'save'}: pass group= with all ranks that have a part, and "
@@ -102,7 +109,10 @@ def _ranks_of(wrapper: Any) -> int:
 
 
 def _check_ranks(module: torch.nn.Module, ranks: int) -> None:
-    """Raise ValueError if a module is spread over more ranks than take part in the load."""
+    """Raise ValueError if a module is spread over more ranks than take part in a save.
+
+    `ranks`: number of those.
+    """
     for wrapper in flat_wrappers(module):
         if _ranks_of(wrapper) > ranks:
             name = next(iter(flat_runs(module, [wrapper])), type(module).__name__)
@@ -114,7 +124,10 @@ def _check_ranks(module: torch.nn.Module, ranks: int) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
-    """Raise for an optimizer of FSDP1, or one sharded over more than `ranks` processes."""
+    """Raise for an optimizer of FSDP1 (TypeError), or one that more than `ranks` ranks share.
+
+    This is for optimizers without their module.
+    """
     for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         if is_flattened(parameter):
             raise TypeError(
@@ -131,7 +144,8 @@ def saved_module(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return a module's tensors as `module_state` does, its other entries, and torch's metadata.
 
-    For saving by a number of ranks: raises ValueError if the module is spread over more ranks.
+    `ranks`: number of processes that save together. Raises ValueError if the module is spread over
+    more ranks.
     """
     _check_ranks(module, ranks)
     if flat_wrappers(module):
@@ -151,7 +165,7 @@ def saved_module(
 def saved_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, ranks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states and keywords of `optimizer_parts`, for saving by a number of ranks.
+    """Return the states and keywords of `optimizer_parts`, to save by `ranks` processes.
 
     Raises ValueError if the parameters are spread over more ranks.
     """
@@ -180,7 +194,10 @@ class Filling:
         optional: Iterable[str] = (),
         contract: ModuleContract | None = None,
     ) -> None:
-        """Prepare to fill `places`, by name; allocates CPU memory for tensors on a device."""
+        """Prepare to fill `places`, by name; allocates CPU memory for tensors on a device.
+
+        `optional`, `contract`: see the class.
+        """
         self.places = places
         self.contract = contract
         self.optional = frozenset(optional)
@@ -193,11 +210,14 @@ class Filling:
         return self.contract is not None and self.contract.unit_of(name) is not None
 
     def cuts(self, keys: Sequence[str]) -> list[tuple[tuple[int, ...], Any, int]]:
-        """Return the parts of some keys in the core's form."""
+        """Return for each key the part that it receives: shape of the whole, cut, and last."""
         return [self.places[key][1:] for key in keys]
 
     def whole(self) -> None:
-        """Raise TypeError if this rank has only a part of a tensor: then a layout is refused."""
+        """Raise TypeError if this rank has only a part of some tensor.
+
+        The load's layout arguments would contradict the one that the tensor records.
+        """
         for name, place in self.places.items():
             if place.cut != ():
                 raise TypeError(
@@ -236,7 +256,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill_module(module: torch.nn.Module) -> Filling:
-    """Return this rank's memory for a module's state, by the names of `saved_module`."""
+    """Return this rank's memory for a module's state, by the names of `saved_module`.
+
+    Gathered parameters of FSDP are freed first: a load into them would be lost. Raises
+    CompatibilityError for submodules of FSDP1 that load themselves.
+    """
     wrappers = flat_wrappers(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
@@ -262,9 +286,9 @@ def own_load(
     *,
     strict: bool,
 ) -> OwnLoad:
-    """Return the load of some units by their own methods, of entries by name.
+    """Return the load of some units by their own methods, of entries by name; nothing is loaded.
 
-    `metadata` is the result of `saved_module`; None if the checkpoint is not of mlstate.
+    `metadata`: of modules, as `saved_module` returned it; None if the checkpoint is not of mlstate.
     """
     contract = filling.contract
     assert contract is not None
@@ -291,7 +315,10 @@ def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 def _converted(
     key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
 ) -> torch.Tensor:
-    """Return a state's tensor as torch's ``load_state_dict`` converts it for its parameter."""
+    """Return a state's tensor as torch's ``load_state_dict`` converts it for its parameter.
+
+    `key`: of the state; torch decides by its name and by `group`, the group's values.
+    """
     import torch
 
     owner = torch.empty(0, dtype=slot.owner.dtype, device=slot.owner.device)
@@ -303,7 +330,7 @@ def _convert_nested(key: str, slot: ParameterSlot, group: dict[str, Any], value:
     """Return a nested state as torch's ``load_state_dict`` converts it.
 
     As in torch, a tensor in a dict is converted by its key, such as "step", and one in a list as a
-    state without a name.
+    state without a name. The arguments are as for `_converted`, except that `value` may be nested.
     """
     import torch
 
@@ -330,7 +357,11 @@ def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
 def _new_state(
     key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return a new tensor for the state `key`, sharded like its parameter; `like`: its dtype."""
+    """Return a new tensor of zeros for the state `key`, sharded like its parameter.
+
+    `record`: the stored state. `like`: a tensor with the dtype. Raises BufferError for parameters
+    on the meta device.
+    """
     import torch
 
     owner, dtype = slot.owner.detach(), like.dtype
@@ -377,8 +408,10 @@ class OptimizerFilling(Filling):
     ) -> None:
         """Check that the checkpoint's states fit the optimizer, and prepare memory for them.
 
-        `records`: the stored states by key. `saved`: their parameter groups and step. `names`: of
-        the parameters, if the module is None. `strict`, `complete`, `cast`: as in `load`.
+        `records`: the stored states by key. `saved`: their parameter groups and learning rate.
+        `names`: of the parameters, if the module is None. `shapes`: of the saved parameters.
+        `strict`, `complete`, `cast`: as in `load`. Raises CompatibilityError; nothing is changed
+        then.
         """
         if module is None:
             _check_optimizer(optimizer, 1 << 62)
@@ -428,7 +461,10 @@ class OptimizerFilling(Filling):
     def _find_state(
         self, key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
     ) -> Any:
-        """Return the optimizer's tensor to fill in place; None if torch would replace it."""
+        """Return the optimizer's tensor to fill in place; None if torch would replace it.
+
+        `like`: a tensor with the dtype and device that torch would give the state.
+        """
         state = record.state or ""
         _, created_states = self.made.get(id(slot.owner), (None, {}))
         if state in created_states:
@@ -444,10 +480,15 @@ class OptimizerFilling(Filling):
         return state_value if slot.run or fits else None
 
     def _add_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
+        """Note a new state of a parameter's tensor, which `done` adds to the optimizer."""
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
     def _is_number(self, key: str, slot: ParameterSlot, saved: Any, numbers: set[str]) -> bool:
-        """Return whether a state is to be a number: as saved, or as the optimizer has it."""
+        """Return whether a state is to be a number: as saved, or as the optimizer has it.
+
+        `numbers`: keys that the saved groups record as numbers; without groups, the optimizer
+        decides.
+        """
         if saved.param_groups:
             return key in numbers
         return is_number(self.optimizer.state.get(slot.owner, {}).get(key.rpartition(".")[2]))
@@ -455,7 +496,8 @@ class OptimizerFilling(Filling):
     def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
         """Return the places of states to read in place, and the keys of those that `done` sets.
 
-        The second is True for a key whose value is a Python number.
+        The second maps each key to True if its value is a Python number, and to False for tensors
+        of one element and nested values.
         """
         numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
@@ -476,7 +518,10 @@ class OptimizerFilling(Filling):
         return places, alone
 
     def _like(self, key: str, slot: ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
-        """Return an empty tensor of the dtype and device that torch would give the state `key`."""
+        """Return an empty tensor with the dtype and device that torch would give the state `key`.
+
+        Raises CompatibilityError if torch lacks the stored dtype.
+        """
         import torch
 
         if not torch_has(record.dtype):
@@ -493,7 +538,10 @@ class OptimizerFilling(Filling):
     def _convert(
         self, key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
     ) -> torch.Tensor:
-        """Return a state for the optimizer, which converts it if it has its own load methods."""
+        """Return a state as torch would load it; see `_converted` for the arguments.
+
+        An optimizer with its own load methods converts it itself: then only the device changes.
+        """
         converted = _converted(key, slot, group, value)
         return value.to(converted.device) if self.own_loader else converted
 
@@ -505,9 +553,10 @@ class OptimizerFilling(Filling):
         current: Any,
         like: torch.Tensor,
     ) -> Place:
-        """Return the memory for the state `key`; `current`: the optimizer's own, None: create it.
+        """Return the memory for the state `key`.
 
-        `like`: a tensor with the device and dtype of a created one.
+        `current`: the optimizer's own tensor; None: create one like `like`. Raises
+        CompatibilityError for a state of FSDP1 that has another shape than its parameter.
         """
         state = record.state or ""
         run = slot.run
@@ -528,7 +577,10 @@ class OptimizerFilling(Filling):
         return _place(key, current) if run is None else Place(*run.place(current.detach()))
 
     def _convert_exactly(self) -> None:
-        """Read states that torch converts without rounding into arrays of the stored dtype."""
+        """Read states that torch converts without rounding into arrays of the stored dtype.
+
+        `done` then copies them to the optimizer's tensors, which converts them.
+        """
         import torch
 
         for key, array in self.arrays.items():
@@ -537,7 +589,11 @@ class OptimizerFilling(Filling):
                 self.arrays[key] = torch.empty(array.shape, dtype=dtype, device="cpu")
 
     def _value_of(self, key: str, slot: ParameterSlot, array: Any, *, number: bool) -> Any:
-        """Return the value that torch would load for a stored scalar or nested state."""
+        """Return the value that torch would load for a stored scalar or nested state.
+
+        `number`: return a Python number. Raises CompatibilityError for a conversion that rounds,
+        without `cast`.
+        """
         group = self.group_of[self.records[key].parameter]
         if key in self.packed:
             value = unpack_state(key, array)
@@ -558,7 +614,11 @@ class OptimizerFilling(Filling):
     def _read_scalars(
         self, arrays: dict[str, NDArray], alone: dict[str, bool]
     ) -> dict[tuple[int, str], tuple[ParameterSlot, Any]]:
-        """Return the values that `done` sets, by (id of the owner, state's name)."""
+        """Return the values that `done` sets, by (id of the owner, state's name).
+
+        `arrays`: stored values by key. `alone`: of `_sort_states`. Raises CompatibilityError if
+        parameters in one flat parameter have different values.
+        """
         scalars: dict[tuple[int, str], tuple[ParameterSlot, Any]] = {}
         first: dict[tuple[int, str], str] = {}
         for key, array in arrays.items():
@@ -580,7 +640,10 @@ class OptimizerFilling(Filling):
         return scalars
 
     def _list_unsaved(self) -> dict[str, tuple[ParameterSlot, str, Any]]:
-        """Return states, by key, that the optimizer has and the checkpoint lacks."""
+        """Return states, by key, that the optimizer has and the checkpoint lacks.
+
+        Each is a tuple of the parameter's slot, the state's name and its value.
+        """
         unsaved = {}
         for name, slot in self.slots.items():
             for state, value in self.optimizer.state.get(slot.owner, {}).items():
@@ -590,9 +653,10 @@ class OptimizerFilling(Filling):
         return unsaved
 
     def _set_state(self, *, is_whole: bool) -> None:
-        """Convert numbers as torch does at the end of a load; raise if torch would.
+        """Convert numbers as the optimizer's ``__setstate__`` does at the end of a load.
 
-        If the load is not whole, states that an optimizer requires may be missing.
+        Raises CompatibilityError if that fails, unless the load is not whole: then states that the
+        optimizer requires may be missing, and the numbers stay as read.
         """
         states: dict[Any, dict[str, Any]] = {}
         for slot, state, value in self.unsaved.values():
@@ -627,7 +691,10 @@ class OptimizerFilling(Filling):
             self.numbers[where] = (slot, states[slot.owner][where[1]])
 
     def zero(self, name: str) -> None:
-        """Register a state that the checkpoint lacks, to become zeros in `done`."""
+        """Register a state that the checkpoint lacks, to become zeros in `done`.
+
+        Other values than tensors and numbers stay in `rest`, and `done` removes them.
+        """
         import torch
 
         slot, state, value = self.rest[name]
@@ -645,7 +712,8 @@ class OptimizerFilling(Filling):
     def done(self) -> None:
         """Complete the load: add created and read states, and set the groups' values.
 
-        An optimizer with its own load methods is unchanged: they receive `state_dict`.
+        States in `rest` are removed. An optimizer with its own load methods is unchanged: they
+        receive `state_dict`.
         """
         super().done()
         if self.own_loader:
@@ -662,7 +730,11 @@ class OptimizerFilling(Filling):
             group.update(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the argument of the optimizer's ``load_state_dict``: loaded states and groups."""
+        """Return the argument of the optimizer's ``load_state_dict``: loaded states and groups.
+
+        States that were not saved stay, except those that `rest` lists. This is for optimizers with
+        their own load methods.
+        """
         form = torch_form(self.optimizer)
         parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -682,7 +754,10 @@ class OptimizerFilling(Filling):
         return {"state": states, "param_groups": groups}
 
     def _drop_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
-        """Remove a state that was not saved; the optimizer creates it again if needed."""
+        """Remove a state that was not saved; the optimizer creates it again if needed.
+
+        In a flat parameter whose other parameters keep the state, its run becomes zeros instead.
+        """
         if slot.run is not None and self._is_shared(slot, state):
             if hasattr(value, "numel") and value.numel() == slot.owner.numel():
                 slot.run.view(value.detach()).zero_()
@@ -694,7 +769,7 @@ class OptimizerFilling(Filling):
                 del self.optimizer.state[slot.owner]
 
     def _is_shared(self, slot: ParameterSlot, state: str) -> bool:
-        """Return whether another parameter in the same flat one keeps the state."""
+        """Return whether another parameter in the same flat one keeps the state named `state`."""
         return any(
             other.owner is slot.owner and f"{name}.{state}" not in self.rest
             for name, other in self.slots.items()

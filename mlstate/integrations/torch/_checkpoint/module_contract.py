@@ -41,6 +41,7 @@ class Unit(NamedTuple):
 
 
 def _is_torch_method(module: torch.nn.Module, name: str, extra: Collection[object] = ()) -> bool:
+    """Return whether a method is torch.nn.Module's own, or one of the functions `extra`."""
     import torch
 
     function = getattr(getattr(module, name), "__func__", None)
@@ -48,6 +49,7 @@ def _is_torch_method(module: torch.nn.Module, name: str, extra: Collection[objec
 
 
 def _has_hooks(module: torch.nn.Module, *names: str) -> bool:
+    """Return whether a module has hooks in the attributes `names`, apart from torch's wrappers'."""
     hooks = [hook for name in names for hook in getattr(module, name).values()]
     return any(not getattr(hook, "__module__", "").startswith(_WRAPPER_HOOKS) for hook in hooks)
 
@@ -70,7 +72,10 @@ def _loads_itself(module: torch.nn.Module) -> bool:
 
 
 def saves_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module's entries may be other than its parameters and buffers."""
+    """Return whether a module's entries may be other than its parameters and buffers.
+
+    This is so if it overrides torch's methods for saving, or has hooks on them.
+    """
     return (
         not _is_torch_method(module, "state_dict")
         or not _is_torch_method(module, "_save_to_state_dict")
@@ -79,6 +84,7 @@ def saves_itself(module: torch.nn.Module) -> bool:
 
 
 def _has_extra_state(module: torch.nn.Module) -> bool:
+    """Return whether a module overrides the methods of an extra state."""
     is_default = _is_torch_method(module, "get_extra_state")
     return not (is_default and _is_torch_method(module, "set_extra_state"))
 
@@ -87,7 +93,7 @@ def _has_extra_state(module: torch.nn.Module) -> bool:
 
 
 def _memory_of(value: Any) -> tuple[object, ...] | None:
-    """Return a key that is equal for tensors over the same elements; None if there is none."""
+    """Return a key that is equal for tensors over the same elements; None for other values."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -120,17 +126,21 @@ def _joined(name: str) -> str:
 def _entries_match(
     entries: Mapping[str, object], names: Collection[str], expected: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Return whether some entries are the expected tensors' memory, and no name is missing."""
+    """Return whether the entries `names` are the memory of `expected`, which has the same names."""
     return set(names) == expected.keys() and all(
         _memory_of(entries[name]) == _memory_of(expected[name]) for name in names
     )
 
 
 def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
-    """Return `chosen` (ids) with the modules that share memory with one: the order counts."""
+    """Return the ids `chosen`, and the ids of all modules that share memory with one of them.
+
+    Tied modules must load by their own methods too: the last write to shared memory counts.
+    """
     modules = list(module.modules())
     storages = {id(m): {(_memory_of(t) or (0,))[0] for _, t in _tensors_of(m)} for m in modules}
     count = -1
+    # until no module is added: a tied one may share memory with further ones
     while count != len(chosen):
         count = len(chosen)
         shared = set().union(*(storages[number] for number in chosen))
@@ -139,11 +149,15 @@ def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
 
 
 def _modules_of(unit: Unit) -> Iterable[torch.nn.Module]:
+    """Return the modules whose memory a unit loads: with its children if it is whole."""
     return unit.module.modules() if unit.is_whole else (unit.module,)
 
 
 def _copy_of(name: str, value: Any) -> Any:
-    """Return a copy of an entry of a state, to undo a load with; raises if it cannot be copied."""
+    """Return a copy of an entry of a state, to undo a load with.
+
+    `name`: of the entry, for the CompatibilityError if `value` cannot be copied.
+    """
     import torch
 
     try:
@@ -157,6 +171,7 @@ def _copy_of(name: str, value: Any) -> Any:
 
 
 def _refusal(name: str, text: str) -> CompatibilityError:
+    """Return a CompatibilityError about the entry or module `name`."""
     error = CompatibilityError(text)
     error.name = name
     return error
@@ -172,7 +187,11 @@ class ModuleContract:
     """
 
     def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Find the submodules that load their own entries, and those that are tied to them."""
+        """Find the submodules that load their own entries, and those that are tied to them.
+
+        `state`: see the class. If a module saves by its own methods, its entries are compared with
+        the modules' memory too.
+        """
         self.module = module
         self._keys = by_name(module, {key: key for key in state})
         self.entries = {name: state[key] for name, key in self._keys.items()}
@@ -191,10 +210,10 @@ class ModuleContract:
     def _walk(
         self, module: torch.nn.Module, prefix: str, name: str, unit: Unit | None, chosen: set[int]
     ) -> None:
-        """List the submodules that load themselves, in torch's order.
+        """List the submodules that load themselves, in torch's order, in `units` and `_unit_of`.
 
-        `unit`: the one that contains `module`, or None. `chosen`: ids of modules that are units
-        anyway.
+        `prefix`, `name`: of `module`, with and without the parts of wrappers. `unit`: the one that
+        contains `module`, or None. `chosen`: ids of modules that are units anyway.
         """
         if unit is None:
             is_whole = self._is_whole(module, name)
@@ -210,6 +229,10 @@ class ModuleContract:
                 self._walk(child, f"{prefix}{key}.", below, inherited, chosen)
 
     def _is_whole(self, module: torch.nn.Module, name: str) -> bool:
+        """Return whether a module's own methods must load its children too.
+
+        This is so if it overrides its load, or its entries are not its memory.
+        """
         if module is self.module and not _is_torch_method(module, "load_state_dict"):
             return True
         if _loads_itself(module):
@@ -228,7 +251,10 @@ class ModuleContract:
         return _entries_match(self.entries, entries, expected)
 
     def _with_foreign_entries(self) -> set[int]:
-        """Return the modules with entries that are not their memory: hooks may change any."""
+        """Return the ids of modules with entries that are not their memory.
+
+        A hook of one module may change the entries of any other.
+        """
         names: dict[str, list[str]] = {}
         for key in self.entries:
             names.setdefault(self._owner_of(key), []).append(key)
@@ -242,7 +268,10 @@ class ModuleContract:
         return foreign
 
     def _owner_of(self, name: str) -> str:
-        """Return the name of the innermost submodule that an entry belongs to."""
+        """Return the name of the innermost submodule that the entry `name` belongs to.
+
+        It is "" for entries of the module itself.
+        """
         parts = name.split(".")[:-1]
         while parts and ".".join(parts) not in self._unit_of:
             parts.pop()
@@ -253,7 +282,11 @@ class ModuleContract:
         return self._unit_of[self._owner_of(name)] if self.units else None
 
     def key_of(self, unit: Unit, name: str) -> str:
-        """Return the key of a unit's entry in torch's state dict."""
+        """Return the key of a unit's entry in torch's state dict.
+
+        `name`: of the entry, without parts of wrappers. An entry that the module lacks now gets the
+        key that it would have.
+        """
         key: str | None = self._keys.get(name)
         if key is None:
             return unit.prefix + name[len(_joined(unit.name)) :]
@@ -261,7 +294,10 @@ class ModuleContract:
         return key if key.startswith(unit.prefix) else unit.prefix + key[len(visible_prefix) :]
 
     def own_metadata(self) -> dict[str, dict[str, Any]]:
-        """Return torch's metadata of the modules in units, by name, if not the default."""
+        """Return torch's metadata of the modules in units by name, unless it is torch's default.
+
+        A checkpoint stores it, so that a load passes the same versions to the modules.
+        """
         own_metadata = {}
         for prefix, metadata in self._metadata.items():
             name = unwrapped_name(self.module, prefix)
@@ -270,20 +306,26 @@ class ModuleContract:
         return own_metadata
 
     def metadata_of_module(self) -> dict[str, dict[str, Any]]:
-        """Return torch's metadata of this module, in torch's form."""
+        """Return torch's metadata of this module, by prefix of its keys."""
         return {prefix: dict(each) for prefix, each in self._metadata.items()}
 
     def metadata_by_prefix(
         self, stored: Mapping[str, dict[str, object]], default: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Return a checkpoint's metadata of modules by torch's prefixes; `default`: of others."""
+        """Return the metadata for a load, by torch's prefixes.
+
+        `stored`: of the checkpoint, by names of modules. `default`: for modules that it lacks.
+        """
         return {
             prefix: dict(stored.get(unwrapped_name(self.module, prefix), default))
             for prefix, _ in self.module.named_modules(remove_duplicate=False)
         }
 
     def memory(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Return a unit's entries that are parameters or buffers, by name; they can be filled."""
+        """Return a unit's entries that are its parameters or buffers, by name.
+
+        A load may fill these in place; lazy parameters have no memory yet and are left out.
+        """
         import torch
 
         tree = unit.module.named_modules(remove_duplicate=False)
@@ -300,7 +342,10 @@ class ModuleContract:
 
 
 def refuse_units(module: torch.nn.Module, wrapper: str) -> None:
-    """Raise CompatibilityError if a submodule of a sharded module must load its own entries."""
+    """Raise CompatibilityError if a submodule of a sharded module must load its own entries.
+
+    `wrapper`: name of the sharding, for the error.
+    """
     for path, child in module.named_modules():
         if _loads_itself(child) or saves_itself(child) or _has_extra_state(child):
             name = unwrapped_name(module, path) or type(child).__name__
@@ -330,7 +375,11 @@ class OwnLoad:
         *,
         strict: bool,
     ) -> None:
-        """Copy all entries of the units' modules for `undo`; nothing is loaded yet."""
+        """Copy all entries and memory of the units' modules for `undo`; nothing is loaded yet.
+
+        `metadata`: by prefix. `strict`: `apply` raises for missing and unexpected entries. Raises
+        CompatibilityError if an entry cannot be copied, and UnstorableError for meta tensors.
+        """
         import torch
 
         self.contract = contract
@@ -366,7 +415,7 @@ class OwnLoad:
         )  # fmt: skip
 
     def _by_unit(self, entries: Mapping[str, object]) -> list[dict[str, Any]]:
-        """Return for each unit its entries by torch's keys."""
+        """Return for each unit its part of `entries`, by the keys of torch's state dict."""
         tables: dict[int, dict[str, object]] = {id(unit): {} for unit in self.units}
         for name, value in entries.items():
             unit = self.contract.unit_of(name)
@@ -375,7 +424,10 @@ class OwnLoad:
         return [tables[id(unit)] for unit in self.units]
 
     def apply(self) -> None:
-        """Load the entries of all units; raise CompatibilityError as ``load_state_dict`` would."""
+        """Load the entries of all units; raise CompatibilityError as ``load_state_dict`` would.
+
+        After an error, some units may be loaded: call `undo`.
+        """
         missing: list[str] = []
         unexpected: list[str] = []
         errors: list[str] = []
@@ -392,7 +444,11 @@ class OwnLoad:
             raise _refusal((missing or unexpected or [name])[0], text)
 
     def undo(self) -> None:
-        """Load the entries from before `apply` back, and restore parameters and buffers."""
+        """Load the entries from before `apply` back, and restore parameters and buffers.
+
+        All units are restored as far as possible; then CompatibilityError is raised for those whose
+        load failed.
+        """
         import torch
 
         failures: list[str] = []
@@ -425,11 +481,17 @@ class OwnLoad:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Let one unit load its entries; names that do not fit are added to the three lists."""
+        """Let one unit load its entries `state`, by torch's keys.
+
+        Keys that do not fit are added to `missing` and `unexpected`, texts to `errors`. An
+        exception of the unit's own method becomes a CompatibilityError.
+        """
         ordered: Any = OrderedDict(state)
         ordered._metadata = metadata
         root = self.contract.module
         try:
+            # the root's own load_state_dict raises for keys itself
+            # the root's own load_state_dict raises for keys itself
             if unit.module is root and not _is_torch_method(root, "load_state_dict"):
                 unit.module.load_state_dict(ordered, **({} if self.strict else {"strict": False}))
                 return
@@ -456,9 +518,10 @@ def _load_module(
     problems: tuple[list[str], list[str], list[str]],
     is_whole: bool,
 ) -> None:
-    """Load one module as `torch.nn.Module.load_state_dict` does, children included if whole.
+    """Load one module as `torch.nn.Module.load_state_dict` does; its children too if `is_whole`.
 
-    `problems`: lists of missing and unexpected names and errors, which are extended.
+    `prefix`: of its keys in `state`. `metadata`: by prefix. `problems`: lists of missing keys,
+    unexpected keys and errors, which are extended.
     """
     from torch.nn.modules.module import _IncompatibleKeys
 

@@ -30,13 +30,14 @@ _WRAPPERS = (
 
 
 def wrapped_attribute(module: torch.nn.Module) -> str:
-    """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
+    """Return the attribute with a wrapper's module; "" for another module."""
     cls: object = type(module)
     return _attribute_of(cls)
 
 
 @lru_cache(256)
 def _attribute_of(cls: type) -> str:
+    """Return the attribute that has the wrapped module in a wrapper of class `cls`, or ""."""
     for path, kind, name in _WRAPPERS:
         loaded = sys.modules.get(path)  # a program with such a wrapper has imported it
         if loaded is not None and issubclass(cls, getattr(loaded, kind)):
@@ -45,9 +46,10 @@ def _attribute_of(cls: type) -> str:
 
 
 def unwrapped_name(module: torch.nn.Module, name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add, unless they removed them.
+    """Return the name of a parameter, buffer or submodule without the parts that wrappers add.
 
-    A user's submodule called ``module`` keeps its name.
+    A wrapper may have removed its part from the name already. A user's submodule called
+    ``module`` keeps its name.
     """
     current: Any = module
     parts_kept = []
@@ -66,7 +68,10 @@ def unwrapped_name(module: torch.nn.Module, name: str) -> str:
 
 
 def by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` by the names without parts that wrappers of modules add."""
+    """Return `state` by names without the parts that wrappers of modules add.
+
+    Raises CompatibilityError if two names become equal.
+    """
     named = {unwrapped_name(module, name): value for name, value in state.items()}
     if len(named) != len(state):
         raise CompatibilityError(

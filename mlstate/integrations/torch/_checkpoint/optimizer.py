@@ -44,7 +44,10 @@ _FACTOR = re.compile(r"row|col")
 
 
 def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) -> list[str]:
-    """Return the names of an optimizer's parameters, which are found in the module by identity."""
+    """Return the names of an optimizer's `parameters`, which are found in the module by identity.
+
+    Raises ValueError if the module lacks one.
+    """
     names = {id(p): name for name, p in module.named_parameters()}
     lost = [
         f"number {i} of shape {tuple(p.shape)}"
@@ -61,7 +64,10 @@ def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) ->
 
 
 def _names_of_groups(groups: list[dict[str, Any]], count: int) -> list[str]:
-    """Return the names stored in the optimizer's groups, or numbered names."""
+    """Return the names stored in the optimizer's groups, or else ``param_0`` and so on.
+
+    `count`: number of its parameters.
+    """
     if all("param_names" in group for group in groups):
         return list(chain.from_iterable(group["param_names"] for group in groups))
     return [f"param_{i}" for i in range(count)]
@@ -70,9 +76,10 @@ def _names_of_groups(groups: list[dict[str, Any]], count: int) -> list[str]:
 def _name_parameters(
     optimizer: torch.optim.Optimizer, names: torch.nn.Module | Iterable[str] | None
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's parameters by name, in its order.
+    """Return the optimizer's parameters by name, in the order of its groups.
 
-    `names`: the module, or a name for each; None: the names in its groups, or numbers.
+    `names`: the module, or a name for each; None: the names in its groups, or numbers. Raises
+    TypeError for another object or invalid names, ValueError if names do not match the parameters.
     """
     import torch
 
@@ -105,7 +112,7 @@ def _name_parameters(
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a Python number that an array can hold."""
+    """Return whether a value is a Python number that an array can hold: an int must fit 64 bits."""
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 63
     return type(value) in (bool, float, complex)
@@ -124,7 +131,10 @@ def as_array(number: complex) -> NDArray:
 
 
 def check_state_name(name: str, state: object) -> None:
-    """Raise ValueError for the name of a state that would not be found again."""
+    """Raise ValueError if `state` cannot be the name of a state of the parameter `name`.
+
+    Keys join both by a dot, so a state's name must not have one.
+    """
     if not isinstance(state, str) or not state or "." in state:
         raise ValueError(
             f"{name!r} has a state named {state!r}, which cannot be distinguished from a part of "
@@ -135,7 +145,10 @@ def check_state_name(name: str, state: object) -> None:
 def _collect_states(
     named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Return the values of all states by ``"<parameter>.<state>"``; `named`: parameters by name."""
+    """Return the values of all states by ``"<parameter>.<state>"``; `named`: parameters by name.
+
+    Raises TypeError or ValueError for an optimizer with state that this form cannot hold.
+    """
     check_contract(optimizer)
     parameter_ids = {id(parameter) for parameter in named.values()}
     if any(id(key) not in parameter_ids for key in optimizer.state):
@@ -157,7 +170,7 @@ def _collect_states(
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer type of the first known class in the optimizer's MRO."""
+    """Return the optimizer type of the first known class in the MRO; "other" without one."""
     from ....state._optimizer_state import OptimizerType
 
     kinds = set(OptimizerType)
@@ -168,8 +181,8 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
     """Return the entries of a group that list numbers and nested values among its states.
 
-    `values` has the states of each parameter. Values other than tensors and numbers are stored as
-    nested values, and so are numbers if another parameter has a tensor as this state.
+    `values`: states by name, of each parameter of the group. Values other than tensors and numbers
+    are stored as nested values, and so are numbers if another parameter has a tensor as this state.
     """
     others: dict[str, list[int]] = {}
     tensors: set[str] = set()
@@ -196,7 +209,10 @@ def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
 
 
 def _group_values(group: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return the hyperparameters of a group in JSON form; `where`: for errors."""
+    """Return the hyperparameters of a group in JSON form; `where`: its name in errors.
+
+    Raises TypeError or ValueError for a value that cannot be stored.
+    """
     forms: dict[str, Any] = {}
     for key, value in group.items():
         if key in ("params", "param_names"):
@@ -212,8 +228,8 @@ def stored_states(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return groups in their JSON form, and states as tensors or arrays.
 
-    Numbers become 0-d arrays, and nested values arrays of bytes; the groups list both. `named`
-    has the names of the parameters in the order of the groups.
+    Numbers become 0-d arrays, and nested values arrays of bytes; the groups list both. `named`:
+    names of the parameters in the order of the groups. `states`: by ``"<parameter>.<state>"``.
     """
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in states.items():
@@ -224,6 +240,7 @@ def stored_states(
     for number, group in enumerate(param_groups):
         members = [next(names) for _ in group["params"]]
         values = _group_values(group, f"param_groups[{number}]")
+        # a number in a capturable group would look like a tensor that an old version stored
         if values.get("capturable") and any(map(is_number, group.values())):
             values[EXACT] = True
         forms = _state_forms([by_parameter.get(name, {}) for name in members])
@@ -239,14 +256,17 @@ def stored_states(
 
 
 def _pack_state(key: str, value: object) -> NDArray:
-    """Return a nested value as bytes; raise TypeError or ValueError with its path."""
+    """Return the nested value of the state `key` as bytes.
+
+    Raises TypeError or ValueError, with the path in the value, if it would not be restored equal.
+    """
     array = packed(value, repr(key))
     check_restorable(value, unpacked(array, repr(key), tensor_of), repr(key))
     return array
 
 
 def _rate_of(groups: Iterable[Mapping[str, Any]]) -> float:
-    """Return the learning rate of the first group; 0 if it has none."""
+    """Return the learning rate of the first group; 0.0 if it has none, or groups is empty."""
     for group in groups:
         rate = decode_value(group.get("lr"), "lr")
         rate = rate.item() if getattr(rate, "shape", None) == () else rate
@@ -257,7 +277,10 @@ def _rate_of(groups: Iterable[Mapping[str, Any]]) -> float:
 def keywords_from(
     optimizer_type: str, groups: list[dict[str, Any]], states: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keywords of an `OptimizerStateDict`: type, step, learning rate, groups."""
+    """Return the keywords of an `OptimizerStateDict`: type, step, learning rate, groups.
+
+    The step is the largest among states named ``step``, 0 without them. `groups`: in JSON form.
+    """
     packed_keys = packed_states(groups)
     values = [v for k, v in states.items() if k.endswith(".step") and k not in packed_keys]
     steps = [float(v) for v in values if math.prod(getattr(v, "shape", ())) == 1]
@@ -270,7 +293,7 @@ def keywords_from(
 
 
 def number_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the keys of states that were Python numbers, from groups of a checkpoint."""
+    """Return the keys of states that were Python numbers, as a checkpoint's groups record."""
     return {
         f"{name}.{state}"
         for group in groups
@@ -327,9 +350,10 @@ def optimizer_state(
 def _is_valid_shape(
     state: str, have: tuple[int, ...], want: tuple[int, ...], present: Mapping[str, object]
 ) -> bool:
-    """Return whether a state may have shape `have`: the parameter's, a scalar's, or a factor's.
+    """Return whether a state may have the shape `have`: the parameter's, a scalar's, or a factor's.
 
-    `want`: of the parameter. `present`: the other states of the parameter.
+    `state`: its name. `want`: shape of the parameter. `present`: existing states of the parameter
+    by name. A factor, such as Adafactor's row or column, has some of the parameter's axes.
     """
     if have == want or have in ((), (1,)):
         return True
@@ -349,15 +373,16 @@ def refuse_unfit(
     named: Mapping[str, tuple[tuple[int, ...], Mapping[str, object]]],
     saved: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Raise one error for all states that do not fit the optimizer's parameters.
+    """Raise one CompatibilityError for all states that do not fit the optimizer's parameters.
 
     `states` has shapes by ``"<parameter>.<state name>"``, `named` the shape and the existing states
-    of each parameter, `saved` the shapes of saved parameters. If a parameter has its saved shape,
-    a new state of it may have any shape. If the saved shape is unknown, a state must have the
+    of each parameter, `saved` the shapes of saved parameters. If a parameter has its saved shape, a
+    new state of it may have any shape. If the saved shape is unknown, a state must have the
     parameter's shape if the same state of another parameter has that parameter's shape.
     """
     unknown: dict[str, None] = {}
     shapes = []
+    # names of states that have their parameter's shape for at least one parameter
     full = {
         state
         for name, _, state in (key.rpartition(".") for key in states)
@@ -398,7 +423,10 @@ def refuse_unfit(
 
 
 def _copy_unwritable(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Copy arrays that an optimizer cannot change in place: read-only or overlapping ones."""
+    """Return `arrays` with copies of those that an optimizer cannot change in place.
+
+    These are read-only, or share memory with an earlier one.
+    """
     writable = {
         name: array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array
         for name, array in arrays.items()
@@ -415,7 +443,10 @@ def _copy_unwritable(arrays: dict[str, Any]) -> dict[str, Any]:
 def _torch_groups(
     osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the groups of `osd` for torch's state dict, with numbers in place of names."""
+    """Return the groups of `osd` for torch's state dict, with numbers in place of names.
+
+    `named`: the optimizer's parameters by name, in its order.
+    """
     names = iter(named)
     members = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     groups = match_groups(osd.param_groups, osd.learning_rate, optimizer, members)

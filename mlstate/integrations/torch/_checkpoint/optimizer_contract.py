@@ -42,7 +42,10 @@ _MOST_BYTES = 65536  # of arrays in a value of a group: the manifest contains th
 
 
 def equal_values(a: Any, b: Any) -> bool:
-    """Return whether nested values are equal and have equal types; NaN equals NaN."""
+    """Return whether nested values are equal and have equal types; NaN equals NaN.
+
+    Two DTensors are equal only if they are the same object.
+    """
     import torch
 
     if a is b:
@@ -71,7 +74,10 @@ def tensor_of(array: Array) -> torch.Tensor:
 
 
 def check_restorable(value: object, restored: object, where: str) -> None:
-    """Raise TypeError if a value differs from itself after encoding and decoding (`restored`)."""
+    """Raise TypeError if `restored`, a value after encoding and decoding, differs from `value`.
+
+    `where`: name of the value in the error.
+    """
     if not equal_values(value, restored):
         cls = type(value)
         raise TypeError(
@@ -82,17 +88,24 @@ def check_restorable(value: object, restored: object, where: str) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """Return a plain value in its JSON form, or NotImplemented; tuples become lists."""
+    """Return a plain value in its JSON form; NotImplemented if it has none.
+
+    Tuples become lists. NaN, infinity, and numbers from 2**63 on have no form.
+    """
     if type(value) is tuple:
         items = [as_json(item) for item in value]
         return NotImplemented if any(item is NotImplemented for item in items) else items
-    if type(value) in (int, float) and not abs(value) < 1 << 63:
+    if type(value) in (int, float) and not abs(value) < 1 << 63:  # also NaN
         return NotImplemented
     return value if value is None or type(value) in (bool, int, float, str) else NotImplemented
 
 
 def encode_value(value: object, where: str) -> Any:
-    """Return the JSON form of a group's value; raise TypeError or ValueError with its path."""
+    """Return the JSON form of a group's value, which `decode_value` reads.
+
+    `where`: name of the value in errors. Raises TypeError for values that would not be restored
+    equal, ValueError for arrays that are too large for a manifest.
+    """
     json_value = as_json(value)
     if json_value is not NotImplemented:
         return json_value
@@ -121,7 +134,11 @@ def _as_tuples(value: Any) -> Any:
 
 
 def decode_value(form: Any, where: str) -> Any:
-    """Return the value of a stored JSON form; raise FormatError that names `where`."""
+    """Return the value of a form that `encode_value` returned.
+
+    Of a plain JSON value, lists become tuples. Raises FormatError, with `where`, for a malformed
+    form.
+    """
     if not (isinstance(form, dict) and form.get("$") == "tree"):
         return _as_tuples(form)
     try:
@@ -142,19 +159,23 @@ def quoted(names: Iterable[object]) -> str:
 
 
 def _overridden(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Return whether an optimizer has a method that is not one of torch's."""
+    """Return whether the optimizer's method `name` is not one of torch's."""
     method = getattr(type(optimizer), name)
     module = str(getattr(method, "__module__", None))
     return name in vars(optimizer) or not module.startswith("torch.optim.")
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Return whether an optimizer has hooks before or after `name`, such as "state_dict"."""
     hooks = vars(optimizer)
     return any(bool(hooks.get(f"_optimizer_{name}_{when}_hooks")) for when in ("pre", "post"))
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``state_dict()`` may have more than `state` and `param_groups`."""
+    """Return whether ``state_dict()`` may have more than `state` and `param_groups`.
+
+    This is so with a method or hooks that are not torch's, or a `state` that is a property.
+    """
     has_property = isinstance(vars(type(optimizer)).get("state"), property)
     return (
         has_property or _overridden(optimizer, "state_dict") or _has_hooks(optimizer, "state_dict")
@@ -162,7 +183,10 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_own_loader(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's ``load_state_dict`` does more than torch's own."""
+    """Return whether the optimizer's ``load_state_dict`` does more than torch's own.
+
+    This is so with methods or hooks that are not torch's, also for saving.
+    """
     names = ("load_state_dict", "__setstate__", "_process_value_according_to_param_policy")
     return (
         any(_overridden(optimizer, name) for name in names)
@@ -172,7 +196,10 @@ def has_own_loader(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def torch_form(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``state_dict()`` as torch's own method returns it, without hooks."""
+    """Return the dict that torch's own ``state_dict()`` would return, without hooks.
+
+    Values are not copied.
+    """
     numbers: dict[int, int] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -184,7 +211,7 @@ def torch_form(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _own_state_dict(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the result of ``state_dict()``; raise TypeError if it fails."""
+    """Return the result of ``state_dict()``; raise TypeError with a remedy if it fails."""
     try:
         return optimizer.state_dict()
     except Exception as error:
@@ -203,7 +230,10 @@ def has_standard_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_contract(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError if ``state_dict()`` has more than `state` and `param_groups`."""
+    """Raise TypeError if ``state_dict()`` has more than `state` and `param_groups`.
+
+    A checkpoint stores only these two, so the rest would be lost.
+    """
     if not has_own_state_dict(optimizer):
         return
     own_dict, torch_dict = _own_state_dict(optimizer), torch_form(optimizer)

@@ -22,7 +22,7 @@ _NUMBERS = (list, int, float)  # forms of tensors in old checkpoints
 
 
 class Scope(NamedTuple):
-    """What a load includes."""
+    """The groups and parameters that a load includes."""
 
     strict: bool = True  # a group without saved values is an error
     complete: bool = True  # all parameters are loaded, not only chosen names
@@ -37,6 +37,7 @@ def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mismatch(problem: str, name: str | None = None) -> CompatibilityError:
+    """Return the error for groups that do not match; `name`: of a parameter, or None."""
     error = CompatibilityError(
         f"the optimizer's groups do not match the saved ones: {problem}; create the optimizer "
         "with the saved groups"
@@ -52,7 +53,8 @@ def _same(form: Any, other: Any) -> bool:
 def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any]]) -> int:
     """Return the number of the saved group whose values the optimizer's group `number` gets.
 
-    `indexes`: saved groups that its parameters were in; raises if their values differ.
+    `indexes`: the saved groups that its parameters were in, whose values must be equal: else this
+    raises CompatibilityError.
     """
     first = indexes[0]
     values = _values_of(saved[first])
@@ -74,9 +76,10 @@ def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any
 
 
 def _by_position(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> list[int]:
-    """Return the saved group of each group, matched by position; for groups without names.
+    """Return the number of the saved group for each group of an optimizer, by position.
 
-    Raises if the numbers of parameters differ.
+    This is for saved groups without names. `members`: names of the parameters of each group. Warns
+    if there are several groups; raises CompatibilityError if the numbers of parameters differ.
     """
     have = [
         len(group.get("params", members_of))
@@ -106,15 +109,17 @@ def _saved_group(
     saved: Sequence[Mapping[str, Any]],
     count: int,
 ) -> int:
-    """Return the number of the saved group whose values the group `number` gets; raise if none.
+    """Return the number of the saved group whose values the optimizer's group `number` gets.
 
-    `group_names`: its parameters. `groups_of`: saved group of each parameter.
+    `group_names`: its parameters. `groups_of`: number of the saved group of each parameter.
+    `count`: number of the optimizer's groups. Raises CompatibilityError if no saved group fits.
     """
     unknown = [name for name in group_names if name not in groups_of]
     if unknown:
         raise _mismatch(f"no saved group has {quoted(unknown)} of group {number}", unknown[0])
     if group_names:
         return _merge(number, sorted({groups_of[name] for name in group_names}), saved)
+    # a group without parameters matches a saved one without, by position if possible
     empty = [i for i, group in enumerate(saved) if not group["params"]]
     if not empty:
         raise _mismatch(f"group {number} has no parameters, and no saved group is empty")
@@ -125,10 +130,11 @@ def _saved_group(
 def _by_name(
     saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], scope: Scope
 ) -> list[int | None]:
-    """Return the saved group for each group of an optimizer; raise if there is none.
+    """Return the number of the saved group for each group of an optimizer, by parameter names.
 
-    If the load is not strict, or the saved groups lack parameters that have states (old
-    checkpoints of several ranks), warn instead, and return None for the group.
+    `members`: names of the parameters of each group. Raises CompatibilityError if no saved group
+    fits. If the load is not strict, or the saved groups lack parameters that have states (old
+    checkpoints of several ranks), this warns instead, and the number is None.
     """
     groups_of = {str(name): i for i, group in enumerate(saved) for name in group["params"]}
     present = set(chain.from_iterable(members))
@@ -151,6 +157,7 @@ def _by_name(
 
 
 def _is_numbered(saved: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether saved groups have no names of parameters, or only ``param_0`` and so on."""
     listed = [str(name) for group in saved for name in group.get("params", ())]
     named = all("params" in group for group in saved)
     return not named or (bool(listed) and listed == [f"param_{i}" for i in range(len(listed))])
@@ -159,9 +166,9 @@ def _is_numbered(saved: Sequence[Mapping[str, Any]]) -> bool:
 def set_state(
     optimizer: torch.optim.Optimizer, states: dict[Any, Any], groups: list[dict[str, Any]]
 ) -> None:
-    """Change `states` and `groups` as torch's ``load_state_dict`` does at its end.
+    """Let the optimizer's ``__setstate__`` change `states` and `groups`, as at the end of a load.
 
-    The optimizer is unchanged.
+    `states`: by parameter. The optimizer is unchanged; exceptions of its method are not caught.
     """
     probe = object.__new__(type(optimizer))
     vars(probe).update(vars(optimizer), defaults=dict(optimizer.defaults))
@@ -171,7 +178,7 @@ def set_state(
 def _with_defaults(
     optimizer: torch.optim.Optimizer, values: dict[str, Any], own_group: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add the values of a group that its saved one lacks, for example of an older torch.
+    """Return the values of a saved group with those that it lacks, for example of an older torch.
 
     First those that torch sets in ``__setstate__``. All others keep the value that they have in
     `own_group`, the group of the optimizer, with a warning.
@@ -196,6 +203,7 @@ def _with_defaults(
 
 
 def _refuse_ambiguous_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Raise CompatibilityError if an optimizer has several groups for one saved rate."""
     if len(optimizer.param_groups) > 1:
         raise _mismatch(
             f"the state has no groups, only the learning rate {rate} of the first one, and the "
@@ -204,8 +212,9 @@ def _refuse_ambiguous_rate(optimizer: torch.optim.Optimizer, rate: float) -> Non
 
 
 def _restore_value(form: Any, current: Any, where: str, *, tensors: tuple[type, ...]) -> Any:
-    """Return a saved value. Old checkpoints store tensors as numbers and lists as tuples.
+    """Return the saved value of a group's key; `form`: stored, `current`: the optimizer's value.
 
+    Old checkpoints store tensors as numbers and lists as tuples, so `current` decides the type.
     `tensors`: types of forms that may have been tensors, which CUDA graphs need.
     """
     import torch
@@ -229,8 +238,9 @@ def match_groups(
 ) -> list[dict[str, Any]]:
     """Return the values of each group of an optimizer after a load, without parameters.
 
-    `members` has the names of the parameters of each group. Without saved groups, a learning rate
-    other than 0 is set if the optimizer has one group.
+    `saved`: groups of the checkpoint. `members`: names of the parameters of each group. Without
+    saved groups, a `learning_rate` other than 0 is set if the optimizer has one group. Raises
+    CompatibilityError for groups that do not match.
     """
     groups = optimizer.param_groups
     if not saved:

@@ -25,7 +25,8 @@ def parameter_slots(
 ) -> tuple[dict[str, ParameterSlot], list[list[str]]]:
     """Return an optimizer's parameters by name, and the parameter names of each group.
 
-    `names`: a module or names, if the parameters are not found in `module`.
+    `names`: as of `_name_parameters`, for parameters that are not found in `module`. Raises
+    ValueError if the module lacks a parameter of the optimizer.
     """
     wrappers = [] if module is None else flat_wrappers(module)
     if module is None or not wrappers:
@@ -47,6 +48,7 @@ def parameter_slots(
         if any(id(p) not in by_owner for p in group["params"]):
             _name_parameters(optimizer, module)  # raises an error that lists them
             raise ValueError(f"the optimizer has parameters that {type(module).__name__} lacks")
+        # a flat parameter of FSDP1 has several names
         members.append([name for p in group["params"] for name in by_owner[id(p)]])
     listed = {name for group in members for name in group}
     return {name: slot for name, slot in slots.items() if name in listed}, members

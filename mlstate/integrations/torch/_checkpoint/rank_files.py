@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def join_ranks(trees: list[Any], path: Path) -> Any:
-    """Return the tree of all ranks with whole tensors; `path`: the first rank's file.
+    """Return one tree with whole tensors, from the `trees` of all ranks in rank order.
 
-    Parts of a DTensor are joined. All other values must be equal on all ranks. Raises
-    CompatibilityError if values differ or a part is missing, and FormatError for damaged parts.
+    Parts of a DTensor are joined. All other values must be equal on all ranks. `path`: the first
+    rank's file, for errors. Raises CompatibilityError if values differ or a part is missing, and
+    FormatError for damaged parts.
     """
     try:
         return _join(trees, (), path)
@@ -35,7 +36,7 @@ def join_ranks(trees: list[Any], path: Path) -> Any:
 
 
 def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
-    """Return the value at `keys` of all ranks' trees as one value."""
+    """Return the `values` of all ranks as one; `keys`: their path in the trees, for errors."""
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         raise _difference(keys, path)
@@ -56,7 +57,10 @@ def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
 
 
 def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.Tensor:
-    """Return the whole tensor of DTensors, one for each rank."""
+    """Return the whole tensor of `values`: DTensors, one for each rank, which may hold equal parts.
+
+    `keys`, `path`: for errors. Raises CompatibilityError if a part is missing or two copies differ.
+    """
     name, shape = _name(keys), tuple(values[0].shape)
     parts: dict[int, Any] = {}
     layout = None
@@ -76,6 +80,7 @@ def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.T
             raise ValueError(f"{name!r} of shape {shape} has {tuple(parts[0].shape)} in the file")
         replicated: torch.Tensor = parts[0].clone()
         return replicated
+    # one index more than there are files is enough to find a missing part
     missing = [index for index in range(min(layout.parts, len(values) + 1)) if index not in parts]
     if missing:
         raise CompatibilityError(
@@ -89,7 +94,7 @@ def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.T
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    """Return whether two values are equal, arrays bit for bit."""
+    """Return whether two values are equal: arrays and tensors bit for bit; NaN equals NaN."""
     if is_tensor(first):
         import torch
 
@@ -107,6 +112,7 @@ def _name(keys: tuple[Any, ...]) -> str:
 
 
 def _difference(keys: tuple[Any, ...], path: Path) -> CompatibilityError:
+    """Return the error for values at `keys` that differ between ranks."""
     where = f" at {_name(keys)!r}" if keys else ""
     return CompatibilityError(
         f"{path} and the files of the other ranks hold different values{where}: only DTensors tell "

@@ -25,9 +25,11 @@ def module_entries(module: torch.nn.Module) -> dict[str, Any]:
 def module_target(
     module: torch.nn.Module, source: Mapping[str, Any], *, strict: bool
 ) -> tuple[Filling, dict[str, Any], OwnLoad | None]:
-    """Return the memory of a module and of submodules that load themselves, and their load.
+    """Return the memory to load a module into: (filling, memory of units, load of units).
 
-    Nothing is changed. `source` has the entries to load.
+    A unit is a submodule that loads its own entries; without units to load, the last two are {} and
+    None. Nothing is changed. `source`: the entries to load. `strict`: load all units, not only
+    those with entries in `source`. Raises TypeError for a module with parts of tensors.
     """
     filling = fill_module(module)
     for name, place in filling.places.items():

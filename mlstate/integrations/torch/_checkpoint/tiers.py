@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def accelerator(values: Iterable[object], device: torch.device) -> Any:
     """Return the device of the hot tier, or None if that is main memory.
 
-    Unless the user chose a `device`, it is the device of the first tensor that is on one. If there
-    are only CPU tensors, it is CUDA if available.
+    `values`: of the state. `device`: the user's choice, or None for the device of the first tensor
+    that is on one. If there are only CPU tensors, it is CUDA if available.
     """
     import torch
 
@@ -48,7 +48,7 @@ def _allocate_like(tensor: torch.Tensor, device: torch.device | str) -> torch.Te
 
 
 def _copy_tensor(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a tensor to new memory.
+    """Copy a tensor to new memory on `device`, detached, with the same strides.
 
     Copies within main memory use memcpy: torch's threads would wait for each other, for
     milliseconds if processors are busy.
@@ -69,7 +69,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def on_device(array: Array, device: torch.device) -> torch.Tensor:
-    """Copy an array or a tensor to new memory on a device; a tensor keeps its strides."""
+    """Return a copy of an array or tensor in new memory on a device; a tensor keeps its strides."""
     if isinstance(array, np.ndarray):
         array = tensors_of({"": array})[""]
     return _copy_tensor(array, device)
@@ -83,7 +83,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 def tensors_of_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module
 ) -> dict[str, Any]:
-    """Return the values of an optimizer's states, by ``"<parameter>.<state>"``.
+    """Return the values of an optimizer's states by ``"<parameter>.<state>"``, not copied.
 
     States of parameters that the module lacks are omitted.
     """
@@ -97,7 +97,10 @@ def tensors_of_optimizer(
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the groups of an optimizer, by names of parameters, and its learning rate."""
+    """Return the keywords ``param_groups`` and ``learning_rate`` of an `OptimizerStateDict`.
+
+    `names`: of the parameters, in the order of the groups.
+    """
     groups, _ = stored_states(optimizer.param_groups, names, {})
     keywords = keywords_from("other", groups, {})
     return {key: keywords[key] for key in ("param_groups", "learning_rate")}

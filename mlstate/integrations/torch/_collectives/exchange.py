@@ -38,7 +38,10 @@ class Link(ExchangeLink):
     )
 
     def __init__(self, group: Any, device: torch.device, timeout: float | None) -> None:
-        """Begin one operation on torch's `group`; `timeout`: seconds, None for torch's own."""
+        """Begin one operation on torch's `group`; `timeout`: seconds, None for torch's own.
+
+        `device`: of the bytes that this link creates itself.
+        """
         self._group = group
         self._deadline = None if timeout is None else monotonic() + timeout
         self.began = False  # communication was started
@@ -49,7 +52,7 @@ class Link(ExchangeLink):
         self.world_size: int = group.size()
 
     def wait(self, work: Any) -> None:
-        """Wait for a torch work object."""
+        """Wait for a torch work object until the deadline; first run the overlapped task."""
         self.began = True
         self.run_overlapped_task()
         remaining = self.remaining()
@@ -62,19 +65,26 @@ class Link(ExchangeLink):
             task()
 
     def remaining(self) -> timedelta | None:
-        """Return the remaining time; at least 1 ms, because torch takes 0 as no limit."""
+        """Return the time until the deadline, or None without one.
+
+        At least 1 ms, because torch takes 0 as no limit.
+        """
         if self._deadline is None:
             return None
         return timedelta(seconds=max(0.001, self._deadline - monotonic()))
 
     def _timed(self, options: Any) -> Any:
+        """Return torch's `options` of a collective with the time that remains as their timeout."""
         remaining = self.remaining()
         if remaining is not None:
             options.timeout = remaining
         return options
 
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Send and receive bytes on the tensors' device; implements `ExchangeLink.exchange`."""
+        """Send and receive bytes on the tensors' device; implements `ExchangeLink.exchange`.
+
+        Item i of `sends` and `receives` belongs to rank i; this rank's own items are ignored.
+        """
         if sends[0].device.type == "cpu":
             for peer, work in self._messages(sends, receives):
                 self.peer = peer
@@ -83,6 +93,7 @@ class Link(ExchangeLink):
             return
         from torch.distributed.distributed_c10d import AllToAllOptions
 
+        # alltoall would also send to this rank: its items become empty
         pending = [[*parts] for parts in (receives, sends)]
         for parts in pending:
             parts[self.rank] = parts[self.rank][:0]
@@ -93,8 +104,9 @@ class Link(ExchangeLink):
     ) -> list[tuple[int, Any]]:
         """Start all messages, with the next rank first, so that ranks start with different peers.
 
-        If a message cannot be started because its peer is gone, the others are still started:
-        otherwise the other ranks would wait for this one and report it as the failed rank.
+        Return (other rank, torch work) of each. If a message cannot be started because its peer is
+        gone, the others are still started: otherwise the other ranks would wait for this one and
+        report it as the failed rank.
         """
         steps = range(1, self.world_size)
         calls = [
@@ -117,7 +129,7 @@ class Link(ExchangeLink):
         return works
 
     def broadcast(self, memory: torch.Tensor, root: int) -> None:
-        """Overwrite `memory` with the root's memory; on a device by torch's own operation."""
+        """Overwrite `memory` with the memory of rank `root`; on a device by torch's operation."""
         if memory.device.type == "cpu":
             super().broadcast(memory, root)
             return
@@ -129,7 +141,7 @@ class Link(ExchangeLink):
         self.wait(self._group.broadcast([as_bytes(memory)], options))
 
     def barrier(self) -> None:
-        """Wait for every rank; with torch's barrier on a device."""
+        """Wait until every rank has called this; on a device with torch's barrier."""
         if self._device.type == "cpu":
             super().barrier()
             return
@@ -161,7 +173,7 @@ class Link(ExchangeLink):
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of a dtype."""
+    """Return the dtype for sums of tensors of `dtype`: float32 for narrower floats."""
     import torch
 
     if dtype.is_floating_point and dtype.itemsize < 4:
@@ -170,10 +182,10 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _view_signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor], int]:
-    """Return signed views of unsigned parts, which torch cannot add, and an ordering offset.
+    """Return signed views of unsigned `parts`, which torch cannot add, and an ordering offset.
 
-    Sums have the same bits. For min and max, adding the smallest signed number orders the views
-    as unsigned numbers.
+    Sums have the same bits. For min and max, adding the offset (the smallest signed number) orders
+    the views as unsigned numbers; it is 0 for other operations and dtypes.
     """
     import torch
 
@@ -186,7 +198,10 @@ def _view_signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor]
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    """Reduce flat tensors in list order into `out`, which may be one of them."""
+    """Reduce flat tensors in list order into `out`, which may be one of them.
+
+    `op`: "sum", "mean", "min" or "max". Narrow floats are rounded once, at the end.
+    """
     import torch
 
     (*views, target), shift = _view_signed([*parts, out], op)

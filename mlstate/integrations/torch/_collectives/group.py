@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 def _flat(operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
     """Return the elements as a flat tensor: the array's own memory if it is contiguous.
 
-    With `reduced`, the tensor has the array's dtype; otherwise NumPy arrays become bytes.
+    `operation`: name for errors. With `reduced`, the tensor has the array's dtype, and
+    CompatibilityError is raised if torch lacks it; otherwise NumPy arrays become bytes.
     """
     import torch
 
@@ -61,7 +62,10 @@ def _is_flat(array: Any) -> bool:
 
 
 def _put(flat: torch.Tensor, place: Any) -> None:
-    """Copy a flat result to the caller's array `place`, unless they share memory."""
+    """Copy a flat result to the caller's array `place`, unless they share memory.
+
+    `flat` has the dtype of `place`, or its bytes.
+    """
     if is_torch(place):
         if flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
             place.copy_(flat.view(place.dtype).reshape(place.shape))
@@ -165,7 +169,11 @@ class TorchGroup(Engine):
         return call.device is not None and call.device.type != "cpu"
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Run one operation over a link to the ranks; an error after its start ends the group."""
+        """Run one operation over a link to the ranks: `perform` is called with the link.
+
+        An error after communication began, or of torch, makes the group unusable, and becomes a
+        CollectiveError if torch raised it.
+        """
         link = Link(self._group, self._device, call.seconds)
         try:
             if self._check:
@@ -182,7 +190,10 @@ class TorchGroup(Engine):
             raise self._explain_error(call, link.peer, ended, error) from error
 
     def _compare_calls(self, link: Link, call: Call) -> None:
-        """Compare the calls of all ranks; raise CollectiveError on every rank if they differ."""
+        """Compare the calls of all ranks; raise CollectiveError on every rank if they differ.
+
+        For operations with counts, each pair of ranks must also agree on the rows between them.
+        """
         own_call = f"{call.name} {call.text}".strip()
         replies = link.gather_bytes(json.dumps([own_call, *call.rows]).encode(), None)
         calls = [json.loads(text) for text in replies or ()]
@@ -199,7 +210,10 @@ class TorchGroup(Engine):
     def _explain_error(
         self, call: Call, peer: int | None, ended: str, error: RuntimeError
     ) -> CollectiveError:
-        """Return the error of an operation that failed in torch while waiting for `peer`."""
+        """Return the error of an operation that failed in torch while waiting for rank `peer`.
+
+        `peer` None: torch does not report it. `ended`: why the group had ended before, or "".
+        """
         text = " ".join(str(error).split())
         who = None if peer is None else f"rank {peer}"
         if ended:
@@ -224,7 +238,10 @@ class TorchGroup(Engine):
         return self._move_near(_flat(operation, array, reduced=reduced))
 
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
-        """Return a flat tensor for a result; it is `place` itself if its memory allows that."""
+        """Return a flat tensor for a result; it is over `place` if its memory allows that.
+
+        Else it is new memory, and `_put` copies it to `place`.
+        """
         import torch
 
         check_supported_tensor(operation, place)
@@ -240,7 +257,10 @@ class TorchGroup(Engine):
     def _gather_overlapped(
         self, data: bytes, task: Callable[[], None], timeout: float | None
     ) -> list[bytes]:
-        """Return the bytes of all ranks, and run `task` while they are transferred."""
+        """Return the bytes `data` of all ranks in rank order; run `task` during the transfer.
+
+        `timeout`: seconds; None: the torch group's.
+        """
 
         def perform(link: Link) -> Any:
             link.overlapped_task = task
@@ -275,7 +295,10 @@ class TorchGroup(Engine):
 
 
 def _rows_between(calls: list[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for each pair of ranks the rows that one sends and the other expects."""
+    """Yield (rank, other rank, rows that the first sends, rows that the other expects).
+
+    `calls`: name, rows to send and rows to expect by rank, of each rank.
+    """
     for rank, (_, sent, _) in enumerate(calls):
         for to, (_, _, expected) in enumerate(calls):
             yield rank, to, sent[to], expected[rank]

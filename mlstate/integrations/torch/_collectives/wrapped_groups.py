@@ -18,8 +18,9 @@ atexit.register(_wrapped.clear)
 def wrapped_group(value: object) -> TorchGroup | None:
     """Return the one `TorchGroup` of a torch group or a mesh of one dimension; None for others.
 
-    The group is borrowed: it is neither closed nor destroyed. Raises ValueError for a mesh of
-    several dimensions, and for a group that was destroyed or that this process is not in.
+    Repeated calls return the same object, which knows of failures. The group is borrowed: it is
+    neither closed nor destroyed. Raises ValueError for a mesh of several dimensions, and for a
+    group that was destroyed or that this process is not in.
     """
     import torch.distributed as dist
 

@@ -22,7 +22,10 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def copy_of(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Return a copy of a gradient to add others to, in C order if it is strided."""
+    """Return a detached copy of a gradient to add others to, in C order if it is strided.
+
+    `dtype`: name of the copy's dtype; None: the gradient's.
+    """
     import torch
 
     with torch.no_grad():
@@ -35,20 +38,23 @@ def copy_of(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 def item_bytes(dtype: str, like: torch.Tensor) -> int:
-    """Return the size of an element of a dtype in bytes."""
+    """Return the size of an element of a dtype in bytes; `dtype`: its name, `like`: any tensor."""
     size: int = torch_dtype(dtype, like).itemsize
     return size
 
 
 def tensor_in(memory: np.ndarray, dtype: str, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over `memory` with the shape of `like`; it keeps the memory alive."""
+    """Return a tensor over the bytes `memory` with the shape of `like`; it keeps them alive."""
     import torch
 
     return torch.from_numpy(memory).view(torch_dtype(dtype, like)).view(like.shape)
 
 
 def add_gradient(total: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Add with torch's operation, for other devices, layouts and subclasses."""
+    """Add `tensor` to `total` in place, with torch's operation.
+
+    This is for other devices, layouts and subclasses, whose memory the core cannot access.
+    """
     import torch
 
     with torch.no_grad():
@@ -56,7 +62,7 @@ def add_gradient(total: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def norm_partial(tensor: torch.Tensor) -> tuple[float, int]:
-    """Return the sum of squares and the number of non-finite elements, computed by torch.
+    """Return the sum of squares (in float64) and the number of non-finite elements.
 
     Waits for the device. A meta tensor has no elements; its sum is NaN.
     """

@@ -32,7 +32,7 @@ def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _tied_to(module: torch.nn.Module, name: str) -> str | None:
-    """Return the name in `parameters_of` of a parameter that is shared under `name`."""
+    """Return the name in `parameters_of` of the parameter that is also called `name`, or None."""
     parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)
     return next((n for n, p in module.named_parameters() if p is parameter), None)
 
@@ -54,7 +54,11 @@ class ModuleHooks(Hooks):
         is_full: bool,
         keep: bool,
     ) -> None:
-        """Check the parameters that have units, and hook each of them."""
+        """Check the parameters that have units, and hook each of them.
+
+        `units`: by name of the parameter. `receive`, `is_full`, `keep`: see the class. Raises
+        ValueError if a unit does not fit its parameter.
+        """
         parameters = parameters_of(module)
         for name, unit in units.items():
             _check_parameter(unit, parameters.get(name), module, parameters)
@@ -80,6 +84,7 @@ class ModuleHooks(Hooks):
                 from torch.autograd.graph import get_gradient_edge
 
                 node = get_gradient_edge(parameter).node
+                # before torch adds this pass's gradient to parameter.grad
                 before = partial(self._set_aside, name)
                 self._handles.append(_NodeHook(node, before))
         self._make_live()
@@ -87,7 +92,8 @@ class ModuleHooks(Hooks):
     def begin_pass(self, on_end: Callable[[], None], rank: int) -> weakref.ref[object]:
         """Call `on_end` at the end of the running backward pass, unless an error aborts the pass.
 
-        Returns a weak reference that is dead after the pass.
+        Returns a weak reference that is dead after the pass. Raises CollectiveError, with `rank`,
+        in a pass that was started inside another one.
         """
         if _is_inside_another():
             error = CollectiveError(
@@ -107,7 +113,7 @@ class ModuleHooks(Hooks):
         return change and f"{change} after register_hooks: close() and register them again"
 
     def keep_unsent(self, name: str) -> None:
-        """Note that a `no_sync` pass has added to a parameter's gradient."""
+        """Note that a `no_sync` pass has added to a parameter's gradient, which stays unreduced."""
         gradient: Any = self.parameters[name].grad
         self.unsent[name] = gradient._version
 
@@ -116,8 +122,8 @@ class ModuleHooks(Hooks):
     ) -> tuple[object, Callable[[], None] | None]:
         """Return a parameter's gradient, and remove it unless it is to be kept.
 
-        The second value is a function that restores the gradient if the backward pass of `token`
-        is still running.
+        The second value is a function that restores the gradient if the backward pass of `token` (a
+        weak reference of `begin_pass`) is still running; None if the gradient was kept.
         """
         parameter = self.parameters[name]
         gradient = parameter.grad
@@ -131,25 +137,32 @@ class ModuleHooks(Hooks):
     def take_missing(
         self, name: str, token: Callable[[], object] | None
     ) -> tuple[object, Callable[[], None] | None]:
-        """Return, as `take`, a parameter's gradient of earlier passes, if this pass had none."""
+        """Return, as `take`, a parameter's gradient of `no_sync` passes, if this pass had none.
+
+        Without such a gradient, both values are None.
+        """
         if name in self.unsent:
             self._drop_zeroed(name)
             return self.take(name, token)
-        if self.is_full:
+        if self.is_full:  # `gather_full` restores it after other ranks' parts were added
             self._set_aside(name)
         return None, None
 
     def _set_aside(self, name: str, _: object = None) -> None:
-        """Move a reduced gradient away before torch adds an unreduced one."""
+        """Move a reduced gradient of an earlier pass away before torch adds an unreduced one.
+
+        `gather_full` adds it again. A gradient of `no_sync` passes stays: it is not reduced.
+        """
         parameter = self.parameters[name]
         self._drop_zeroed(name)
         if parameter.grad is not None and name not in self.unsent:
             self._earlier[name], parameter.grad = parameter.grad, None
 
     def _drop_zeroed(self, name: str) -> None:
-        """Forget an earlier reduced gradient if zero_grad was called since it was set aside.
+        """Forget a parameter's reduced gradient that was set aside if zero_grad was called since.
 
-        With ``set_to_none=False``, it fills the gradient of the later passes with zeros.
+        With ``set_to_none=False``, zero_grad fills the gradient of the later passes with zeros,
+        which its version and its content show.
         """
         gradient: Any = self.parameters[name].grad
         if gradient is None or (
@@ -165,9 +178,10 @@ class ModuleHooks(Hooks):
         group: ProcessGroup,
         timeout: float | None,
     ) -> None:
-        """Add the reduced full gradients to the existing gradient of each parameter.
+        """Gather the reduced gradients of all ranks, and add them to each parameter's gradient.
 
-        A parameter that no rank used has no part; it keeps its gradient.
+        `buckets`: units that are gathered together. `timeout`: seconds, or None. A parameter that
+        no rank used has no part; it keeps its gradient.
         """
         for units in buckets:
             used = [unit for unit in units if unit.local_gradient is not None]
@@ -178,7 +192,7 @@ class ModuleHooks(Hooks):
         self._earlier = {}
 
     def drop_full(self) -> None:
-        """Remove all gradients, because not all are reduced."""
+        """Remove the gradients of all parameters, because not all of them are reduced."""
         for parameter in self.parameters.values():
             parameter.grad = None
         self._earlier = {}
@@ -187,7 +201,7 @@ class ModuleHooks(Hooks):
 def _put_back(
     parameter: torch.nn.Parameter, gradient: Any, token: Callable[[], object] | None
 ) -> None:
-    """Restore a parameter's gradient if its pass is still running."""
+    """Restore a parameter's gradient if the backward pass of `token` is still running."""
     if token is not None and token() is not None:
         parameter.grad = gradient
 
@@ -207,7 +221,10 @@ class _NodeHook:
 def _check_parameter(
     unit: FSDPShardingUnit, parameter: Any, model: torch.nn.Module, parameters: Mapping[str, Array]
 ) -> None:
-    """Raise ValueError if a unit does not fit `parameter`, its parameter of the model or None."""
+    """Raise ValueError if a unit does not fit `parameter`, its parameter of the model or None.
+
+    `parameters`: all of the model by name, for the hint in the error.
+    """
     name = unit.parameter_name
     if parameter is None:
         shared = _tied_to(model, name)
@@ -239,7 +256,10 @@ def _watch_steps() -> None:
 
 
 def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise CollectiveError if a parameter has no hook that had one, or has to have one."""
+    """Raise CollectiveError if a parameter of the optimizer lost its hook, or now needs one.
+
+    torch calls it before each step of any optimizer.
+    """
     for hooks in live_hooks():
         problem = hooks.outdated() if isinstance(hooks, ModuleHooks) else ""
         if problem and hooks.bindings.concerns(optimizer):  # type: ignore[attr-defined]
@@ -251,7 +271,10 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None
 
 
 def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Warn the user once if a step of an optimizer skips parameters, as their grad is None."""
+    """Warn once if a step skips parameters because their gradients were taken from them.
+
+    torch calls it before each step of any optimizer.
+    """
     for hooks in live_hooks():
         if not isinstance(hooks, ModuleHooks) or not hooks.taken or hooks.has_warned:
             continue
@@ -308,7 +331,7 @@ class PassErrors:
         call_at_end(self.raise_first)  # after the callbacks of DDP and FSDP2
 
     def raise_first(self) -> None:
-        """Raise the first error, with the others as notes."""
+        """Raise the first error, with the texts of the others as notes, if there are errors."""
         if self.errors:
             first, *others = self.errors
             for error in others:
@@ -317,7 +340,10 @@ class PassErrors:
 
 
 def _is_inside_another() -> bool:
-    """Return whether the running backward pass was started within another one."""
+    """Return whether the running backward pass was started within another one.
+
+    This is so for reentrant checkpoints: a frame of a Python autograd function is on the stack.
+    """
     from torch.autograd.function import BackwardCFunction
 
     frame: FrameType | None = sys._getframe(1)
@@ -347,7 +373,11 @@ def why_not_reduced(tensor: torch.Tensor) -> str:
 def reduce_on_device(
     group: Any, entry: Entry, terms: Terms, timeout: float | None
 ) -> tuple[float, int]:
-    """Reduce a gradient on a device to `entry.out`; return (sum of squares, non-finite count)."""
+    """Reduce a gradient on a device over the ranks of `group` to `entry.out`, this rank's part.
+
+    Return its sum of squares and its number of non-finite elements. `terms`: operation and divisor.
+    `timeout`: seconds, or None.
+    """
     import torch
 
     wide, flat = entry.source, entry.out.view(-1)
@@ -368,7 +398,7 @@ def _gather_bucket(
 ) -> None:
     """Gather the parts of reduced gradients from all ranks into ``parameter.grad``.
 
-    Parameters of one dtype and device are sent in one message.
+    `parameters`: by name. Parameters of one dtype and device are sent in one message.
     """
     kinds: dict[object, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
     for unit in units:
@@ -381,7 +411,10 @@ def _gather_bucket(
 def _gather_pairs(
     group: Any, pairs: Sequence[tuple[FSDPShardingUnit, torch.nn.Parameter]], timeout: float | None
 ) -> None:
-    """Gather the gradients of units into their parameters' grad; all of one dtype and device."""
+    """Gather the gradients of units into the grad of their parameters, in one message.
+
+    `pairs`: units and parameters, all of one dtype and device.
+    """
     import torch
 
     own_parts = torch.cat([u.local_gradient.detach().reshape(-1).to(p.dtype) for u, p in pairs])

@@ -30,7 +30,10 @@ class Bindings:
     """The parameters of a module; the ones in `hooked` have hooks."""
 
     def __init__(self, module: torch.nn.Module, hooked: Collection[str]) -> None:
-        """Record where each parameter is in the module, to detect a later replacement."""
+        """Record each parameter of each submodule, to detect a later replacement.
+
+        `hooked`: names of the parameters that have hooks.
+        """
         self._module = module
         by_id = {id(p): name in hooked for name, p in module.named_parameters()}
         self._bindings: list[_Binding] = []
@@ -44,7 +47,10 @@ class Bindings:
                     self._bindings.append(_Binding(child._parameters, key, parameter, name, *facts))
 
     def change(self) -> str:
-        """Return a text on a parameter that was replaced, added or unfrozen, or "" if none was."""
+        """Return a text on a parameter that was replaced, added or unfrozen; "" if none was.
+
+        Only parameters that need a hook count: with a hook, or requiring a gradient.
+        """
         for binding in self._bindings:
             current = binding.table.get(binding.key)
             if current is binding.parameter:
@@ -67,7 +73,7 @@ class Bindings:
         )
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer has one of the parameters, of then or of today."""
+        """Return whether an optimizer has one of the parameters, as recorded or as they are now."""
         bound_ids = {id(binding.parameter) for binding in self._bindings}
         bound_ids |= {id(parameter) for parameter in self._module.parameters()}
         return any(id(p) in bound_ids for group in optimizer.param_groups for p in group["params"])

@@ -107,7 +107,11 @@ class _Buckets:
     """Reduces the buckets of one model."""
 
     def __init__(self, model: Any, group: Any, finite: bool, timeout: float | None) -> None:
-        """Prepare for a DDP model; `finite`: refuse gradients that are NaN or infinite."""
+        """Prepare to reduce a DDP model's buckets in `group`.
+
+        `finite`: refuse gradients that are NaN or infinite. `timeout`: seconds, or None for the
+        group's.
+        """
         self._names = {p: name for name, p in model.module.named_parameters()}
         self._model = weakref.ref(model)  # whose reducer refers to this object
         self._group = group
@@ -120,7 +124,8 @@ class _Buckets:
         """Start to reduce a bucket; return the future of its buffer, for DDP.
 
         Errors are raised at the end of the pass, because torch would keep only their text; in
-        ``model.join()`` without inputs, after the last bucket.
+        ``model.join()`` without inputs, after the last bucket. The future always gets a result, so
+        that DDP does not wait.
         """
         import torch
 
@@ -172,8 +177,8 @@ class _Buckets:
     ) -> None:
         """Replace `buffer` by the mean over the ranks if all ranks agree on the bucket's gradients.
 
-        `parts`: the bucket's gradients by name. Otherwise the error is kept in `current`, for every
-        rank.
+        `index`: of the bucket. `parts`: its gradients by name. Otherwise the error is added to
+        `current` on every rank, and `buffer` is unchanged.
         """
         bad = (
             [name for name, (_, n) in norm_partials(parts).items() if n]
@@ -191,6 +196,7 @@ class _Buckets:
             active = [header for header in headers if not header.flags & IDLE]
             self._average(buffer, len(headers) if divides_by_all else len(active))
             return
+        # ranks with another bucket number or other parameters cannot agree on later buckets either
         current.is_lost = len({header[1:3] for header in headers}) > 1
         problems = dict.fromkeys(bad, "NaN or infinite elements")
         listed = [(n, fact, problems.get(n, "")) for n, fact in zip(parts, facts, strict=True)]

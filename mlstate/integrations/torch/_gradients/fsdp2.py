@@ -94,7 +94,10 @@ def reduce_scatter_with(
 
 
 def _check_mesh(name: str, parameter: Any, group: Any) -> None:
-    """Raise ValueError if a parameter (`name`) is sharded over other ranks than the group's."""
+    """Raise ValueError if a parameter (`name`) is sharded over other ranks than the group's.
+
+    A parameter that is not a DTensor passes.
+    """
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return
@@ -119,7 +122,7 @@ class _Reduction:
         self._errors: weakref.ref[PassErrors] | None = None  # dead after the backward pass
 
     def take(self, count: int, dtype: Any) -> torch.Tensor:
-        """Return input memory: another module's buffer if large enough, else new memory."""
+        """Return memory for `count` elements: another module's buffer if large enough, else new."""
         import torch
 
         buffer = self._free.pop(dtype, None)
@@ -133,9 +136,11 @@ class _Reduction:
             self._free[buffer.dtype] = buffer if buffer._base is None else buffer._base
 
     def reduce(self, name: str, source: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
-        """Reduce the gradients of the module `name` to `out`; on an error of all ranks, set NaN.
+        """Reduce the gradients of the module `name` to `out`, this rank's part.
 
-        `source`: parts of all ranks one after the other.
+        `source`: parts of all ranks one after the other. `divisor`: of the sums. If all ranks find
+        an error, `out` becomes NaN, and the error is raised at the end of the pass; other errors
+        are raised at once.
         """
         ranks, rank = self._group.world_size, self._group.rank
         unit = FSDPShardingUnit(name, source.shape, source.dtype, rank, world_size=ranks)
@@ -144,7 +149,7 @@ class _Reduction:
         terms = self._terms._replace(divisor=divisor)
         session = Session(self._reducer)
         try:
-            while rest:
+            while rest:  # again with the entries on which all ranks agree, if some differ
                 _, rest = session.reduce([FullBucket(rest, terms)], rest)
             session.finish("backward pass")
         except CollectiveError as error:
@@ -176,7 +181,11 @@ class _ReduceScatter:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
-        """Return memory, in alternating calls for an input and for its output (the gradients)."""
+        """Return memory of the shape `size`: in alternating calls for an input and for its output.
+
+        torch fills the input with the gradients of all ranks' parts. Only inputs on the CPU are
+        reused.
+        """
         import torch
 
         self._is_input = not self._is_input
@@ -192,7 +201,10 @@ class _ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Reduce the input over the ranks, and write this rank's part to the output."""
+        """Reduce the input over the ranks, and write this rank's part to the output.
+
+        `group`: of torch, only for the number of its ranks. Returns a finished work if `async_op`.
+        """
         divisor = _divisor(op, group.size())
         self._shared.reduce(self._name, input_tensor, output_tensor, divisor)
         return _Done() if async_op else None
@@ -209,7 +221,10 @@ class _Done:
 
 
 def _divisor(op: Any, ranks: int) -> float:
-    """Return the divisor of the sums, for a torch.distributed reduce operation."""
+    """Return the divisor of the sums, for a torch.distributed reduce operation `op`.
+
+    Raises ValueError for operations other than SUM, AVG and PREMUL_SUM.
+    """
     from torch.distributed import ReduceOp
 
     kind = getattr(op, "op", op)

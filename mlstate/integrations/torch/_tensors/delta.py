@@ -21,7 +21,10 @@ _CRC_BYTES = 64 << 20  # copied to main memory at a time
 
 
 def encode_delta(base: torch.Tensor, new: torch.Tensor) -> tuple[NDArray, NDArray]:
-    """Return gaps and values as `_core.delta_encode` does, of tensors on one device."""
+    """Return gaps and values of the changed elements, as `_core.delta_encode` does.
+
+    `base`, `new`: on one device, with equal shapes and dtypes; else CompatibilityError is raised.
+    """
     _check_pair(base, new)
     bits = _bits_of(new).reshape(-1)
     numbers = (bits != _bits_of(base).reshape(-1)).nonzero().reshape(-1)
@@ -32,7 +35,11 @@ def encode_delta(base: torch.Tensor, new: torch.Tensor) -> tuple[NDArray, NDArra
 
 
 def apply_delta(target: torch.Tensor, gaps: NDArray, values: NDArray, log: UndoLog | None) -> None:
-    """Write the values as `_core.delta_apply` does; the log gets arrays in main memory."""
+    """Write `values` to the elements of `target` that `gaps` selects, as `_core.delta_apply` does.
+
+    `log`: gets the old values, as arrays in main memory; None: they are lost. Raises
+    CompatibilityError for another dtype, FormatError for a damaged delta; nothing is written then.
+    """
     import torch
 
     tensors = tensors_of({"gaps": gaps, "values": values})
@@ -69,6 +76,7 @@ def tensor_crc32c(tensor: torch.Tensor) -> int:
 
 
 def _check_pair(base: torch.Tensor, new: torch.Tensor) -> None:
+    """Raise CompatibilityError unless two tensors have the same shape, dtype and device."""
     for label, left, right in (
         ("shapes", tuple(base.shape), tuple(new.shape)),
         ("dtypes", base.dtype, new.dtype),
@@ -79,7 +87,10 @@ def _check_pair(base: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view as integers, so that comparisons and copies are of bits."""
+    """Return a view as integers, so that comparisons and copies are of bits.
+
+    Raises CompatibilityError for elements of another size than 1, 2, 4 or 8 bytes.
+    """
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -90,11 +101,14 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gaps_of(numbers: torch.Tensor, escape: int) -> torch.Tensor:
-    """Return the units of the gaps before ascending numbers, for units up to `escape`."""
+    """Return the units of the gaps before ascending element numbers, as uint8 or uint16.
+
+    A gap is as many units of `escape` (the largest one) as fit, then one smaller unit.
+    """
     import torch
 
     gaps = torch.diff(numbers, prepend=numbers.new_full((1,), -1)) - 1
-    ends = torch.cumsum(gaps // escape + 1, 0)
+    ends = torch.cumsum(gaps // escape + 1, 0)  # number of units up to the end of each gap
     units = numbers.new_full((int(ends[-1]) if len(ends) else 0,), escape)
     units[ends - 1] = gaps % escape
     return units.to(torch.uint8 if escape == 255 else torch.uint16)
@@ -105,7 +119,10 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def _numbers_of(gaps: torch.Tensor, elements: int) -> torch.Tensor:
-    """Return the numbers of the changed elements; raise FormatError for a damaged stream."""
+    """Return the numbers of the changed elements in C order, from units of gaps.
+
+    `elements`: of the array. Raises FormatError for a damaged stream.
+    """
     import torch
 
     units = gaps.to(torch.int64)

@@ -30,7 +30,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
-    """Return the torch dtype for a torch dtype, a name or a NumPy dtype."""
+    """Return the torch dtype for a torch dtype, a name or a NumPy dtype; None: of `source`.
+
+    Raises TypeError if NumPy does not know it, CompatibilityError if torch lacks it.
+    """
     import torch
 
     if dtype is None:

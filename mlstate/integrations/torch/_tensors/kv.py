@@ -30,14 +30,21 @@ __all__ = ["kv_dequantize", "kv_quantization_loss", "kv_quantize", "kv_zeros", "
 
 
 def _fits(length: int, move: KVMove, position: int) -> bool:
-    """Return whether the core's check would pass; torch.compile can trace this function."""
+    """Return whether the core's check would pass for `position` of `length` positions.
+
+    torch.compile can trace this function, but not the core.
+    """
     if not 0 <= position <= length:
         return False
     return position <= move.target_length and (move.compact or length <= move.target_length)
 
 
 def _are_core_readable(source: torch.Tensor, out: torch.Tensor) -> bool:
-    """Return whether the core can do the move: it can access both, and autograd records nothing."""
+    """Return whether the core can do the move from `source` to `out`.
+
+    It must be able to access both, autograd must record nothing, and the dtypes must not need a
+    conversion of integers.
+    """
     return (
         _core.can_view(source, False)
         and _core.can_view(out, True)
@@ -50,7 +57,8 @@ def _are_core_readable(source: torch.Tensor, out: torch.Tensor) -> bool:
 def _move_with_torch(source: torch.Tensor, move: KVMove, out: torch.Tensor | None) -> torch.Tensor:
     """Move with torch operations: for other devices, autograd and compilation.
 
-    The position, the axis counted from 0 and the dtype of `move` are set.
+    Return `out`, or a new tensor if it is None. The position, the axis counted from 0 and the dtype
+    of `move` are set.
     """
     import torch
 
@@ -67,7 +75,10 @@ def _move_with_torch(source: torch.Tensor, move: KVMove, out: torch.Tensor | Non
 
 
 def _check_out(out: torch.Tensor, source: torch.Tensor, move: KVMove, *, is_exact: bool) -> None:
-    """Raise CompatibilityError if `out` has a wrong shape or, if `is_exact`, another dtype."""
+    """Raise CompatibilityError if `out` has a wrong shape or, if `is_exact`, another dtype.
+
+    The expected ones follow from `source` and `move`.
+    """
     from ....errors import CompatibilityError
 
     expected = with_length(source.shape, move.seq_axis, move.target_length)
@@ -83,7 +94,10 @@ def _check_out(out: torch.Tensor, source: torch.Tensor, move: KVMove, *, is_exac
 
 
 def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) -> None:
-    """Raise the core's error for an unsupported conversion or padding value."""
+    """Raise the core's error for an unsupported conversion or padding value.
+
+    The core checks them on an empty array.
+    """
     import torch
 
     empty = torch.empty((0, 0, 0, 0), dtype=source.dtype)
@@ -92,7 +106,7 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
 
 
 def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
-    """Return tokens as the dtype `target`; raise ValueError if a value does not fit."""
+    """Return CPU tokens as the dtype named `target`; raise ValueError if a value does not fit."""
     import torch
 
     if target == "bfloat16":  # same range as float32
@@ -104,8 +118,9 @@ def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
 def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
     """Move a torch KV cache; see `mlstate.kv.transition_kv_state`.
 
-    The core handles CPU tensors that need no gradient. torch operations handle all other tensors,
-    so that device and autograd graph are kept.
+    Return `out` if it was passed (a tensor or an array), else a tensor, which is `source` itself if
+    nothing changes. The core handles CPU tensors that need no gradient. torch operations handle all
+    other tensors, so that device and autograd graph are kept.
     """
     import torch
 

@@ -16,7 +16,10 @@ _OVERLAPS = "out: its elements share memory with one another, as in a broadcast 
 
 
 def is_core_readable(tensor: torch.Tensor) -> bool:
-    """Return whether the core can access the tensor's elements in main memory."""
+    """Return whether the core can access the tensor's elements in main memory.
+
+    This is false for subclasses, other layouts, and while torch compiles.
+    """
     import torch
 
     if (
@@ -62,7 +65,10 @@ def refuse_graph(*tensors: object) -> None:
 
 
 def refuse_shared(out: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise ValueError if elements of `out` share memory with one another or with `source`."""
+    """Raise ValueError if elements of `out` share memory with one another or with `source`.
+
+    While torch compiles, only the strides of `out` can be checked.
+    """
     import torch
 
     if torch.compiler.is_compiling():  # tensors have no address
@@ -87,10 +93,11 @@ def is_core_writable(tensor: torch.Tensor) -> bool:
 
 
 def write_into_tensor(out: torch.Tensor, write: Callable[[object], object]) -> torch.Tensor:
-    """Let `write` fill a tensor, with the checks of torch's in-place operations.
+    """Call `write` with a detached tensor over `out`, and return `out`.
 
-    Raises if autograd records the tensor. Increments the tensor's version, so that a backward
-    pass that needs the old content raises instead of using the new content.
+    Raises ValueError if autograd records the tensor, or it is not plain main memory. Increments the
+    tensor's version, so that a backward pass that needs the old content raises instead of using the
+    new content.
     """
     refuse_graph(out)
     if not is_core_writable(out):
@@ -120,7 +127,7 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
-    """Replace a tensor's memory with the memory of another tensor, without a copy.
+    """Replace a tensor's memory with the memory of `source`, without a copy.
 
     The tensor remains the same object, so a module and an optimizer that hold it use the new
     memory. None removes all elements, for a unit that is in a file.
@@ -143,7 +150,10 @@ def has_given_away() -> bool:
 
 
 def is_given_away(tensor: torch.Tensor) -> bool:
-    """Return whether `give_memory` removed a tensor's elements; needs a true `has_given_away`."""
+    """Return whether `give_memory` removed a tensor's elements.
+
+    Call it only if `has_given_away` returns true: before that, there is nothing to compare with.
+    """
     import torch
 
     if torch.nn.parameter.is_lazy(tensor):  # it has no shape and no memory yet

@@ -55,14 +55,20 @@ def _is_portable(dtype: NumpyDType) -> bool:
 
 
 def _dtype_text(dtype: NumpyDType) -> Any:
-    """Return a text (for records a list) that `_dtype_of` reads."""
+    """Return a text (for records a list) that `_dtype_of` reads.
+
+    It also describes dtypes that torch lacks.
+    """
     if label_of(dtype) or dtype.type.__module__.startswith("ml_dtypes"):
         return "ml_dtypes." + name_of(dtype)
     return np.lib.format.dtype_to_descr(dtype)
 
 
 def _encode_array(value: object) -> tuple[Any, NDArray] | None:
-    """Return how an array is stored, and an array for torch; None if NumPy must store it."""
+    """Return how an array is stored, and an array for torch; None if NumPy must store it.
+
+    The first is a form of `restore_state`.
+    """
     array = np.asarray(value)
     dtype = array.dtype
     label = name_of(dtype)
@@ -111,7 +117,10 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _dtype_of(text: Any) -> NumpyDType:
-    """Return the dtype that a file names; raise ValueError for dtypes of Python objects."""
+    """Return the dtype that a file names by `_dtype_text`.
+
+    Raises ValueError for dtypes of Python objects, which could run code.
+    """
     dtype: NumpyDType
     if isinstance(text, str) and text.startswith("ml_dtypes."):
         dtype = stored_dtype(text.removeprefix("ml_dtypes."))
@@ -123,9 +132,9 @@ def _dtype_of(text: Any) -> NumpyDType:
 
 
 def _decode_array(name: str, form: Any, tensor: Any) -> Any:
-    """Return the original value of a loaded tensor, by its stored `form`.
+    """Return the original value of the loaded tensor `name`, by its stored `form`.
 
-    On a device it stays a tensor if possible.
+    `restore_state` describes the forms. On a device it stays a tensor if possible.
     """
     import torch
 
@@ -149,8 +158,10 @@ def restore_state(
 ) -> Any:
     """Create a state dict from the arguments of `reduce_state`; pickle calls this.
 
-    `forms` has the forms of values that were not tensors: ``"array"``, ``"scalar"``, or (dtype,
-    shape) of a value stored as bytes; shape is None for one stored as integers of the same size.
+    `kind`: name of one of mlstate's classes, or a subclass. `attributes`: for ``__setstate__``, or
+    None. `forms` has the forms of values that were not tensors: ``"array"``, ``"scalar"``, or
+    (dtype, shape) of a value stored as bytes; shape is None for one stored as integers of the same
+    size. Raises TypeError for another class.
     """
     state_class = _own_classes().get(kind) if isinstance(kind, str) else kind
     if not (isinstance(state_class, type) and issubclass(state_class, _core.StateDict)):

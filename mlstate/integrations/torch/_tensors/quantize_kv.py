@@ -22,7 +22,7 @@ _NOT_FINITE = (
 
 
 def kv_zeros(shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of zeros on the device of `like`."""
+    """Return a tensor of zeros on the device of `like`; `dtype`: a name, such as "uint32"."""
     import torch
 
     if dtype == "uint32":  # few operations know unsigned integers
@@ -36,8 +36,11 @@ def _divide(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return int32 words that hold the codes of the last axis, `bits` bits each, without gaps."""
-    step = gcd(bits, 32)
+    """Return int32 words that hold the codes of the last axis, `bits` bits each, without gaps.
+
+    The number of codes must fill whole words: a multiple of ``32 / gcd(bits, 32)``.
+    """
+    step = gcd(bits, 32)  # 32 / step codes fill bits / step words
     parts = _divide(codes, 32 // step)
     words = codes.new_zeros((*parts.shape[:-1], bits // step))
     for i in range(32 // step):
@@ -49,8 +52,11 @@ def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _split(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the int32 codes of `bits` bits that `_join` packed into words."""
-    step = gcd(bits, 32)
+    """Return the int32 codes of `bits` bits that `_join` packed into `words`.
+
+    Codes and words are along the last axis.
+    """
+    step = gcd(bits, 32)  # 32 / step codes fill bits / step words
     parts = _divide(words, bits // step)
     codes = words.new_empty((*parts.shape[:-1], 32 // step))
     for i in range(32 // step):
@@ -73,7 +79,8 @@ def kv_quantize(
 ) -> None:
     """Quantize `values` to `codes`, `scales` and `biases`, which are overwritten.
 
-    `bits`: of a code. `group`: elements with one scale. Raises ValueError for NaN and infinity.
+    `bits`: of a code. `group`: neighbouring elements of the last axis with one scale and bias.
+    Raises ValueError for NaN and infinity, TypeError for meta tensors.
     """
     import torch
 
@@ -88,6 +95,8 @@ def kv_quantize(
     levels = (1 << bits) - 1
     from_low = low.abs() > high.abs()
     size = ((high - low) / torch.full_like(low, levels)).clamp_min(1e-7)
+    # The bias is the limit of larger magnitude. It becomes a multiple of the scale, so that 0 is
+    # exact too.
     edge, scale = torch.where(from_low, low, high), torch.where(from_low, size, -size)
     steps = (edge / scale).round()
     moves = steps.abs() > 0
@@ -102,7 +111,10 @@ def kv_quantize(
 def _values_of(
     codes: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, bits: int, group: int
 ) -> torch.Tensor:
-    """Return the values of codes in float32, before they are rounded."""
+    """Return the values of codes in float32, before they are rounded to another dtype.
+
+    For the arguments, see `kv_quantize`.
+    """
     import torch
 
     numbers = _divide(_split(codes.view(torch.int32), bits).float(), group)
@@ -117,7 +129,7 @@ def kv_dequantize(
     bits: int,
     group: int,
 ) -> None:
-    """Overwrite `values` with the values of codes, scales and biases."""
+    """Overwrite `values` with the values of codes, scales and biases; see `kv_quantize`."""
     if values.numel():
         values.copy_(_values_of(codes, scales, biases, bits, group))
 
@@ -130,7 +142,10 @@ def kv_quantization_loss(
     bits: int,
     group: int,
 ) -> tuple[float, float, float]:
-    """Return the largest difference, and the sums of squares of differences and of values."""
+    """Return the largest difference, and the sums of squares of differences and of values.
+
+    The differences are between `values` and the values of their codes, in the dtype of `values`.
+    """
     if values.numel() == 0:
         return 0.0, 0.0, 0.0
     stored = _values_of(codes, scales, biases, bits, group).to(values.dtype)

@@ -27,13 +27,17 @@ if TYPE_CHECKING:
 
 @cache
 def _dtypes() -> frozenset[torch.dtype]:
-    """Return torch's dtypes that files can name."""
+    """Return the dtypes of this torch that mlstate's files can name."""
     import torch
 
     return frozenset(getattr(torch, name) for name in SHARED | VIEWED.keys() if torch_has(name))
 
 
 def _unstorable(name: str, label: str, reason: str, tensor: torch.Tensor) -> UnstorableError:
+    """Return the error for the tensor `name`; `reason`: why it cannot be stored, and a remedy.
+
+    `label`: replaces the name in the message, or "".
+    """
     error = UnstorableError(f"{label or repr(name)} is {reason}")
     error.name, error.got = name, name_of(tensor.dtype)
     return error
@@ -42,7 +46,7 @@ def _unstorable(name: str, label: str, reason: str, tensor: torch.Tensor) -> Uns
 def refuse_unstorable(name: str, tensor: torch.Tensor, label: str = "") -> None:
     """Raise UnstorableError if a tensor cannot be stored; DTensors are refused too.
 
-    `label` replaces the name in the message.
+    `name`: of the tensor. `label`: replaces the name in the message.
     """
     reason = explain_unsupported_tensor(tensor)
     if not reason and tensor.device.type == "meta":
@@ -52,7 +56,10 @@ def refuse_unstorable(name: str, tensor: torch.Tensor, label: str = "") -> None:
 
 
 def state_dict_of(module: torch.nn.Module) -> Mapping[str, Any]:
-    """Return a module's ``state_dict()``; name the parameters that torch refuses to return."""
+    """Return a module's ``state_dict()``.
+
+    If torch refuses because of a lazy parameter, raise UnstorableError with its name.
+    """
     import torch
 
     try:
@@ -101,7 +108,10 @@ def explain_unsupported_tensor(tensor: torch.Tensor) -> str:
 
 
 def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
-    """Return an array over the memory of a plain tensor."""
+    """Return an array over the memory of a plain CPU tensor.
+
+    It is read-only if elements share memory.
+    """
     import torch
 
     dtype = name_of(tensor.dtype)
@@ -117,7 +127,10 @@ def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
 
 
 def _array_of(name: str, value: Any) -> Any:
-    """Return the array or tensor for one value of torch's state dict."""
+    """Return the array or tensor for one value of torch's state dict.
+
+    Tensors on a device are returned detached. Raises TypeError or UnstorableError with `name`.
+    """
     import torch
 
     if isinstance(value, np.ndarray | np.generic):
@@ -208,6 +221,7 @@ class _Writable:
     __slots__ = ("__array_interface__", "owner")
 
     def __init__(self, owner: Any, interface: dict[str, Any], address: int) -> None:
+        """Present `interface`, an array interface, at `address`; `owner` keeps the memory alive."""
         self.owner = owner
         self.__array_interface__ = {**interface, "data": (address, False)}
 
@@ -218,7 +232,7 @@ def _address(array: NDArray) -> int:
 
 
 def _extent(array: NDArray) -> tuple[int, int]:
-    """Return the addresses of the first byte and after the last; strides are not negative."""
+    """Return the addresses of an array's first byte and after its last; strides must be >= 0."""
     start = _address(array)
     if array.flags.c_contiguous or array.size == 0:
         return start, start + array.nbytes
@@ -229,7 +243,7 @@ def _extent(array: NDArray) -> tuple[int, int]:
 def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str]]]:
     """Yield start, end and names of groups of arrays that overlap in memory; each array once.
 
-    Strides must not be negative.
+    Start and end are addresses. Strides must not be negative.
     """
     address_ranges = sorted((*_extent(array), name) for name, array in arrays.items())
     start = end = -1
@@ -257,7 +271,7 @@ def _view_integers(array: NDArray) -> NDArray:
 
 
 def tensor_over(array: NDArray) -> torch.Tensor:
-    """Return a tensor over an array that torch can share."""
+    """Return a tensor over the memory of a `sharable` array, writable even if the array is not."""
     import torch
 
     integers = _view_integers(array)
@@ -269,7 +283,10 @@ def tensor_over(array: NDArray) -> torch.Tensor:
 
 
 def _make_sharing_tensors(start: int, end: int, arrays: list[NDArray]) -> list[torch.Tensor]:
-    """Return tensors of one storage over overlapping arrays, so that torch sees them as tied."""
+    """Return tensors of one storage over overlapping arrays, so that torch sees them as tied.
+
+    `start`, `end`: addresses of the memory that the arrays cover together.
+    """
     import torch
 
     interface = {"version": 3, "typestr": "|u1", "shape": (end - start,)}
@@ -286,7 +303,8 @@ def _make_sharing_tensors(start: int, end: int, arrays: list[NDArray]) -> list[t
 def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, torch.Tensor]:
     """Return tensors over arrays that are `sharable`; overlapping arrays share one storage.
 
-    `pack`: copy an array with gaps between its elements if no other array shares its memory.
+    `pack`: copy an array with gaps between its elements if no other array shares its memory, since
+    a file would contain the gaps.
     """
     tensors: dict[str, torch.Tensor] = {}
     # One object under several names is one tensor.
@@ -316,6 +334,7 @@ def sharable(array: NDArray) -> bool:
 
 
 def _dtype_error(name: str, dtype: object) -> CompatibilityError:
+    """Return the error for the array `name` with a dtype that torch lacks."""
     error = CompatibilityError(
         f"{name!r} is {dtype}, for which torch has no dtype: convert it, or take it out of "
         "the state first"

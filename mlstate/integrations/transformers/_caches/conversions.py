@@ -231,6 +231,7 @@ def _new_cache(state: CacheState) -> Any:
 def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
     """Create the empty layer number `index`, as long as the arrays that it will use.
 
+    `spec`: of the state, which may have been resized. `layouts`: of the cache that it came from.
     Raises CompatibilityError if a static layer's window is unknown, because its cache was not
     longer.
     """
@@ -249,6 +250,7 @@ def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
         positions = capacity
     if "sliding_window" not in layout.options:
         return new_layer(layout, max_cache_len=positions)
+    # the state was resized, and this length may have been a window or the cache's
     if capacity != layouts.capacity == before:
         text = (
             f"layer {index} was as long as its cache of {before} positions, so its window is "

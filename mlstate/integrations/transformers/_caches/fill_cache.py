@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.arrays import is_torch, overlaps_itself, overwrite, shares_elements
@@ -20,7 +20,7 @@ from .layer_classes import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ....kv import CacheState
 
@@ -298,14 +298,21 @@ def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) ->
     """
     layer = at.layer
     keys, values = (at.tensor(entry) for entry in entries)
-    if _is_adopted(at, entries[0], positions) and _is_adopted(at, entries[1], positions):
-        layer.max_cache_len = 0
-    try:
+    is_adopted = all(_is_adopted(at, entry, positions) for entry in entries)
+    with _allocated_positions(layer, 0 if is_adopted else positions):
         layer.lazy_initialization(keys, values)
-    finally:
-        layer.max_cache_len = positions
     if layer.values.dtype != values.dtype:  # 5.23 creates them with the dtype of the keys
         _adopt(at, "values", layer.values.to(values.dtype))
+
+
+@contextmanager
+def _allocated_positions(layer: Any, positions: int) -> Iterator[None]:
+    """Let a layer allocate another number of positions than its own."""
+    before, layer.max_cache_len = layer.max_cache_len, positions
+    try:
+        yield
+    finally:
+        layer.max_cache_len = before
 
 
 def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:
@@ -404,9 +411,8 @@ def _plan_indexer(at: _Place) -> None:
             if is_new:
                 is_adopted = _is_adopted(at, entry, positions)
                 # without positions, nothing is allocated that the adopted array would replace
-                layer.max_cache_len = 0 if is_adopted else positions
-                layer.lazy_initialization_indexer(keys)
-                layer.max_cache_len = positions
+                with _allocated_positions(layer, 0 if is_adopted else positions):
+                    layer.lazy_initialization_indexer(keys)
             fill()
             _set(layer.indexer_cumulative_length, length)
         layer.indexer_position_ids = (

@@ -74,6 +74,7 @@ def _layer_classes() -> dict[type, LayerClass]:
 
 @cache
 def _cache_classes() -> tuple[type, ...]:
+    """Return the known classes of caches that this transformers has."""
     from transformers import cache_utils
 
     return tuple(getattr(cache_utils, name) for name in _CACHES if hasattr(cache_utils, name))
@@ -82,7 +83,7 @@ def _cache_classes() -> tuple[type, ...]:
 def new_layer(layout: Layout, **options: int) -> Any:
     """Create a layer without tensors, of a layout's class.
 
-    `options`: arguments of the constructor that replace those of the layout.
+    `options`: arguments of the constructor, which replace the layout's.
     """
     from transformers import cache_utils
 
@@ -143,7 +144,7 @@ def layer_class(layer: object, where: str) -> LayerClass:
 def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:
     """Return the error for a layer's attribute that is not as in known versions.
 
-    `text`: how it differs, such as "is absent, not a tensor".
+    `where`: place of the layer, such as "3". `text`: how the attribute differs.
     """
     import transformers
 

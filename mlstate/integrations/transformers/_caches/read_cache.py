@@ -99,7 +99,10 @@ class _Place(NamedTuple):
         self.reader.add(*of, part, tensor, kind, seq_axis, **options)
 
     def unknown(self, attribute: str, text: str) -> Exception:
-        """Return the exception for an attribute that no cls version has like this."""
+        """Return the exception for an attribute whose value is not as in known versions.
+
+        `text`: how it differs.
+        """
         return unknown_layout(self.layer, self.where, attribute, text)
 
 
@@ -169,7 +172,10 @@ def _static_tensors(at: _Place) -> tuple[Any, Any, int]:
 
 
 def _read_static(at: _Place) -> None:
-    """Add the entries of a layer of fixed size to the reader, without copying."""
+    """Add the entries of a layer of fixed size to the reader, without copying.
+
+    The arrays keep their free positions.
+    """
     keys, values, tokens = _static_tensors(at)
     kind, options = "full", {}
     if at.cls.is_sliding:
@@ -237,7 +243,7 @@ def _read_states(at: _Place, number_of_states: int) -> None:
         of = at.layer, at.where
         has_conv = state_of(*of, "is_conv_states_initialized", number)
         if has_conv and not state_of(*of, "has_previous_state", number):
-            continue  # the layer was reset
+            continue  # the layer was reset; only a convolution's update sets has_previous_state
         if has_conv:
             conv = state_of(*of, "conv_states", number)
             at.add(f"conv_states.{number}", _last_inputs(at, conv, number), "conv")
