@@ -58,7 +58,7 @@ class BackwardPass:
     def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
         """Start a pass without gradients; it locks the reductions of `reducer` until it ends.
 
-        Raises CollectiveError if another session of that reducer is open.
+        Raises CollectiveError if that reducer runs another pass.
         """
         self.session = Session(reducer)
         self.arrived: dict[str, Entry] = {}
