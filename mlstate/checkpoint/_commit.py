@@ -131,6 +131,7 @@ class Commit:
         # of rank 0: of the new manifest; the replaced checkpoint, None if none or damaged
         self._sequence = 0
         self._before: Manifest | None = None
+        self._has_steps = False  # of rank 0: whether there were roots of steps before
         self._error: BaseException | None = None  # of this rank, to be raised by `commit`
         self._reports: list[dict[str, Any]] = []  # of written ranks: index record and pattern
         self._written: dict[str, Any] | None = None  # what this rank wrote, for its caller
@@ -186,7 +187,7 @@ class Commit:
             files.refuse_change(self._target.content)
         roots = files.list_roots()
         refuse_manager_folder(self._target, roots)
-        self._before = self._read_replaced()
+        self._before, self._has_steps = self._read_replaced(), bool(roots)
         # roots/ may hold a newer root that did not become the manifest
         self._sequence = files.next_sequence(self._before, roots)
         if claim.unfinished is not None:
@@ -416,7 +417,8 @@ class Commit:
             roots: Mapping[str, Manifest] = {MANIFEST: manifest}
             if target.retain is not None:
                 roots = {**target.retain(manifest), **roots}
-            if self._before is not None or target.replace_steps:
+            # a killed writer may have left the root of its first step, without a manifest
+            if self._before is not None or self._has_steps or target.replace_steps:
                 self._files.prune(merged_indexes=self._merged_indexes, roots=roots)
         except (MLStateError, MemoryError) as error:
             return f"old files of the checkpoint were not deleted: {error}"

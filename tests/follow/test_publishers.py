@@ -191,3 +191,11 @@ def test_a_managers_steps_without_their_manifest_are_not_deleted(tmp_path, how):
     with pytest.raises(StoreError, match="not a published version"):
         Publisher(path).publish(5, weights(5))
     assert CheckpointManager(path).checkpoint(4).load().model["w"][0] == 4
+
+
+def test_files_of_a_killed_first_publisher_are_deleted(tmp_path):
+    Publisher(tmp_path / "w").publish(0, {"w": np.zeros(1000)})
+    (tmp_path / "w/manifest.json").unlink()  # killed after it wrote the root of its step
+    old = set((tmp_path / "w").rglob("*.safetensors"))
+    Publisher(tmp_path / "w").publish(0, {"w": np.ones(1000)})
+    assert old and not any(path.exists() for path in old)
