@@ -12,6 +12,7 @@ import numpy as np
 
 from ..._common.local_path import local_path
 from ..._common.set_module import set_module
+from ..._common.text import steps_text
 from ...checkpoint import CheckpointManager
 from ...checkpoint._rank_messages import gather_bytes
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
@@ -162,7 +163,8 @@ class MLStateCallback:
     resumed with a warning. If the number of ranks has changed, generators are not restored, as
     in the Trainer itself. ``save_total_limit``, ``save_strategy="best"``,
     ``load_best_model_at_end`` and, in one process, ``enable_jit_checkpoint`` work as without the
-    callback. `CompatibilityError` is raised when training begins for ``deepspeed``,
+    callback. A training that starts anew keeps the steps that it finds in `directory`, and
+    warns. `CompatibilityError` is raised when training begins for ``deepspeed``,
     ``hyperparameter_search``, ``push_to_hub`` with steps in the output folder, and, with several
     ranks, ``enable_jit_checkpoint`` or ``save_on_each_node`` without `directory`.
 
@@ -228,14 +230,16 @@ class MLStateCallback:
             The Trainer's output folder.
         directory : str or os.PathLike, optional
             As for the callback. With a `directory`, the folder of the newest step is also written
-            again if the output folder has no checkpoint, as on a new machine.
+            again if the output folder has no checkpoint, as on a new machine, with that of the best
+            step, for ``load_best_model_at_end``.
         storage_options : dict, optional
             As for the callback, if `directory` is a URL.
 
         Warns
         -----
         CheckpointWarning
-            Neither the Trainer's folders nor the steps in `directory` can be resumed.
+            Neither the Trainer's folders nor the steps in `directory` can be resumed, or a newer
+            step is damaged.
 
         Raises
         ------
@@ -302,12 +306,14 @@ class MLStateCallback:
         Warns
         -----
         CheckpointWarning
-            The checkpoint was written by the Trainer alone.
+            The checkpoint was written by the Trainer alone, or the training starts anew and
+            `directory` has steps.
         """
         _check_arguments(args, state, self._directory)
         manager = self._open(args)
         self._restored, self._signal_step = [], None
         if state.global_step == 0:
+            self._keep_earlier(args)
             return
         if self._has_step(state):
             self._skips_batches = _skips_batches(args, state, train_dataloader)
@@ -335,6 +341,31 @@ class MLStateCallback:
                 CheckpointWarning,
                 stacklevel=2,
             )
+
+    def _keep_earlier(self, args: Any) -> None:
+        """Keep the steps in an own `directory` when a training starts anew, and warn of them.
+
+        The user may have forgotten to resume. Steps in the output folder are not kept: the Trainer
+        replaces its own folders there too.
+        """
+        manager = self._manager
+        assert manager is not None
+        if self._directory is None or (self._group is not None and self._group.rank != 0):
+            return
+        earlier = manager.steps()
+        if not earlier:
+            return
+        output = Path(args.output_dir)
+        manager._is_kept_elsewhere = lambda step: (
+            step in earlier or folder_of(output, step).is_dir()
+        )
+        warnings.warn(
+            f"{manager.directory} has steps of another training: {steps_text(earlier)}. This one "
+            "starts at step 0: it keeps them, but replaces a step of the same number. To resume, "
+            "pass MLStateCallback.last_checkpoint(output_dir, directory) to train()",
+            CheckpointWarning,
+            stacklevel=3,
+        )
 
     def _has_step(self, state: Any) -> bool:
         """Return whether the manager has the step that the Trainer resumes, of the same run.

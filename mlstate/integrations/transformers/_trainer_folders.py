@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._common.atomic_file import Target, new_path
+from ..._common.text import steps_text
 from ..._safetensors import load_file, save_file
 from ...checkpoint._folder.local import LocalFolder
 from ...errors import CheckpointWarning, MLStateError
@@ -178,15 +179,24 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
         return None
     saved = manager.steps()
     newest: tuple[int, str | None] | None = None
+    damaged: list[int] = []
     good = -1  # newest step with an undamaged step of mlstate and a whole folder
     for step in reversed(saved):
         record = _verified_record(manager, step)
         if record is None:
+            damaged.append(step)
             continue
         newest = newest or (step, record["position"])
         if is_whole(folder_of(output, step), record["position"]):
             good = step
             break
+    if damaged and newest is not None:
+        warnings.warn(
+            f"{manager.directory} has damaged steps, which are passed over: "
+            f"{steps_text(damaged)}; mlstate verify names the damage",
+            CheckpointWarning,
+            stacklevel=3,
+        )
     # later folders: written without mlstate, or by a process that was killed before the save
     later = [
         step
@@ -207,7 +217,8 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
         # killed between the deletion of the newest step's folder and the save of the next step
         was_killed = newest[0] not in folders and max(folders, default=-1) > newest[0]
         if good < 0 or was_killed:
-            return str(_restore_folder(output, manager, newest[0], newest[1]))
+            position = _restore_best(output, manager, newest[1])
+            return str(_restore_folder(output, manager, newest[0], position))
     if good < 0 and (folders or saved):
         steps = "no step of the Trainer that is undamaged" if saved else "no step"
         warnings.warn(
@@ -218,6 +229,25 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
             stacklevel=3,
         )
     return str(folder_of(output, good)) if good >= 0 else None
+
+
+def _restore_best(output: Path, manager: CheckpointManager, position: str) -> str:
+    """Write the folder of the best step of `position` again if it is missing; return a position.
+
+    The Trainer loads its weights at the end (``load_best_model_at_end``). The returned position has
+    the folder's path, or is `position` if the step was not recorded or is damaged.
+    """
+    entries = json.loads(position)
+    best = entries.get("best_global_step")
+    if not entries.get("best_model_checkpoint") or best not in manager.steps():
+        return position
+    folder = folder_of(output, best)
+    if entries["global_step"] != best and not is_whole(folder, None):
+        record = _verified_record(manager, best)
+        if record is None or record["position"] is None:
+            return position
+        _restore_folder(output, manager, best, record["position"])
+    return json.dumps({**entries, "best_model_checkpoint": str(folder)}, indent=2) + "\n"
 
 
 def _restore_folder(output: Path, manager: CheckpointManager, step: int, position: str) -> Path:

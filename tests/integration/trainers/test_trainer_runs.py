@@ -167,6 +167,46 @@ def test_a_run_continues_on_a_new_machine_from_steps_elsewhere(tmp_path, runs, k
     assert resumed.resumed[0] == 4
 
 
+def test_the_best_step_is_loaded_at_the_end_on_a_new_machine(tmp_path, runs):
+    options = {**BEST, "load_best_model_at_end": True, "greater_is_better": True}
+    options.update(save_steps=1, save_total_limit=2, save_only_model=True)
+    place, models = tmp_path / "steps", []
+    for folder, last_step in (("whole", 6), ("old", 4), ("new", 6)):
+        callbacks, last = [MLStateCallback(place)], None
+        if folder == "whole":
+            callbacks = []
+        if folder == "new":
+            shutil.rmtree(tmp_path / "old")
+            last = MLStateCallback.last_checkpoint(tmp_path / "new", place)
+            assert last == str(tmp_path / "new/checkpoint-4")
+        trainer = runs.trainer_of(tmp_path / folder, callbacks, 1, max_steps=last_step, **options)
+        trainer.train(resume_from_checkpoint=last)
+        assert trainer.state.best_global_step == 1  # the first step has the largest loss
+        models.append(trainer.model.state_dict())
+    assert all(torch.equal(models[0][name], value) for name, value in models[2].items())
+    assert CheckpointManager(place).steps() == [1, 6]
+
+
+def test_a_training_that_starts_anew_keeps_the_steps_elsewhere(tmp_path, runs):
+    place = tmp_path / "steps"
+    train(runs, tmp_path / "old", callback=MLStateCallback(place, keep=2), save_total_limit=1)
+    assert CheckpointManager(place).steps() == [3, 4]
+    with pytest.warns(mlstate.errors.CheckpointWarning, match="another training: 3, 4"):
+        callback = MLStateCallback(place)
+        train(runs, tmp_path / "new", callback=callback, save_total_limit=1, max_steps=2)
+    assert sorted(CheckpointManager(place).steps()) == [2, 3, 4]
+
+
+def test_a_damaged_newest_step_is_passed_over_with_a_warning(tmp_path, runs):
+    train(runs, tmp_path)
+    place = tmp_path / "mlstate"
+    path = place / CheckpointManager(place).checkpoint(4).shards()[0].path
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.warns(mlstate.errors.CheckpointWarning, match="damaged steps.*: 4"):
+        last = MLStateCallback.last_checkpoint(tmp_path)
+    assert last == str(tmp_path / "checkpoint-3")
+
+
 def test_a_store_that_fails_does_not_hide_the_newest_step(tmp_path, runs, store):
     place, options = "s3://bucket/failing", {"storage_options": store.options(timeout=2.0)}
     train(runs, tmp_path / "old", callback=MLStateCallback(place, keep=2, **options))
