@@ -1,6 +1,8 @@
 """Folders of torch_checkpointing, by one or several ranks, are read; none of their code runs."""
 
 import importlib.util
+import itertools
+import zipfile
 
 import numpy as np
 import pytest
@@ -251,3 +253,23 @@ def test_parts_of_wrong_shapes_are_refused(tmp_path):
             torch.save({"w": lie}, folder / f"model_{rank}.pt")
         with pytest.raises(FormatError, match="cannot be joined"):
             mlstate.load(folder)
+
+
+def test_every_byte_of_a_pickle_flipped(tmp_path):
+    folder = write_entries(tmp_path / "c", model={"w": torch.ones(2), "n": [1, {"k": 2.5}]})
+    path = folder / "model_0.pt"
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = (name for name in members if name.endswith("data.pkl"))
+    refused = 0
+    for place, value in itertools.product(range(len(members[name])), (0x00, 0x51, 0xFF)):
+        data = bytearray(members[name])
+        data[place] = value
+        with zipfile.ZipFile(path, "w") as archive:
+            for member, content in members.items():
+                archive.writestr(member, bytes(data) if member == name else content)
+        try:
+            mlstate.load(folder)
+        except (FormatError, CompatibilityError):
+            refused += 1
+    assert refused > len(members[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -224,6 +225,13 @@ def _empty_array(cls: Any, shape: Any, code: Any) -> Any:
     return np.empty(0, np.uint8)
 
 
+# What `torch.load` raises for damaged files.
+_DAMAGE = (
+    RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, AssertionError,
+    ArithmeticError, struct.error,
+)  # fmt: skip
+
+
 def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
     """Return the classes that `read_tree` accepts, for ``torch.serialization.safe_globals``.
 
@@ -247,7 +255,7 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
         allowed += [(cls, f"pathlib.{name}"), (cls, f"pathlib._local.{name}")]
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except (OSError, RuntimeError, ValueError):  # not in the zip format, or damaged
+    except Exception:  # not in the zip format, or damaged: `torch.load` tells how
         return allowed
     if any(name.startswith("torch.distributed.tensor.") for name in names):
         import torch.distributed.tensor  # makes DTensors loadable
@@ -283,7 +291,7 @@ def _load_pickle(path: Path, *, maps: bool) -> Any:
         if error.errno != errno.EINVAL:  # torch's error for a truncated archive
             raise
         raise format_error(path, "torch cannot read it: it ends too early") from None
-    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
+    except _DAMAGE as error:
         raise format_error(path, f"torch cannot read it: {_first_line(error)}") from None
 
 
