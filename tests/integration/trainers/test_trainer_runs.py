@@ -187,7 +187,7 @@ def test_the_best_step_is_loaded_at_the_end_on_a_new_machine(tmp_path, runs):
     assert CheckpointManager(place).steps() == [1, 6]
 
 
-def test_a_training_that_starts_anew_keeps_the_steps_elsewhere(tmp_path, runs):
+def test_a_new_training_keeps_the_steps_of_its_directory(tmp_path, runs):
     place = tmp_path / "steps"
     train(runs, tmp_path / "old", callback=MLStateCallback(place, keep=2), save_total_limit=1)
     assert CheckpointManager(place).steps() == [3, 4]
@@ -197,7 +197,7 @@ def test_a_training_that_starts_anew_keeps_the_steps_elsewhere(tmp_path, runs):
     assert sorted(CheckpointManager(place).steps()) == [2, 3, 4]
 
 
-def test_a_damaged_newest_step_is_passed_over_with_a_warning(tmp_path, runs):
+def test_a_damaged_newest_step_warns(tmp_path, runs):
     train(runs, tmp_path)
     place = tmp_path / "mlstate"
     path = place / CheckpointManager(place).checkpoint(4).shards()[0].path
