@@ -171,6 +171,10 @@ def manifest_of(where: WholePath, parts: Parts) -> Manifest:
         model=None if parts.model is None else _kind_of(parts.model),
         optimizer=None if parts.optimizer is None else _kind_of(parts.optimizer),
         metadata=dict(parts.metadata),
+        states={
+            name: {"kind": "state" if is_flat(value) else "tree"}
+            for name, value in parts.states.items()
+        },
         indexes=(),
         weights=WeightFiles(root, tuple(_files(where.path))),
     )

@@ -151,6 +151,7 @@ def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> d
         "files": checkpoint.files(),
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
+        "states": checkpoint.states,
         "metadata": checkpoint.metadata,
         "tensors": [_tensor_data(record) for record in tensors],
     }
@@ -196,6 +197,8 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
         print(printable(text))
     for label, state in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
         _print_value(label, state if state != {"kind": "state"} else None)
+    if checkpoint.states:
+        print(f"states: {printable(', '.join(sorted(checkpoint.states)))}")
     _print_value("metadata", checkpoint.metadata)
     steps = _steps(checkpoint)
     if steps:
