@@ -267,13 +267,12 @@ class CheckpointFiles:
 
     def content(self, *, roots: bool = True) -> FolderContent:
         """Return the current checkpoints of the folder, or only the manifest; empty if missing."""
-        manifest: bytes | None = None
-        with suppress(FileNotFoundError, NotADirectoryError):
+        if self.folder.is_local and not self.folder.has_checkpoint():
+            return FolderContent(None, () if roots else None)
+        manifest = None
+        with suppress(FileNotFoundError):
             manifest = self.folder.read(MANIFEST)
-        if not roots:
-            return FolderContent(manifest, None)
-        exists = not self.folder.is_local or self.folder.has_checkpoint()
-        return FolderContent(manifest, tuple(self.list_roots()) if exists else ())
+        return FolderContent(manifest, tuple(self.list_roots()) if roots else None)
 
     def refuse_change(self, before: FolderContent) -> None:
         """Raise StoreError (EEXIST) if the folder's checkpoints have changed since `before`.
