@@ -267,8 +267,9 @@ class CheckpointFiles:
 
     def content(self, *, roots: bool = True) -> FolderContent:
         """Return the current checkpoints of the folder, or only the manifest; empty if missing."""
-        if self.folder.is_local and not self.folder.has_checkpoint():
-            return FolderContent(None, () if roots else None)
+        # not for the manifest alone: this check would hide the reason of a folder that fails
+        if roots and self.folder.is_local and not self.folder.has_checkpoint():
+            return FolderContent(None, ())
         manifest = None
         with suppress(FileNotFoundError):
             manifest = self.folder.read(MANIFEST)
