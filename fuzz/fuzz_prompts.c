@@ -100,7 +100,7 @@ static bool visit(void *context, const mls_prompt_listed *listed)
     return true;
 }
 
-/* A prompt is stored and found, whatever the store had. */
+/* Store and find a prompt in a log with any content. */
 static void use_log(mls_prompt_log *log)
 {
     uint32_t tokens[COUNT] = {0};

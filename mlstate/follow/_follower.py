@@ -369,7 +369,7 @@ class Follower:
         """
         manifest = self._files.find_manifest()
         if manifest is None and self._state.version is not None:
-            gone = FileNotFoundError(2, "the versions are gone: there is no manifest.json")
+            gone = FileNotFoundError(2, "the versions are gone: manifest.json is missing")
             raise store_error(gone, "cannot follow", self.path)
         return manifest
 

@@ -264,7 +264,7 @@ class Publisher:
         return any(root.sequence > newest.sequence for root in self._files.list_roots())
 
     def _newest(self, data: bytes | None) -> Manifest | None:
-        """Return the root in `data`, the bytes of manifest.json, or None if there is no root.
+        """Return the root in `data`, the bytes of manifest.json, or None without one.
 
         If it is damaged or missing, the newest root of a step that can be read. Raises FormatError
         if it is of a newer format.

@@ -243,7 +243,7 @@ def _decode_change(facts: Any) -> Change:
     part = Part(None, facts["dtype"], shape, layout, int(facts["part"]))
     if part.dtype not in NAMES:
         raise ValueError(f"dtype {part.dtype} is not supported")
-    elements = part.elements  # raises if there is no such part
+    elements = part.elements  # raises for a missing part
     delta = None
     if facts["gaps"] is not None:
         gaps, values = (_vector(facts, name) for name in ("gaps", "values"))

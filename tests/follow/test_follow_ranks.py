@@ -136,7 +136,7 @@ def test_ranks_with_other_layers_and_statistics_publish_all_of_them(tmp_path):
     assert np.array_equal(into["layers.1.w"], expected)
 
 
-def test_ranks_with_different_steps_publish_nothing(tmp_path):
+def test_ranks_refuse_different_steps(tmp_path):
     def work(group):
         publisher = Publisher(tmp_path / "w", group=group)
         with pytest.raises(ValueError, match="step is 3 on rank 0, and 4 on rank 1"):

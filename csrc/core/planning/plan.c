@@ -309,7 +309,7 @@ static size_t fallback_slots(size_t blocks)
 }
 
 /* Keeps everything if that fits; otherwise plans to the byte, or by slots if requested or
- * if there is no other way. If no schedule fits, the error is the same for all solvers.
+ * if nothing else fits. If no schedule fits, the error is the same for all solvers.
  */
 mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
                        mls_plan *out, mls_status *st)

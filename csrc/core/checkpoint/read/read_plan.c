@@ -261,7 +261,7 @@ static void divide_into_queues(mls_read_plan *plan)
 
 /* Divide the pieces into spans, sort the spans, and group them into tasks and work
  * queues. After MLS_E_FORMAT the pieces before the invalid one are still planned; after
- * MLS_E_MEMORY there are no tasks. */
+ * MLS_E_MEMORY the list is empty. */
 mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
                             size_t count, size_t *planned, mls_status *st)
 {
