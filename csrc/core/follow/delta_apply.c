@@ -5,7 +5,10 @@
 
 #include "base/size.h"
 
-enum { CRC_BYTES = 256 << 10 }; /* of a block */
+enum {
+    CRC_BYTES = 256 << 10, /* of a block */
+    BATCH = 64
+};
 
 /* Position in a delta that is applied. */
 typedef struct application {
@@ -16,21 +19,77 @@ typedef struct application {
     bool in_order; /* the target's elements are in C order */
 } application;
 
+/* Read the numbers of at most BATCH elements, all below `end`, into `numbers`, and return
+ * how many. Ask the processor for their cache lines, which are too far apart for it to
+ * foresee them. `size` is the size of an element. */
+static inline size_t read_batch(application *a, size_t end, size_t gap_bytes, size_t size,
+                                size_t *numbers)
+{
+    const size_t escape = mls_delta_escape(gap_bytes);
+    const unsigned char *at = a->reader.at;
+    unsigned char *data = a->in_order ? a->target->data : NULL;
+    size_t next = a->reader.next, count = 0;
+    for (; at < a->reader.end && count < BATCH; at += gap_bytes) {
+        const size_t unit = mls_delta_unit(at, gap_bytes), number = next + unit;
+        if (number >= end) {
+            break;
+        }
+        next = number + (unit != escape);
+        numbers[count] = number; /* stored for an escape too, and then overwritten */
+        if (data != NULL) {
+            __builtin_prefetch(data + number * size, 1);
+        }
+        count += unit != escape;
+    }
+    a->reader.at = at;
+    a->reader.next = next;
+    return count;
+}
+
 static inline unsigned char *element_of(const application *a, size_t number, size_t size)
 {
     return a->in_order ? a->target->data + number * size
                        : mls_element_at(a->target, number);
 }
 
-/* Write the elements with numbers below `end`, and save the old ones in the undo log,
- * which may be the memory of the values. Without an undo log nothing is loaded, so that
- * no store waits for its cache line. The values are counted too: a stream that changed
+/* Write the next `count` values of the delta to the elements `numbers`, and save the old
+ * ones in the undo log, which may be the memory of the values. */
+static inline void write_batch(application *a, const size_t *numbers, size_t count,
+                               size_t size)
+{
+    const unsigned char *value = a->values;
+    unsigned char *undo = a->undo, old[16];
+    a->values += count * size;
+    for (size_t i = 0; i < count; i++) {
+        unsigned char *element = element_of(a, numbers[i], size);
+        memcpy(old, element, size);
+        memcpy(element, value + i * size, size);
+        memcpy(undo + i * size, old, size);
+    }
+    a->undo += count * size;
+}
+
+/* Write the elements with numbers below `end`, with an undo log: a batch while the lines
+ * of the next one are on their way. The values are counted too: a stream that changed
  * after the check must not lead outside of their memory. */
-static inline void write_until(application *a, size_t end, size_t gap_bytes, size_t size)
+static inline void write_logged(application *a, size_t end, size_t gap_bytes, size_t size)
+{
+    size_t numbers[2][BATCH];
+    size_t count = read_batch(a, end, gap_bytes, size, numbers[0]);
+    for (size_t turn = 0; count > 0; turn ^= 1) {
+        const size_t values = (size_t)(a->values_end - a->values) / size;
+        const size_t next = read_batch(a, end, gap_bytes, size, numbers[turn ^ 1]);
+        write_batch(a, numbers[turn], mls_size_least(count, values), size);
+        count = next;
+    }
+}
+
+/* Write the elements with numbers below `end` without an undo log. Nothing is loaded, so
+ * no store waits for its cache line, and batches would only cost time. */
+static inline void write_alone(application *a, size_t end, size_t gap_bytes, size_t size)
 {
     const size_t escape = mls_delta_escape(gap_bytes);
     const unsigned char *at = a->reader.at, *value = a->values;
-    unsigned char *undo = a->undo, old[16];
     size_t next = a->reader.next;
     for (; at < a->reader.end && value < a->values_end; at += gap_bytes) {
         const size_t unit = mls_delta_unit(at, gap_bytes), number = next + unit;
@@ -38,24 +97,23 @@ static inline void write_until(application *a, size_t end, size_t gap_bytes, siz
             break;
         }
         next = number + (unit != escape);
-        if (unit == escape) {
-            continue;
+        if (unit != escape) {
+            memcpy(element_of(a, number, size), value, size);
+            value += size;
         }
-        unsigned char *element = element_of(a, number, size);
-        if (undo != NULL) {
-            memcpy(old, element, size);
-        }
-        memcpy(element, value, size);
-        if (undo != NULL) {
-            memcpy(undo, old, size);
-            undo += size;
-        }
-        value += size;
     }
     a->reader.at = at;
     a->reader.next = next;
     a->values = value;
-    a->undo = undo;
+}
+
+static inline void write_until(application *a, size_t end, size_t gap_bytes, size_t size)
+{
+    if (a->undo == NULL) {
+        write_alone(a, end, gap_bytes, size);
+    } else {
+        write_logged(a, end, gap_bytes, size);
+    }
 }
 
 /* write_GAP_SIZE: write_until for gaps of GAP bytes and elements of SIZE bytes. Constant
