@@ -466,7 +466,7 @@ class Follower:
                     published[-1][name],
                 )
                 is_checked = name in sharing or self._checks(number, versions[-1])
-                after = _apply_change(name, change, anchor.pop(name, None), log, check=is_checked)
+                after = _apply_change(name, change, anchor, log, check=is_checked)
                 if after is not None:
                     checksums[name] = after
             for name in sharing:
@@ -632,22 +632,23 @@ def _places(part: Part, published: list[Change]) -> list[int]:
 
 
 def _apply_change(
-    name: str, change: _Change, model: Any, log: UndoLog, *, check: bool
+    name: str, change: _Change, anchor: dict[str, Any], log: UndoLog, *, check: bool
 ) -> int | None:
     """Change one array; return the CRC32C that it must have now, or None if it is not known.
 
-    `name`: the tensor. `model`: elements from an anchor, which are written before the changes; None
-    without an anchor. `log`: gets the overwritten elements. `check`: whether to compare a published
-    part with the publisher's checksum, and to compute the one of another part. Raises FormatError,
-    CompatibilityError or ChecksumError; the log then restores the array.
+    `name`: the tensor. `anchor`: arrays from an anchor, by name, or empty; the one of `name` is
+    removed from it and written before the changes. `log`: gets the overwritten elements. `check`:
+    whether to compare a published part with the publisher's checksum, and to compute the one of
+    another part. Raises FormatError, CompatibilityError or ChecksumError; the log then restores the
+    array.
     """
     part, array, steps, final = change
     places = _places(part, final)
     try:
-        if model is not None:
-            # as a delta: the log then holds only the elements that differ
-            delta = compare_arrays(array, _like(model, array), checksum=False)
-            del model  # its memory is needed for the undo log
+        if name in anchor:
+            # as a delta: the log then holds only the elements that differ. An argument would keep
+            # the array alive while Python has a frame evaluator, which torch.compile sets.
+            delta = compare_arrays(array, _like(anchor.pop(name), array), checksum=False)
             apply_delta(array, delta, log)
             del delta
         for number, published in enumerate(steps):

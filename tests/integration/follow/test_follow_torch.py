@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import rank_jobs
 import torch
+from traced_memory import traced
 
 from mlstate.errors import CheckpointWarning, CompatibilityError
 from mlstate.follow import Follower, Publisher
@@ -39,6 +41,15 @@ def test_a_module_follows_a_module(tmp_path, dtype, double_buffer):
             module[0].weight[step, 0] += 1
     if not double_buffer:
         assert copy(torch.ones(1, 7, dtype=dtype)).requires_grad
+
+
+def test_the_frame_evaluator_of_torch_keeps_no_anchor_alive(tmp_path):
+    Publisher(tmp_path / "w").publish(0, {"w": np.ones(1 << 20, np.float32)})
+    follower = Follower(tmp_path / "w", into={"w": np.zeros(1 << 20, np.float32)})
+    advance = torch._dynamo.run(follower.advance)  # calls it under torch's frame evaluator
+    with traced() as trace:
+        advance()
+    assert trace.peak < 1.3 * (4 << 20)  # the model, then the overwritten elements
 
 
 def test_a_module_that_was_converted_or_got_new_parameters_follows(tmp_path):
