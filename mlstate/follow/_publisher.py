@@ -396,8 +396,9 @@ class Publisher:
     ) -> dict[str, Part]:
         """Return copies of this rank's published parts by name, to compare the next version with.
 
-        The arrays of `base` are changed by the deltas if all parts have one, else new copies of
-        `parts` are made. `base`: the former copies, or None. `changes`: of this version.
+        The arrays of `base` are changed by the deltas if all parts have one; else `base` is emptied,
+        and then new copies of `parts` are made. `base`: the former copies, or None. `changes`: of
+        this version.
         """
         if base and all(change.delta is not None for change in changes.values()):
             copies = base
@@ -405,7 +406,8 @@ class Publisher:
                 base, lambda name: write_delta(copies[name].array, changes[name].required_delta)
             )
             return base
-        del base
+        if base:
+            base.clear()  # its memory is free before the new copies need it
         arrays = {name: part.array for name, part in parts.items()}
         copied = _copy_to_disk(arrays) if self._on_disk else _copy_to_memory(arrays)
         return {name: part._replace(array=copied[name]) for name, part in parts.items()}

@@ -236,6 +236,21 @@ def test_a_step_needs_memory_for_the_changed_elements_only(path, base):
     assert same(into, model)
 
 
+def test_the_former_copies_are_dropped_before_an_anchor_makes_new_ones(path):
+    tracemalloc.start()
+    try:
+        model = {"w": np.zeros(1 << 20, np.float32)}
+        nbytes = model["w"].nbytes
+        publisher = Publisher(path)
+        publisher.publish(0, model)
+        tracemalloc.reset_peak()
+        assert publisher.publish(1, model | {"x": np.zeros(3)}) == "anchor"
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.3 * nbytes  # the model and one copy
+
+
 # ---- lineages and other publishers ----
 
 
