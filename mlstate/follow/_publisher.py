@@ -396,9 +396,9 @@ class Publisher:
     ) -> dict[str, Part]:
         """Return copies of this rank's published parts by name, to compare the next version with.
 
-        The arrays of `base` are changed by the deltas if all parts have one; else `base` is emptied,
-        and then new copies of `parts` are made. `base`: the former copies, or None. `changes`: of
-        this version.
+        The arrays of `base` are changed by the deltas if all parts have one. Else `base` is
+        emptied, and then new copies of `parts` are made. `base`: the former copies, or None.
+        `changes`: of this version.
         """
         if base and all(change.delta is not None for change in changes.values()):
             copies = base
