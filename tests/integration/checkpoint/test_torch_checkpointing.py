@@ -11,13 +11,19 @@ import rank_jobs
 torch = pytest.importorskip("torch", reason="it writes the files")
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh  # noqa: E402
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
+from torch.distributed.tensor._dtensor_spec import (  # noqa: E402
+    DTensorSpec,
+    ShardOrderEntry,
+    TensorMeta,
+)
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.checkpoint._files.convert import read_any, write_any  # noqa: E402
 from mlstate.cli import main  # noqa: E402
 from mlstate.errors import CompatibilityError, FormatError  # noqa: E402
+from mlstate.integrations.torch._checkpoint.dtensor_shards import part_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -98,16 +104,14 @@ def write_entries(folder, **entries):
     return folder
 
 
-def dtensor(local, mesh, placements, shape):
+def dtensor(local, mesh, placements, shape, shard_order=None):
     meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta, shard_order=shard_order)
     return DTensor(local, spec, requires_grad=False)
 
 
 def write_parts(folder, tensor, shape, placements, ranks=None):
     """Write the files of a DTensor on a mesh of this shape, each as by its own rank."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     folder.mkdir()
     world = int(np.prod(shape))
     for rank in range(world) if ranks is None else ranks:
@@ -147,6 +151,22 @@ def test_parts_on_any_mesh_are_joined(tmp_path, shape, placements):
     part = mlstate.load(folder, rank=1, world_size=4, layout="rows").model["w"]
     np.testing.assert_array_equal(part, tensor.numpy()[3:6])
     assert loaded.model["same"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("mesh_dims", [(0, 1), (1, 0)])
+def test_a_division_in_another_order_than_the_mesh_is_refused(tmp_path, mesh_dims):
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=mesh_dims),)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        tensor = dtensor(torch.ones(2, 3), mesh, [Shard(0), Shard(0)], (8, 3), order)
+        if mesh_dims == (0, 1):
+            assert part_of("w", tensor).index == 1
+        else:
+            with pytest.raises(TypeError, match=r"'w' is a DTensor .* dimensions \(1, 0\) in this"):
+                part_of("w", tensor)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_incomplete_folder_is_refused(tmp_path):

@@ -47,7 +47,8 @@ def _sharding_order(name: str, value: Any) -> list[int]:
     """Return the mesh dimensions that shard a DTensor, in the order of division.
 
     This is the order of the mesh, except for dimensions that torch marks as divided earlier: FSDP
-    on top of tensor parallelism along the same axis. Raises TypeError for other placements.
+    on top of tensor parallelism along the same axis. Raises TypeError for other placements, and for
+    another order that torch records.
     """
     order: list[int] = []
     mesh = value.device_mesh
@@ -73,6 +74,14 @@ def _sharding_order(name: str, value: Any) -> list[int]:
                 f"strides of {factor} cannot be described by a Layout; redistribute() it",
             )
         order.append(number)
+    for entry in getattr(getattr(value, "_spec", None), "shard_order", None) or ():
+        if [n for n in order if value.placements[n].dim == entry.tensor_dim] != [*entry.mesh_dims]:
+            raise _sharding_error(
+                name,
+                value,
+                f"axis {entry.tensor_dim} is divided by the mesh dimensions {entry.mesh_dims} in "
+                "this order; redistribute() it to the order of the mesh",
+            )
     return order
 
 
