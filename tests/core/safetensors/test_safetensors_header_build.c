@@ -5,8 +5,6 @@
 #include "support/runner.h"
 #include "support/text.h"
 
-#include <stdlib.h>
-
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
 
 static const size_t five[] = {5}, matrix[] = {2, 3}, none[] = {0, 4};
@@ -69,18 +67,6 @@ static bool parses(void)
     return code == MLS_OK && file.has_crc;
 }
 
-/* Whether the text of the header contains `part`. */
-static bool has_text(const char *part)
-{
-    const size_t length = strlen(part);
-    for (size_t i = 8; i + length <= h.text.length; i++) {
-        if (memcmp(h.text.data + i, part, length) == 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
 TEST(tensors_are_sorted_by_item_size_then_name)
 {
     static const char *const order[] = {"none", "z", "a", "b"};
@@ -100,42 +86,6 @@ TEST(tensors_are_sorted_by_item_size_then_name)
     CHECK(h.file_bytes == h.text.length + 34);
     drop();
     CHECK(h.text.data == NULL && h.crcs == NULL);
-}
-
-/* A header counts elements; bytes that are not whole elements are listed as bytes. */
-TEST(packed_dtypes_are_listed_by_elements_or_as_bytes)
-{
-    static const size_t bytes[] = {2, 6};
-    static const struct {
-        mls_dtype dtype, listed;
-        int rank;
-        size_t shape[2], last;
-        const char *elements;
-    } cases[] = {
-        {MLS_F4, MLS_F4, 2, {2, 3}, 3, "F4\",\"shape\":[2,6]"},
-        {MLS_F6_E2M3, MLS_F6_E2M3, 2, {2, 6}, 6, "F6_E2M3\",\"shape\":[2,8]"},
-        {MLS_F6_E3M2, MLS_F6_E3M2, 2, {3, 0}, 0, "F6_E3M2\",\"shape\":[3,0]"},
-        {MLS_F6_E3M2, MLS_U8, 2, {3, 5}, 5, "U8\",\"shape\":[3,5]"},
-        {MLS_F6_E3M2, MLS_U8, 1, {4}, 4, "U8\",\"shape\":[4]"},
-        {MLS_F4, MLS_U8, 0, {0}, 0, "U8\",\"shape\":[]"},
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        tensors[0] = tensor("w", cases[i].dtype, cases[i].rank, cases[i].shape);
-        const bool is_packed = cases[i].listed == cases[i].dtype;
-        CHECK(mls_header_check(&tensors[0], &status) ==
-              (is_packed ? MLS_OK : MLS_E_SHAPE));
-        REQUIRE(mls_header_init(&h, tensors, 1, NULL, 0, 64, &status) == MLS_OK);
-        (void)mls_header_finish(&h, crc);
-        REQUIRE(parses() && file.count == 1);
-        const mls_stored *stored = &file.tensors[0];
-        CHECK(stored->dtype == cases[i].listed && stored->bytes == tensors[0].bytes);
-        CHECK(stored->rank == cases[i].rank && stored->opaque.length == 0);
-        CHECK(stored->rank == 0 || stored->shape[stored->rank - 1] == cases[i].last);
-        CHECK(has_text(cases[i].elements));
-        drop();
-    }
-    tensors[0] = tensor("w", MLS_F32, 2, bytes);
-    CHECK(mls_header_check(&tensors[0], &status) == MLS_OK);
 }
 
 TEST(payload_has_the_requested_alignment)
@@ -320,18 +270,4 @@ TEST(long_names_do_not_truncate_the_reason)
     mls_header untouched;
     CHECK(mls_header_init(&untouched, twins, 2, NULL, 0, 64, &status) == MLS_E_VALUE);
     CHECK(strstr(status.text, "nnn' appears twice") != NULL);
-}
-
-TEST(a_header_over_the_formats_limit_is_refused)
-{
-    const size_t length = MLS_SAFETENSORS_MAX_HEADER;
-    char *value = malloc(length);
-    REQUIRE(value != NULL);
-    memset(value, 'x', length);
-    const mls_str_pair pair = {text("k"), {value, length}};
-    mls_header_tensor item = tensor("a", MLS_U8, 1, five);
-    mls_header untouched = {.count = 77};
-    CHECK(mls_header_init(&untouched, &item, 1, &pair, 1, 64, &status) == MLS_E_SIZE);
-    CHECK(untouched.count == 77 && strstr(status.text, "100000000") != NULL);
-    free(value);
 }

@@ -86,6 +86,18 @@ TEST(duplicate_paths_are_refused)
     CHECK_TEXT(status.text, "\"path\" appears twice among the files");
 }
 
+/* Every byte in a name that is otherwise valid. */
+TEST(file_names_have_safe_characters_only)
+{
+    static const char safe[] = "abcdefghijklmnopqrstuvwxyz0123456789-_=~.";
+    char path[] = "params/w?.safetensors";
+    for (int c = 0; c < 256; c++) {
+        path[8] = (char)c;
+        const mls_str text = {path, sizeof path - 1};
+        CHECK(mls_index_is_path(text) == (memchr(safe, c, sizeof safe - 1) != NULL));
+    }
+}
+
 /* Two places, of one shard or two, plain or in layers, `apart` bytes apart. */
 static mls_code arrange(bool sparse, bool same_shard, uint64_t apart)
 {

@@ -36,37 +36,13 @@ TEST(unmodified_index_is_accepted)
 TEST(other_documents_are_refused)
 {
     static const lie lies[] = {
-        {"\"format\":\"mlstate.index\"", "\"format\":\"mlstate.manifest\"", "", "format"},
         {"\"format\":\"mlstate.index\"", "\"format\":\"mlstate.index \"", "", "format"},
-        {"\"format\":\"mlstate.index\"", "\"format\":\"\"", "", "format"},
-        {"\"format\":\"mlstate.index\"", "\"format\":7", "", "not a string"},
-        {"\"format\":\"mlstate.index\"", "\"form\":1", "", "missing"},
-        {"\"format_version\":3", "\"format_version\":0", "", "version 3"},
-        {"\"format_version\":3", "\"format_version\":1", "", "\"format_version\" 1 is"},
-        {"\"format_version\":3", "\"format_version\":2", "", "\"format_version\" 2 is"},
         {"\"format_version\":3", "\"format_version\":4", "", "\"format_version\" 4 is"},
-        {"\"format_version\":3", "\"format_version\":-1", "", "version 3"},
-        {"\"format_version\":3", "\"format_version\":3.0", "", "version 3"},
-        {"\"format_version\":3", "\"format_version\":3e0", "", "version 3"},
-        {"\"format_version\":3", "\"format_version\":\"3\"", "", "not a number"},
         {"\"format_version\":3", "\"format_version\":true", "", "not a number"},
         {"\"format_version\":3,", "", "", "missing"},
         /* a later version may lack any other member */
         {"\"format_version\":3,\n\"generation\"", "\"format_version\":4,\"g\"", "",
          "version 3"},
-        {",\n\"format\"", "}\n{\"format\"", "", "JSON"},
-        {",\n\"format\"", "", "", "JSON"},
-        {"}}\n", "}}x", "", "JSON"},
-        {"}}\n", "}", "", "JSON"},
-        {"\"rank\":3", "\"rank\":3,\"rank\":3", "rank", "twice"},
-        {"\"rank\":3", "\"rank\":3,\"checksum\":\"\"", "checksum", "twice"},
-        {"\"rank\":3", "\"rank\":3,\"\\u0072ank\":3", "rank", "twice"},
-        {"\"rank\":3", "\"rank\":03", "", "JSON"},
-        {"\"rank\":3", "\"rank\":NaN", "", "JSON"},
-        {"\"w\",\"w\"", "\"\\ud800\",\"w\"", "", "surrogate"},
-        {"\"w\",\"w\"", "\"\xff\",\"w\"", "", "UTF-8"},
-        {"\"w\",\"w\"", "\"\xed\xa0\x80\",\"w\"", "", "UTF-8"},
-        {"\"w\",\"w\"", "\"\n\",\"w\"", "", "control"},
         {"\"rank\":3", "\"x\":[[[[[[[[]]]]]]]],\"rank\":3", "", "deep"},
     };
     CHECK_LIES(lies);
@@ -75,150 +51,34 @@ TEST(other_documents_are_refused)
 TEST(bad_head_members_are_refused)
 {
     static const lie lies[] = {
-        {"\"generation\":", "\"gen\":", "", "missing"},
-        {"0123456789abcdef", "0123456789abcde", "", "16"},
         {"0123456789abcdef", "0123456789abcdef0", "", "16"},
         {"0123456789abcdef", "0123456789abcdeF", "", "16"},
-        {"0123456789abcdef", "../../../../etc/", "", "16"},
-        {"0123456789abcdef", "01234567\\u000089abcde", "", "16"},
-        {"0123456789abcdef", "", "", "16"},
-        {"\"0123456789abcdef\"", "81985529216486895", "", "not a string"},
-        {"\"0123456789abcdef\"", "null", "", "not a string"},
-        {"\"rank\":3,", "", "", "missing"},
+        {"0123456789abcdef", "Z123456789abcdef", "", "16"},
         {"\"rank\":3", "\"rank\":4", "", "range"},
-        {"\"rank\":3", "\"rank\":-1", "", "range"},
-        {"\"rank\":3", "\"rank\":-0", "", "range"},
-        {"\"rank\":3", "\"rank\":3.0", "", "range"},
-        {"\"rank\":3", "\"rank\":3e0", "", "range"},
-        {"\"rank\":3", "\"rank\":18446744073709551619", "", "range"},
-        {"\"rank\":3", "\"rank\":\"3\"", "", "not a number"},
-        {"\"rank\":3", "\"rank\":false", "", "not a number"},
-        {"\"world_size\":4,", "", "", "missing"},
-        {"\"world_size\":4", "\"world_size\":0", "", "range"},
         {"\"world_size\":4", "\"world_size\":3", "", "range"},
         {"\"world_size\":4", "\"world_size\":16777217", "", "range"},
-        {"\"world_size\":4", "\"world_size\":[4]", "", "not a number"},
-        {"\"files\":{", "\"file\":{", "", "missing"},
-        {"\"kinds\":[", "\"kind\":[", "", "missing"},
-        {"\"shards\":{", "\"shard\":{", "", "missing"},
-        {"\"layers\":{", "\"layer\":{", "", "missing"},
-        {"\"files\":{", "\"files\":null,\"old\":{", "", "not an object"},
         {"\"files\":{", "\"files\":[],\"old\":{", "", "not an object"},
         {"\"kinds\":[", "\"kinds\":{},\"old\":[", "", "not an array"},
         {"\"kinds\":[", "\"kinds\":[null,", "", "must contain objects"},
-        {"\"kinds\":[", "\"kinds\":[[],", "", "must contain objects"},
         {"\"kinds\":[", "\"kinds\":[{},", "", "missing"},
-        {"\"shards\":{", "\"shards\":\"\",\"old\":{", "", "not an object"},
-        {"\"layers\":{", "\"layers\":[],\"old\":{", "", "not an object"},
     };
     CHECK_LIES(lies);
-}
-
-TEST(paths_outside_the_folder_are_refused)
-{
-    static const char *const paths[] = {
-        "",
-        "params",
-        "params/",
-        "/",
-        "params/.safetensors",
-        "params/safetensors",
-        "w.safetensors",
-        "../w.safetensors",
-        "../params/w.safetensors",
-        "params/../w.safetensors",
-        "params/../../w.safetensors",
-        "params/./w.safetensors",
-        "./params/w.safetensors",
-        "params//w.safetensors",
-        "params/a/w.safetensors",
-        "/params/w.safetensors",
-        "/etc/w.safetensors",
-        "//params/w.safetensors",
-        "params/.w.safetensors",
-        "params/...safetensors",
-        "params\\\\w.safetensors",
-        "params/a\\\\w.safetensors",
-        "params/c:w.safetensors",
-        "params/W.safetensors",
-        "Params/w.safetensors",
-        "PARAMS/w.safetensors",
-        "params/w.Safetensors",
-        "params/w.safetensor",
-        "params/w.safetensorsx",
-        "params/w.safetensors/",
-        "params/w.safetensors ",
-        "params/w.safetensors\\u0000",
-        "params/w\\u0000.safetensors",
-        "params\\u0000/w.safetensors",
-        "params/w\\n.safetensors",
-        "params/w .safetensors",
-        "params/w%2e.safetensors",
-        "params/$w.safetensors",
-        "params/w*.safetensors",
-        "params/w\xc3\xa9.safetensors",
-        "params/w\\u00e9.safetensors",
-        "params/w\xef\xbc\x8f.safetensors",
-        "param/w.safetensors",
-        "paramsx/w.safetensors",
-        "index/w.safetensors",
-        "roots/w.safetensors",
-        "optim_state.safetensors",
-        "optim_state/../params/w.safetensors",
-        "manifest.json",
-        "file:///params/w.safetensors",
-    };
-    for (size_t i = 0; i < sizeof paths / sizeof paths[0]; i++) {
-        const lie edit = {"params/w.safetensors", paths[i], "", "path"};
-        check_refused_edits(good, &edit, 1);
-    }
-    /* one byte too long */
-    char path[MLS_PATH_BYTES + 2];
-    memset(path, 'x', MLS_PATH_BYTES + 1);
-    memcpy(path, "params/", 7);
-    memcpy(path + MLS_PATH_BYTES + 1 - 12, ".safetensors", 13);
-    const lie longer = {"params/w.safetensors", path, "", "path"};
-    check_refused_edits(good, &longer, 1);
 }
 
 TEST(bad_file_entries_are_refused)
 {
     static const lie lies[] = {
-        {"\"path\":", "\"paths\":", "", "missing"},
-        {"\"path\":[", "\"path\":\"\",\"old\":[", "", "not an array"},
+        {"params/w.safetensors", "params/../w.safetensors", "", "path"},
         {"\"params/w.safetensors\"", "7", "", "not a string"},
-        {"\"params/w.safetensors\"", "[\"params/w.safetensors\"]", "", "not a string"},
         {"\"params/w.safetensors\",", "", "", "more values"},
         {"\"path\":[", "\"path\":[\"params/v.safetensors\",", "", "one value for each"},
-        {"\"bytes\":\"1052720,4120\",", "", "", "missing"},
-        {"\"1052720,4120\"", "[1052720,4120]", "", "not a string"},
-        {"\"1052720,4120\"", "\"\"", "", "one value for each"},
-        {"1052720,4120", "1052720", "", "one value for each"},
-        {"1052720,4120", "1052720,4120,4120", "", "more values"},
-        {"1052720,4120", "1052720,4120,", "", "more values"},
-        {"1052720,4120", "1052720,", "", "range"},
-        {"1052720,4120", ",1052720,4120", "", "range"},
-        {"1052720,4120", "1052720,,4120", "", "range"},
-        {"1052720,4120", "1052720, 4120", "", "range"},
-        {"1052720,4120", "1052720;4120", "", "range"},
-        {"1052720,4120", "01052720,4120", "", "range"},
         {"1052720,4120", "7,4120", "", "range"},
-        {"1052720,4120", "-1052720,4120", "", "range"},
         {"1052720,4120", "9223372036854775808,4120", "", "range"},
-        {"1052720,4120", "18446744073709551616,4120", "", "range"},
-        {"1052720,4120", "10000000000000000001052720,4120", "", "range"},
-        {"1052720,4120", "1052720.5,4120", "", "range"},
-        {"1052720,4120", "1052720e0,4120", "", "range"},
-        {"1052720,4120", "1052720\\u0000,4120", "", "range"},
         {"1052720,4120", "1052695,4120", "w", "length of the file"},
-        {"1052720,4120", "1052720,4119", "w", "length of the file"},
-        {",\n\"header_crc32c\":\"0123456789abcdef\"", "", "", "missing"},
+        {"1052720,4120", "1052720,4120,", "", "more values"},
         {"\"0123456789abcdef\"}", "\"0123456789abcde\"}", "", "8 digits"},
         {"\"0123456789abcdef\"}", "\"0123456789abcdef0\"}", "", "more values"},
-        {"\"0123456789abcdef\"}", "\"0123456X89abcdef\"}", "", "8 hex"},
         {"\"0123456789abcdef\"}", "\"0123456A89abcdef\"}", "", "8 hex"},
-        {"\"0123456789abcdef\"}", "\"\"}", "", "8 digits"},
-        {"\"0123456789abcdef\"}", "19088743}", "", "not a string"},
         {"optim_state/w.safetensors", "params/w.safetensors", "", "twice"},
     };
     CHECK_LIES(lies);
@@ -228,71 +88,31 @@ TEST(bad_shard_kinds_are_refused)
 {
 #define F32 "\"section\":\"params\",\"dtype\":\"F32\""
     static const lie lies[] = {
-        {"{\"section\":\"params\",", "{", "", "missing"},
         {F32, "\"section\":\"param\",\"dtype\":\"F32\"", "", "section"},
-        {F32, "\"section\":\"\",\"dtype\":\"F32\"", "", "section"},
-        {F32, "\"section\":0,\"dtype\":\"F32\"", "", "not a string"},
         {F32, F32 ",\"state\":\"m\"", "", "state"},
-        {F32, F32 ",\"state\":\"\"", "", "state"},
         {"\"state\":\"col\"", "\"state\":\"c.l\"", "", "dot"},
-        {"\"state\":\"col\"", "\"state\":\".\"", "", "dot"},
-        {"\"state\":\"col\"", "\"state\":null", "", "not a string"},
         {"\"state\":\"m\",", "", "x.y", "dot"},
-        {"\"dtype\":\"F32\",", "", "", "missing"},
-        {"\"dtype\":\"F32\"", "\"dtype\":\"f32\"", "", "dtype"},
-        {"\"dtype\":\"F32\"", "\"dtype\":\"float32\"", "", "dtype"},
         {"\"dtype\":\"F32\"", "\"dtype\":\"F32\\u0000\"", "", "dtype"},
-        {"\"dtype\":\"F32\"", "\"dtype\":\"\"", "", "dtype"},
-        {"\"dtype\":\"F32\"", "\"dtype\":32", "", "not a string"},
         {"\"tier\":\"cold\"", "\"tier\":\"frozen\"", "", "tier"},
-        {"\"tier\":\"cold\"", "\"tier\":\"\"", "", "tier"},
-        {"\"tier\":\"cold\"", "\"tier\":null", "", "not a string"},
-        {"\"axes\":[null,1]", "\"axes\":[null]", "w", "one entry for each dim"},
-        {"\"axes\":[null,1]", "\"axes\":[]", "w", "one entry for each dim"},
         {"\"axes\":[null,1]", "\"axes\":[null,1,2]", "w", "one entry for each dim"},
         {"\"axes\":[null,1]", "\"axes\":[null,16]", "", "must contain only axes"},
-        {"\"axes\":[null,1]", "\"axes\":[null,-1]", "", "must contain only axes"},
-        {"\"axes\":[null,1]", "\"axes\":[null,1.0]", "", "must contain only axes"},
-        {"\"axes\":[null,1]", "\"axes\":[null,\"1\"]", "", "must contain only axes"},
-        {"\"axes\":[null,1]", "\"axes\":[null,[]]", "", "must contain only axes"},
-        {"\"axes\":[null,1]", "\"axes\":[null,false]", "", "must contain only axes"},
-        {"\"axes\":[null,1]", "\"axes\":null", "", "not an array"},
-        {"\"axes\":[null,1]", "\"axes\":\"01\"", "", "not an array"},
     };
     CHECK_LIES(lies);
 }
 
-TEST(shards_of_the_wrong_kind_are_refused)
+TEST(bad_shards_are_refused)
 {
     static const lie lies[] = {
-        {"\"name\":", "\"names\":", "", "missing"},
-        {"\"name\":[", "\"name\":\"\",\"old\":[", "", "not an array"},
         {"\"name\":[", "\"name\":[\"v\",", "x.y", "one value for each"},
         {"\"name\":[\"long\",", "\"name\":[", "", "more values"},
         {"\"w\",\"w\"", "null,\"w\"", "", "not a string"},
-        {"\"w\",\"w\"", "[\"w\"],\"w\"", "", "not a string"},
-        {"\"kind\":", "\"kinds\":", "", "missing"},
-        {"\"0,1,2,3\"", "[0,1,2,3]", "", "not a string"},
         {"0,1,2,3", "0,4,2,3", "w", "is not one of the kinds"},
-        {"0,1,2,3", "0,18446744073709551615,2,3", "w", "range"},
-        {"0,1,2,3", "0,-1,2,3", "w", "range"},
-        {"0,1,2,3", "0", "w", "one value for each"},
-        {"0,1,2,3", "0,1,2,3,0", "", "more values"},
-        {",\n\"version\":\"1,7,2,1\"", "", "", "missing"},
         {"1,7,2,1", "1,0,2,1", "w", "range"},
-        {"1,7,2,1", "1,-7,2,1", "w", "range"},
         {"1,7,2,1", "1,9223372036854775808,2,1", "w", "range"},
-        {"1,7,2,1", "1,7,2", "x.y", "one value for each"},
         {"1,7,2,1", "1,7,2,1,1", "", "more values"},
-        {"\"1,7,2,1\"", "1721", "", "not a string"},
-        {"\"part\":\"0,5,0,2\",", "", "", "missing"},
         {"0,5,0,2", "0,6,0,2", "w", "layout"},
-        {"0,5,0,2", "0,-1,0,2", "w", "range"},
-        {"0,5,0,2", "0,5.0,0,2", "w", "range"},
-        {"0,5,0,2", "0,9223372036854775807,0,2", "w", "layout"},
         {"0,5,0,2", "0,9223372036854775808,0,2", "w", "range"},
         {"0,5,0,2", "0,5,0", "x.y", "one value for each"},
-        {"0,5,0,2", "0,5,0,2,", "", "more values"},
     };
     CHECK_LIES(lies);
 }
@@ -300,40 +120,16 @@ TEST(shards_of_the_wrong_kind_are_refused)
 TEST(bad_shapes_are_refused)
 {
     static const lie lies[] = {
-        {"\"shape\":\"1048577;4,6;1,12;2;\",", "", "", "missing"},
-        {"\"1048577;4,6;1,12;2;\"", "[[1048577],[4,6],[1,12],[2]]", "", "not a string"},
         {";2;", ";2", "x.y", "\";\""},
-        {";2;", ";", "x.y", "\";\""},
         {";2;", ";2;2;", "", "more values"},
-        {";2;", ";2;;", "", "more values"},
-        {"4,6", "4,-6", "w", "range"},
-        {"4,6", "4,6.0", "w", "range"},
-        {"4,6", "4,6e0", "w", "range"},
-        {"4,6", "4,", "w", "range"},
-        {"4,6", ",6", "w", "range"},
-        {"1,12;2;", "1,12;1,1,;", "x.y", "range"},
-        {"4,6", "4 6", "w", "range"},
-        {"4,6", "4,18446744073709551622", "w", "range"},
         {"4,6", "4,6,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1", "w", "many"},
         {"4,6", "4294967296,4294967296", "w", "memory"},
-        {"4,6", "4,6,3074457345618258603", "w", "memory"},
-        {"4,6", "2305843009213693952", "w", "memory"},
         {"4,6", "0,9223372036854775807", "w", "memory"},
-        {"4,6", "4294967296,0,4294967296", "w", "memory"},
         {"4,6", "4,9", "w", "bytes"},
         {"4,6", "", "w", "layout"},
-        {";2;", ";3;", "x.y", "bytes"},
         {"1048577,16,", "1048577,15,", "w", "bytes"},
         {"1048577,16,", "1048577,17,", "w", "bytes"},
-        {"1048577,16,", "1048577,0,", "w", "bytes"},
         {"1048577,16,", "1048577,96,", "w", "length of the file"},
-        {"1048577,16,", "1048577,-16,", "w", "range"},
-        {"1048577,16,", "1048577,9999999999999999999,", "w", "length of the file"},
-        {"1048577,16,", "1048577,18446744073709551616,", "w", "range"},
-        {"1048577,16,24,0", "1048577,16,24", "x.y", "one value for each"},
-        {"1048577,16,24,0", "1048577,16,24,0,0", "", "more values"},
-        {"\"1048577,16,24,0\"", "null", "", "not a string"},
-        {"\"bytes\":\"1048577,16,24,0\",", "", "", "missing"},
         {"24,0\"", "24,8\"", "x.y", "length of the file"},
     };
     CHECK_LIES(lies);
@@ -343,35 +139,15 @@ TEST(bad_layouts_are_refused)
 {
 #define LAYOUT "\"layout\":[[0,2],[\"flat\",3]]"
     static const lie lies[] = {
-        {"," LAYOUT, "", "", "missing"},
-        {LAYOUT, "\"layout\":null", "", "not an array"},
         {LAYOUT, "\"layout\":\"rows\"", "", "not an array"},
-        {LAYOUT, "\"layout\":[0,2]", "", "step"},
-        {LAYOUT, "\"layout\":[\"flat\",6]", "", "step"},
         {LAYOUT, "\"layout\":[[0]]", "", "step"},
-        {LAYOUT, "\"layout\":[[]]", "", "step"},
         {LAYOUT, "\"layout\":[[0,6,1]]", "", "step"},
         {LAYOUT, "\"layout\":[{\"0\":6,\"1\":6}]", "", "step"},
-        {LAYOUT, "\"layout\":[null]", "", "step"},
         {LAYOUT, "\"layout\":[[\"rows\",6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[\"\",6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[\"0\",6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[null,6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[-1,6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[0.0,6]]", "", "step"},
         {LAYOUT, "\"layout\":[[16,6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[18446744073709551615,6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[0,-6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[0,\"6\"]]", "", "step"},
-        {LAYOUT, "\"layout\":[[0,18446744073709551622]]", "", "step"},
-        {LAYOUT, "\"layout\":[[0,0]]", "w", "layout"},
         {LAYOUT, "\"layout\":[[0,5]]", "w", "layout"},
         {LAYOUT, "\"layout\":[[2,6]]", "w", "layout"},
-        {LAYOUT, "\"layout\":[[\"flat\",3],[0,2]]", "w", "layout"},
-        {LAYOUT, "\"layout\":[[\"flat\",3],[\"flat\",2]]", "w", "layout"},
         {LAYOUT, "\"layout\":[[0,1],[0,1],[0,1],[0,2],[\"flat\",3]]", "", "many"},
-        {LAYOUT, "\"layout\":[[0,4294967296],[1,4294967296]]", "w", "layout"},
-        {LAYOUT, "\"layout\":[]", "w", "layout"},
     };
     CHECK_LIES(lies);
 }
@@ -380,30 +156,12 @@ TEST(bad_byte_ranges_are_refused)
 {
 #define OFFSETS "4096,1052680,4096,4120"
     static const lie lies[] = {
-        {"\"file\":\"0,0,1,1\",", "", "", "missing"},
         {"0,0,1,1", "0,2,1,1", "w", "files"},
-        {"0,0,1,1", "0,-1,1,1", "w", "range"},
-        {"0,0,1,1", "0,9999999999999999999,1,1", "w", "files"},
-        {"0,0,1,1", "0,1,1,1", "w", "length of the file"},
-        {"0,0,1,1", "0,0,1", "x.y", "one value for each"},
         {"0,0,1,1", "0,0,1,1,1", "", "more values"},
-        {"\"0,0,1,1\"", "[0,0,1,1]", "", "not a string"},
-        {"\"offset\":\"" OFFSETS "\",", "", "", "missing"},
         {OFFSETS, "4096,7,4096,4120", "w", "range"},
-        {OFFSETS, "4096,-8,4096,4120", "w", "range"},
         {OFFSETS, "4096,1052705,4096,4120", "w", "length of the file"},
-        {OFFSETS, "4096,9223372036854775807,4096,4120", "w", "length of the file"},
         {OFFSETS, "4096,9223372036854775808,4096,4120", "w", "range"},
-        {OFFSETS, "4096,18446744073709551600,4096,4120", "w", "range"},
-        {OFFSETS, "4096,1052680.0,4096,4120", "w", "range"},
-        {OFFSETS, "4096,1052680,4096,4121", "x.y", "length of the file"},
-        {OFFSETS, "4096,1052680,4096", "x.y", "one value for each"},
-        {OFFSETS, OFFSETS ",4120", "", "more values"},
-        /* inside the other one, at its start, across its start, across its end */
-        {OFFSETS, "4096,8192,4096,4120", "w", "overlaps another"},
-        {OFFSETS, "4096,4096,4096,4120", "w", "overlaps another"},
         {OFFSETS, "4096,4088,4096,4120", "long", "overlaps another"},
-        {OFFSETS, "4096,1052672,4096,4120", "w", "overlaps another"},
     };
     CHECK_LIES(lies);
 }
@@ -413,25 +171,14 @@ TEST(bad_checksums_are_refused)
 #define CRCS   "11111111fedcba980000000100000000"
 #define BLOCKS ",\n\"blocks\":\"2222222233333333\""
     static const lie lies[] = {
-        {"\"crc32c\":", "\"crc\":", "", "missing"},
         {CRCS, "11111111fedcba9g0000000100000000", "w", "8 hex"},
-        {CRCS, "11111111FEDCBA980000000100000000", "w", "8 hex"},
         {CRCS, "11111111fedcba9800000001", "x.y", "too few layers"},
-        {CRCS, CRCS "0", "", "more values"},
         {CRCS, CRCS "00000000", "", "more values"},
-        {CRCS, "", "long", "too few layers"},
-        {"\"" CRCS "\"", "4275878552", "", "not a string"},
         {CRCS, "11111111fedcba980000000100000001", "x.y", "an empty layer"},
         {BLOCKS, "", "long", "MiB"},
-        {"2222222233333333", "", "long", "MiB"},
-        {"2222222233333333", "22222222", "long", "MiB"},
         {"2222222233333333", "222222223333333", "long", "MiB"},
         {"2222222233333333", "22222222333333334", "", "more values"},
-        {"2222222233333333", "222222223333333344444444", "", "more values"},
-        {"2222222233333333", "222222223333333X", "long", "hexadecimal"},
         {"2222222233333333", "222222223333333A", "long", "hexadecimal"},
-        {BLOCKS, ",\"blocks\":[\"22222222\",\"33333333\"]", "", "not a string"},
-        {BLOCKS, ",\"blocks\":null", "", "not a string"},
     };
     CHECK_LIES(lies);
 }
@@ -465,20 +212,6 @@ TEST(messages_contain_offset_and_values)
         CHECK_TEXT(status.expected, lies[i].expected);
         CHECK_TEXT(status.got, lies[i].got);
     }
-}
-
-TEST(duplicates_are_refused)
-{
-    static const lie lies[] = {
-        /* the same part twice, in other bytes */
-        {"\"kind\":\"0,1,2,3\",\n\"shape\":\"1048577;4,6;1,12;2;\",\n\"part\":\"0,5,0,"
-         "2\"",
-         "\"kind\":\"0,1,1,3\",\n\"shape\":\"1048577;4,6;6,6;2;\",\n\"part\":\"0,5,5,2\"",
-         "w", "twice"},
-        {"\"name\":[", "\"name\":[],\"name\":[", "name", "twice"},
-        {"\"name\":[", "\"x\":1,\"x\":2,\"name\":[", "x", "twice"},
-    };
-    CHECK_LIES(lies);
 }
 
 TEST(any_replaced_value_is_refused_or_harmless)

@@ -247,60 +247,6 @@ TEST(empty_lists_and_empty_shards_are_written)
     mls_index_fini(&index);
 }
 
-/* ---- repeated writes ---- */
-
-TEST(only_changed_shards_are_rewritten)
-{
-    enum { COUNT = 6 };
-    static const char *const names[COUNT] = {"a", "b", "c", "d", "e", "large"};
-    data = noise(2 * MIB);
-    const size_t small[] = {1000}, large[] = {MIB};
-    mls_shard_item items[COUNT];
-    REQUIRE(data != NULL);
-    for (size_t i = 0; i < COUNT; i++) {
-        items[i] =
-            item_of(names[i], NULL, MLS_U8, 1, i == 5 ? large : small, data + 1000 * i);
-    }
-    mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
-    mls_index first = write_all(&job, &written);
-    const size_t before = pool_files();
-    data[1000] ^= 1; /* the first byte of b, and no other small tensor */
-    items[5].data += 0;
-    job = job_of(items, COUNT, generations[1], &first);
-    mls_index second = write_all(&job, &written);
-    CHECK(written.new_shards == 1 && written.new_bytes == 1000 && written.new_files == 1);
-    CHECK(written.shard_count == COUNT && written.data_bytes == 5000 + MIB);
-    CHECK(pool_files() == before + 2 && files_are_good(&second));
-    for (size_t i = 0; i < COUNT; i++) {
-        CHECK(reads_back(&second, &items[i], items[i].data, NULL));
-        CHECK(second.shards[i].version == (i == 1 ? 2U : 1U));
-    }
-    job = job_of(items, COUNT, generations[2], &second);
-    mls_index third = write_all(&job, &written);
-    CHECK(written.new_files == 0 && written.new_shards == 0);
-    CHECK(third.file_count == second.file_count && pool_files() == before + 3);
-    mls_index_fini(&first);
-    mls_index_fini(&second);
-    mls_index_fini(&third);
-}
-
-TEST(next_write_repairs_damaged_shards)
-{
-    data = noise(MIB);
-    const size_t shape[] = {MIB};
-    const mls_shard_item item = item_of("w", NULL, MLS_U8, 1, shape, data);
-    mls_shard_job job = job_of(&item, 1, generations[0], NULL);
-    mls_index first = write_all(&job, &written);
-    REQUIRE(data != NULL && first.file_count == 1);
-    CHECK(flip(first.files[0].path, 4096 + 500000, 4));
-    job = job_of(&item, 1, generations[1], &first);
-    mls_index second = write_all(&job, &written);
-    CHECK(written.new_shards == 1 && files_are_good(&second));
-    CHECK(reads_back(&second, &item, data, NULL));
-    mls_index_fini(&first);
-    mls_index_fini(&second);
-}
-
 /* ---- failures ---- */
 
 /* Ten files, so that some are complete when others fail. */

@@ -3,7 +3,6 @@
 #include "checkpoint/write/write_plan.h"
 #include "support/random_bytes.h"
 #include "support/saved_tensor.h"
-#include "support/tensors.h"
 #include "support/toy_codec.h"
 
 enum {
@@ -204,45 +203,6 @@ TEST(small_shards_are_not_compressed)
     free(data);
 }
 
-/* Elements of all sizes, and memory that is not packed. */
-TEST(compresses_every_dtype_and_strided_memory)
-{
-    static const mls_dtype dtypes[] = {MLS_U8, MLS_I16, MLS_F32, MLS_F64};
-    static const size_t shape[] = {700, 300};
-    unsigned char *data = malloc(700 * 300 * 16), *other = malloc(700 * 300 * 16);
-    REQUIRE(data != NULL && other != NULL);
-    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
-        const size_t item = mls_dtype_of(dtypes[d])->item_bytes;
-        const mls_tensor transposed = transposed_of(other, dtypes[d], 700, 300);
-        mls_shards_written written;
-        for (size_t i = 0; i < 700 * 300 * item; i++) {
-            data[i] = (unsigned char)(i % item == 0 ? i / item / 300 : 3);
-        }
-        for (size_t i = 0; i < 700 * 300; i++) {
-            memcpy(other + (i % 300 * 700 + i / 300) * item, data + i * item, item);
-        }
-        for (int strided = 0; strided < 2; strided++) {
-            mls_shard_item full_item = item_of("w", NULL, dtypes[d], 2, shape, data);
-            full_item.data = strided ? NULL : data;
-            full_item.strided = strided ? &transposed : NULL;
-            mls_shard_job job = job_of(&full_item, 1, generations[strided], NULL);
-            job.pack_below = 0;
-            job.compress = true;
-            job.codecs = &codec.codecs;
-            mls_index index = write_all(&job, &written);
-            const mls_layer *layer = layer_of(index.shards, 0);
-            REQUIRE(layer != NULL && layer->frames != NULL &&
-                    layer->frames->item == item);
-            CHECK(written.new_bytes < 700 * 300 * item / 10);
-            CHECK(reads_back(&index, &full_item, data, &codec.codecs));
-            mls_index_fini(&index);
-        }
-        empty_pool();
-    }
-    free(data);
-    free(other);
-}
-
 /* ---- repeated saves ---- */
 
 TEST(unchanged_shards_stay_compressed)
@@ -263,44 +223,6 @@ TEST(unchanged_shards_stay_compressed)
     CHECK(shard->version == 2 && t.written.new_bytes == BYTES && is_stored());
     shard = save(true, false, false); /* nothing changed: it stays plain */
     CHECK(shard != NULL && shard->layers == NULL && t.written.new_bytes == 0);
-}
-
-TEST(changed_rows_overlay_a_compressed_base)
-{
-    (void)save(true, false, true);
-    memset(t.data + 300 * ROW_BYTES, 0x11, 300 * ROW_BYTES); /* a compressible layer */
-    const mls_index_shard *shard = save(true, false, true);
-    REQUIRE(layer_of(shard, 1) != NULL && shard->layers->count == 2);
-    CHECK(layer_of(shard, 0)->frames != NULL && layer_of(shard, 1)->frames != NULL);
-    CHECK(layer_of(shard, 1)->frames->bytes == 300 * ROW_BYTES && is_stored());
-    CHECK(t.written.new_bytes == layer_of(shard, 1)->bytes && shard->version == 2);
-    fill_noise(t.data + 5000 * ROW_BYTES, 200 * ROW_BYTES); /* an incompressible one */
-    shard = save(true, false, true);
-    REQUIRE(layer_of(shard, 2) != NULL && shard->layers->count == 3);
-    CHECK(layer_of(shard, 2)->frames == NULL && is_stored());
-    CHECK(t.written.new_bytes == 200 * ROW_BYTES);
-    memset(t.data + (ROWS - 90) * ROW_BYTES, 0x22, 90 * ROW_BYTES); /* not compressed */
-    shard = save(false, false, true);
-    REQUIRE(layer_of(shard, 3) != NULL && shard->layers->count == 4);
-    CHECK(layer_of(shard, 0)->frames != NULL && layer_of(shard, 3)->frames == NULL);
-    CHECK(is_stored());
-    shard = save(true, true, true); /* nothing changed */
-    REQUIRE(layer_of(shard, 3) != NULL);
-    CHECK(t.written.new_bytes == 0 && shard->version == 4 && is_stored());
-}
-
-/* The codec may change from one save to the next. */
-TEST(codecs_may_change_between_saves)
-{
-    (void)save(true, false, false);
-    memset(t.data, 0x33, 100 * ROW_BYTES);
-    mls_shard_job job = next_coded_job();
-    job.codec = MLS_ZLIB;
-    job.incremental = true;
-    const mls_index_shard *shard = save_job(&job);
-    REQUIRE(layer_of(shard, 1) != NULL);
-    CHECK(layer_of(shard, 0)->frames->codec == MLS_ZSTD);
-    CHECK(layer_of(shard, 1)->frames->codec == MLS_ZLIB && is_stored());
 }
 
 TEST(without_codecs_compressed_shards_are_rewritten)

@@ -1,7 +1,6 @@
 /* Zero rows and changed rows: which of them are written, and which layers stay. */
 #include "checkpoint/write/write_plan.h"
 #include "support/saved_tensor.h"
-#include "support/tensors.h"
 
 enum { ROWS = 1000, BYTES = ROWS * ROW_BYTES };
 
@@ -59,37 +58,6 @@ static bool is_stored(void)
 
 /* ---- zeros ---- */
 
-TEST(all_zero_shard_stores_no_bytes)
-{
-    const mls_index_shard *shard = save(true, false);
-    REQUIRE(shard != NULL && shard->layers != NULL);
-    CHECK(shard->layers->count == 0 && shard->bytes == BYTES && shard->version == 1);
-    CHECK(t.index.file_count == 0 && pool_files() == 1); /* the index */
-    CHECK(t.written.new_shards == 0 && t.written.new_bytes == 0);
-    CHECK(t.written.data_bytes == BYTES && t.written.shard_count == 1);
-    shard = save(false, false); /* the same without the option: nothing is read */
-    REQUIRE(shard != NULL && shard->layers != NULL);
-    CHECK(shard->version == 1 && t.index.file_count == 0 && is_stored());
-    t.data[BYTES - 1] = 0x80; /* -0.0 */
-    shard = save(false, false);
-    REQUIRE(shard != NULL);
-    CHECK(shard->layers == NULL && shard->version == 2 && t.written.new_bytes == BYTES);
-    CHECK(is_stored());
-}
-
-TEST(rows_of_zeros_are_left_out)
-{
-    fill(0, 2);
-    fill(500, 1);
-    t.data[999 * ROW_BYTES + 7] = 0x80;
-    const mls_index_shard *shard = save(true, false);
-    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 1);
-    const mls_layer *layer = &shard->layers->list[0];
-    CHECK(layer->row == COLUMNS && layer->run_count == 3);
-    CHECK(layer->bytes == 4 * ROW_BYTES && t.written.new_bytes == 4 * ROW_BYTES);
-    CHECK(t.written.new_shards == 1 && is_stored());
-}
-
 /* Three quarters are sparse enough, one more row is not. */
 TEST(nearly_dense_shard_is_stored_raw)
 {
@@ -105,62 +73,15 @@ TEST(nearly_dense_shard_is_stored_raw)
 
 /* ---- rows that changed ---- */
 
-TEST(few_changed_rows_become_an_overlay)
-{
-    fill(0, ROWS);
-    (void)save(false, true); /* no previous state */
-    CHECK(t.index.shards[0].layers == NULL);
-    fill(10, 20);
-    fill(999, 1);
-    const mls_index_shard *shard = save(false, true);
-    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 2);
-    CHECK(shard->version == 2 && t.written.new_bytes == 21 * ROW_BYTES);
-    CHECK(shard->layers->list[0].row == 0 && shard->layers->list[1].run_count == 2);
-    CHECK(t.index.file_count == 2 && is_stored());
-    /* unchanged shards keep their layers, with or without options */
-    shard = save(false, false);
-    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 2);
-    CHECK(shard->version == 2 && t.written.new_bytes == 0 && is_stored());
-    /* a row that becomes zero is stored like any other */
-    memset(t.data + 5 * ROW_BYTES, 0, ROW_BYTES);
-    shard = save(true, true);
-    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 3);
-    CHECK(t.written.new_bytes == ROW_BYTES && is_stored());
-}
-
-TEST(shard_is_rewritten_if_most_rows_changed)
+/* Rows hidden by newer layers do not count, and a file without visible rows is
+ * dropped. */
+TEST(hidden_overlays_are_dropped)
 {
     fill(0, ROWS);
     (void)save(false, true);
-    fill(0, ROWS / 2);
-    (void)save(false, true);
-    CHECK(t.written.new_bytes == BYTES / 2 && is_stored());
-    fill(0, ROWS / 2 + 1);
-    const mls_index_shard *shard = save(false, true);
-    REQUIRE(shard != NULL);
-    CHECK(t.written.new_bytes == BYTES && shard->layers == NULL && is_stored());
-    CHECK(t.index.file_count == 1); /* no earlier file is needed */
-}
-
-/* At most eight layers; rows hidden by newer layers do not count, and a file without
- * visible rows is dropped. */
-TEST(overlay_count_is_bounded)
-{
-    fill(0, ROWS);
-    (void)save(false, true);
-    for (size_t i = 1; i < 8; i++) {
-        fill(100 * i, 1);
-        const mls_index_shard *shard = save(false, true);
-        REQUIRE(shard != NULL && shard->layers != NULL);
-        CHECK(shard->layers->count == i + 1 && is_stored());
-    }
-    fill(850, 1);
-    const mls_index_shard *shard = save(false, true);
-    REQUIRE(shard != NULL);
-    CHECK(shard->layers == NULL && t.index.file_count == 1 && is_stored());
     for (size_t i = 0; i < 12; i++) { /* the same rows in every save */
         fill(100, 10);
-        shard = save(false, true);
+        const mls_index_shard *shard = save(false, true);
         REQUIRE(shard != NULL && shard->layers != NULL);
         CHECK(shard->layers->count <= 3 && t.written.new_bytes == 10 * ROW_BYTES);
         CHECK(is_stored());
@@ -203,21 +124,6 @@ TEST(overlay_covers_omitted_rows)
     CHECK(t.written.new_bytes == 0 && t.index.file_count == 1 && is_stored());
 }
 
-TEST(damaged_base_forces_a_rewrite)
-{
-    fill(0, ROWS);
-    (void)save(false, true);
-    fill(10, 1);
-    (void)save(false, true);
-    const mls_layer *base = &t.index.shards[0].layers->list[0];
-    /* a byte that the newer layer hides, so that the comparison does not see it */
-    CHECK(flip(t.index.files[base->file].path, base->offset + 10 * ROW_BYTES, 1));
-    fill(20, 1);
-    const mls_index_shard *shard = save(false, true);
-    REQUIRE(shard != NULL);
-    CHECK(shard->layers == NULL && t.written.new_bytes == BYTES && is_stored());
-}
-
 TEST(missing_overlay_file_is_rewritten)
 {
     fill(0, ROWS);
@@ -247,30 +153,6 @@ TEST(changed_version_still_writes_rows)
     shard = save(false, true);
     REQUIRE(shard != NULL && shard->layers != NULL);
     CHECK(t.written.new_bytes == 0 && shard->version == 7 && is_stored());
-}
-
-/* ---- memory of any kind ---- */
-
-/* Columns first, and with gaps: rows are gathered from everywhere. */
-TEST(strided_memory_gives_the_same_overlays)
-{
-    uint32_t *columns = calloc(BYTES, 1);
-    REQUIRE(columns != NULL);
-    const mls_tensor transposed = transposed_of(columns, MLS_F32, ROWS, COLUMNS);
-    t.item.data = NULL;
-    t.item.strided = &transposed;
-    for (size_t turn = 0; turn < 3; turn++) {
-        const size_t row = 100 * turn + 3;
-        fill(row, 2);
-        for (size_t i = row * COLUMNS; i < (row + 2) * COLUMNS; i++) {
-            memcpy(&columns[i % COLUMNS * ROWS + i / COLUMNS], t.data + 4 * i, 4);
-        }
-        const mls_index_shard *shard = save(true, true);
-        REQUIRE(shard != NULL && shard->layers != NULL);
-        CHECK(shard->layers->count == turn + 1 && t.written.new_bytes == 2 * ROW_BYTES);
-        CHECK(is_stored());
-    }
-    free(columns);
 }
 
 /* ---- many shards ---- */

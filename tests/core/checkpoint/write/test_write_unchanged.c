@@ -210,35 +210,6 @@ TEST(a_file_of_another_length_counts_as_changed)
     CHECK(same_items(1) == (ALL & ~1U));
 }
 
-TEST(a_damaged_file_counts_as_changed)
-{
-    CHECK(flip(path_of("a"), 4096 + 77777, 0x40));
-    CHECK(same_items(4) == (ALL & ~1U));
-}
-
-/* Readers refuse such a file, although all bytes of its tensors are good. */
-TEST(a_damaged_header_counts_as_changed)
-{
-    static const size_t places[] = {0, 5, 8, 200, 4095};
-    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
-        CHECK(flip(path_of("a"), places[i], 0x40));
-        CHECK(same_items(1) == (ALL & ~1U) && same_items(4) == (ALL & ~1U));
-        s.items[0].version =
-            1; /* the caller's version: the file is checked all the same */
-        CHECK(same_items(4) == (ALL & ~1U));
-        drop();
-        commit();
-    }
-}
-
-/* The memory may have been loaded from the damaged file. */
-TEST(damage_present_in_memory_counts_as_changed)
-{
-    CHECK(flip(path_of("a"), 4096 + 77777, 0x40));
-    s.data[77777] = s.data[77777] ^ 0x40;
-    CHECK(same_items(1) == (ALL & ~1U) && same_items(4) == (ALL & ~1U));
-}
-
 TEST(non_regular_file_counts_as_changed)
 {
     CHECK(unlinkat(pool_fd, path_of("a"), 0) == 0);
