@@ -201,6 +201,8 @@ def test_delta_of_another_array_is_refused(pair):
         compare_arrays(base, new.view(np.int32))
     with pytest.raises(CompatibilityError, match="byte-swapped"):
         compare_arrays(base.view(">f4"), new.view(">f4"))
+    with pytest.raises(CompatibilityError, match="does not belong to a part with 2999 elements"):
+        filter_delta(delta, (2999,), (Layout.whole(), 0), (Layout.whole(), 0))
 
 
 def test_damaged_streams_are_refused(pair):

@@ -259,6 +259,8 @@ def test_only_full_entries_are_quantized():
     ("change", "error", "text"),
     [
         ({"bits": 7}, ValueError, "k: bits must be 2, 3, 4, 5, 6 or 8, got 7"),
+        ({"bits": 1}, ValueError, "k: bits must be 2, 3, 4, 5, 6 or 8, got 1"),
+        ({"bits": 9}, ValueError, "k: bits must be 2, 3, 4, 5, 6 or 8, got 9"),
         ({"bits": 2**32 + 4}, ValueError, "k: bits must be 2, 3, 4, 5, 6 or 8"),
         ({"bits": "8"}, TypeError, "bits must be an integer, got str"),
         ({"group": 0}, ValueError, "k: group must be a multiple of 8 up to 4096 for 8 bits"),
@@ -267,7 +269,8 @@ def test_only_full_entries_are_quantized():
             ValueError,
             "k: group must be a multiple of 32 up to 4096 for 3",
         ),
-        ({"group": 8192}, ValueError, "k: group must be a multiple of 8"),
+        ({"group": 12}, ValueError, "k: group must be a multiple of 8"),
+        ({"group": 4104}, ValueError, "k: group must be a multiple of 8"),
         ({"group": 48}, CompatibilityError, "k: the last axis has 64 elements"),
         ({"group": -8}, CapacityError, "k: group -8 is negative"),
         ({"names": "k"}, TypeError, "names must be an iterable of names, got the str 'k'"),
@@ -297,6 +300,14 @@ def test_the_core_refuses_arrays_of_another_shape_or_dtype():
         _core.kv_dequantize(values, codes, parts.astype("f4"), parts, 8, 32)
     with pytest.raises(CompatibilityError, match="the values are float64: only float16"):
         _core.kv_quantize(values.astype("f8"), codes, parts, parts, 8, 32)
+    with pytest.raises(CompatibilityError, match="codes are int32 instead of uint32"):
+        _core.kv_quantize(values, codes.view(np.int32), parts, parts, 8, 32)
+    with pytest.raises(CompatibilityError, match=r"scales have shape \(2,\) instead"):
+        _core.kv_quantize(values, codes, parts[0], parts, 8, 32)
+    with pytest.raises(CompatibilityError, match="biases are float32 instead of float16"):
+        _core.kv_quantize(values, codes, parts, parts.astype("f4"), 8, 32)
+    with pytest.raises(CompatibilityError, match="no axis to make groups of"):
+        _core.kv_quantize(np.float16(1).reshape(()), codes, parts, parts, 8, 32)
     codes.flags.writeable = False
     with pytest.raises(ValueError, match="codes is read-only"):
         _core.kv_quantize(values, codes, parts, parts, 8, 32)

@@ -1,10 +1,14 @@
 /* The checks of deltas: every way of being wrong is refused. */
 #include "support/deltas.h"
 
-static bool refuses(mls_delta delta)
-{
-    return mls_delta_check(&delta, &status) == MLS_E_FORMAT;
-}
+/* Check one change of a valid delta. */
+#define REFUSES(...)                                                                     \
+    do {                                                                                 \
+        mls_delta wrong = delta;                                                         \
+        __VA_ARGS__;                                                                     \
+        CHECK(mls_delta_check(&wrong, &status) == MLS_E_FORMAT);                         \
+    } while (0)
+
 TEST(wrong_streams_are_refused)
 {
     static unsigned char gaps[] = {3, 255, 255, 4, 0}, values[6] = {0};
@@ -16,42 +20,20 @@ TEST(wrong_streams_are_refused)
                              .values = values,
                              .gaps_bytes = 5,
                              .values_bytes = 6};
-    mls_delta wrong = delta;
     CHECK(mls_delta_check(&delta, &status) == MLS_OK); /* numbers 3, 518, 519 */
-    wrong.elements = 519;
-    CHECK(refuses(wrong) && (mls_delta_check(&wrong, &status), status.offset == 4));
-    wrong = delta;
-    wrong.gaps_bytes = 3; /* ends within a gap */
-    wrong.changed = 1;
-    wrong.values_bytes = 2;
-    CHECK(refuses(wrong));
-    wrong = delta;
-    wrong.changed = 2;
-    wrong.values_bytes = 4;
-    CHECK(refuses(wrong));
-    wrong = delta;
-    wrong.values_bytes = 5;
-    CHECK(refuses(wrong));
-    wrong = delta;
-    wrong.gap_bytes = 2; /* of 5 bytes */
-    CHECK(refuses(wrong));
-    for (size_t width = 0; width < 5; width += 3) {
-        wrong = delta;
-        wrong.gap_bytes = width;
-        CHECK(refuses(wrong));
-    }
-    wrong = delta;
-    wrong.item_bytes = 3;
-    CHECK(refuses(wrong));
-    wrong = delta;
-    wrong.changed = SIZE_MAX / 2 + 2;
-    CHECK(refuses(wrong));
-    wrong = delta;
-    wrong.elements = SIZE_MAX;
-    CHECK(refuses(wrong));
-    wrong = delta;
-    wrong.elements = 0;
-    CHECK(refuses(wrong));
+    REFUSES(wrong.elements = 519);
+    CHECK(status.offset == 4);
+    /* ends within a gap */
+    REFUSES(wrong.gaps_bytes = 3, wrong.changed = 1, wrong.values_bytes = 2);
+    REFUSES(wrong.changed = 2, wrong.values_bytes = 4);
+    REFUSES(wrong.values_bytes = 5);
+    REFUSES(wrong.gap_bytes = 2); /* of 5 bytes */
+    REFUSES(wrong.gap_bytes = 0);
+    REFUSES(wrong.gap_bytes = 3);
+    REFUSES(wrong.item_bytes = 3);
+    REFUSES(wrong.changed = SIZE_MAX / 2 + 2);
+    REFUSES(wrong.elements = SIZE_MAX);
+    REFUSES(wrong.elements = 0);
 }
 
 /* Long streams are checked many units at a time; the first wrong unit is reported. */

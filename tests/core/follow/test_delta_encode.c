@@ -3,8 +3,6 @@
 #include "follow/delta_kernels.h"
 #include "support/deltas.h"
 
-#include <math.h>
-
 /* Writes the streams by their definition. Returns the number of changed elements. */
 static size_t encode_by_definition(size_t count, size_t size, size_t width,
                                    unsigned char *gaps, size_t *gaps_bytes,
@@ -81,42 +79,6 @@ TEST(every_set_encodes_by_the_definition)
             }
         }
     }
-}
-
-TEST(equal_bits_are_equal_and_other_bits_differ)
-{
-    const float left[] = {0.0F, NAN, NAN, 1.0F}, right[] = {-0.0F, NAN, -NAN, 1.0F};
-    mls_tensor a = vector_of(base, MLS_F32, 4), b = vector_of(changed, MLS_F32, 4);
-    memcpy(base, left, sizeof left);
-    memcpy(changed, right, sizeof right);
-    mls_delta delta = encode(best_cpu(), &a, &b, NULL);
-    CHECK(delta.changed == 2 && delta.gaps[0] == 0 && delta.gaps[1] == 1);
-    mls_delta_fini(&delta);
-}
-
-TEST(arrays_that_do_not_belong_together_are_refused)
-{
-    mls_delta delta = {0};
-    uint32_t crc = 7;
-    const mls_delta_kernels *kernels = mls_delta_kernels_of(best_cpu());
-    const mls_tensor a = vector_of(base, MLS_BF16, 8),
-                     longer = vector_of(base, MLS_BF16, 9);
-    const mls_tensor other = vector_of(base, MLS_F16, 8);
-    mls_tensor swapped = a;
-    swapped.swapped = true;
-    CHECK(mls_delta_encode(kernels, crc32c(), &a, &longer, &delta, &crc, &status) ==
-          MLS_E_SHAPE);
-    CHECK(mls_delta_encode(kernels, crc32c(), &a, &other, &delta, &crc, &status) ==
-          MLS_E_DTYPE);
-    CHECK(mls_delta_encode(kernels, crc32c(), &a, &swapped, &delta, &crc, &status) ==
-          MLS_E_DTYPE);
-    CHECK(delta.gaps == NULL && crc == 7);
-    delta = encode(best_cpu(), &a, &a, NULL);
-    CHECK(mls_delta_check_target(&delta, &longer, &status) == MLS_E_SHAPE);
-    CHECK(mls_delta_check_target(&delta, &swapped, &status) == MLS_E_DTYPE);
-    const mls_tensor wide = vector_of(base, MLS_F32, 8);
-    CHECK(mls_delta_check_target(&delta, &wide, &status) == MLS_E_DTYPE);
-    mls_delta_fini(&delta);
 }
 
 /* No dtype has 16 bytes yet: the kernels are called directly. */

@@ -1,4 +1,4 @@
-/* Buckets: every part reaches its owner, and is summed in the order of ranks. */
+/* Buckets: the layout of their messages, and the arrays that they take. */
 #include "gradients/bucket.h"
 #include "support/tensors.h"
 
@@ -9,15 +9,11 @@ enum { WORLD = 3, WEIGHTS = 7, BIASES = 2 };
 static const size_t weight_counts[WORLD] = {3, 3, 1};
 static const size_t bias_counts[WORLD] = {1, 1, 0}; /* the last rank has none */
 
-/* The data of one rank: float32 weights, int16 biases, and memory for its parts of
- * them. */
+/* The data of one rank: float32 weights, int16 biases, and memory for its messages. */
 typedef struct rank_data {
     _Alignas(16) float weights[WEIGHTS];
     int16_t biases[BIASES];
-    float weight_sums[WEIGHTS];
-    int16_t bias_sums[BIASES];
     _Alignas(16) unsigned char send[WORLD * 64];
-    _Alignas(16) unsigned char received[WORLD * 64];
     mls_segment segments[2];
     mls_bucket bucket;
 } rank_data;
@@ -34,63 +30,12 @@ static void rank_init(rank_data *r, size_t rank)
     memset(r->send, 0xAA, sizeof r->send);
     r->segments[0] = (mls_segment){.data = (const unsigned char *)r->weights,
                                    .counts = weight_counts,
-                                   .out = r->weight_sums,
                                    .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1}};
     r->segments[1] = (mls_segment){.data = (const unsigned char *)r->biases,
                                    .counts = bias_counts,
-                                   .out = r->bias_sums,
                                    .reduction = {MLS_I16, MLS_I16, MLS_REDUCE_SUM, 1}};
     r->bucket =
         (mls_bucket){.segments = r->segments, .count = 2, .world = WORLD, .rank = rank};
-}
-
-/* Deliver the messages, as an engine does. */
-static void exchange(rank_data *ranks)
-{
-    mls_status st;
-    for (size_t from = 0; from < WORLD; from++) {
-        const unsigned char *at = ranks[from].send;
-        for (size_t to = 0; to < WORLD; to++) {
-            size_t bytes = 0;
-            if (to == from) {
-                continue;
-            }
-            REQUIRE(mls_bucket_bytes(&ranks[from].bucket, to, &bytes, &st) == MLS_OK);
-            const size_t before = from < to ? from : from - 1;
-            if (bytes != 0) {
-                memcpy(ranks[to].received + before * bytes, at, bytes);
-            }
-            at += bytes;
-        }
-    }
-}
-
-TEST(bucket_sums_each_part_in_rank_order)
-{
-    rank_data ranks[WORLD];
-    const void *sources[WORLD];
-    for (size_t rank = 0; rank < WORLD; rank++) {
-        rank_init(&ranks[rank], rank);
-        mls_bucket_pack(&ranks[rank].bucket, ranks[rank].send);
-    }
-    exchange(ranks);
-    size_t start = 0;
-    for (size_t rank = 0; rank < WORLD; rank++) {
-        rank_data *r = &ranks[rank];
-        mls_bucket_reduce(&r->bucket, mls_kernels_of(MLS_CPU_SCALAR), r->received,
-                          sources);
-        for (size_t i = 0; i < weight_counts[rank]; i++) {
-            const float *all[] = {ranks[0].weights, ranks[1].weights, ranks[2].weights};
-            const float first = all[0][start + i] + all[1][start + i];
-            const float expected = first + all[2][start + i];
-            CHECK(r->weight_sums[i] == expected);
-        }
-        CHECK(r->weight_sums[weight_counts[rank]] == 0);
-        CHECK(bias_counts[rank] == 0 || r->bias_sums[0] == 30 + 3 * (int)rank);
-        CHECK(r->segments[0].norm_partial.squares > 0 &&
-              r->segments[0].norm_partial.nonfinite == 0);
-        start += weight_counts[rank];
-    }
 }
 
 TEST(parts_are_aligned_for_every_dtype)

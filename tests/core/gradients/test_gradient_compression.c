@@ -15,34 +15,13 @@ static void fill(float *values)
     }
 }
 
-/* Encode and decode; returns the largest error. */
-static float round_trip(mls_cpu cpu, mls_gradient_compression compression,
-                        const float *src, float *residual, float *back)
+static void round_trip(mls_cpu cpu, mls_gradient_compression compression,
+                       const float *src, float *residual, float *back)
 {
     _Alignas(16) unsigned char bytes[4 * COUNT];
     const mls_kernels *kernels = mls_kernels_of(cpu);
     mls_gradient_compression_encode(kernels, compression, src, residual, bytes, COUNT);
     mls_gradient_compression_decode(kernels, compression, bytes, COUNT, 0, COUNT, back);
-    float worst = 0;
-    for (int i = 0; i < COUNT; i++) {
-        worst = fmaxf(worst, fabsf(back[i] - src[i]));
-    }
-    return worst;
-}
-
-TEST(round_trip_error_is_within_the_encoding_precision)
-{
-    float src[COUNT], back[COUNT];
-    fill(src);
-    CHECK(round_trip(MLS_CPU_SCALAR, MLS_GRADIENT_COMPRESSION_F16, src, NULL, back) <
-          8.0f / 2048);
-    CHECK(round_trip(MLS_CPU_SCALAR, MLS_GRADIENT_COMPRESSION_BF16, src, NULL, back) <
-          8.0f / 256);
-    CHECK(round_trip(MLS_CPU_SCALAR, MLS_GRADIENT_COMPRESSION_INT8, src, NULL, back) <=
-          7.2f / 254);
-    for (int i = 256; i < COUNT; i++) { /* each block has its own scale */
-        CHECK(fabsf(back[i] - src[i]) <= 7.2e-4f / 254);
-    }
 }
 
 TEST(padding_bytes_are_zeroed)
@@ -79,28 +58,6 @@ TEST(all_instruction_sets_give_the_same_bits)
         EACH_CPU (cpu) {
             round_trip(cpu, (mls_gradient_compression)compression, src, NULL, back);
             CHECK(memcmp(back, expected, sizeof back) == 0);
-        }
-    }
-}
-
-TEST(residual_corrects_error_in_later_steps)
-{
-    float src[COUNT], back[COUNT];
-    fill(src);
-    for (int compression = 0; compression < MLS_GRADIENT_COMPRESSION_COUNT;
-         compression++) {
-        float residual[COUNT] = {0};
-        double sums[COUNT] = {0};
-        for (int step = 0; step < 50; step++) {
-            round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)compression, src,
-                       residual, back);
-            for (int i = 0; i < COUNT; i++) {
-                sums[i] += (double)back[i];
-            }
-        }
-        for (int i = 0; i < COUNT; i++) {
-            const double lost = 50.0 * (double)src[i] - sums[i] - (double)residual[i];
-            CHECK(fabs(lost) < 1e-3);
         }
     }
 }
@@ -142,54 +99,6 @@ TEST(zeros_and_subnormals_round_trip)
                    back);
         CHECK(isfinite(back[0]) && fabsf(back[0] + residual[0] - src[0]) < 1e-44f);
     }
-}
-
-/* Two ranks in one process; the parts of rank 0 and 1 have 400 and 300 elements. */
-TEST(bucket_sums_the_decoded_parts)
-{
-    static const size_t counts[2] = {400, 300};
-    float grads[2][COUNT], outs[2][COUNT], seen[2][COUNT];
-    _Alignas(16) unsigned char send[2][4 * COUNT], local[2][4 * COUNT];
-    const mls_kernels *kernels = mls_kernels_of(MLS_CPU_SCALAR);
-    mls_segment segments[2];
-    mls_bucket buckets[2];
-    for (size_t rank = 0; rank < 2; rank++) {
-        fill(grads[rank]);
-        grads[rank][5] = (float)rank;
-        segments[rank] =
-            (mls_segment){.data = (const unsigned char *)grads[rank],
-                          .counts = counts,
-                          .out = outs[rank],
-                          .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 2}};
-        buckets[rank] = (mls_bucket){
-            .segments = &segments[rank], .count = 1, .world = 2, .rank = rank};
-        CHECK(mls_gradient_compression_bucket_bytes(
-                  &buckets[rank], MLS_GRADIENT_COMPRESSION_INT8, 0) == 400 + 8 + 8);
-        mls_gradient_compression_pack(&buckets[rank], kernels,
-                                      MLS_GRADIENT_COMPRESSION_INT8, NULL, send[rank],
-                                      local[rank]);
-    }
-    for (size_t rank = 0; rank < 2; rank++) { /* each part is encoded alone */
-        _Alignas(16) unsigned char bytes[4 * COUNT];
-        mls_gradient_compression_encode(kernels, MLS_GRADIENT_COMPRESSION_INT8,
-                                        grads[rank], NULL, bytes, 400);
-        mls_gradient_compression_decode(kernels, MLS_GRADIENT_COMPRESSION_INT8, bytes,
-                                        400, 0, 400, seen[rank]);
-        mls_gradient_compression_encode(kernels, MLS_GRADIENT_COMPRESSION_INT8,
-                                        grads[rank] + 400, NULL, bytes, 300);
-        mls_gradient_compression_decode(kernels, MLS_GRADIENT_COMPRESSION_INT8, bytes,
-                                        300, 0, 300, seen[rank] + 400);
-    }
-    mls_gradient_compression_reduce(&buckets[0], kernels, MLS_GRADIENT_COMPRESSION_INT8,
-                                    local[0], send[1]);
-    mls_gradient_compression_reduce(&buckets[1], kernels, MLS_GRADIENT_COMPRESSION_INT8,
-                                    local[1], send[0]);
-    for (size_t i = 0; i < COUNT; i++) {
-        const float got = i < 400 ? outs[0][i] : outs[1][i - 400];
-        CHECK(got == (seen[0][i] + seen[1][i]) / 2);
-    }
-    CHECK(segments[0].norm_partial.squares > 0 &&
-          segments[1].norm_partial.nonfinite == 0);
 }
 
 TEST(compression_names_are_parsed_exactly)

@@ -1,27 +1,8 @@
-/* Matches: the longest stored prefix, compared with the stored ids; threads share a log.
- */
+/* Matches are compared with the stored ids; threads share a log. */
 #include "support/prompt_logs.h"
 #include "support/random_bytes.h"
 
 #include <pthread.h>
-
-TEST(a_match_is_the_longest_stored_prefix)
-{
-    mls_prompt_log *log = open_log();
-    prompt p = prompt_of(1);
-    CHECK(put_blocks(log, 1, 6) == 6);
-    for (size_t count = 0; count <= 30; count++) {
-        mls_prompt_match *match = match_tokens(log, &p, count);
-        CHECK(match->length == (count < 24 ? count / 4 * 4 : 24));
-        CHECK(match->count == match->length / 4 && match->damage_count == 0);
-        mls_prompt_match_free(match);
-    }
-    p.tokens[13]++;
-    mls_prompt_match *match = match_tokens(log, &p, 24);
-    CHECK(match->length == 12);
-    mls_prompt_match_free(match);
-    mls_prompt_log_free(log);
-}
 
 TEST(a_damaged_header_shortens_the_match_and_is_named)
 {

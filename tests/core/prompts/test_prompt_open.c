@@ -1,7 +1,6 @@
-/* Opening: only stores are opened, and only empty folders become one. */
+/* Opening: only regular and undamaged stores are opened. */
 #include "support/prompt_logs.h"
 
-#include <errno.h>
 #include <sys/wait.h>
 
 static mls_code open_path(const char *path, bool create)
@@ -12,28 +11,6 @@ static mls_code open_path(const char *path, bool create)
     CHECK((code == MLS_OK) == (log != NULL));
     mls_prompt_log_free(log);
     return code;
-}
-
-TEST(a_missing_folder_is_created_on_request_only)
-{
-    CHECK(open_path(path_of("log"), false) == MLS_E_IO && status.os_error == ENOENT);
-    CHECK(open_path(path_of("a/log"), true) == MLS_E_IO && status.os_error == ENOENT);
-    CHECK(open_path(path_of("log"), true) == MLS_OK);
-    CHECK(open_path(path_of("log"), false) == MLS_OK);
-    CHECK(file_bytes(path_of("log/store")) == MLS_PROMPT_FILE_HEAD);
-}
-
-TEST(a_folder_with_other_files_is_refused)
-{
-    CHECK(mkdir(path_of("log"), 0700) == 0);
-    CHECK(open_path(path_of("log"), false) == MLS_E_FORMAT);
-    FILE *file = fopen(path_of("log/notes.txt"), "wb");
-    REQUIRE(file != NULL);
-    CHECK(fclose(file) == 0);
-    CHECK(open_path(path_of("log"), true) == MLS_E_FORMAT);
-    CHECK(strstr(status.text, "not empty") != NULL);
-    CHECK(unlink(path_of("log/notes.txt")) == 0);
-    CHECK(open_path(path_of("log"), true) == MLS_OK);
 }
 
 TEST(links_and_fifos_in_place_of_the_store_are_refused)

@@ -40,23 +40,6 @@ TEST(threads_fill_rows_of_a_cache)
     mls_prompt_log_free(log);
 }
 
-TEST(short_runs_are_scattered)
-{
-    static unsigned char into[BYTES], part[BYTES];
-    const prompt p = prompt_of(1);
-    mls_prompt_log *log = open_log();
-    mls_prompt_match *match = stored_match(log);
-    mls_prompt_request request = {.hit = 2};
-    request.into = transposed_of(into, MLS_U8, 1000, 100);
-    CHECK(mls_prompt_read(match, &request, 1, log->kernels, log->crc, NULL, NULL,
-                          &status) == MLS_OK);
-    fill_part(part, BYTES, &p, match->hits[2].end);
-    CHECK(request.code == MLS_OK && into[0] == part[0] && into[1000] == part[1]);
-    CHECK(into[1] == part[100] && into[99999] == part[99999]);
-    mls_prompt_match_free(match);
-    mls_prompt_log_free(log);
-}
-
 TEST(a_damaged_part_is_flagged_and_the_others_are_read)
 {
     static unsigned char into[2][BYTES];

@@ -1,4 +1,4 @@
-/* Space: least recently used first, pins stay, compaction keeps live records. */
+/* Space: pins stay, compaction keeps live records. */
 #include "support/prompt_logs.h"
 
 enum { PAYLOAD = 20000 };
@@ -17,23 +17,6 @@ static uint64_t prune(mls_prompt_log *log, uint64_t max_bytes)
     CHECK(mls_prompt_prune(log, max_bytes, &freed, &status) == MLS_OK);
     mls_prompt_unlock(log);
     return freed;
-}
-
-TEST(the_least_recently_used_is_evicted_first)
-{
-    mls_prompt_log *log = open_log(), *reader = open_log();
-    for (uint32_t i = 1; i <= 6; i++) {
-        CHECK(put_big(log, i, UINT64_MAX) == 1);
-    }
-    CHECK(stored_tokens(log, 1) == 4);
-    CHECK(stored_tokens(reader, 2) == 4); /* another process notes it in `used` */
-    CHECK(file_bytes(path_of("log/used")) == 2 * MLS_PROMPT_USED_ROW);
-    CHECK(prune(log, 70000) > 0);
-    CHECK(stored_tokens(log, 1) == 4 && stored_tokens(log, 2) == 4);
-    CHECK(stored_tokens(log, 3) == 0 && stored_tokens(log, 4) == 0);
-    CHECK(mls_prompt_disk_bytes(log) <= 70000);
-    mls_prompt_log_free(log);
-    mls_prompt_log_free(reader);
 }
 
 TEST(pins_stay_with_their_ancestors)
@@ -98,33 +81,6 @@ TEST(compaction_leaves_out_damaged_records)
     (void)prune(log, UINT64_MAX);
     CHECK(stored_tokens(log, 1) == 0 && stored_tokens(log, 2) == 4);
     CHECK(access(segment_path(1), F_OK) != 0);
-    mls_prompt_log_free(log);
-}
-
-TEST(a_prefix_that_others_use_is_not_deleted)
-{
-    mls_prompt_log *log = open_log();
-    const prompt p = prompt_of(1);
-    prompt fork = p;
-    size_t changed = 0;
-    fork.tokens[9]++;
-    CHECK(put_bytes(log, &p, 4, PART_BYTES, UINT64_MAX) == 4);
-    CHECK(put_bytes(log, &fork, 4, PART_BYTES, UINT64_MAX) == 2);
-    CHECK(mark_all(log, 1, MLS_PROMPT_DELETE, &changed) && changed == 2);
-    mls_prompt_match *match = match_tokens(log, &fork, 16);
-    CHECK(match->length == 16);
-    mls_prompt_match_free(match);
-    CHECK(stored_tokens(log, 1) == 8);
-    mls_prompt_log_free(log);
-}
-
-TEST(a_put_larger_than_the_budget_does_not_evict)
-{
-    mls_prompt_log *log = open_log();
-    CHECK(put_big(log, 1, UINT64_MAX) == 1);
-    CHECK(put_big(log, 2, 15000) == 0 && stored_tokens(log, 2) == 0);
-    CHECK(stored_tokens(log, 1) == 4);
-    CHECK(put_big(log, 2, 30000) == 1 && stored_tokens(log, 1) == 0);
     mls_prompt_log_free(log);
 }
 

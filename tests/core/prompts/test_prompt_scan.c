@@ -1,4 +1,4 @@
-/* Scans: readers follow the writer, ignore incomplete records, and skip damage. */
+/* Scans: readers ignore incomplete records, and skip damage. */
 #include "support/prompt_logs.h"
 
 static void append_bytes(const char *path, size_t count)
@@ -9,41 +9,6 @@ static void append_bytes(const char *path, size_t count)
         CHECK(fputc(7, file) == 7);
     }
     CHECK(fclose(file) == 0);
-}
-
-TEST(a_reader_sees_each_put_of_another_handle)
-{
-    mls_prompt_log *writer = open_log(), *reader = open_log();
-    for (uint32_t i = 1; i <= 5; i++) {
-        CHECK(stored_tokens(reader, i) == 0);
-        CHECK(put_blocks(writer, i, 2) == 2);
-        CHECK(stored_tokens(reader, i) == 8);
-    }
-    size_t changed = 0;
-    CHECK(mark_all(writer, 3, MLS_PROMPT_DELETE, &changed) && changed == 2);
-    CHECK(stored_tokens(reader, 3) == 0 && stored_tokens(reader, 4) == 8);
-    mls_prompt_log_free(writer);
-    mls_prompt_log_free(reader);
-}
-
-TEST(a_reader_follows_new_segments_and_their_removal)
-{
-    mls_prompt_log *writer = open_log(), *reader = open_log();
-    const prompt p = prompt_of(1), q = prompt_of(2);
-    uint64_t freed = 0;
-    bool busy = true;
-    CHECK(put_bytes(writer, &p, 2, 40000, 1 << 20) == 2);
-    CHECK(put_bytes(writer, &q, 2, 40000, 1 << 20) == 2);
-    CHECK(writer->segment_count > 1);
-    CHECK(stored_tokens(reader, 1) == 8 && stored_tokens(reader, 2) == 8);
-    REQUIRE(mls_prompt_lock(writer, &busy, &status) == MLS_OK && !busy);
-    CHECK(mls_prompt_prune(writer, 1000, &freed, &status) == MLS_OK);
-    mls_prompt_unlock(writer);
-    CHECK(freed > 150000 && writer->index.count == 0);
-    CHECK(stored_tokens(reader, 1) == 0 && stored_tokens(reader, 2) == 0);
-    CHECK(put_blocks(writer, 3, 2) == 2 && stored_tokens(reader, 3) == 8);
-    mls_prompt_log_free(writer);
-    mls_prompt_log_free(reader);
 }
 
 /* A file that stays open keeps its space, although the folder is within its budget. */

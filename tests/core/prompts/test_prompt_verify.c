@@ -1,42 +1,8 @@
-/* Verification of the whole log, lists and statistics. */
+/* Lists, statistics, and verification without descriptors. */
 #include "support/prompt_logs.h"
 
 #include <errno.h>
 #include <sys/resource.h>
-
-static size_t verify(mls_prompt_log *log, bool repair)
-{
-    mls_prompt_damage *damage = NULL;
-    size_t count = SIZE_MAX;
-    bool busy = true;
-    if (repair) {
-        CHECK(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
-    }
-    CHECK(mls_prompt_verify(log, repair, NULL, &damage, &count, &status) == MLS_OK);
-    if (repair) {
-        mls_prompt_unlock(log);
-    }
-    CHECK(count == 0 || damage[0].offset > 0);
-    mls_free(damage);
-    return count;
-}
-
-TEST(damage_is_found_and_repaired)
-{
-    mls_prompt_log *log = open_log();
-    CHECK(put_blocks(log, 1, 4) == 4 && put_blocks(log, 2, 4) == 4);
-    CHECK(put_blocks(log, 3, 1) == 1); /* the last put is checked by the writer */
-    CHECK(verify(log, false) == 0);
-    flip_byte(segment_path(1), mls_prompt_entry_offset(&log->index.entries[1]) + 700);
-    flip_byte(segment_path(1), mls_prompt_entry_offset(&log->index.entries[6]) + 9);
-    CHECK(verify(log, false) == 2);
-    CHECK(verify(log, true) == 2 && verify(log, false) == 0);
-    CHECK(stored_tokens(log, 1) == 4 && stored_tokens(log, 2) == 8);
-    mls_prompt_log_free(log);
-    log = open_log();
-    CHECK(verify(log, false) == 0 && stored_tokens(log, 1) == 4);
-    mls_prompt_log_free(log);
-}
 
 static bool count_records(void *context, const mls_prompt_listed *listed)
 {

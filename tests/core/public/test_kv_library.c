@@ -99,13 +99,6 @@ TEST(dtypes_have_their_sizes)
     CHECK(mlstate_kv_dtype_bytes(-1) == 0 && mlstate_kv_dtype_bytes(INT32_MAX) == 0);
 }
 
-TEST(expand_copies_tokens_and_pads)
-{
-    CHECK(expand(valid()) == MLSTATE_KV_OK);
-    CHECK(memcmp(target[1][0][2], source[1][0][2], sizeof source[1][0][2]) == 0);
-    CHECK(target[1][0][3][0] > 6.5F && target[1][0][5][DIM - 1] < 7.5F);
-}
-
 TEST(strides_count_elements_and_may_be_negative)
 {
     const int64_t backwards[] = {LENGTH * DIM, LENGTH * DIM, DIM, -1};
@@ -116,18 +109,6 @@ TEST(strides_count_elements_and_may_be_negative)
     for (size_t i = 0; i < DIM; i++) {
         CHECK(memcmp(&target[1][0][2][i], &source[1][0][2][DIM - 1 - i], 4) == 0);
     }
-}
-
-TEST(gaps_of_a_strided_target_keep_their_bytes)
-{
-    const int64_t one_layer[] = {1, 1, LENGTH, DIM / 2}, strides[] = {0, 0, DIM, 2};
-    arguments a = valid();
-    a.shape = one_layer;
-    a.target_strides = strides;
-    CHECK(expand(a) == MLSTATE_KV_OK);
-    CHECK(memcmp(&target[0][0][0][2], &source[0][0][0][1], 4) == 0);
-    CHECK(memcmp(&target[0][0][0][1], &before[0][0][0][1], 4) == 0);
-    CHECK(memcmp(target[1], before[1], sizeof target[1]) == 0);
 }
 
 TEST(null_pointers_are_refused)
@@ -397,42 +378,6 @@ TEST(moves_that_quantize_are_checked)
     CHECK_MOVE_REFUSED(position = LENGTH + 1, MLSTATE_KV_ERROR_CAPACITY);
     CHECK_MOVE_REFUSED(position = -1, MLSTATE_KV_ERROR_CAPACITY);
     CHECK_MOVE_REFUSED(scales = odd, MLSTATE_KV_ERROR_OVERLAP);
-}
-
-/* Tokens get the codes of the same values without a move; other positions become 0. */
-TEST(a_move_quantizes_its_tokens)
-{
-    uint32_t expected[LAYERS][LENGTH][3];
-    float scale[LAYERS][LENGTH], bias[LAYERS][LENGTH];
-    for (size_t i = 0; i < sizeof odd / sizeof(float); i++) {
-        ((float *)odd)[i] = (float)(i * 37 % 101) - 40;
-    }
-    CHECK(mlstate_kv_quantize(odd, MLSTATE_KV_FLOAT32, NULL, odd_shape, 3, 3, ODD_DIM,
-                              &expected[0][0][0], scale, bias) == MLSTATE_KV_OK);
-    memset(odd_codes, 0x55, sizeof odd_codes);
-    memset(odd_scales, 0x55, sizeof odd_scales);
-    memset(odd_biases, 0x55, sizeof odd_biases);
-    CHECK(quantize_move(valid_move()) == MLSTATE_KV_OK);
-    static const uint32_t none[LONGER * 3] = {0};
-    for (size_t layer = 0; layer < LAYERS; layer++) {
-        const size_t rest = LONGER - 3;
-        CHECK(memcmp(odd_codes[layer], expected[layer], sizeof(uint32_t[3][3])) == 0);
-        CHECK(memcmp(odd_scales[layer], scale[layer], sizeof(float[3])) == 0);
-        CHECK(memcmp(odd_biases[layer], bias[layer], sizeof(float[3])) == 0);
-        CHECK(memcmp(odd_codes[layer][3], none, rest * 12) == 0);
-        CHECK(memcmp(&odd_scales[layer][3], none, rest * 4) == 0);
-        CHECK(memcmp(&odd_biases[layer][3], none, rest * 4) == 0);
-    }
-    CHECK(mlstate_kv_dequantize(odd, MLSTATE_KV_FLOAT32, NULL, odd_shape, 3, 3, ODD_DIM,
-                                &expected[0][0][0], scale, bias) == MLSTATE_KV_OK);
-    memset(odd_target, 0x55, sizeof odd_target);
-    CHECK(mlstate_kv_dequantize_move(odd_target, MLSTATE_KV_FLOAT32, NULL, odd_shape, 3,
-                                     1, LONGER, 2, 3, ODD_DIM, &expected[0][0][0], scale,
-                                     bias) == MLSTATE_KV_OK);
-    for (size_t layer = 0; layer < LAYERS; layer++) {
-        CHECK(memcmp(odd_target[layer], odd[layer], sizeof odd[0][0] * 2) == 0);
-        CHECK(memcmp(odd_target[layer][2], none, sizeof none) == 0);
-    }
 }
 
 /* mlstate_kv_dequantize_move refuses the same, and values that repeat an element. */

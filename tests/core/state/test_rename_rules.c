@@ -41,90 +41,6 @@ static bool one_rule(mls_str name, mls_str old, mls_str new, bool anywhere, mls_
 #define RENAMES(name, old, new, anywhere, want)                                          \
     CHECK(one_rule(TEXT(name), TEXT(old), TEXT(new), anywhere, TEXT(want)))
 
-TEST(a_prefix_is_replaced_at_the_start_only)
-{
-    RENAMES("module.a.b", "module.", "", false, "a.b");
-    RENAMES("a.module.b", "module.", "", false, "a.module.b");
-    RENAMES("module.module.b", "module.", "", false, "module.b");
-    RENAMES("a", "", "model.", false, "model.a");
-    RENAMES("enc.w", "enc.", "encoder.", false, "encoder.w");
-    RENAMES("enc", "enc.", "x", false, "enc");
-    RENAMES("enc.", "enc.", "", false, "");
-    RENAMES("", "", "a", false, "a");
-    RENAMES("", "a", "b", true, "");
-}
-
-TEST(anywhere_means_wherever_a_segment_starts)
-{
-    RENAMES("_orig_mod.a._orig_mod.b", "_orig_mod.", "", true, "a.b");
-    RENAMES("a._orig_mod._orig_mod.b", "_orig_mod.", "", true, "a.b");
-    RENAMES("x_orig_mod.b", "_orig_mod.", "", true, "x_orig_mod.b");
-    RENAMES("a.x_orig_mod._orig_mod.b", "_orig_mod.", "", true, "a.x_orig_mod.b");
-    RENAMES("a._orig_mod", "_orig_mod.", "", true, "a._orig_mod");
-    RENAMES("a._orig_mod.", "_orig_mod.", "", true, "a.");
-    /* an old text without a dot at its end: the next start is after the next dot */
-    RENAMES("a.aaa.a", "a", "xyz", true, "xyz.aaa.xyz");
-    RENAMES("aa.a", "a", ".", true, "aa..");
-    RENAMES("a.b.a.b.a", "a.b", "c", true, "c.c.a");
-    RENAMES("a.b.a", "a", "c", true, "c.b.c");
-    RENAMES(".a", ".", "x", true, "xa");
-    RENAMES("a.b", "", "x.", true, "x.a.b");
-}
-
-TEST(a_prefix_ends_where_a_segment_ends)
-{
-    RENAMES("layers.1.w", "layers.1", "layers.0", false, "layers.0.w");
-    RENAMES("layers.1", "layers.1", "layers.0", false, "layers.0");
-    RENAMES("layers.10.w", "layers.1", "layers.0", false, "layers.10.w");
-    RENAMES("fc2.w", "fc", "head", false, "fc2.w");
-    RENAMES("fc2.fc.w", "fc", "head", true, "fc2.head.w");
-}
-
-TEST(an_empty_new_prefix_takes_its_dot_along)
-{
-    RENAMES("module.a.b", "module", "", false, "a.b");
-    RENAMES("module", "module", "", false, "");
-    RENAMES("module.a", "module.a", "", false, "");
-    RENAMES("modules.a", "module", "", false, "modules.a");
-    RENAMES("_orig_mod.a._orig_mod.b", "_orig_mod", "", true, "a.b");
-    RENAMES("a._orig_mod._orig_mod.b", "_orig_mod", "", true, "a.b");
-    RENAMES("a._orig_mod", "_orig_mod", "", true, "a.");
-}
-
-TEST(empty_parts_are_detected)
-{
-    CHECK(!mls_name_has_empty_part(TEXT("a")) && !mls_name_has_empty_part(TEXT("a.b")));
-    CHECK(mls_name_has_empty_part(TEXT(".a")) && mls_name_has_empty_part(TEXT("a.")));
-    CHECK(mls_name_has_empty_part(TEXT("a..b")) && mls_name_has_empty_part(TEXT("")));
-    CHECK(mls_name_has_empty_part(TEXT(".")));
-}
-
-TEST(rules_that_match_are_marked)
-{
-    const mls_rename_rule rules[] = {rule(TEXT("a."), TEXT("b."), false),
-                                     rule(TEXT("b"), TEXT("c"), false),
-                                     rule(TEXT("a."), TEXT(""), false)};
-    bool used[3] = {false};
-    char out[8];
-    CHECK(mls_name_apply(TEXT("a.w"), rules, 3, out, sizeof out, used) == 3);
-    CHECK(used[0] && used[1] && !used[2]);
-    CHECK(mls_name_apply(TEXT("x"), rules, 3, out, sizeof out, used) == 1);
-    CHECK(used[0] && used[1] && !used[2]);
-}
-
-TEST(rules_apply_to_the_output_of_earlier_rules)
-{
-    const mls_rename_rule unwrap[] = {rule(TEXT("_orig_mod."), TEXT(""), true),
-                                      rule(TEXT("module."), TEXT("model."), false)};
-    CHECK(becomes(TEXT("_orig_mod.module.a._orig_mod.b"), unwrap, 2, TEXT("model.a.b")));
-    /* longer in between, short at the end */
-    const mls_rename_rule there_and_back[] = {rule(TEXT("a"), TEXT("a.a.a.a.a.a"), true),
-                                              rule(TEXT("a.a.a.a.a.a"), TEXT("b"), true),
-                                              rule(TEXT("b."), TEXT(""), true)};
-    CHECK(becomes(TEXT("a.a"), there_and_back, 3, TEXT("b")));
-    CHECK(becomes(TEXT("a.a"), there_and_back, 0, TEXT("a.a")));
-}
-
 TEST(any_bytes_can_be_renamed)
 {
     RENAMES("a\0b.%s", "a\0b.", "\"'.", false, "\"'.%s");
@@ -202,15 +118,4 @@ TEST(random_names_are_renamed_by_definition)
                          (mls_str){new, strlen(new)}, true,
                          (mls_str){want, want_length}));
     }
-}
-
-TEST(a_star_means_anywhere)
-{
-    mls_rename_rule r;
-    CHECK(mls_rename_rule_of(TEXT("*a."), TEXT("b"), &r) && r.anywhere);
-    CHECK(mls_str_is(r.old, "a.") && mls_str_is(r.new, "b"));
-    CHECK(mls_rename_rule_of(TEXT("a*"), TEXT(""), &r) && !r.anywhere);
-    CHECK(mls_str_is(r.old, "a*"));
-    CHECK(mls_rename_rule_of(TEXT(""), TEXT("model."), &r) && !r.anywhere);
-    CHECK(!mls_rename_rule_of(TEXT("*"), TEXT("b"), &r));
 }

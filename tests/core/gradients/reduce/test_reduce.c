@@ -536,44 +536,6 @@ TEST(unsupported_reductions_are_refused)
     CHECK(refused(MLS_F64, MLS_F64, MLS_REDUCE_SUM, 1e300) == MLS_OK);
 }
 
-TEST(arrays_that_cannot_be_reduced_are_refused)
-{
-    enum { COUNT = 4 };
-    static const size_t four[] = {COUNT}, three[] = {COUNT - 1};
-    static _Alignas(8) float elements[3 * COUNT];
-    mls_reduction r = {.op = MLS_REDUCE_SUM, .divisor = 1};
-    mls_tensor a, b, out;
-    const mls_tensor *const sources[] = {&a, &b};
-    size_t n = 0;
-    mls_status st;
-    CHECK(mls_tensor_init(&a, elements, MLS_F32, 1, four, &st) == MLS_OK);
-    CHECK(mls_tensor_init(&b, elements + COUNT, MLS_F32, 1, four, &st) == MLS_OK);
-    out = b; /* the output may be a source */
-    CHECK(mls_reduce_check_arrays(sources, 2, &out, &r, &n, &st) == MLS_OK);
-    CHECK(n == COUNT && r.dtype == MLS_F32 && r.out_dtype == MLS_F32);
-    out.data += sizeof *elements;
-    CHECK(mls_reduce_check_arrays(sources, 2, &out, &r, &n, &st) == MLS_E_OVERLAP);
-    CHECK(strcmp(st.text, "out and sources[1] share memory") == 0);
-    out.data = (unsigned char *)(elements + 2 * COUNT);
-    out.dtype = MLS_I32;
-    CHECK(mls_reduce_check_arrays(sources, 2, &out, &r, &n, &st) == MLS_E_DTYPE);
-    out.dtype = MLS_F32;
-    out.data++;
-    CHECK(mls_reduce_check_arrays(sources, 2, &out, &r, &n, &st) == MLS_E_SHAPE);
-    out.data--;
-    CHECK(mls_reduce_check_arrays(sources, 2, &out, &r, &n, &st) == MLS_OK);
-    b.swapped = true;
-    CHECK(mls_reduce_check_arrays(sources, 2, &out, &r, &n, &st) == MLS_E_SHAPE);
-    CHECK(strncmp(st.text, "sources[1] must be C-contiguous", 31) == 0);
-    b.swapped = false;
-    b.dtype = MLS_I32;
-    CHECK(mls_reduce_check_arrays(sources, 2, &out, &r, &n, &st) == MLS_E_DTYPE);
-    CHECK(strcmp(st.text, "sources[1] is int32, sources[0] is float32") == 0);
-    CHECK(mls_tensor_init(&b, elements, MLS_F32, 1, three, &st) == MLS_OK);
-    CHECK(mls_reduce_check_arrays(sources, 2, &out, &r, &n, &st) == MLS_E_SHAPE);
-    CHECK(strcmp(st.text, "sources[1] has 3 elements, sources[0] has 4") == 0);
-}
-
 /* Whether adding is refused with this code, and dst and partial are unchanged. */
 static bool stays(const mls_tensor *dst, const mls_tensor *src, double scale,
                   mls_code code)
