@@ -334,10 +334,11 @@ static long write_half(const struct iovec *parts, int count, int fd, off64_t off
     return (long)done;
 }
 
-static ssize_t shim_pwritev(int fd, const struct iovec *parts, int count, off64_t offset,
-                            int flags)
+/* A negative offset: at the file position, which moves. */
+static ssize_t shim_writev(mls_call call, int fd, const struct iovec *parts, int count,
+                           off64_t offset, int flags)
 {
-    const mls_step step = mls_enter(MLS_pwrite, mls_is_watched(fd));
+    const mls_step step = mls_enter(call, mls_is_watched(fd));
     long result = -1;
     if (!mls_refused(&step)) {
         const off64_t from = offset < 0 ? position(fd, &step) : offset;
@@ -354,38 +355,22 @@ static ssize_t shim_pwritev(int fd, const struct iovec *parts, int count, off64_
 
 EXPORT ssize_t pwritev64(int fd, const struct iovec *parts, int count, off64_t offset)
 {
-    return shim_pwritev(fd, parts, count, offset, 0);
+    return shim_writev(MLS_pwrite, fd, parts, count, offset, 0);
 }
 
-EXPORT ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t offset)
-{
-    return shim_pwritev(fd, parts, count, offset, 0);
-}
+SAME(pwritev, pwritev64);
 
 EXPORT ssize_t pwritev64v2(int fd, const struct iovec *parts, int count, off64_t offset,
                            int flags)
 {
-    return shim_pwritev(fd, parts, count, offset, flags);
+    return shim_writev(MLS_pwrite, fd, parts, count, offset, flags);
 }
 
-EXPORT ssize_t pwritev2(int fd, const struct iovec *parts, int count, off_t offset,
-                        int flags)
-{
-    return shim_pwritev(fd, parts, count, offset, flags);
-}
+SAME(pwritev2, pwritev64v2);
 
 EXPORT ssize_t writev(int fd, const struct iovec *parts, int count)
 {
-    const mls_step step = mls_enter(MLS_write, mls_is_watched(fd));
-    long result = -1;
-    if (!mls_refused(&step)) {
-        const off64_t from = position(fd, &step);
-        result = step.how == MLS_SHORT || step.how == MLS_KILL_HALF
-                     ? write_half(parts, count, fd, -1)
-                     : syscall(SYS_writev, fd, parts, count);
-        record_parts(&step, fd, parts, count, result, from);
-    }
-    return mls_leave(&step, result);
+    return shim_writev(MLS_write, fd, parts, count, -1, 0);
 }
 
 /* Copies within the kernel; they move the file position if no offset is given. */
@@ -795,19 +780,6 @@ EXPORT DIR *fdopendir(int fd)
     return folder;
 }
 
-EXPORT struct dirent *readdir(DIR *folder)
-{
-    struct dirent *(*next)(DIR *);
-    const mls_step step = mls_enter(MLS_list, mls_is_watched(dirfd(folder)));
-    struct dirent *entry = NULL;
-    if (!mls_refused(&step)) {
-        NEXT(next, "readdir");
-        entry = next(folder);
-    }
-    (void)mls_leave(&step, 0);
-    return entry;
-}
-
 EXPORT struct dirent64 *readdir64(DIR *folder)
 {
     struct dirent64 *(*next)(DIR *);
@@ -819,4 +791,9 @@ EXPORT struct dirent64 *readdir64(DIR *folder)
     }
     (void)mls_leave(&step, 0);
     return entry;
+}
+
+EXPORT struct dirent *readdir(DIR *folder)
+{
+    return (struct dirent *)readdir64(folder);
 }

@@ -4,8 +4,8 @@
 
 After each fault, followers that had several versions before it, a new follower, and the folder of
 ``mlstate follow`` have the bits of one version, the newest. Then a new publisher continues, and all
-of them follow it. Prints one JSON line: the number of states, and complaints. KIND is one of the
-functions of KINDS. DEFECT is one of DEFECTS: code that is wrong on purpose.
+of them follow it. See `seeded_faults.run_program` for the arguments; KIND is a key of KINDS. DEFECT
+is one of DEFECTS: code that is wrong on purpose.
 """
 
 import contextlib
@@ -15,32 +15,39 @@ import io
 import json
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import replay
-from fault_harness import LOST_ERROR
+from fault_harness import ERRORS, KILLED, LOST_ERROR
 from follow_versions import (
     EMPTY,
-    SHIM,
     Copy,
     Folder,
     Versions,
-    arm,
     count_lines,
     follow_once,
     interrupt_at,
     number_of_folder,
     read_tree,
-    run_child,
-    wait_for,
 )
 from json_checksums import text_with_checksum
+from seeded_faults import (
+    SHIM,
+    choose_fault,
+    choose_kill,
+    judge_end,
+    put_state,
+    run_child,
+    run_program,
+    start_child,
+    states_without_power,
+    wait_for,
+)
 
 import mlstate
 from mlstate._common import arrays
@@ -51,38 +58,6 @@ from mlstate.follow import Publisher, _follower
 from mlstate.follow._version import KEY, lineage_of
 from mlstate.threads import set_num_threads
 
-# (call, errors) that a publisher or a follower is disturbed by.
-ERRORS = {
-    "open": ["EIO", "EMFILE", "EACCES"],
-    "open_folder": ["EIO", "EMFILE"],
-    "create": ["ENOSPC", "EIO", "EMFILE", "EROFS"],
-    "close": ["EIO", "ENOSPC"],
-    "close_read": ["EIO"],
-    "read": ["EIO", "EINTR", "short"],
-    "pread": ["EIO", "EINTR", "short"],
-    "write": ["ENOSPC", "EIO", "short"],
-    "pwrite": ["ENOSPC", "EIO", "EDQUOT", "EINTR", "short", "after-EIO"],
-    "copy": ["ENOSPC", "EIO", "short"],
-    "truncate": ["EIO", "ENOSPC"],
-    "allocate": ["ENOSPC", "EIO"],
-    "fsync": ["EIO", "ENOSPC", "EINTR"],
-    "fsync_folder": ["EIO", "ENOSPC"],
-    "fdatasync": ["EIO", "ENOSPC", "EINTR"],
-    "syncfs": ["EIO", "ENOSPC"],
-    "sync_file_range": ["EIO"],
-    "rename": ["EIO", "ENOSPC", "after-EIO"],
-    "unlink": ["EIO", "EACCES"],
-    "mkdir": ["ENOSPC", "EIO"],
-    "rmdir": ["EIO"],
-    "link": ["ENOSPC", "EIO"],
-    "mode": ["EIO"],
-    "mmap": ["ENOMEM", "EACCES"],
-    "stat": ["EIO", "EACCES"],
-    "list": ["EIO", "ENOMEM"],
-    "flock": ["EIO", "ENOLCK", "EINTR"],
-    "unlock": ["EIO"],
-}
-KILLS = ["kill-before", "kill-after", "kill-half"]
 FAULTS = 12  # of a folder
 
 
@@ -194,21 +169,6 @@ def allowed_after(folder, reports):
     return {done} | {n for kind, n, *_ in reports if kind == "start" and n > done}
 
 
-def judge_end(fault, reports, status):
-    """Complaints about how a process under a fault ended."""
-    how = fault.rpartition(":")[2]
-    broken = [values for values in reports if values[0] == "broken"]
-    complaints = []
-    if status not in (0, -signal.SIGKILL) or (status and not how.startswith("kill")):
-        complaints.append(f"ended with {status}: {broken}")
-    number = getattr(errno, how.removeprefix("after-"), None)
-    for _, _, name, raised in (values for values in reports if values[0] == "raised"):
-        is_good = name == how or (name.startswith("Store") and raised == number)
-        if not is_good and (name, how) not in (("MemoryError", "ENOMEM"), ("FormatError", "short")):
-            complaints.append(f"raised {name} with errno {raised}")
-    return complaints
-
-
 def count_calls(folder, act):
     """Return how often `act` makes each call, and changes files, without a fault."""
     names = [*ERRORS, "change"]
@@ -223,27 +183,12 @@ def count_calls(folder, act):
     return reports[-1][1]
 
 
-def choose_faults(counts, chance, count):
-    """Faults that will happen: one call fails, or all from it on."""
-    calls = [name for name in ERRORS if counts[name]]
-    faults = []
-    for _ in range(count):
-        call = chance.choice(calls)
-        how = chance.choice(ERRORS[call])
-        onward = "+" if how != "EINTR" and chance.random() < 0.15 else ""  # else it never ends
-        faults.append(f"{call}:{chance.randint(1, counts[call])}{onward}:{how}")
-    return faults
-
-
-def judge_faults(folder, act, faults, seed):
-    """Publish under each fault, and judge; return the number of states and complaints."""
+def try_each(folder, faults, try_one):
+    """Call `try_one(number, fault)` for each; return the number of states, and complaints."""
     states, complaints = 0, []
     for number, fault in enumerate(faults):
-        reports, status, hits = run_child(act, fault, root=folder.root)
-        states += bool(hits) or status == -signal.SIGKILL
-        result = judge_end(fault, reports, status)
-        allowed = allowed_after(folder, reports)
-        result += judge_apart(lambda: judge(folder, allowed, seed * 100 + number))  # noqa: B023
+        is_state, result = try_one(number, fault)
+        states += is_state
         complaints += [f"{fault}: {text}" for text in result]
         folder.restore()
     return states, complaints
@@ -252,54 +197,39 @@ def judge_faults(folder, act, faults, seed):
 # ---- the kinds ----
 
 
-def fail_publisher(seed, root):
-    """One call of a publisher fails once, or from then on; it publishes further versions."""
+def disturb_publisher(seed, root, choose):
+    """A publisher under faults; it publishes further versions."""
     folder, chance = Folder(seed, root), random.Random(seed + 1)
     numbers = range(folder.before, folder.before + folder.more)
     act = lambda report: folder.publish(numbers, report)  # noqa: E731
-    faults = choose_faults(count_calls(folder, act), chance, FAULTS)
-    return judge_faults(folder, act, faults, seed)
+    counts = count_calls(folder, act)
 
+    def try_one(number, fault):
+        reports, status, hits = run_child(act, fault, root=root)
+        allowed = allowed_after(folder, reports)
+        result = judge_end(fault, reports, status)
+        result += judge_apart(lambda: judge(folder, allowed, seed * 100 + number))
+        return bool(hits) or status == KILLED, result
 
-def kill_publisher(seed, root):
-    """A publisher is killed at a change of a file."""
-    folder, chance = Folder(seed, root), random.Random(seed + 1)
-    numbers = range(folder.before, folder.before + folder.more)
-    act = lambda report: folder.publish(numbers, report)  # noqa: E731
-    changes = count_calls(folder, act)["change"]
-    faults = [f"change:{chance.randint(1, changes)}:{chance.choice(KILLS)}" for _ in range(FAULTS)]
-    return judge_faults(folder, act, faults, seed)
+    return try_each(folder, [choose(chance, counts) for _ in range(FAULTS)], try_one)
 
 
 def fail_power(seed, root):
     """The power fails at some points of a publication; each leaves several states of the disk."""
     folder, chance = Folder(seed, root, more=2), random.Random(seed + 1)
     numbers = range(folder.before, folder.before + folder.more)
-    disk, log = replay.Disk(root), root.parent / f"{root.name}-recorded"
-    run_child(lambda report: folder.publish(numbers, report), root=root, log=log)
-    entries = replay.parse(log.read_bytes())
-    log.unlink()
-    points = set(chance.sample(range(len(entries)), min(3, len(entries))))
-    complaints, states, reports, seen = [], 0, [], set()
-    for number, entry in enumerate(entries):
-        disk.apply(entry)
-        if entry.kind == "N":
-            reports.append(json.loads(entry.name))
-        if number not in points:
+    act = lambda report: folder.publish(numbers, report)  # noqa: E731
+    complaints, seen = [], set()
+    for label, reports, state in states_without_power(root, act, chance, points=3, samples=4):
+        allowed = allowed_after(folder, reports)
+        key = (replay.digest(state), *sorted(allowed))
+        if key in seen:
             continue
-        for state in replay.states(disk, chance, 4):
-            allowed = allowed_after(folder, reports)
-            key = (replay.digest(state), *sorted(allowed))
-            if key in seen:
-                continue
-            seen.add(key)
-            states += 1
-            shutil.rmtree(root)
-            root.mkdir()
-            replay.materialise(state, root)
-            result = judge_apart(lambda: judge(folder, allowed, seed + states))  # noqa: B023
-            complaints += [f"power, entry {number} {entry}: {text}" for text in result]
-    return states, complaints
+        seen.add(key)
+        put_state(state, root)
+        result = judge_apart(lambda: judge(folder, allowed, seed + len(seen)))  # noqa: B023
+        complaints += [f"{label}: {text}" for text in result]
+    return len(seen), complaints
 
 
 def disturb_followers(seed, root, choose, disturb, error=""):
@@ -338,7 +268,7 @@ def fail_follower(seed, root):
 
     def choose(folder, copy, chance):
         counts = count_calls(folder, lambda _: copy.advance())
-        return choose_faults(counts, chance, FAULTS) if any(counts.values()) else []
+        return [choose_fault(chance, counts) for _ in range(FAULTS)] if any(counts.values()) else []
 
     return disturb_followers(seed, root, choose, lambda copy, _: copy.advance()[0])
 
@@ -383,23 +313,24 @@ def interrupt_publisher(seed, root):
         act = lambda report, part=part: report(count_lines(part, publish, lambda *_: 0))  # noqa: E731
         counts.append(run_child(act)[0][0][0])
         folder.restore()
-    states, complaints = 0, []
-    for number in range(FAULTS):
+    faults = []
+    for _ in range(FAULTS):
         part = chance.randrange(len(PARTS))
-        line = chance.randint(1, counts[part])
+        faults.append(f"line {chance.randint(1, counts[part])} {PARTS[part]}")
 
-        def act(report, line=line, part=PARTS[part]):
-            interrupt_at(line, part, publish, report)
+    def try_one(number, fault):
+        _, line, part = fault.split()
+
+        def act(report):
+            interrupt_at(int(line), part, publish, report)
             folder.publish(range(first + 1, end), report, publisher)
 
         ended, status, _ = run_child(act)
-        result = judge_end("line", ended, status)
         allowed = allowed_after(folder, ended)
-        result += judge_apart(lambda: judge(folder, allowed, seed + number))  # noqa: B023
-        complaints += [f"line {line} {PARTS[part]}: {text}" for text in result]
-        folder.restore()
-        states += 1
-    return states, complaints
+        result = judge_end("line", ended, status)
+        return True, result + judge_apart(lambda: judge(folder, allowed, seed + number))
+
+    return try_each(folder, faults, try_one)
 
 
 def memory_of(array):
@@ -452,39 +383,24 @@ def disturb_command(seed, root, choose):
         status, text = follow_once(folder.path, target)
         report("done" if status == 0 else "failed", newest, text)
 
-    states, complaints = 0, []
-    for fault in choose(count_calls(folder, act), chance):
+    counts = count_calls(folder, act)
+
+    def try_one(_, fault):
         reports, status, _ = run_child(act, fault, root=root)
         is_done = any(values[0] == "done" for values in reports)
-        result = [] if status in (0, -signal.SIGKILL) else [f"ended with {status}: {reports}"]
+        result = [] if status in (0, KILLED) else [f"ended with {status}: {reports}"]
 
-        def check(is_done=is_done):
+        def check():
             problems = []
             has = attempt(problems, "folder", lambda: number_of_folder(target, versions))
             if has not in ({newest} if is_done else {number, newest}):
                 problems.append(f"the folder has {has}")
             return problems + judge_command(folder, {newest})
 
-        result += judge_apart(check)
-        complaints += [f"{fault}: {text}" for text in result]
-        states += 1
-        folder.restore()
-    return states, complaints
+        return True, result + judge_apart(check)
 
-
-def fail_command(seed, root):
-    """One call of the command fails."""
-    return disturb_command(seed, root, lambda counts, chance: choose_faults(counts, chance, FAULTS))
-
-
-def kill_command(seed, root):
-    """The command is killed at a change of a file."""
-
-    def choose(counts, chance):
-        numbers = [chance.randint(1, counts["change"]) for _ in range(FAULTS)]
-        return [f"change:{number}:{chance.choice(KILLS)}" for number in numbers]
-
-    return disturb_command(seed, root, choose)
+    faults = [choose(chance, counts) for _ in range(FAULTS)]
+    return try_each(folder, faults, try_one)
 
 
 def damage(seed, root):
@@ -492,17 +408,14 @@ def damage(seed, root):
     folder, chance = Folder(seed, root, most_before=8), random.Random(seed + 1)
     if folder.before < 2:
         return 0, []
-    states, complaints = 0, []
-    for turn in range(FAULTS):
-        label, allowed = damage_folder(folder, chance)
+
+    def try_one(turn, damaged):
+        label, allowed = damaged
         may_refuse = label.startswith(("exchange", "chain"))  # no checksum reveals it
-        result = judge_apart(
-            lambda: judge_damaged(folder, allowed, may_refuse, seed * 100 + turn)  # noqa: B023
-        )
-        complaints += [f"{label}: {text}" for text in result]
-        states += 1
-        folder.restore()
-    return states, complaints
+        judge_seed = seed * 100 + turn
+        return True, judge_apart(lambda: judge_damaged(folder, allowed, may_refuse, judge_seed))
+
+    return try_each(folder, (damage_folder(folder, chance) for _ in range(FAULTS)), try_one)
 
 
 def damage_folder(folder, chance):
@@ -641,8 +554,7 @@ def race(seed, root):
     for number, (child, pipe) in enumerate(children):
         if number == publishers:
             stop.touch()
-        text, status = wait_for(child, pipe)
-        reports[number] = [json.loads(line) for line in text.splitlines()]
+        reports[number], status = wait_for(child, pipe)
         if status != 0 and number not in killed:
             complaints.append(f"role {number} ended with {status}: {reports[number][-1:]}")
     for number in range(publishers, len(children)):
@@ -668,23 +580,6 @@ class Everything:
                 model["number"][1] = publisher * self.each + number
                 self.models.append(model)
                 self.steps.append(versions.steps[number])
-
-
-def start_child(role):
-    """Fork a process for a role; return its number and the pipe of its reports."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(write_end)
-        return child, read_end
-    status = 1
-    report = lambda *values: os.write(write_end, json.dumps(values).encode() + b"\n")  # noqa: E731
-    try:
-        role(report)
-        status = 0
-    except BaseException as error:
-        report("broken", repr(error))
-    os._exit(status)
 
 
 def publish_in_race(path, everything, publisher, numbers, report):
@@ -767,11 +662,17 @@ def judge_race(path, root, everything, allowed):
 
 
 KINDS = {
-    function.__name__: function
-    for function in (
-        fail_publisher, kill_publisher, interrupt_publisher, fail_power, fail_follower,
-        interrupt_follower, exhaust_memory, fail_command, kill_command, damage, race,
-    )
+    "fail_publisher": partial(disturb_publisher, choose=choose_fault),
+    "kill_publisher": partial(disturb_publisher, choose=choose_kill),
+    "fail_command": partial(disturb_command, choose=choose_fault),
+    "kill_command": partial(disturb_command, choose=choose_kill),
+    **{
+        function.__name__: function
+        for function in (
+            interrupt_publisher, fail_power, fail_follower, interrupt_follower, exhaust_memory,
+            damage, race,
+        )
+    },
 }  # fmt: skip
 
 
@@ -790,27 +691,9 @@ DEFECTS = {
 }
 
 
-def main():
-    kind, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if __name__ == "__main__":
     for name in sys.argv[4:]:
         setattr(*DEFECTS[name])
-    states, complaints, seed = 0, [], first
     warnings.simplefilter("ignore")
     set_num_threads(1)
-    with tempfile.TemporaryDirectory() as top:
-        arm(top)
-        while states < count:
-            root = Path(top) / f"case-{seed}"
-            root.mkdir()
-            done, result = KINDS[kind](seed, root)
-            states += done
-            complaints += [f"seed {seed}: {text}" for text in result]
-            shutil.rmtree(root)
-            seed += 1
-            if len(complaints) > 50:
-                break
-    print(json.dumps({"states": states, "complaints": complaints, "seeds": [first, seed]}))
-
-
-if __name__ == "__main__":
-    main()
+    run_program(KINDS, hint="lock")

@@ -1,15 +1,10 @@
 """Versions of a model, followers of them, and a publisher's folder, for follow_faults.py."""
 
 import contextlib
-import ctypes
 import io
-import json
-import os
 import random
 import shutil
-import signal
 import sys
-import time
 import warnings
 
 import ml_dtypes
@@ -21,10 +16,6 @@ from mlstate.cli import command_line
 from mlstate.errors import CheckpointWarning, MLStateError
 from mlstate.follow import Follower, Publisher
 
-SHIM = ctypes.CDLL(None)
-SHIM.mls_shim_count.restype = ctypes.c_long
-SHIM.mls_shim_hits.restype = ctypes.c_long
-SECONDS = 30  # until a process hangs
 HALF = Layout.axis(1, 2)
 EMPTY = -1  # number of the version of arrays that never followed
 
@@ -206,76 +197,6 @@ def number_of_folder(folder, versions):
     for name, array in model.items():
         assert state[name].tobytes() == array.tobytes(), f"a mixture: {name!r} of {number}"
     return number
-
-
-# ---- processes ----
-
-
-def run_child(act, fault="", *, root="", log="", hint="lock", seconds=SECONDS):
-    """Fork a process that calls `act(report)`, under a fault if `root` is given.
-
-    Returns what it reported, as lists; its exit status, negative for a signal, or "hang"; and how
-    often the fault happened.
-    """
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read_end)
-        status = 1
-
-        def report(*values):
-            if log:
-                SHIM.mls_shim_note(json.dumps(values).encode())
-            os.write(write_end, json.dumps(values).encode() + b"\n")
-
-        try:
-            if root:
-                arm(root, fault, log, hint)
-            act(report)
-            if root:
-                SHIM.mls_shim_disarm()
-                report("hits", SHIM.mls_shim_hits())
-            status = 0
-        except BaseException as error:
-            SHIM.mls_shim_disarm()
-            os.write(write_end, json.dumps(["broken", repr(error)]).encode() + b"\n")
-        os._exit(status)
-    os.close(write_end)
-    text, status = wait_for(child, read_end, seconds)
-    reports = [json.loads(line) for line in text.splitlines()]
-    hits = [values[1] for values in reports if values[0] == "hits"]
-    return [values for values in reports if values[0] != "hits"], status, sum(hits)
-
-
-def wait_for(child, pipe, seconds=SECONDS):
-    """Read what a child writes until it ends; return it and the status."""
-    deadline, pieces = time.monotonic() + seconds, []
-    os.set_blocking(pipe, False)
-    while True:
-        done, code = os.waitpid(child, os.WNOHANG)
-        with contextlib.suppress(BlockingIOError):
-            while piece := os.read(pipe, 1 << 16):
-                pieces.append(piece)
-        if done:
-            status = os.waitstatus_to_exitcode(code)
-            break
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            status = "hang"
-            break
-        time.sleep(0.0005)
-    os.close(pipe)
-    return b"".join(pieces), status
-
-
-def arm(root, fault="", log="", hint="lock"):
-    """Start the shim in this process, for all files below `root`."""
-    os.environ |= {
-        "MLS_FAULT_ROOT": str(root), "MLS_FAULT": fault, "MLS_FAULT_LOG": str(log),
-        "MLS_FAULT_HINT": hint, "MLS_FAULT_SYNC": "no",
-    }  # fmt: skip
-    SHIM.mls_shim_arm()
 
 
 # ---- interrupts ----

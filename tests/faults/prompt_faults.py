@@ -3,56 +3,45 @@
     LD_PRELOAD=shim.so python prompt_faults.py KIND FIRST COUNT
 
 A child makes random puts, marks, matches and evictions on a log, and reports each that returned.
-One call fails in it, or it is killed. Its parent then reads the folder as a new process would. It
-prints one JSON line: the number of states, and complaints. KIND is one of the functions of KINDS.
+One call fails in it, or it is killed. Its parent then reads the folder as a new process would. See
+`seeded_faults.run_program` for the arguments; KIND is a key of KINDS.
 """
 
-import ctypes
 import errno
-import json
 import os
 import random
-import shutil
 import signal
-import sys
-import tempfile
 import time
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import prompt_model
-import replay
+from fault_harness import KILLED
 from prompt_model import BLOCK, FINGERPRINT, match, put, wrong_records
+from seeded_faults import (
+    choose_fault,
+    choose_kill,
+    judge_end,
+    put_state,
+    run_child,
+    run_program,
+    start_child,
+    states_without_power,
+    wait_for,
+)
 
 from mlstate._core import PromptLog
 from mlstate.errors import FormatError, StoreError
 
-SHIM = ctypes.CDLL(None)
-SECONDS = 20  # until a child hangs
-
-# (call, errors) that a history is disturbed by.
-ERRORS = {
-    "open": ["EIO", "EMFILE", "EACCES"],
-    "open_folder": ["EIO", "EMFILE"],
-    "create": ["ENOSPC", "EIO", "EMFILE", "EROFS"],
-    "close": ["EIO"],
-    "close_read": ["EIO"],
-    "pread": ["EIO", "EINTR", "short"],
-    "write": ["ENOSPC", "EIO", "short"],
-    "pwrite": ["ENOSPC", "EIO", "EDQUOT", "EINTR", "short", "after-EIO"],
-    "truncate": ["EIO", "ENOSPC"],
-    "fsync": ["EIO", "ENOSPC", "EINTR"],
-    "fsync_folder": ["EIO", "ENOSPC"],
-    "fdatasync": ["EIO", "ENOSPC", "EINTR"],
-    "sync_file_range": ["EIO"],
-    "rename": ["EIO", "ENOSPC", "after-EIO"],
-    "unlink": ["EIO", "EACCES"],
-    "stat": ["EIO", "EACCES"],
-    "list": ["EIO", "ENOMEM"],
-    "flock": ["EIO", "ENOLCK", "EINTR"],
-    "unlock": ["EIO"],
-}
-KILLS = ["kill-before", "kill-after", "kill-half"]
+# The calls that a history makes, and the last of each that may fail.
+CALLS = dict.fromkeys(
+    (
+        "open", "open_folder", "create", "close", "close_read", "pread", "write", "pwrite",
+        "truncate", "fsync", "fsync_folder", "fdatasync", "sync_file_range", "rename", "unlink",
+        "stat", "list", "flock", "unlock",
+    ),
+    12,
+) | {"change": 40}  # fmt: skip
 
 
 class History:
@@ -73,18 +62,21 @@ class History:
         tokens = [9, *self._tokens()[: BLOCK - 2]] if name == "big" else self._tokens()
         return name, tokens, self.random.randint(0, len(tokens))
 
-    def carry_out(self, root, report):
-        """Do all steps; call `report` with the number of each that ended."""
-        log = PromptLog(f"{root}/log", True)
-        report(-1, None)
-        for number, step in enumerate(self.steps):
+    def carry_out(self, root, report=lambda *_: None):
+        """Open the log, do all steps, and report how each ended; the opening is step -1."""
+        log = None
+        for number, step in enumerate([("open", [], 0), *self.steps], -1):
             try:
                 log = self._do(log, root, *step)
-                report(number, None)
+                report("done", number)
             except (StoreError, OSError, MemoryError, FormatError) as error:
-                report(number, error)
+                report("raised", number, type(error).__name__, getattr(error, "errno", 0))
+            if log is None:
+                return
 
     def _do(self, log, root, name, tokens, end):
+        if name == "open":
+            return PromptLog(f"{root}/log", True)
         if name == "put":
             put(log, tokens, tails=[end], max_bytes=self.budget, timeout=5.0)
         elif name == "big":
@@ -182,128 +174,41 @@ def judge_next(log, root, damaged):
         return [] if damaged else [f"the next put fails: {error}"]
 
 
-# ---- processes ----
+# ---- the kinds ----
 
 
-def run_child(history, root, **settings):
-    """Carry out a history under a fault; return (ended steps, errors, exit status)."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read_end)
-        status = 1
-        try:
-            for name, value in settings.items():
-                os.environ[name] = value
-
-            def report(number, error):
-                text = None if error is None else [type(error).__name__, getattr(error, "errno", 0)]
-                if error is None:
-                    SHIM.mls_shim_note(f"{number}".encode())
-                os.write(write_end, json.dumps([number, text]).encode() + b"\n")
-
-            SHIM.mls_shim_arm()
-            try:
-                history.carry_out(root, report)
-            except (StoreError, OSError) as error:
-                report(-2, error)
-            SHIM.mls_shim_disarm()
-            status = 0
-        except BaseException as error:
-            os.write(write_end, json.dumps([-3, [repr(error), 0]]).encode() + b"\n")
-        os._exit(status)
-    os.close(write_end)
-    text, deadline = b"", time.monotonic() + SECONDS
-    os.set_blocking(read_end, False)
-    status = None
-    while status is None:
-        done, code = os.waitpid(child, os.WNOHANG)
-        if done:
-            status = os.waitstatus_to_exitcode(code)
-        elif time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            status = "hang"
-        else:
-            time.sleep(0.0005)
-    with os.fdopen(read_end, "rb") as pipe:
-        os.set_blocking(pipe.fileno(), True)
-        text = pipe.read()
-    reports = [json.loads(line) for line in text.splitlines()]
-    ended = {number for number, error in reports if error is None}
-    return ended, [report for report in reports if report[1]], status
+def steps_ended(reports):
+    """The numbers of the steps that returned."""
+    return {values[1] for values in reports if values[0] == "done"}
 
 
-def shim_settings(root, fault="", log=""):
-    return {
-        "MLS_FAULT_ROOT": str(root), "MLS_FAULT_SYNC": "no", "MLS_FAULT": fault,
-        "MLS_FAULT_HINT": "store", "MLS_FAULT_LOG": str(log),
-    }  # fmt: skip
-
-
-def judge_end(fault, errors, status):
-    """Complaints about how the child ended."""
-    how = fault.rpartition(":")[2]
-    complaints = []
-    if status not in (0, -signal.SIGKILL) or (status and not how.startswith("kill")):
-        complaints.append(f"ended with {status}: {errors}")
-    number = errno.EIO if how == "short" else getattr(errno, how.removeprefix("after-"), None)
-    expected = {number, errno.EBUSY}
-    for _, (name, raised) in errors:
-        good = name.startswith(("Store", "PermissionError")) and raised in expected
-        if not good and (name, how) not in (("MemoryError", "ENOMEM"), ("FormatError", "short")):
-            complaints.append(f"raised {name} with errno {raised}")
-    return complaints
-
-
-def fail_calls(seed, root):
-    """One call fails once, or from then on."""
+def random_history(seed):
+    """The history of a seed, which often has no budget, and a source of further choices."""
     chance = random.Random(seed + 1)
-    history = History(seed, budget=chance.random() < 0.3)
-    call = chance.choice(list(ERRORS))
-    how = chance.choice(ERRORS[call])
-    onward = "+" if how != "EINTR" and chance.random() < 0.2 else ""  # else it never ends
-    fault = f"{call}:{chance.randint(1, 12)}{onward}:{how}"
-    ended, errors, status = run_child(history, root, **shim_settings(root, fault))
-    complaints = judge_end(fault, errors, status) + judge(history, root, ended)
-    return 1, [f"{fault}: {text}" for text in complaints]
+    return History(seed, budget=chance.random() < 0.3), chance
 
 
-def kill(seed, root):
-    """The process is killed at a change of a file."""
-    chance = random.Random(seed + 1)
-    history = History(seed, budget=chance.random() < 0.3)
-    fault = f"change:{chance.randint(1, 40)}:{chance.choice(KILLS)}"
-    ended, errors, status = run_child(history, root, **shim_settings(root, fault))
-    complaints = judge_end(fault, errors, status) + judge(history, root, ended)
+def disturb(seed, root, choose):
+    """A history under one fault."""
+    history, chance = random_history(seed)
+    fault = choose(chance, CALLS)
+    reports, status, _ = run_child(partial(history.carry_out, root), fault, root=root)
+    others = {errno.EBUSY, errno.EIO} if fault.endswith("short") else {errno.EBUSY}
+    complaints = judge_end(fault, reports, status, others)
+    complaints += judge(history, root, steps_ended(reports))
     return 1, [f"{fault}: {text}" for text in complaints]
 
 
 def fail_power(seed, root):
     """The power fails at some points of a history; each leaves several states of the disk."""
-    chance = random.Random(seed + 1)
-    history = History(seed, budget=chance.random() < 0.3)
-    disk = replay.Disk(root)
-    log = root.parent / f"{root.name}-recorded"
-    run_child(history, root, **shim_settings(root, log=log))
-    entries = replay.parse(log.read_bytes())
-    log.unlink()
-    points = set(chance.sample(range(len(entries)), min(8, len(entries))))
-    complaints, states, ended = [], 0, set()
-    for number, entry in enumerate(entries):
-        disk.apply(entry)
-        if entry.kind == "N":
-            ended.add(int(entry.name))
-        if number not in points:
-            continue
-        for state in replay.states(disk, chance, 5):
-            states += 1
-            place = root.parent / f"{root.name}-state"
-            place.mkdir()
-            replay.materialise(state, place)
-            result = judge(history, place, ended, damaged=None)
-            complaints += [f"power, entry {number} {entry}: {text}" for text in result]
-            shutil.rmtree(place)
+    history, chance = random_history(seed)
+    complaints, states = [], 0
+    act = partial(history.carry_out, root)
+    for label, reports, state in states_without_power(root, act, chance, points=8, samples=5):
+        states += 1
+        put_state(state, root)
+        result = judge(history, root, steps_ended(reports), damaged=None)
+        complaints += [f"{label}: {text}" for text in result]
     return states, complaints
 
 
@@ -311,7 +216,7 @@ def flip(seed, root):
     """Bits or lengths of files change in a complete log."""
     chance = random.Random(seed + 1)
     history = History(seed)
-    history.carry_out(root, lambda *_: None)
+    history.carry_out(root)
     if chance.random() < 0.5:
         PromptLog(root / "log", False).prune(None, 5.0)  # writes the index
     complaints = []
@@ -341,20 +246,10 @@ def race(seed, root):
     chance = random.Random(seed + 1)
     histories = [History(seed * 7 + i, budget=i == 2) for i in range(3)]
     PromptLog(root / "log", True)
-    children = []
-    for history in histories:
-        child = os.fork()
-        if child == 0:
-            try:
-                history.carry_out(root, lambda *_: None)
-                os._exit(0)
-            except BaseException as error:
-                os.write(2, f"{error!r}\n".encode())
-                os._exit(1)
-        children.append(child)
+    children = [start_child(partial(history.carry_out, root)) for history in histories]
     if chance.random() < 0.3:
         time.sleep(chance.random() * 0.004)
-        os.kill(children[0], signal.SIGKILL)
+        os.kill(children[0][0], signal.SIGKILL)
     complaints = []
     reader = PromptLog(root / "log", False)
     prompts = [tokens for history in histories for tokens in prompts_of(history)]
@@ -363,9 +258,9 @@ def race(seed, root):
         bad, wrong = wrong_records(result, tokens)
         complaints += wrong + ([f"damaged: {bad}"] if bad else [])
     for child in children:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code not in (0, -signal.SIGKILL):
-            complaints.append(f"a process ended with {code}")
+        ended, status = wait_for(*child)
+        if status not in (0, KILLED):
+            complaints.append(f"a process ended with {status}: {ended[-1:]}")
     for tokens in prompts:
         bad, wrong = wrong_records(match(reader, tokens), tokens)
         complaints += wrong + ([f"damaged: {bad}"] if bad else [])
@@ -373,26 +268,13 @@ def race(seed, root):
     return 1, complaints + judge(history, root, set())
 
 
-KINDS = {function.__name__: function for function in (fail_calls, kill, fail_power, flip, race)}
-
-
-def main():
-    kind, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    states, complaints = 0, []
-    with tempfile.TemporaryDirectory() as folder:
-        seed = first
-        while states < count:
-            root = Path(folder) / f"case-{seed}"
-            root.mkdir()
-            done, result = KINDS[kind](seed, root)
-            states += done
-            complaints += [f"seed {seed}: {text}" for text in result]
-            shutil.rmtree(root)
-            seed += 1
-            if len(complaints) > 50:
-                break
-    print(json.dumps({"states": states, "complaints": complaints, "seeds": [first, seed]}))
-
+KINDS = {
+    "fail_calls": partial(disturb, choose=choose_fault),
+    "kill": partial(disturb, choose=choose_kill),
+    "fail_power": fail_power,
+    "flip": flip,
+    "race": race,
+}
 
 if __name__ == "__main__":
-    main()
+    run_program(KINDS, hint="store")

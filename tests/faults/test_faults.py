@@ -7,42 +7,9 @@ save works and leaves no unused files.
 import fault_harness
 import pytest
 import scenarios
+from fault_harness import ERRORS
 
 import mlstate
-
-# Errors to fail each call with. The ordinary test run tries the first.
-ERRORS = {
-    "open": ["EIO", "EMFILE", "EACCES", "EINTR"],
-    "open_folder": ["EIO", "EMFILE", "EACCES"],
-    "create": ["ENOSPC", "EIO", "EMFILE", "EROFS", "EINTR"],
-    "close": ["EIO", "ENOSPC", "EDQUOT", "EINTR"],
-    "close_read": ["EIO"],
-    "read": ["EIO", "EINTR", "short"],
-    "pread": ["EIO", "EINTR", "short"],
-    "write": ["ENOSPC", "EIO", "EINTR", "short"],
-    "pwrite": ["ENOSPC", "EIO", "EDQUOT", "EINTR", "short", "after-EIO"],
-    "copy": ["ENOSPC", "EIO", "EINTR", "short"],
-    "truncate": ["EIO", "ENOSPC", "EINTR"],
-    "allocate": ["ENOSPC", "EIO", "EINTR"],
-    "fsync": ["EIO", "ENOSPC", "EINTR"],
-    "fsync_folder": ["EIO", "ENOSPC", "EINTR"],
-    "fdatasync": ["EIO", "ENOSPC", "EINTR"],
-    "syncfs": ["EIO", "ENOSPC"],
-    "sync_file_range": ["EIO", "ENOSPC", "ENOSYS"],
-    "rename": ["EIO", "EACCES", "ENOSPC", "after-EIO"],
-    "unlink": ["EIO", "EACCES"],
-    "mkdir": ["ENOSPC", "EIO"],
-    "rmdir": ["EIO"],
-    "link": ["ENOSPC", "EIO"],
-    "symlink": ["ENOSPC", "EIO"],
-    "mode": ["EIO", "EROFS"],
-    "mmap": ["ENOMEM", "EACCES"],
-    "stat": ["EIO", "EACCES", "ENOMEM"],
-    "list": ["EIO", "ENOMEM"],
-    "flock": ["EIO", "ENOLCK", "EINTR"],
-    "unlock": ["EIO"],
-    "fcntl": ["EINVAL", "EIO", "EINTR"],
-}
 
 # The calls that the ordinary test run fails.
 USUAL = ["create", "close", "pwrite", "fsync", "fsync_folder", "syncfs", "rename", "unlink"]

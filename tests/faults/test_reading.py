@@ -2,7 +2,8 @@
 
 import fault_harness
 import pytest
-from test_faults import ERRORS, complain
+from fault_harness import ERRORS
+from test_faults import complain
 
 USUAL = ["open", "pread"]  # in the ordinary test run
 READING = ["open", "open_folder", "close_read", "read", "pread", "stat", "list"]

@@ -7,6 +7,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_model import flip
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Layout, Shard
@@ -65,12 +66,18 @@ def published(path, steps, model=None, **options):
     return publisher, models
 
 
-def damage(path, manifest, *, at=-1):
-    """Change one byte of the newest files that only this version has."""
+def follower_at(path, models, step=None, **options):
+    """A follower that has a step, by default the newest, and its arrays."""
+    into = zeros_like(models[0])
+    follower = Follower(path, into=into, **options)
+    follower.advance(step)
+    return follower, into
+
+
+def damage(path, manifest):
+    """Change the last byte of the newest files that only this version has."""
     for file in path.glob(f"*/*{manifest.generation}*.safetensors"):
-        data = bytearray(file.read_bytes())
-        data[at] ^= 1
-        file.write_bytes(data)
+        flip(file, -1)
 
 
 def checkpoint_of(path, step):
@@ -198,9 +205,7 @@ def test_a_follower_of_shards_has_a_part_of_some_tensors_and_others_whole(path):
 
 def test_readers_of_a_double_buffer_keep_their_version(path):
     publisher, models = published(path, 1)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into, double_buffer=True)
-    follower.advance()
+    follower, into = follower_at(path, models, double_buffer=True)
     before = follower.state
     model = copy(models[0])
     train(model, 5)
@@ -256,9 +261,7 @@ def test_the_former_copies_are_dropped_before_an_anchor_makes_new_ones(path):
 
 def test_a_trainer_that_fell_back_starts_a_lineage_that_followers_notice(path):
     publisher, models = published(path, 4)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance()
+    follower, into = follower_at(path, models)
     assert publisher.publish(2, models[2]) == "anchor"
     assert follower.poll() == 2
     with pytest.warns(CheckpointWarning, match="new lineage at step 2"):
@@ -300,9 +303,7 @@ def test_a_folder_of_other_checkpoints_is_refused(path):
 
 def test_other_tensors_become_an_anchor_and_stop_followers_of_the_old_ones(path):
     publisher, models = published(path, 2)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance()
+    follower, into = follower_at(path, models)
     other = {**models[1], "more": np.ones(3)}
     assert publisher.publish(7, other) == "anchor"
     with pytest.raises(CompatibilityError, match="lacks tensor 'more'"):
@@ -333,9 +334,7 @@ def test_arrays_that_do_not_fit_are_refused(path, change, text):
 def test_a_damaged_delta_keeps_the_version_until_the_next_anchor(path):
     model = model_of()
     publisher, models = published(path, 3, model, anchor_every=5)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance(1)
+    follower, into = follower_at(path, models, 1)
     damage(path, checkpoint_of(path, 2))
     for _ in range(2):
         with pytest.raises(ChecksumError):
@@ -353,9 +352,7 @@ def test_a_damaged_delta_keeps_the_version_until_the_next_anchor(path):
 
 def test_changed_arrays_are_noticed_and_loaded_from_an_anchor(path):
     _, models = published(path, 3)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance(1)
+    follower, into = follower_at(path, models, 1)
     into["layers.1"][3, 3] += 1
     with pytest.raises(ChecksumError, match=r"'layers\.1' has CRC32C"):
         follower.verify()
@@ -367,9 +364,7 @@ def test_changed_arrays_are_noticed_and_loaded_from_an_anchor(path):
 def test_a_follower_warns_if_its_next_versions_were_deleted(path):
     model = model_of()
     publisher, models = published(path, 2, model, anchor_every=2, keep=2)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance()
+    follower, into = follower_at(path, models)
     for step in range(2, 7):
         publisher.publish(step, model)
     with pytest.warns(CheckpointWarning, match="follow step 1 are not kept"):
@@ -381,9 +376,7 @@ def test_a_follower_warns_if_its_next_versions_were_deleted(path):
 @pytest.mark.parametrize("count", range(5))
 def test_an_exception_between_two_tensors_restores_the_old_version(path, monkeypatch, error, count):
     _, models = published(path, 3)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance(1)
+    follower, into = follower_at(path, models, 1)
     calls = []
 
     def fail(*arguments, **keywords):
@@ -408,9 +401,7 @@ def test_an_exception_between_two_tensors_restores_the_old_version(path, monkeyp
 def test_an_interrupted_publication_starts_a_new_lineage(path, monkeypatch):
     model = model_of()
     publisher, models = published(path, 2, model)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance()
+    follower, into = follower_at(path, models)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
             "mlstate.follow._publisher.write_delta",
@@ -477,9 +468,7 @@ def test_roots_with_wrong_metadata_raise_one_error(path, facts):
 )
 def test_wrong_facts_of_a_delta_raise_and_keep_the_version(path, monkeypatch, change):
     publisher, models = published(path, 1)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance()
+    follower, into = follower_at(path, models)
 
     def wrong(changes, rank):
         value = encode_changes(changes, rank)
@@ -500,10 +489,9 @@ def test_wrong_facts_of_a_delta_raise_and_keep_the_version(path, monkeypatch, ch
 def test_damage_of_any_file_leaves_the_old_version_or_the_right_new_one(path, seed):
     random = np.random.default_rng(seed)
     _, models = published(path, 7, anchor_every=3)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into, check=("all", "sample", "none")[seed % 3])
     start = int(random.integers(3, 7))
-    follower.advance(start)
+    check = ("all", "sample", "none")[seed % 3]
+    follower, into = follower_at(path, models, start, check=check)
     files = sorted(file for file in path.rglob("*") if file.is_file())
     for file in random.choice(files, 1 + seed % 4, replace=False):
         data = bytearray(file.read_bytes())
@@ -534,9 +522,7 @@ def test_a_replayed_delta_leaves_the_arrays_unchanged(path):
     model = copy(models[1])
     train(model, 4)
     publisher.publish(2, model)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance()
+    follower, into = follower_at(path, models)
     newest = old.read_bytes()
     old.write_bytes(data)
     with pytest.warns(CheckpointWarning, match="are not kept"):
@@ -549,9 +535,7 @@ def test_a_replayed_delta_leaves_the_arrays_unchanged(path):
 
 def test_warnings_that_are_errors_leave_a_version(path):
     publisher, models = published(path, 2)
-    into = zeros_like(models[0])
-    follower = Follower(path, into=into)
-    follower.advance()
+    follower, into = follower_at(path, models)
     publisher.publish(0, models[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,11 +1,11 @@
 """What a follower changes, and which arrays it and a publisher refuse by name."""
 
 import shutil
-import tracemalloc
 import warnings
 
 import numpy as np
 import pytest
+from traced_memory import traced
 
 from mlstate.errors import CheckpointWarning, CompatibilityError, FormatError, StoreError
 from mlstate.follow import Follower, Publisher, _publisher
@@ -20,12 +20,18 @@ def zeros():
     return {"a": np.zeros(900), "b": np.zeros(3)}
 
 
-@pytest.mark.parametrize("check", ["all", "none"])
-def test_a_replaced_array_gets_the_version_again(tmp_path, check):
-    publisher, into = Publisher(tmp_path / "w"), zeros()
-    follower = Follower(tmp_path / "w", into=into, check=check)
+def followed(path, **options):
+    """A publisher, a follower of its step 0, and the follower's arrays."""
+    publisher, into = Publisher(path), zeros()
+    follower = Follower(path, into=into, **options)
     publisher.publish(0, model_of(0))
     follower.advance()
+    return publisher, follower, into
+
+
+@pytest.mark.parametrize("check", ["all", "none"])
+def test_a_replaced_array_gets_the_version_again(tmp_path, check):
+    publisher, follower, into = followed(tmp_path / "w", check=check)
     into["a"] = into["a"].copy()  # moved: the same elements in other memory
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -46,10 +52,7 @@ def test_a_replaced_array_gets_the_version_again(tmp_path, check):
 
 
 def test_a_warning_that_is_an_error_leaves_the_old_version(tmp_path):
-    publisher, into = Publisher(tmp_path / "w"), zeros()
-    follower = Follower(tmp_path / "w", into=into)
-    publisher.publish(0, model_of(0))
-    follower.advance()
+    publisher, follower, into = followed(tmp_path / "w")
     into["a"][7] = 7.5
     publisher.publish(1, model_of(1))
     before = into["a"].copy()
@@ -119,13 +122,9 @@ def test_a_missing_temporary_folder_is_named(tmp_path, monkeypatch):
 def test_an_anchor_of_one_tensor_is_dropped_before_its_undo_log_exists(tmp_path):
     Publisher(tmp_path / "w").publish(0, {"w": np.ones(1 << 20, np.float32)})
     follower = Follower(tmp_path / "w", into={"w": np.zeros(1 << 20, np.float32)})
-    tracemalloc.start()
-    try:
+    with traced() as trace:
         follower.advance()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 1.3 * (4 << 20)  # the model, then the overwritten elements
+    assert trace.peak < 1.3 * (4 << 20)  # the model, then the overwritten elements
 
 
 @pytest.mark.parametrize(

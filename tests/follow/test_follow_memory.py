@@ -17,6 +17,15 @@ def path(tmp_path):
     return tmp_path / "weights"
 
 
+def followed(path, model, into, **options):
+    """A publisher of the model, and a follower that has it in the arrays `into`."""
+    publisher = Publisher(path)
+    publisher.publish(0, model)
+    follower = Follower(path, into=into, **options)
+    follower.advance()
+    return publisher, follower
+
+
 SHARED = {
     "tied": (lambda room: {"a": room[:8], "b": room[:8]}),
     "overlapping": (lambda room: {"a": room[:8], "b": room[4:12]}),
@@ -41,10 +50,8 @@ def test_arrays_that_share_memory_cannot_hold_different_tensors(path, share, che
 
 def test_a_step_that_unties_tensors_keeps_the_old_version_of_tied_ones(path):
     model = {"a": np.zeros(100), "b": np.zeros(100)}
-    publisher, tied = Publisher(path), np.ones(100)
-    publisher.publish(0, model)
-    follower = Follower(path, into={"a": tied, "b": tied}, check="none")
-    follower.advance()
+    tied = np.ones(100)
+    publisher, follower = followed(path, model, {"a": tied, "b": tied}, check="none")
     model["a"][3] = model["b"][3] = 5
     publisher.publish(1, model)
     assert follower.advance() == 1
@@ -61,13 +68,12 @@ def test_a_step_that_unties_tensors_keeps_the_old_version_of_tied_ones(path):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_tied_tensors_follow_by_deltas(path, cut, steps):
     weight = np.arange(200.0)
-    publisher, tied = Publisher(path), np.zeros(100 if cut else 200)
-    publisher.publish(0, {"a": weight, "b": weight})
-    follower = Follower(path, into={"a": tied, "b": tied}, **cut)
-    follower.advance()
+    tied = np.zeros(100 if cut else 200)
+    model = {"a": weight, "b": weight}
+    publisher, follower = followed(path, model, {"a": tied, "b": tied}, **cut)
     for step in range(1, 1 + steps):
         weight[[3, 150, 160 + step]] = -step
-        publisher.publish(step, {"a": weight, "b": weight})
+        publisher.publish(step, model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert follower.advance() == steps
@@ -84,10 +90,7 @@ def test_interleaved_columns_of_an_array_are_separate_tensors(path):
 
 def test_a_dict_with_a_new_array_follows_with_it(path):
     model, into = {"w": np.zeros(30)}, {"w": np.ones(30)}
-    publisher = Publisher(path)
-    publisher.publish(0, model)
-    follower = Follower(path, into=into)
-    follower.advance()
+    publisher, follower = followed(path, model, into)
     into["w"] = into["w"].copy()
     model["w"][3] = 1
     publisher.publish(1, model)
@@ -112,10 +115,8 @@ def test_byte_swapped_arrays_are_refused_before_they_are_published(path):
 @pytest.mark.parametrize("double_buffer", [False, True])
 def test_reading_the_version_in_another_thread_does_not_disturb(path, monkeypatch, double_buffer):
     model = {f"w{number}": np.zeros(50) for number in range(4)}
-    publisher, into = Publisher(path), {name: np.ones(50) for name in model}
-    publisher.publish(0, model)
-    follower = Follower(path, into=into, double_buffer=double_buffer)
-    follower.advance()
+    into = {name: np.ones(50) for name in model}
+    publisher, follower = followed(path, model, into, double_buffer=double_buffer)
     for array in model.values():
         array[3] = 5
     publisher.publish(1, model)
@@ -140,10 +141,8 @@ def test_reading_the_version_in_another_thread_does_not_disturb(path, monkeypatc
 
 def test_interrupts_during_the_restoration_leave_the_old_version(path, monkeypatch):
     model = {name: np.zeros(50) for name in "abc"}
-    publisher, into = Publisher(path), {name: np.ones(50) for name in "abc"}
-    publisher.publish(0, model)
-    follower = Follower(path, into=into)
-    follower.advance()
+    into = {name: np.ones(50) for name in "abc"}
+    publisher, follower = followed(path, model, into)
     for array in model.values():
         array[3] = 5
     publisher.publish(1, model)
@@ -171,11 +170,9 @@ def test_interrupts_during_the_restoration_leave_the_old_version(path, monkeypat
 @pytest.mark.parametrize("double_buffer", [False, True])
 def test_samples_notice_changes_of_parts_that_were_not_published(path, double_buffer):
     model = {f"w{number}": np.zeros(80) for number in range(8)}
-    publisher = Publisher(path)
-    publisher.publish(0, model)
     into = {name: np.ones(40) for name in model}
-    follower = Follower(path, into=into, **ROWS, check="sample", double_buffer=double_buffer)
-    follower.advance()
+    options = {**ROWS, "check": "sample", "double_buffer": double_buffer}
+    publisher, follower = followed(path, model, into, **options)
     for array in follower.state.values():
         array[7] = -5
     publisher.publish(1, model)

@@ -6,11 +6,12 @@ import shutil
 
 import numpy as np
 import pytest
+from checkpoint_model import flipped
+from json_checksums import START, renew_checksum, text_with_checksum
 from tries import FEW
 from weight_folder import write_folder
 
 import mlstate
-from mlstate import _core
 from mlstate._common.file_checksums import NAME
 from mlstate.checkpoint import checksum, load_metadata
 from mlstate.errors import FormatError, MLStateError
@@ -30,13 +31,6 @@ def folder(tmp_path):
     (folder / "config.json").write_text("{}")
     checksum(folder)
     return folder
-
-
-def rewrite(folder, document):
-    """Write a document with its own correct checksum."""
-    document = {key: value for key, value in document.items() if key != "checksum"}
-    text = b'{"checksum":"00000000",' + json.dumps(document).encode()[1:]
-    (folder / NAME).write_bytes(_core.json_checksum_set(text))
 
 
 def changes():
@@ -84,7 +78,7 @@ def changes():
 def test_wrong_document_is_refused(folder, change):
     document = json.loads((folder / NAME).read_text())
     change(document)
-    rewrite(folder, document)
+    (folder / NAME).write_bytes(text_with_checksum(document))
     for read in (
         lambda: mlstate.load(folder),
         lambda: mlstate.load_file(folder / "model.safetensors"),
@@ -118,13 +112,13 @@ def test_other_content_is_named_as_damage(folder, data):
 
 
 def test_deep_or_duplicated_members_are_refused(folder):
-    start = b'{"checksum":"00000000","format":"mlstate.checksums","format_version":1,'
+    start = START + b',"format":"mlstate.checksums","format_version":1,'
     for files in (
         b'{"a":' * 500 + b"1" + b"}" * 500,
         b'{"a":{"bytes":0,"crc32c":""},"a":{"bytes":0,"crc32c":""}}',
     ):
         text = start + b'"block_bytes":1048576,"files":' + files + b"}"
-        (folder / NAME).write_bytes(_core.json_checksum_set(text))
+        (folder / NAME).write_bytes(renew_checksum(text))
         with pytest.raises(FormatError):
             mlstate.load(folder)
 
@@ -133,9 +127,7 @@ def test_every_flipped_bit_of_the_checksums_is_found(folder):
     path = folder / NAME
     data = path.read_bytes()
     for bit in range(0, 8 * len(data), 23 if FEW else 3):
-        changed = bytearray(data)
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
+        path.write_bytes(flipped(data, bit // 8, 1 << bit % 8))
         with pytest.raises(FormatError):
             mlstate.load(folder)
 

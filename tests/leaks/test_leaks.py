@@ -8,6 +8,7 @@ class or method has no case, so a new name needs a case here.
 import copy
 import ctypes
 import gc
+import importlib
 import inspect
 import itertools
 import logging
@@ -34,6 +35,7 @@ import leaks_of_strategies  # noqa: F401 - its cases
 import leaks_of_tiers  # noqa: F401 - its cases
 import numpy as np
 import pytest
+from golden.pickled_objects import PUBLIC
 from leak_cases import CALLS, CASES, case, each, methods, raises, with_members
 from leaks_of_kv import cache
 
@@ -42,13 +44,9 @@ from mlstate import (
     activation,
     checkpoint,
     collectives,
-    coreai,
     coreml,
     distributed,
     errors,
-    follow,
-    fsdp,
-    kv,
     state,
     threads,
 )
@@ -56,21 +54,11 @@ from mlstate.collectives._engine import Engine
 
 pytestmark = pytest.mark.long
 
-MODULES = (
-    mlstate,
-    activation,
-    checkpoint,
-    collectives,
-    coreai,
-    coreml,
-    distributed,
-    errors,
-    follow,
-    fsdp,
-    kv,
-    state,
-    threads,
-)
+MODULES = [
+    importlib.import_module(name)
+    for name in PUBLIC
+    if not name.startswith(("mlstate.integrations", "mlstate.plot"))  # of optional packages
+]
 FEW = 40  # number of calls for cases that wait for the disk
 FIRST, SHORT = 12, 20  # calls while caches fill, and in a round that is enough for most cases
 ROUNDS = 6  # each twice as long as the previous one: since Python 3.13 some caches fill slowly

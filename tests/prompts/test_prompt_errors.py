@@ -17,17 +17,10 @@ from toy_caches import (
     prefilled,
     same,
     spec_of,
-    store_at,
 )
 
 from mlstate.errors import StoreError
 from mlstate.prompts import _store
-
-
-@pytest.fixture
-def store(tmp_path):
-    with store_at(tmp_path) as opened:
-        yield opened
 
 
 @contextlib.contextmanager

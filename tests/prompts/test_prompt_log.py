@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_model import BLOCK, FINGERPRINT, Model, match, put, wrong_records
+from thread_team import run_in_threads
 
 from mlstate._core import PromptLog, crc32c
 from mlstate.errors import CapacityError, CompatibilityError, FormatError, StoreError
@@ -303,30 +304,18 @@ def test_a_signal_stops_a_put_and_leaves_the_log_unchanged(log, interrupt):
 
 
 def test_threads_share_one_log(log):
-    errors = []
-
     def work(number):
         random = np.random.default_rng(number)
-        try:
-            for _ in range(40):
-                tokens = random.integers(0, 2, 20)
-                if random.random() < 0.3:
-                    put(log, tokens, tails=[18])
-                elif random.random() < 0.05:
-                    log.prune(random.integers(20_000, 100_000), 30.0)
-                result = match(log, tokens)
-                bad = wrong_records(result, tokens)
-                if bad != (set(), []):
-                    errors.append(bad)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(40):
+            tokens = random.integers(0, 2, 20)
+            if random.random() < 0.3:
+                put(log, tokens, tails=[18])
+            elif random.random() < 0.05:
+                log.prune(random.integers(20_000, 100_000), 30.0)
+            result = match(log, tokens)
+            assert wrong_records(result, tokens) == (set(), [])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[:3]
+    run_in_threads(work, 6)
     assert log.verify() == []
 
 
@@ -467,18 +456,11 @@ def test_threads_of_a_forked_child_use_the_log_at_once(log):
     for _ in range(20):
         child = os.fork()
         if child == 0:
-            lengths, start = [], threading.Barrier(4)
-
-            def work(lengths=lengths, start=start):
-                start.wait()
-                lengths.append(match(log, [1] * BLOCK).length)
-
-            threads = [threading.Thread(target=work) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(30)
-            os._exit(0 if lengths == [BLOCK] * 4 else 1)
+            lengths = []
+            try:
+                lengths = run_in_threads(lambda _: match(log, [1] * BLOCK).length, 4, seconds=30)
+            finally:
+                os._exit(0 if lengths == [BLOCK] * 4 else 1)
         children.append(child)
     assert {os.waitpid(child, 0)[1] for child in children} == {0}
 

@@ -5,7 +5,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from toy_caches import HYBRID, TOKENS, empty_state, prefilled, same, spec_of, store_at
+from checkpoint_model import flipped
+from toy_caches import HYBRID, TOKENS, empty_state, prefilled, same, spec_of
 from traced_memory import traced
 
 from mlstate._core import PromptLog
@@ -14,12 +15,6 @@ from mlstate.kv import CacheEntry, CacheSpec, CacheState
 from mlstate.prompts import _transfer
 
 MOST = 16 << 20
-
-
-@pytest.fixture
-def store(tmp_path):
-    with store_at(tmp_path) as opened:
-        yield opened
 
 
 SPECS = {
@@ -49,10 +44,9 @@ def test_damage_in_a_part_that_is_read_in_pieces_is_noticed(store, tmp_path, mon
     before.arrays["1.state"][...] = np.random.default_rng(1).random((1, 3, 5))
     store.put(TOKENS, before)
     path = tmp_path / "store" / "segment-00000001"
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     for byte in range(0, before.arrays["1.state"].nbytes, 7):
-        at = data.index(before.arrays["1.state"].tobytes()) + byte
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        path.write_bytes(flipped(data, data.index(before.arrays["1.state"].tobytes()) + byte))
         with store.match(TOKENS, full=True) as match:
             assert store.restore(match, into=empty_state(HYBRID)) == 0
     path.write_bytes(data)

@@ -2,11 +2,11 @@
 
 import logging
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import child
 import numpy as np
 import pytest
+from thread_team import run_in_threads
 from toy_caches import (
     FULL,
     HYBRID,
@@ -39,12 +39,6 @@ SPECS = {
 
 def torch_tokens(tokens):
     return pytest.importorskip("torch").tensor(tokens)
-
-
-@pytest.fixture
-def store(tmp_path):
-    with store_at(tmp_path) as opened:
-        yield opened
 
 
 def restored(store, tokens, into, **options):
@@ -261,17 +255,21 @@ def test_a_stack_of_layers_is_stored_and_restored_by_views_of_the_layers(store):
 # ---- damage ----
 
 
-def damaged(folder, state, name, position):
-    row = np.ascontiguousarray(state.ordered(name)[0, :, position])
-    return flip(folder, row[0].tobytes())
-
-
 def distinct(spec, tokens):
     """A state whose rows differ, so that a row is found in a file."""
     state = prefilled(spec, tokens)
     rng = np.random.default_rng(5)
     for array in state.arrays.values():
         array[...] = np.where(array != 0, rng.random(array.shape), 0)
+    return state
+
+
+def put_damaged(store, folder, spec, positions):
+    """Store a state, damage its keys at some positions, and return the state."""
+    state = distinct(spec, TOKENS)
+    store.put(TOKENS, state)
+    for position in positions:
+        flip(folder, np.ascontiguousarray(state.arrays["0.keys"][0, 0, position]).tobytes())
     return state
 
 
@@ -292,22 +290,9 @@ def test_a_damaged_block_shortens_the_restore_and_is_logged(
         assert np.array_equal(array[:, :, :expected], before.arrays[key][:, :, :expected])
 
 
-def test_the_next_put_stores_a_damaged_block_again(store, tmp_path):
-    before = distinct(FULL, TOKENS)
-    store.put(TOKENS, before)
-    flip(tmp_path, np.ascontiguousarray(before.arrays["0.keys"][0, 0, 20]).tobytes())
-    with store.match(TOKENS) as match:
-        assert store.restore(match, into=empty_state(FULL)) == 16
-    store.put(TOKENS, before)
-    assert same(restored(store, TOKENS, empty_state(FULL), full=True), before)
-
-
 @pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["full", "hybrid"])
 def test_the_next_put_stores_all_damaged_records_again(store, tmp_path, spec):
-    before = distinct(spec, TOKENS)
-    store.put(TOKENS, before)
-    for position in (40, 70, 90, 98):
-        flip(tmp_path, np.ascontiguousarray(before.arrays["0.values"][0, 1, position]).tobytes())
+    before = put_damaged(store, tmp_path, spec, (40, 70, 90, 98))
     after = prefilled(spec, TOKENS)
     with store.match(TOKENS, full=True) as match:
         position = store.restore(match, into=after)
@@ -317,9 +302,7 @@ def test_the_next_put_stores_all_damaged_records_again(store, tmp_path, spec):
 
 
 def test_a_block_that_was_stored_again_is_not_dropped(store, tmp_path):
-    before = distinct(FULL, TOKENS)
-    store.put(TOKENS, before)
-    flip(tmp_path, np.ascontiguousarray(before.arrays["0.keys"][0, 0, 20]).tobytes())
+    before = put_damaged(store, tmp_path, FULL, [20])
     with store.match(TOKENS) as match:
         assert store.restore(match, into=empty_state(FULL)) == 16
         store.put(TOKENS, before)
@@ -329,15 +312,11 @@ def test_a_block_that_was_stored_again_is_not_dropped(store, tmp_path):
 
 
 def test_threads_may_put_after_damage(store, tmp_path):
-    before = distinct(FULL, TOKENS)
-    store.put(TOKENS, before)
-    flip(tmp_path, np.ascontiguousarray(before.arrays["0.keys"][0, 0, 20]).tobytes())
+    before = put_damaged(store, tmp_path, FULL, [20])
     with store.match(TOKENS) as match:
         for _ in range(40):
             store.restore(match, into=empty_state(FULL))
-    with ThreadPoolExecutor(4) as threads:
-        puts = [threads.submit(store.put, TOKENS, before) for _ in range(8)]
-        assert [put.result(timeout=60) for put in puts] == [100] * 8
+    assert run_in_threads(lambda _: store.put(TOKENS, before), 8) == [100] * 8
     assert same(restored(store, TOKENS, empty_state(FULL), full=True), before)
 
 

@@ -1,9 +1,8 @@
 """Random histories of a store: every restore equals a prefill of as many tokens."""
 
-import threading
-
 import numpy as np
 import pytest
+from thread_team import run_in_threads
 from toy_caches import (
     FULL,
     HYBRID,
@@ -79,22 +78,14 @@ def test_a_random_history_never_restores_wrong_tokens(tmp_path, spec, max_bytes,
 
 
 def test_threads_share_a_store(tmp_path):
-    failures = []
+    with store_at(tmp_path) as store:
 
-    def work(store, seed):
-        rng = np.random.default_rng(seed)
-        try:
+        def work(seed):
+            rng = np.random.default_rng(seed)
             for _ in range(40):
                 tokens = random_prompt(rng)
                 store.put(tokens, prefilled(HYBRID, tokens), asynchronous=bool(rng.random() < 0.5))
                 check_every_match(store, [tokens, random_prompt(rng)], HYBRID)
-        except Exception as error:
-            failures.append(error)
 
-    with store_at(tmp_path) as store:
-        threads = [threading.Thread(target=work, args=(store, seed)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=120)
-        assert not failures and store.verify() == []
+        run_in_threads(work, 4, seconds=120)
+        assert store.verify() == []

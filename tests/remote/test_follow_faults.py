@@ -4,9 +4,6 @@ The ordinary run injects a share of the faults; `make faults-store` injects all 
 """
 
 import os
-import signal
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -79,18 +76,12 @@ class Case:
         check_version(new, into)
         return check_version(self.follower, self.into)
 
-    def count(self, act):
-        """Return the number of requests of an undisturbed call."""
-        self.store.faults.reset()
-        act()
-        return self.store.faults.requests
-
 
 @pytest.mark.parametrize("kind", READING)
 def test_a_fault_of_any_request_of_a_follower_leaves_a_version(url, store, kind):
     case = Case(url, store)
     case.publish()
-    count = case.count(lambda: (case.follower.poll(), case.follower.advance()))
+    count = store.requests_of(lambda: (case.follower.poll(), case.follower.advance()))
     turn = READING.index(kind)
     for number in range(turn % min(STRIDE, count), count, STRIDE):
         case.publish()
@@ -107,33 +98,20 @@ def test_a_fault_of_any_request_of_a_follower_leaves_a_version(url, store, kind)
         assert case.advance() == case.step
 
 
-@pytest.mark.parametrize("kind", WRITING)
-def test_a_fault_of_any_request_of_a_publisher_leaves_a_version(url, store, kind):
+@pytest.mark.parametrize(
+    ("disturb", "kind"), [(at, kind) for kind in WRITING] + [(since, "drop"), (since, "500")]
+)
+def test_a_fault_or_an_outage_from_any_request_of_a_publisher_leaves_a_version(
+    url, store, disturb, kind
+):
     case = Case(url, store)
-    count = max(case.count(case.publish) for _ in range(3))
-    turn = 5 * WRITING.index(kind)
+    count = max(store.requests_of(case.publish) for _ in range(3))
+    turn = 0 if disturb is since else 5 * WRITING.index(kind)
     for number in range(turn % min(STRIDE, count), count, STRIDE):
+        if disturb is since:
+            case.publisher = case.new_publisher(timeout=0.1)
         before = case.step
-        store.faults.reset(at(number, kind))
-        try:
-            case.publish()
-            expected = {case.step}
-        except StoreError:
-            expected = {before, case.step}
-        assert case.advance() in expected
-        case.publish()
-        assert case.advance() == case.step
-    assert mlstate.verify(url, storage_options=store.options(direct=True))
-
-
-@pytest.mark.parametrize("kind", ["drop", "500"])
-def test_an_outage_during_a_publication_leaves_the_old_version_or_the_new(url, store, kind):
-    case = Case(url, store)
-    count = case.count(case.publish)
-    for number in range(0, count, STRIDE):
-        case.publisher = case.new_publisher(timeout=0.1)
-        before = case.step
-        store.faults.reset(since(number, kind))
+        store.faults.reset(disturb(number, kind))
         try:
             case.publish()
             expected = {case.step}
@@ -142,6 +120,7 @@ def test_an_outage_during_a_publication_leaves_the_old_version_or_the_new(url, s
         assert case.advance() in expected
         case.publish()
         assert case.advance() == case.step
+    assert mlstate.verify(url, storage_options=store.options(direct=True))
 
 
 def test_many_random_faults_leave_versions(url, store):
@@ -192,23 +171,10 @@ Publisher(sys.argv[1], storage_options=eval(sys.argv[2])).publish(70, model)
 
 def test_a_killed_publisher_leaves_a_version(url, store):
     case = Case(url, store)
-    count = case.count(case.publish)
+    count = store.requests_of(case.publish)
     for number in range(count - 1 if FULL else count // 2, 0, -1 if FULL else -count):
         before = case.step
-        child = subprocess.Popen([sys.executable, "-c", CHILD, url, repr(store.options())])
-
-        def kill(got, method, path, child=child, number=number):
-            if got == number:
-                child.send_signal(signal.SIGKILL)
-                return "drop"
-            return None
-
-        store.faults.reset(kill)
-        assert child.wait(60) == -signal.SIGKILL
-        committed = any(
-            method == "PUT" and path.endswith("/manifest.json")
-            for method, path in store.faults.log[:number]
-        )
+        committed = store.kill_at(number, CHILD, url)
         assert case.advance() == (70 if committed else before)
         case.publisher, case.step = case.new_publisher(), before
         case.publish()

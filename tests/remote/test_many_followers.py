@@ -25,9 +25,8 @@ def requests_of_advances(followers, copies, store, step):
     """Requests of each follower's `advance`; the copies must be those of the step."""
     requests = []
     for follower, copy in zip(followers, copies, strict=True):
-        store.faults.reset()
-        assert follower.advance() == step
-        requests.append(store.faults.requests)
+        requests.append(store.requests_of(follower.advance))
+        assert follower.version == step
         assert all(np.array_equal(copy[name], array) for name, array in weights_of(step).items())
     return requests
 
@@ -50,11 +49,10 @@ def test_each_follower_asks_once_and_takes_a_step_with_three_more_requests(url, 
 
 def test_a_publisher_of_a_long_chain_sends_few_requests(url, options, store):
     publisher = Publisher(url, anchor_every=20, storage_options=options)
-    requests = []
-    for step in range(8):
-        store.faults.reset()
-        publisher.publish(step, weights_of(step))
-        requests.append(store.faults.requests)
+    requests = [
+        store.requests_of(lambda step=step: publisher.publish(step, weights_of(step)))
+        for step in range(8)
+    ]
     assert requests[1:] == [requests[1]] * 7 and requests[1] <= 20, requests
 
 

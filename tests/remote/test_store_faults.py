@@ -5,9 +5,6 @@ The ordinary run injects a share of the faults; `make faults-store` injects all 
 
 import itertools
 import os
-import signal
-import subprocess
-import sys
 import warnings
 from datetime import timedelta
 
@@ -66,9 +63,7 @@ class Case:
 
     def count(self):
         """Return the number of requests of an undisturbed run."""
-        self.store.faults.reset()
-        self.run(self, self.store.options())
-        return self.store.faults.requests
+        return self.store.requests_of(lambda: self.run(self, self.store.options()))
 
 
 def save_again(case, options):
@@ -279,21 +274,7 @@ def test_a_killed_writer_leaves_the_old_checkpoint(url, store):
     case = Case(url, store, save_again)
     count = case.count()
     for number in range(count - 1 if FULL else count // 2, 0, -1 if FULL else -count):
-        child = subprocess.Popen([sys.executable, "-c", CHILD, url, repr(store.options())])
-
-        def kill(got, method, path, child=child, number=number):
-            if got == number:
-                child.send_signal(signal.SIGKILL)
-                return "drop"
-            return None
-
-        store.faults.reset(kill)
-        assert child.wait(60) == -signal.SIGKILL
-        committed = any(
-            method == "PUT" and path.endswith("/manifest.json")
-            for method, path in store.faults.log[:number]
-        )
-        store.faults.reset()
+        committed = store.kill_at(number, CHILD, url)
         assert case.current() == (9 if committed else case.number)
         save_again(case, store.options())
         assert case.current() == case.number

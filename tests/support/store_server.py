@@ -7,7 +7,10 @@ the check and the write of moto are not atomic.
 import collections
 import http.client
 import random
+import signal
 import socketserver
+import subprocess
+import sys
 import threading
 import time
 
@@ -202,6 +205,32 @@ class StoreServer:
         """Wait until delayed requests have arrived."""
         with self.proxy.late:
             pass
+
+    def requests_of(self, call):
+        """Return the number of requests of a call, without a fault."""
+        self.faults.reset()
+        call()
+        return self.faults.requests
+
+    def kill_at(self, number, program, url):
+        """Run a program that saves to a URL, and kill it when it sends the request `number`.
+
+        Returns whether it has written a manifest before.
+        """
+        command = [sys.executable, "-c", program, url, repr(self.options())]
+        child = subprocess.Popen(command)
+
+        def kill(got, method, path):
+            if got == number:
+                child.send_signal(signal.SIGKILL)
+                return "drop"
+            return None
+
+        self.faults.reset(kill)
+        assert child.wait(60) == -signal.SIGKILL
+        sent = self.faults.log[:number]
+        self.faults.reset()
+        return any(method == "PUT" and path.endswith("/manifest.json") for method, path in sent)
 
     def options(self, *, direct=False, timeout=30.0, **more):
         """Return storage_options for the proxy or, with `direct`, for the store itself."""
