@@ -271,16 +271,19 @@ def test_a_window_as_long_as_its_cache_is_unknown_after_a_resize():
     assert moved.layers[1].cumulative_length_int == int(moved.layers[1].cumulative_length) == 10
 
 
-def test_a_static_layer_continues_after_a_restore():
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_static_layer_continues_after_a_restore(inference):
     layers = [StaticLayer(SIZE), StaticSlidingWindowLayer(SIZE, WINDOW), LinearAttentionLayer()]
     cache, generator = Cache(layers=layers), torch.Generator().manual_seed(0)
-    for layer in layers:
-        write(layer, 10, generator)
+    with torch.inference_mode(inference):  # its tensors refuse writes outside of it
+        for layer in layers:
+            write(layer, 10, generator)
     before_bytes = copy.deepcopy(layers)
     state = from_cache(cache)
     before, tensors = state.snapshot(), [layers[0].keys, layers[1].keys, layers[2].conv_states[0]]
-    for layer in layers:
-        write(layer, 5, generator)
+    with torch.inference_mode(inference):
+        for layer in layers:
+            write(layer, 5, generator)
     state.restore(before)
     assert to_cache(state, into=cache) is cache
     assert layers[0].keys is tensors[0] and layers[1].keys is tensors[1]
@@ -289,11 +292,31 @@ def test_a_static_layer_continues_after_a_restore():
     assert_same_layer(layers[1], before_bytes[1], but=COUNTER)
     for left, right in zip(layers, before_bytes, strict=True):
         generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-        left_results, right_results = write(left, 1, generators[0]), write(right, 1, generators[1])
+        with torch.inference_mode(inference):
+            left_results, right_results = map(write, (left, right), (1, 1), generators)
         for got, expected in zip(left_results, right_results, strict=True):
             if got.shape[2:3] == (SIZE,):  # positions of dropped tokens keep their content
                 got, expected = got[:, :, :11], expected[:, :, :11]
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("steps", [[5], [8], [20], [5] + [1] * 12, [5, 7], [20, 3, 1]], ids=str)
+@pytest.mark.parametrize("name", ["dynamic", "dynamic sliding", "static", "static sliding"])
+def test_each_position_has_its_token(name, steps):
+    layer, length = LAYERS[name](), 0
+    for count in steps:
+        keys = torch.arange(length, length + count, dtype=torch.float32).reshape(1, 1, -1, 1)
+        layer.update(keys, keys)
+        length += count
+    state = from_cache(Cache(layers=[layer]))
+    positions, slots = state.positions("0.keys"), state.arrays["0.keys"].ravel()
+    tokens = positions[positions >= 0]
+    windows = {"dynamic sliding": WINDOW - 1, "static sliding": WINDOW}
+    assert state.length == length == layer.get_seq_length()
+    assert sorted(tokens) == [*range(max(length - windows.get(name, length), 0), length)]
+    assert slots[positions >= 0].tolist() == tokens.tolist()
+    assert state.ordered("0.keys").ravel().tolist() == sorted(tokens)
+    assert state.ordered("0.keys", copy=False).data_ptr() == layer.keys.data_ptr()
 
 
 def test_tokens_outside_of_inference_mode_reach_its_tensors():
@@ -362,6 +385,7 @@ def test_layers_that_record_their_past_are_moved():
     layers[1].update_conv_state(torch.randn(1, 6, 9), conv_kernel_size=4)
     state = from_cache(Cache(layers=layers))
     assert state.spec["0.keys"].shape[2] == 20 and state.spec["1.conv_states.0"].shape[2] == 4
+    assert state.positions("0.keys").tolist() == [*range(20)]
     state.trim(0)
     moved = to_cache(state)
     assert torch.equal(moved.layers[0].keys, layers[0].keys[:, :, -7:])
