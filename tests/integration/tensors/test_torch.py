@@ -381,14 +381,6 @@ def test_gradients_match_slicing(dtype):
     assert not moved_source.grad[:, :, 5:].any()
 
 
-def test_gradients_of_compacting():
-    source = cache(dtype=torch.float64).requires_grad_()
-    compact_kv_state(source, 6, 4).square().sum().backward()
-    expected = 2 * source.detach()
-    expected[:, :, 4:] = 0
-    assert torch.equal(source.grad, expected)
-
-
 @forward_mode
 def test_gradients_numerically():
     source = torch.rand(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
