@@ -38,6 +38,15 @@ def manager(tmp_path):
     return CheckpointManager(tmp_path / "run", keep=3)
 
 
+@pytest.fixture
+def scored(tmp_path):
+    """A run whose steps 0 to 2 have losses; step 1 has the lowest, step 0 the highest."""
+    with CheckpointManager(tmp_path / "run", keep=None) as manager:
+        for step, loss in enumerate([0.5, 0.2, 0.4]):
+            manager.save(step, state(step), metadata={"loss": loss})
+    return tmp_path / "run"
+
+
 def flip(manager, step, key="w"):
     shard = next(s for s in manager.checkpoint(step).shards() if s.key == key)
     flip_shard(manager.directory, shard, 2)
@@ -72,9 +81,8 @@ def test_steps_share_files_of_unchanged_tensors(manager):
 
 def test_keep_none_keeps_all_steps(tmp_path):
     manager = CheckpointManager(tmp_path, keep=None)
-    for step in range(6):
-        manager.save(step, state(step))
-    CheckpointManager(tmp_path).save(6, state(6))
+    save_all(manager, *range(6))
+    save_all(CheckpointManager(tmp_path), 6)
     assert manager.steps() == list(range(7))
     with pytest.raises(ValueError, match="keep must be 1 or more"):
         CheckpointManager(tmp_path, keep=0)
@@ -87,11 +95,8 @@ def test_a_step_saved_again_is_replaced(manager):
     assert same(state(7), manager.restore(2).model)
 
 
-def test_reads_take_the_best_step_by_its_metric(tmp_path):
-    run = tmp_path / "run"
-    with CheckpointManager(run, keep=None) as manager:
-        for step, loss in enumerate([0.5, 0.2, 0.4]):
-            manager.save(step, state(step), metadata={"loss": loss})
+def test_reads_take_the_best_step_by_its_metric(tmp_path, scored):
+    run = scored
     for mode, step in (("min", 1), ("max", 0)):
         best = {"step": "best", "monitor": "loss", "mode": mode}
         assert mlstate.load(run, **best).step == step
@@ -107,15 +112,11 @@ def test_reads_take_the_best_step_by_its_metric(tmp_path):
 
 @pytest.mark.parametrize("deleted", ["data", "manifest"])
 def test_a_best_step_that_is_deleted_before_it_is_read_gives_way_to_the_new_best(
-    tmp_path, monkeypatch, deleted
+    scored, monkeypatch, deleted
 ):
     from mlstate.checkpoint import _load
 
-    run, choices = tmp_path / "run", []
-    with CheckpointManager(run, keep=None) as manager:
-        for step, loss in enumerate([0.5, 0.2, 0.4]):
-            manager.save(step, state(step), metadata={"loss": loss})
-
+    run, choices = scored, []
     data = run / next(iter(mlstate.inspect(run, step=1).files()))
 
     def choose(files, *arguments):
@@ -256,8 +257,7 @@ def test_no_step_is_a_file_that_is_not_found(manager):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_manager_warns_before_it_deletes_steps_of_others(tmp_path, asynchronous):
     with CheckpointManager(tmp_path) as first:
-        for step in range(5):
-            first.save(step, state(step))
+        save_all(first, *range(5))
     with CheckpointManager(tmp_path, keep=2) as again:
         save = again.save_async if asynchronous else again.save
         text = r"keep=2 deletes .* did not save: 0, 1, 2, 3, and 4 with later saves; keep=None"
@@ -274,11 +274,10 @@ def test_a_manager_warns_before_it_deletes_steps_of_others(tmp_path, asynchronou
 
 def test_manager_deletes_steps_it_saved_without_warning(tmp_path):
     with CheckpointManager(tmp_path) as first:
-        first.save(1, state(1))
+        save_all(first, 1)
     with CheckpointManager(tmp_path, keep=2) as again:
         again.save(1, state(9))  # saved again deliberately
-        for step in (2, 3, 4):
-            again.save(step, state(step))
+        save_all(again, 2, 3, 4)
         assert again.steps() == [3, 4]
 
 

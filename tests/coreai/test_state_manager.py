@@ -5,29 +5,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_states import FakeArray, use_fake_arrays
 
 import mlstate
 from mlstate.coreai import StateManager, state_specs
-from mlstate.coreai import _state_manager as module
 from mlstate.errors import CompatibilityError
 
 DYNAMIC = {"k": (2, 1, 2, None, 4), "rows": (2, 1, 8, 1, None), "window": (2, 3)}
 
 
-class FakeArray:
-    """Copies what enters and leaves it."""
-
-    def __init__(self, data):
-        self.data = np.array(data)
-        self.shape = self.data.shape
-
-    def numpy(self):
-        return self.data.copy()
-
-
 @pytest.fixture(autouse=True)
 def fake_arrays(monkeypatch):
-    monkeypatch.setattr(module, "import_coreai", lambda name: SimpleNamespace(NDArray=FakeArray))
+    use_fake_arrays(monkeypatch)
 
 
 class Function:

@@ -179,7 +179,7 @@ def test_flow_lists_and_other_templates_are_read(folder):
         ("default_function: infer_ctx1024", "default_function: prefill_ctx512"),
     )
     assert state_specs(folder).default_function == "prefill_ctx512"
-    manager = StateManager({256: Model((256,)), 512: Model((512,))}, specs=folder)
+    manager = StateManager({256: Model(256), 512: Model(512)}, specs=folder)
     assert manager.size == 256
 
 
@@ -192,14 +192,6 @@ def test_names_are_derived_from_the_prefix_in_older_files(tmp_path):
         parameters = f"    lut_ffn: {bits}\n    num_chunks: 2\n    model_prefix: llama\n"
         (folder / "meta.yaml").write_text(f"model_info:\n  parameters:\n{parameters}")
         assert state_specs(folder)["kv"].shape == SHAPES[256]
-
-
-@pytest.mark.parametrize("key", ["monolithic_model", "ffn"])
-def test_model_in_one_package_is_read(tmp_path, key):
-    write_compiled(tmp_path / "gemma_monolithic.mlmodelc", {"infer": {"kv": SHAPES[256]}})
-    lines = f"    {key}: gemma_monolithic.mlmodelc\n    model_prefix: gemma\n"
-    (tmp_path / "meta.yaml").write_text(f"model_info:\n  parameters:\n{lines}")
-    assert state_specs(tmp_path)["kv"].shape == SHAPES[256]
 
 
 def test_packages_replace_compiled_chunks_that_were_not_distributed(tmp_path):
@@ -223,12 +215,19 @@ def test_keys_that_appear_twice_are_refused(folder, place):
     assert (caught.value.path, caught.value.name) == (str(file), place)
 
 
-@pytest.mark.parametrize(("named", "stored"), [(".mlmodelc", ".mlpackage"), ("", ".mlmodelc")])
-def test_only_package_may_have_another_extension_than_its_name(tmp_path, named, stored):
+@pytest.mark.parametrize(
+    ("named", "stored"),
+    [
+        ("monolithic_model: gemma.mlmodelc\n    model_prefix: gemma", ".mlmodelc"),
+        ("ffn: gemma.mlmodelc\n    model_prefix: gemma", ".mlmodelc"),
+        ("ffn: gemma.mlmodelc\n    num_chunks: 1", ".mlpackage"),
+        ("ffn: gemma\n    num_chunks: 1", ".mlmodelc"),
+    ],
+)
+def test_model_in_one_package_may_have_another_extension_than_its_name(tmp_path, named, stored):
     write = write_compiled if stored == ".mlmodelc" else write_uncompiled
     write(tmp_path / f"gemma{stored}", {"infer": {"kv": SHAPES[256]}})
-    lines = f"    ffn: gemma{named}\n    num_chunks: 1\n"
-    (tmp_path / "meta.yaml").write_text(f"model_info:\n  parameters:\n{lines}")
+    (tmp_path / "meta.yaml").write_text(f"model_info:\n  parameters:\n    {named}\n")
     assert state_specs(tmp_path)["kv"].shape == SHAPES[256]
 
 
@@ -470,9 +469,8 @@ def test_missing_yaml_names_the_extra(folder, monkeypatch):
 class Model:
     """A model with a state of one context size."""
 
-    def __init__(self, sizes, layers=8, fail=False):
-        [size] = sizes
-        self.shapes = {STATE: (layers, 1, size, 32)}
+    def __init__(self, size, fail=False):
+        self.shapes = {STATE: (8, 1, size, 32)}
         self.fail = fail
 
     def get_spec(self):
@@ -483,14 +481,15 @@ class Model:
 
 
 class FailingState(FakeMLState):
-    """Refuses a write, the first or a later one."""
+    """Refuses a write, the first or a later one, and the later ones too if `lasts`."""
 
     fails_at = 1
     failure = RuntimeError("out of memory")
+    lasts = False
 
     def write_state(self, name, value):
         self.fails_at -= 1
-        if self.fails_at == 0:
+        if self.fails_at == 0 or (self.lasts and self.fails_at < 0):
             raise self.failure
         super().write_state(name, value)
 
@@ -610,21 +609,10 @@ def test_former_values_that_cannot_be_written_back_are_named():
         transition_coreml_state([filled(SMALL, 1), filled(SMALL, 2)], targets, "k", 50)
 
 
-class InterruptedState(FakeMLState):
-    """Raises at every write, like a second Ctrl-C while former values are written."""
-
-    failure = None
-
-    def write_state(self, name, value):
-        if self.failure is not None:
-            raise self.failure
-        super().write_state(name, value)
-
-
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), SystemExit()])
 def test_second_interrupt_restores_other_chunks_and_keeps_its_type(failure):
-    targets = [filled(LARGE, 3), filled(LARGE, 4, InterruptedState)]
-    targets[1].failure = failure
+    targets = [filled(LARGE, 3), filled(LARGE, 4, FailingState)]
+    targets[1].fails_at, targets[1].failure, targets[1].lasts = 1, failure, True
     before = values(targets[0])
     with pytest.raises(type(failure)) as caught:
         transition_coreml_state([filled(SMALL, 1), filled(SMALL, 2)], targets, "k", 50)
@@ -700,7 +688,7 @@ def test_lists_of_states_that_do_not_match_are_refused():
 
 def test_manager_takes_the_states_of_all_contexts_from_a_folder(folder):
     sizes = (256, 512, 1024)
-    models = {size: [Model((size,)), Model((size,))] for size in sizes}
+    models = {size: [Model(size)] * 2 for size in sizes}
     for source in (folder, str(folder / "meta.yaml")):
         manager = StateManager(models, specs=source)
         state = manager.state
@@ -709,7 +697,7 @@ def test_manager_takes_the_states_of_all_contexts_from_a_folder(folder):
         assert manager.grow_if_needed(256).size == 512
         assert np.array_equal(manager.state.read_state(STATE)[:, :, :256], value)
     with pytest.raises(CompatibilityError, match="no context of 128 positions; there are 256, 512"):
-        StateManager({128: Model((128,))}, specs=folder)
+        StateManager({128: Model(128)}, specs=folder)
     with pytest.raises(CompatibilityError, match="does not list contexts"):
         StateManager(models, specs=folder / "*_chunk_*")
     with pytest.raises(StoreNotFoundError, match="missing_folder"):
@@ -717,12 +705,12 @@ def test_manager_takes_the_states_of_all_contexts_from_a_folder(folder):
 
 
 def test_manager_takes_the_function_of_each_size_from_a_folder_of_all_contexts(folder):
-    models = {size: [Model((size,)), Model((size,))] for size in (256, 512)}
+    models = {size: [Model(size)] * 2 for size in (256, 512)}
     manager = StateManager(models, specs=dict.fromkeys(models, folder))
     assert manager.state.read_state(STATE).shape == SHAPES[256]
     assert manager.grow_if_needed(256).size == 512
     with pytest.raises(CompatibilityError, match="no context of 128 positions; there are 256, 512"):
-        StateManager({128: Model((128,))}, specs={128: folder})
+        StateManager({128: Model(128)}, specs={128: folder})
 
 
 def test_manager_takes_lists_and_folders_for_each_size(tmp_path):
@@ -731,14 +719,14 @@ def test_manager_takes_lists_and_folders_for_each_size(tmp_path):
         for size in (256, 512)
     }
     specs = {256: folders[256], 512: sorted(map(str, folders[512].glob("*_chunk_*")))}
-    models = {size: [Model((size,)), Model((size,))] for size in specs}
+    models = {size: [Model(size)] * 2 for size in specs}
     for shared_state in (True, False):
         manager = StateManager(models, specs=specs, shared_state=shared_state)
         states = manager.state if isinstance(manager.state, tuple) else (manager.state,)
         assert len(states) == (1 if shared_state else 2)
         assert manager.grow_if_needed(256).size == 512
     with pytest.raises(CompatibilityError, match="256 positions have 2 chunks, and there are 3"):
-        StateManager({256: [Model((256,))] * 3}, specs={256: folders[256]}, shared_state=False)
+        StateManager({256: [Model(256)] * 3}, specs={256: folders[256]}, shared_state=False)
 
 
 def test_manager_reads_the_functions_of_compiled_models(folder):
@@ -760,10 +748,7 @@ def test_manager_reads_the_functions_of_compiled_models(folder):
 
 
 def test_manager_keeps_all_chunks_if_the_second_one_fails(folder):
-    models = {
-        256: [Model((256,)), Model((256,))],
-        512: [Model((512,)), Model((512,), fail=True)],
-    }
+    models = {256: [Model(256)] * 2, 512: [Model(512), Model(512, fail=True)]}
     manager = StateManager(models, specs=folder, shared_state=False)
     states = manager.state
     for i, state in enumerate(states):

@@ -1,17 +1,16 @@
 """Plans, the command, functions, managers and `CacheState` agree on every kind of state."""
 
 import random
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from fake_states import FakeArray, fake_model, use_fake_arrays
 from mlpackage_writer import spec_bytes, state, write_package
 from tries import tries
 
 from mlstate import coreai, coreml
 from mlstate.cli import main
-from mlstate.coreai import _state_manager as coreai_manager
 from mlstate.coreml import FakeMLState, StateSpec, compact_coreml_state, transition_coreml_state
 from mlstate.errors import CapacityError, CompatibilityError, MLStateError
 from mlstate.kv import CacheEntry, CacheSpec, CacheState
@@ -33,6 +32,10 @@ class State(NamedTuple):
 
     def spec(self, which, name):
         return StateSpec(name, self.shapes[which], self.dtype)
+
+
+def specs_of(states, which):
+    return {name: state.spec(which, name) for name, (state, _) in states.items()}
 
 
 def full(small, large):
@@ -78,7 +81,7 @@ def attempt(function):
 
 def by_plan(module):
     def plan(states, contexts, position):
-        specs = [{n: s.spec(which, n) for n, (s, _) in states.items()} for which in (0, 1)]
+        specs = [specs_of(states, which) for which in (0, 1)]
         if module is coreai:
             specs = [
                 {n: coreai.StateSpec(*spec) for n, spec in specs_by_name.items()}
@@ -98,7 +101,7 @@ def by_plan(module):
 
 
 def by_functions(states, contexts, position):
-    specs = [{n: s.spec(which, n) for n, (s, _) in states.items()} for which in (0, 1)]
+    specs = [specs_of(states, which) for which in (0, 1)]
     source, target = map(FakeMLState, specs)
     for name, (spec, value) in states.items():
         source.write_state(name, np.require(value, writable(spec), ["C", "W"]))
@@ -126,12 +129,10 @@ def moved_by(manager, contexts, position):
 
 
 def by_coreml_manager(states, contexts, position):
-    def model(which):
-        specs = {n: s.spec(which, n) for n, (s, _) in states.items()}
-        return SimpleNamespace(get_spec=lambda: specs, make_state=lambda: FakeMLState(specs))
-
     def move():
-        models = {context: model(which) for which, context in enumerate(contexts)}
+        models = {
+            context: fake_model(specs_of(states, which)) for which, context in enumerate(contexts)
+        }
         manager = coreml.StateManager(dict(sorted(models.items())))
         manager.grow_if_needed(0, contexts[0])
         source = manager.state
@@ -147,17 +148,6 @@ def by_coreml_manager(states, contexts, position):
     return attempt(move)
 
 
-class Array:
-    """Copies its data, as Core AI's NDArray."""
-
-    def __init__(self, data):
-        self.data = np.array(data)
-        self.shape = self.data.shape
-
-    def numpy(self):
-        return self.data.copy()
-
-
 def by_coreai_manager(states, contexts, position):
     def model(which):
         return {n: coreai.StateSpec(*s.spec(which, n)) for n, (s, _) in states.items()}
@@ -167,7 +157,7 @@ def by_coreai_manager(states, contexts, position):
         manager = coreai.StateManager(dict(sorted(models.items())))
         manager.grow_if_needed(0, contexts[0])
         for name, (_, value) in states.items():
-            manager.state[name] = Array(value)
+            manager.state[name] = FakeArray(value)
         assert moved_by(manager, contexts, position)
         return {name: array.numpy() for name, array in manager.state.items()}
 
@@ -190,8 +180,7 @@ def by_cache(states, contexts, position):
 
 @pytest.fixture
 def fake_arrays(monkeypatch):
-    fake = SimpleNamespace(NDArray=Array)
-    monkeypatch.setattr(coreai_manager, "import_coreai", lambda name: fake)
+    use_fake_arrays(monkeypatch)
 
 
 # ---- random sets of states ----
@@ -311,14 +300,9 @@ def test_length_unrelated_to_the_context_is_refused(lengths, is_window):
         assert plan.fits == is_window
         if max(lengths) < 512:  # else `kv` follows from the greater context no more
             assert is_window or "s: " in plan.problems[0]
-    specs = [{256: source, 512: target}, {256: source, 512: target}]
-    for number, module in enumerate((coreml, coreai)):
-        models = {
-            size: SimpleNamespace(get_spec=lambda s=s: s, make_state=lambda s=s: FakeMLState(s))
-            if module is coreml
-            else s
-            for size, s in specs[number].items()
-        }
+        models = {256: source, 512: target}
+        if module is coreml:
+            models = {size: fake_model(specs) for size, specs in models.items()}
         if is_window:
             module.StateManager(models)
             continue
@@ -356,12 +340,7 @@ def test_whole_states_of_a_manager_are_kept_at_position_0(fake_arrays):
     def shapes(size):
         return {"kv": (1, 1, size, 4), "cross": (1, 1, 6, 4)}
 
-    def model(size):
-        return SimpleNamespace(
-            get_spec=lambda: shapes(size), make_state=lambda: FakeMLState(shapes(size))
-        )
-
-    manager = coreml.StateManager({8: model(8), 16: model(16)})
+    manager = coreml.StateManager({size: fake_model(shapes(size)) for size in (8, 16)})
     manager.state.write_state("cross", np.ones((1, 1, 6, 4), np.float32))
     manager.state.write_state("kv", np.ones((1, 1, 8, 4), np.float32))
     manager.grow_if_needed(0, 16)
@@ -369,8 +348,8 @@ def test_whole_states_of_a_manager_are_kept_at_position_0(fake_arrays):
     manager.shrink(0)
     assert manager.state.read_state("cross").all()
     manager = coreai.StateManager({8: shapes(8), 16: shapes(16)})
-    cross = manager.state["cross"] = Array(np.ones((1, 1, 6, 4), np.float16))
-    manager.state["kv"] = Array(np.ones((1, 1, 8, 4), np.float16))
+    cross = manager.state["cross"] = FakeArray(np.ones((1, 1, 6, 4), np.float16))
+    manager.state["kv"] = FakeArray(np.ones((1, 1, 8, 4), np.float16))
     manager.grow_if_needed(0, 16)
     assert manager.state["cross"] is cross and not manager.state["kv"].numpy().any()
 
@@ -383,15 +362,15 @@ def test_a_whole_state_of_another_dtype_is_converted(fake_arrays):
         }
 
     manager = coreai.StateManager({8: specs(8, "f4"), 16: specs(16, "f2")})
-    manager.state["s"] = Array(np.array([0.5, 3, 9], np.float32))
-    manager.state["n"] = Array(np.float32(7))
+    manager.state["s"] = FakeArray(np.array([0.5, 3, 9], np.float32))
+    manager.state["n"] = FakeArray(np.float32(7))
     manager.grow_if_needed(8)
     for name, value in (("s", [0.5, 3, 9]), ("n", 7.0)):
         array = manager.state[name].numpy()
         assert array.dtype == np.float16 and array.tolist() == value
     manager = coreai.StateManager({8: specs(8, "i4"), 16: specs(16, "i1")})
     source = manager.state
-    source["s"] = Array(np.array([1, 2, 300], np.int32))
+    source["s"] = FakeArray(np.array([1, 2, 300], np.int32))
     with pytest.raises(MLStateError, match=r"state 's' was not moved .* out of the range of int8"):
         manager.grow_if_needed(8)
     assert manager.state is source and manager.size == 8
@@ -401,19 +380,16 @@ def test_state_of_another_shape_is_refused_by_the_model(fake_arrays):
     def shapes(size):
         return {"kv": (1, 1, size, 4), "s": (2, 3)}
 
-    def model(size, actual):
-        return SimpleNamespace(
-            get_spec=lambda: shapes(size), make_state=lambda: FakeMLState(actual)
-        )
-
     for actual in ({"kv": (1, 1, 16, 4), "s": (2, 3)}, {"kv": (1, 1, 8, 4), "s": (3, 2)}):
-        manager = coreml.StateManager({8: model(8, actual), 16: model(16, shapes(16))})
+        manager = coreml.StateManager(
+            {8: fake_model(shapes(8), actual), 16: fake_model(shapes(16))}
+        )
         source = manager.state
         with pytest.raises(CompatibilityError, match=r"source state has the shape .* declares"):
             manager.grow_if_needed(8)
         assert manager.state is source
     manager = coreai.StateManager({8: shapes(8), 16: shapes(16)})
-    manager.state["s"] = Array(np.zeros((3, 2), np.float16))
+    manager.state["s"] = FakeArray(np.zeros((3, 2), np.float16))
     with pytest.raises(CompatibilityError, match=r"s: the array .* \(3, 2\), expected \(2, 3\)"):
         manager.grow_if_needed(8)
 
@@ -433,11 +409,8 @@ def test_two_models_that_name_other_sequence_axes_are_refused():
 
 
 def test_roll_below_the_largest_size_moves_the_state():
-    def model(size):
-        shapes = {"kv": (1, 1, size, 4)}
-        return SimpleNamespace(get_spec=lambda: shapes, make_state=lambda: FakeMLState(shapes))
-
-    manager = coreml.StateManager({4: model(4), 8: model(8)}, overflow="roll")
+    models = {size: fake_model({"kv": (1, 1, size, 4)}) for size in (4, 8)}
+    manager = coreml.StateManager(models, overflow="roll")
     manager.state.write_state("kv", np.ones((1, 1, 4, 4), np.float32))
     step = manager.grow_if_needed(4, 6)
     assert (step.action, step.size, manager.size) == ("roll", 8, 8)
@@ -459,10 +432,6 @@ def test_growth_keeps_states_of_all_kinds(window_size):
             "conv": (3, 1),
         }
 
-    def model(context):
-        declared = shapes(context)
-        return SimpleNamespace(get_spec=lambda: declared, make_state=lambda: FakeMLState(declared))
-
     def decode(state, token):
         for name in ("local", "global"):
             cache = state.read_state(name)
@@ -473,7 +442,7 @@ def test_growth_keeps_states_of_all_kinds(window_size):
         conv[-1] = token
         state.write_state("conv", conv)
 
-    manager = coreml.StateManager({context: model(context) for context in (4, 8, 16, 32)})
+    manager = coreml.StateManager({size: fake_model(shapes(size)) for size in (4, 8, 16, 32)})
     fixed, sizes = FakeMLState(shapes(32)), set()
     for token in range(32):
         assert manager.grow_if_needed(token).action != "stop"

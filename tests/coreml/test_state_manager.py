@@ -2,6 +2,7 @@
 
 import random
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -384,20 +385,20 @@ def test_wrong_arguments_of_a_refill_are_refused(tokens, prefill, text):
 
 
 class Failing(FakeMLState):
-    """A state whose second read or write fails, as Core ML would on a machine without memory."""
+    """A state whose last read or write fails, as Core ML would on a machine without memory."""
 
     def __init__(self, states, *, fail):
         super().__init__(states)
         self.fail = fail
 
     def read_state(self, name):
-        if name == "v" and self.fail == "read":
+        if name == [*self._states][-1] and self.fail == "read":
             raise RuntimeError("out of memory")
         return super().read_state(name)
 
     def write_state(self, name, value):
-        if name == "v" and self.fail == "write":
-            self._states["v"][:] = 1  # half written
+        if name == [*self._states][-1] and self.fail == "write":
+            self._states[name][:] = 1  # half written
             raise RuntimeError("out of memory")
         super().write_state(name, value)
 
@@ -410,10 +411,7 @@ def test_a_failed_move_leaves_the_manager_unchanged(fail, shrinks):
     def model(size):
         shapes = {"k": (1, 1, size, 8), "v": (1, 1, size, 8)}
 
-        def make(states):
-            return Failing(states, fail=fails.get(size))
-
-        return Model(size, make, **shapes)
+        return Model(size, lambda states: Failing(states, fail=fails.get(size)), **shapes)
 
     manager = StateManager({8: model(8), 16: model(16)})
     old, new = (16, 8) if shrinks else (8, 16)
@@ -657,16 +655,12 @@ def test_an_empty_state_and_separate_chunk_states_are_restored():
 
 
 def test_a_failed_write_keeps_the_former_state():
-    class Failing(FakeMLState):
-        def write_state(self, name, value):
-            raise RuntimeError("no memory")
-
     saved = managed(8, 16)
     fill(saved.state)
     saved.grow_if_needed(8)
-    manager = StateManager({8: Model(8), 16: Model(16, Failing)})
+    manager = StateManager({8: Model(8), 16: Model(16, partial(Failing, fail="write"))})
     before = fill(manager.state)
-    with pytest.raises(MLStateError, match="'kv' of 16 positions was not restored: no memory"):
+    with pytest.raises(MLStateError, match="'kv' of 16 positions was not restored: out of memory"):
         manager.load_state_dict(saved.state_dict())
     assert manager.size == 8 and np.array_equal(manager.state.read_state("kv"), before)
 

@@ -197,15 +197,16 @@ def test_labelled_bfloat16_integers_are_quantized():
 # ---- all entries or none ----
 
 
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_is_refused(bad):
+def test_a_value_that_is_not_finite_is_refused(bad, bits):
     """The entry before the one with the value stays as it is too."""
     arrays = {"0.keys": normal((2, 9, 32)), "0.values": normal((2, 9, 32))}
     arrays["0.values"][1, 4, 17] = bad
     state = state_of(arrays, 9)
-    assert_refused(state, ValueError, "0.values: a value is NaN or infinite", group=32)
+    assert_refused(state, ValueError, "0.values: a value is NaN or infinite", bits=bits, group=32)
     state.trim(5)  # the value is not a token any more
-    state.quantize(group=32)
+    state.quantize(bits, group=32)
     assert [entry.kind for entry in state.spec] == ["quantized"] * 2
 
 

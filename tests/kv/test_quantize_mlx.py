@@ -128,16 +128,3 @@ def test_values_of_one_rounding_are_never_further_from_the_exact_ones_than_those
         assert (ours <= theirs).all()
         further += np.count_nonzero(ours < theirs)
     assert (further > 0) == (name != "float32")
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("bits", BITS)
-def test_a_value_that_is_not_finite_is_refused_at_every_width(bits, bad):
-    """mlx stores another number in its place, or a group of NaNs, without an error."""
-    values = np.random.default_rng(0).standard_normal((ROWS, DIM)).astype(np.float32)
-    values[5, 70] = bad
-    parts = mx.quantize(mx.array(values), group_size=64, bits=bits)
-    stored = np.array(mx.dequantize(*parts, group_size=64, bits=bits))[5, 64:128]
-    assert np.isnan(stored).all() or np.isfinite(stored).all()
-    with pytest.raises(ValueError, match="k: a value is NaN or infinite"):
-        quantized(values, bits, 64)

@@ -1,10 +1,12 @@
 """Small models of transformers with random weights, one for each kind of cache."""
 
+import json
 from functools import cache as kept
 
 import pytest
 import torch
 import transformers
+from transformers import DynamicCache, StaticCache
 
 
 def _llama():
@@ -25,15 +27,11 @@ def _gemma3_wide():
 def _qwen3_next():
     config = transformers.Qwen3NextConfig(
         **COMMON,
-        layer_types=["linear_attention", "full_attention"],
+        **LINEAR_ATTENTION,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
     )
     return transformers.Qwen3NextForCausalLM, config
 
@@ -57,6 +55,13 @@ COMMON = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
+}
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 MODELS = {
     "llama": _llama,
@@ -96,3 +101,32 @@ def prompt(count=20, seed=1):
 @torch.no_grad()
 def run(model, tokens, cache):
     return model(tokens, use_cache=True, **{ARGUMENT: cache}).logits[:, -1]
+
+
+# ---- stored prompts ----
+
+TOKENS = prompt(90)
+KINDS = {"dynamic": DynamicCache, "static": lambda config: StaticCache(config, 128)}
+
+
+def prefilled(model, count, kind="dynamic"):
+    """A cache of the first tokens of TOKENS."""
+    cache = KINDS[kind](config=model.config)
+    run(model, TOKENS[:, :count], cache)
+    return cache
+
+
+def restored(store, cache, tokens=TOKENS, **options):
+    """Restore the longest stored prefix of the tokens into a cache; return its length."""
+    with store.match(tokens, **options) as match:
+        return store.restore(match, into=cache)
+
+
+def loaded_by_mlx(model, folder, facts=None):
+    """The same weights in mlx-lm, which may need more facts in the config."""
+    from mlx_lm.utils import load_model
+
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | (facts or {})
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_model(folder)[0]

@@ -681,19 +681,15 @@ def die_as_rank(group, path, moment):
     """One rank is killed while it stages, while it writes, or after it has written everything."""
     mlstate.save(path, shards(group, 1), step=1, group=group)
     if group.rank == 1:
-        real = {"staging": _core.shards_stage, "writing": _core.shards_write}
-        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        if moment == "staging":
-            _core.shards_stage = kill
-        elif moment == "writing":
-            _core.shards_write = kill
-        else:
+        name = "shards_stage" if moment == "staging" else "shards_write"
+        real = getattr(_core, name)
 
-            def write_and_die(*args):
-                real["writing"](*args)
-                kill()
+        def die(*arguments):
+            if moment == "written":
+                real(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-            _core.shards_write = write_and_die
+        setattr(_core, name, die)
     handle = save_async(path, shards(group, 2), step=2, group=group)
     try:
         handle.wait(SECONDS)

@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
+from checkpoint_model import flip
 from gcs_server import GcsServer
 
 import mlstate
@@ -21,13 +21,13 @@ def state_of(step):
     return {"w": np.full(100, float(step)), "shared": np.ones(50)}
 
 
-def run_of(folder, steps=4, **rules):
-    """The folder of a run with some steps."""
+def run_of(folder, steps=4, *, damaged):
+    """The folder of a run with some steps, of which some are damaged."""
     manager = CheckpointManager(folder, keep=None)
     for step in range(1, steps + 1):
         manager.save(step, state_of(step), metadata={"loss": float(step)}, pack_below_bytes=0)
-        if rules.get("pause"):
-            time.sleep(rules["pause"])
+    for step in damaged:
+        change(folder, step)
     return folder
 
 
@@ -35,11 +35,7 @@ def change(folder, step, key="w"):
     """Change a bit of a tensor of a step; a second call changes it back."""
     shards = CheckpointManager(folder).checkpoint(step).shards()
     [path] = {shard.path for shard in shards if shard.key == key}
-    with (folder / path).open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
+    flip(folder / path, -1)
 
 
 def marked(folder):
@@ -60,9 +56,7 @@ def verify_all(folder):
 
 
 def test_steps_that_another_process_found_damaged_do_not_count(tmp_path):
-    folder = run_of(tmp_path / "run")
-    for step in (3, 4):
-        change(folder, step)
+    folder = run_of(tmp_path / "run", damaged=[3, 4])
     verify_all(folder)
     assert marked(folder) == [3, 4]
     with pytest.warns(UserWarning, match="keep=2 deletes steps"):
@@ -74,8 +68,7 @@ def test_steps_that_another_process_found_damaged_do_not_count(tmp_path):
 
 
 def test_prune_keeps_the_last_good_steps(tmp_path):
-    folder = run_of(tmp_path / "run")
-    change(folder, 4)
+    folder = run_of(tmp_path / "run", damaged=[4])
     assert not mlstate.verify(folder)
     assert prune(folder, keep=1, dry_run=True).kept == [3, 4]
     assert prune(folder, keep=1).kept == [3, 4]
@@ -86,29 +79,25 @@ def test_prune_keeps_the_last_good_steps(tmp_path):
     assert [path.name for path in (folder / "roots").iterdir() if SUFFIX in path.name] == []
 
 
-def test_the_best_steps_that_load_are_kept(tmp_path):
-    folder = run_of(tmp_path / "run")
-    change(folder, 1)
+@pytest.mark.parametrize(
+    ("steps", "rules"),
+    [(4, {"keep_best": 1, "monitor": "loss"}), (3, {"keep_time_interval": 3600.0})],
+    ids=["the best", "an interval"],
+)
+def test_a_rule_keeps_the_steps_that_load(tmp_path, steps, rules):
+    """The first step would be the best one, and would begin the interval."""
+    folder = run_of(tmp_path / "run", steps, damaged=[1])
     verify_all(folder)
-    rules = {"keep": 1, "keep_best": 1, "monitor": "loss"}
+    last = steps + 1
     with pytest.warns(UserWarning, match="keep=1 deletes steps"):
-        CheckpointManager(folder, **rules).save(5, state_of(5), metadata={"loss": 9.0})
-    assert CheckpointManager(folder).steps() == [2, 5]
-
-
-def test_a_damaged_step_does_not_begin_an_interval(tmp_path):
-    folder = run_of(tmp_path / "run", steps=3)
-    change(folder, 1)
-    verify_all(folder)
-    rules = {"keep": 1, "keep_time_interval": 3600.0}
-    with pytest.warns(UserWarning, match="keep=1 deletes steps"):
-        CheckpointManager(folder, **rules).save(4, state_of(4))
-    assert CheckpointManager(folder).steps() == [2, 4]
+        CheckpointManager(folder, keep=1, **rules).save(
+            last, state_of(last), metadata={"loss": 9.0}
+        )
+    assert CheckpointManager(folder).steps() == [2, last]
 
 
 def test_a_restore_that_finds_damage_is_remembered(tmp_path):
-    folder = run_of(tmp_path / "run")
-    change(folder, 4)
+    folder = run_of(tmp_path / "run", damaged=[4])
     with pytest.raises(mlstate.ChecksumError):
         CheckpointManager(folder).restore(4)
     assert marked(folder) == [4]
@@ -119,7 +108,7 @@ def test_a_restore_that_finds_damage_is_remembered(tmp_path):
 
 
 def test_steps_that_share_a_damaged_file_are_marked(tmp_path):
-    folder = run_of(tmp_path / "run", steps=3)
+    folder = run_of(tmp_path / "run", 3, damaged=[])
     change(folder, 3, "shared")
     assert not mlstate.verify(folder)
     assert marked(folder) == [1, 2, 3]
@@ -127,7 +116,7 @@ def test_steps_that_share_a_damaged_file_are_marked(tmp_path):
 
 
 def test_a_damaged_header_is_not_marked(tmp_path):
-    folder = run_of(tmp_path / "run", steps=2)
+    folder = run_of(tmp_path / "run", 2, damaged=[])
     [path] = {s.path for s in CheckpointManager(folder).checkpoint(2).shards() if s.key == "w"}
     with (folder / path).open("r+b") as file:
         file.seek(200)
@@ -137,9 +126,7 @@ def test_a_damaged_header_is_not_marked(tmp_path):
 
 
 def test_a_repair_deletes_the_marks_of_the_deleted_steps(tmp_path):
-    folder = run_of(tmp_path / "run")
-    for step in (3, 4):
-        change(folder, step)
+    folder = run_of(tmp_path / "run", damaged=[3, 4])
     assert mlstate.verify(folder, repair=True).step == 2
     assert marked(folder) == [] and CheckpointManager(folder).steps() == [1, 2]
     report = mlstate.verify(folder)
@@ -147,7 +134,7 @@ def test_a_repair_deletes_the_marks_of_the_deleted_steps(tmp_path):
 
 
 def test_a_mark_without_a_step_is_pruned(tmp_path):
-    folder = run_of(tmp_path / "run", steps=2)
+    folder = run_of(tmp_path / "run", 2, damaged=[])
     orphan = folder / "roots" / f"00000009.0123456789abcdef{SUFFIX}"
     orphan.touch()
     other = folder / "roots" / f"notes{SUFFIX}"
@@ -167,8 +154,7 @@ def test_a_checkpoint_without_steps_has_no_mark(tmp_path):
 
 
 def test_a_planted_link_is_not_followed(tmp_path):
-    folder = run_of(tmp_path / "run", steps=2)
-    change(folder, 2)
+    folder = run_of(tmp_path / "run", 2, damaged=[2])
     root = open_files(folder).list_roots()[-1]
     mark = folder / mark_path(root.path)
     mark.symlink_to(tmp_path / "victim")
@@ -179,8 +165,7 @@ def test_a_planted_link_is_not_followed(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_verified(tmp_path):
-    folder = run_of(tmp_path / "run", steps=2)
-    change(folder, 2)
+    folder = run_of(tmp_path / "run", 2, damaged=[2])
     (folder / "roots").chmod(0o500)
     try:
         assert not mlstate.verify(folder)
@@ -189,8 +174,7 @@ def test_a_folder_that_cannot_be_written_is_verified(tmp_path):
 
 
 def test_unwritable_damage_mark_is_ignored(tmp_path, monkeypatch):
-    folder = run_of(tmp_path / "run", steps=2)
-    change(folder, 2)
+    folder = run_of(tmp_path / "run", 2, damaged=[2])
     real = mlstate._core.Descriptor
 
     def refused(path, flags):

@@ -251,17 +251,14 @@ def changes(document, every=1):
     """Documents that differ by one change, with a description: every `every`-th value."""
     for number, path in enumerate(places(document)):
         column = at(document, path)
+        rows = ()
         if path[0] in TABLES and isinstance(column, str):
-            for text in itertools.islice(rows_changed(column), number % every, None, every):
-                changed_documents = changed(
-                    document, path, lambda holder, name, t=text: holder.__setitem__(name, t)
-                )
-                yield f"{path} = {text!r}", changed_documents
-        for value in VALUES[number % every :: every]:
-            changed_documents = changed(
+            rows = itertools.islice(rows_changed(column), number % every, None, every)
+        for value in itertools.chain(rows, VALUES[number % every :: every]):
+            other = changed(
                 document, path, lambda holder, name, v=value: holder.__setitem__(name, v)
             )
-            yield f"{path} = {value!r}", changed_documents
+            yield f"{path} = {value!r}", other
         yield f"{path} deleted", changed(document, path, lambda holder, name: holder.pop(name))
         holder = at(document, path[:-1])
         if isinstance(holder, list):

@@ -34,6 +34,15 @@ def _dead_text(folder, **changed):
     (folder / "lock").write_text(json.dumps(text))
 
 
+@contextlib.contextmanager
+def _dead_owner(folder):
+    """The lock of an owner that died, and whose child keeps the descriptor."""
+    _dead_text(folder)
+    with (folder / "lock").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
 def test_lock_being_acquired_is_not_taken_over(tmp_path, monkeypatch):
     _dead_text(tmp_path)
     locked, go_on = threading.Event(), threading.Event()
@@ -61,9 +70,7 @@ def test_lock_being_acquired_is_not_taken_over(tmp_path, monkeypatch):
 
 
 def test_one_of_several_takes_over_a_dead_owners_lock(tmp_path):
-    _dead_text(tmp_path)
-    with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with _dead_owner(tmp_path):
         locks = [LocalFolder(str(tmp_path)).claim() for _ in range(8)]
         outcomes = thread_outcomes(lambda number: locks[number].acquire(), len(locks))
     refused = [error.errno for error in outcomes if isinstance(error, mlstate.StoreError)]
@@ -82,11 +89,11 @@ def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatc
         return replace(path, target)
 
     monkeypatch.setattr(_lock, "replacing", late)
-    _dead_text(tmp_path)
-    with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with pytest.raises(mlstate.StoreError, match="is writing it") as caught:
-            LocalFolder(str(tmp_path)).claim().acquire()
+    with (
+        _dead_owner(tmp_path),
+        pytest.raises(mlstate.StoreError, match="is writing it") as caught,
+    ):
+        LocalFolder(str(tmp_path)).claim().acquire()
     assert caught.value.errno == errno.EBUSY
     first.release()
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
@@ -148,53 +155,44 @@ def test_a_reshard_that_was_interrupted_keeps_no_lock(tmp_path, monkeypatch):
 
 def _take_over(folder):
     """Take the lock of a dead owner, whose child still has the lock's file."""
-    _dead_text(folder)
-    with (folder / "lock").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with LocalFolder(str(folder)).claim():
-            assert json.loads((folder / "lock").read_text())["pid"] == os.getpid()
+    with _dead_owner(folder), LocalFolder(str(folder)).claim():
+        assert json.loads((folder / "lock").read_text())["pid"] == os.getpid()
 
 
-def _victim(folder):
-    """A file of another program."""
-    path = folder.parent / "victim"
-    path.write_text("precious")
-    path.chmod(0o640)
-    return path
-
-
-def test_a_lock_taken_over_follows_no_link(tmp_path):
-    folder = tmp_path / "ckpt"
+@pytest.fixture
+def linked(tmp_path):
+    """A function that plants links to a file of another program, which stays as it is."""
+    victim, folder = tmp_path / "victim", tmp_path / "ckpt"
+    victim.write_text("precious")
+    victim.chmod(0o640)
     folder.mkdir()
-    victim = _victim(folder)
-    for pid in (os.getpid(), os.getppid()):
-        for name in (f"lock.{pid}", f".mlstate-{pid}.tmp"):
+
+    def plant(*names):
+        for name in names:
             (folder / name).symlink_to(victim)
-    links = {path.name for path in folder.iterdir()}
-    _take_over(folder)
+        return folder
+
+    yield plant
     assert victim.read_text() == "precious" and victim.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_lock_taken_over_follows_no_link(linked):
+    pids = os.getpid(), os.getppid()
+    links = {name for pid in pids for name in (f"lock.{pid}", f".mlstate-{pid}.tmp")}
+    folder = linked(*links)
+    _take_over(folder)
     assert {path.name for path in folder.iterdir()} == links | {"lock"}
 
 
-def test_a_guessed_name_of_a_temporary_file_is_not_followed(tmp_path, monkeypatch):
-    folder = tmp_path / "ckpt"
-    folder.mkdir()
-    victim = _victim(folder)
+def test_a_guessed_name_of_a_temporary_file_is_not_followed(linked, monkeypatch):
     monkeypatch.setattr(os, "urandom", lambda count: bytes(count))
-    (folder / f".mlstate-{bytes(8).hex()}.tmp").symlink_to(victim)
     with pytest.raises(mlstate.StoreError, match="cannot lock"):
-        _take_over(folder)
-    assert victim.read_text() == "precious" and victim.stat().st_mode & 0o777 == 0o640
+        _take_over(linked(f".mlstate-{bytes(8).hex()}.tmp"))
 
 
-def test_a_lock_that_is_a_link_is_refused(tmp_path):
-    folder = tmp_path / "ckpt"
-    folder.mkdir()
-    victim = _victim(folder)
-    (folder / "lock").symlink_to(victim)
+def test_a_lock_that_is_a_link_is_refused(linked):
     with pytest.raises(mlstate.StoreError, match="cannot lock"):
-        mlstate.save(folder, {"w": np.ones(2)})
-    assert victim.read_text() == "precious" and victim.stat().st_mode & 0o777 == 0o640
+        mlstate.save(linked("lock"), {"w": np.ones(2)})
 
 
 def test_a_lock_taken_over_keeps_its_mode(tmp_path):

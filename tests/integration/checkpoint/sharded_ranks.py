@@ -106,12 +106,20 @@ def sent_back(group, module, full):
     assert recording.largest <= 64
 
 
+def local_state(group, source, **keywords):
+    return DistributedStateCollector(group).collect_local_state(source, **keywords)
+
+
+def refused(group, error, text, source):
+    """No rank gathers the full state; return the error."""
+    return raises(error, text, DistributedStateCollector(group).gather_full_state, source)
+
+
 # ---- replicas ----
 
 
 @scenario
 def modules_and_their_wrappers_have_the_same_names(group):
-    collector = DistributedStateCollector(group)
     expected = list(model().state_dict())
     for wrapped in (
         model(),
@@ -121,7 +129,7 @@ def modules_and_their_wrappers_have_the_same_names(group):
         torch.compile(DistributedDataParallel(model())),
         DistributedDataParallel(torch.compile(model())),
     ):
-        state = collector.collect_local_state(wrapped)
+        state = local_state(group, wrapped)
         assert list(state) == expected, list(state)
         inner = dict(wrapped.named_parameters())
         pointers = {tensor.data_ptr() for tensor in inner.values()}
@@ -130,12 +138,12 @@ def modules_and_their_wrappers_have_the_same_names(group):
         for parameter in wrapped.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        states = collector.collect_local_state(optimizer, model=wrapped)
+        states = local_state(group, optimizer, model=wrapped)
         assert {name.rpartition(".")[0] for name in states} == set(expected) - {"scale"}
         assert states.optimizer_type == "sgd"
     nested = torch.nn.ModuleDict({"module": torch.nn.Linear(1, 1)})
-    assert list(collector.collect_local_state(nested)) == ["module.weight", "module.bias"]
-    both = collector.collect_local_state(DistributedDataParallel(nested))
+    assert list(local_state(group, nested)) == ["module.weight", "module.bias"]
+    both = local_state(group, DistributedDataParallel(nested))
     assert list(both) == ["module.weight", "module.bias"]
 
 
@@ -157,12 +165,8 @@ def replicas_of_ddp_are_compared(group):
     if group.rank == changed:
         with torch.no_grad():
             module.module[3].weight[0, 2] += 1
-    error = raises(
-        CompatibilityError,
-        f"3.weight: the elements on rank {changed} differ from those on rank",
-        DistributedStateCollector(group).gather_full_state,
-        module,
-    )
+    words = f"3.weight: the elements on rank {changed} differ from those on rank"
+    error = refused(group, CompatibilityError, words, module)
     assert [(d.kind, d.name, d.ranks) for d in error.differences] == [
         ("elements", "3.weight", (changed,))
     ]
@@ -201,7 +205,7 @@ def numbers_of_optimizers_are_filled_too(group):
 def fsdp2_is_assembled(group):
     for dtype in (torch.float32, torch.bfloat16):
         module = sharded(model(dtype))
-        state = DistributedStateCollector(group).collect_local_state(module)
+        state = local_state(group, module)
         shard = state["0.weight"]
         assert (shard.layout, shard.index) == (Layout.rows(group.world_size), group.rank)
         local = module[0].weight.to_local()
@@ -221,7 +225,7 @@ def optimizers_of_fsdp2_are_assembled(group):
     module, unsharded = sharded(model()), model()
     rank_optimizer, optimizer = trained(module), trained(unsharded)
     full = gathered(group, rank_optimizer, model=module)
-    state = DistributedStateCollector(group).collect_local_state(rank_optimizer, model=module)
+    state = local_state(group, rank_optimizer, model=module)
     assert state.step == 2
     assert state["0.bias.exp_avg"].layout == Layout.rows(group.world_size)
     if full is not None:
@@ -278,21 +282,16 @@ def memory_is_bounded(group):
 
 @scenario
 def a_missing_shard_is_an_error_everywhere(group):
-    state = DistributedStateCollector(group).collect_local_state(sharded(model()))
+    state = local_state(group, sharded(model()))
     if group.rank == 1:
         shard = state["0.weight"]
         state["0.weight"] = mlstate.checkpoint.Shard(
             torch.zeros(shard.layout.shape((5, 3), 0)), shard.layout, 0, shape=(5, 3)
         )
-    raises(
-        CompatibilityError,
-        "0.weight: no rank has part 1 of",
-        DistributedStateCollector(group).gather_full_state,
-        state,
-    )
+    refused(group, CompatibilityError, "0.weight: no rank has part 1 of", state)
     bad = object() if group.rank == 1 else state
     error = TypeError if group.rank == 1 else CollectiveError
-    raises(error, "expected a mapping", DistributedStateCollector(group).gather_full_state, bad)
+    refused(group, error, "expected a mapping", bad)
 
 
 # ---- FSDP1 ----
@@ -305,12 +304,12 @@ def fsdp1_is_assembled(group):
         module = model()
         module[0] = flat(module[0], original)
         module = flat(module, original)
-        state = DistributedStateCollector(group).collect_local_state(module)
+        state = local_state(group, module)
         assert state["0.weight"].layout == Layout.rows(group.world_size)
         full = check_gathered(group, module, unsharded.state_dict())
         same(merged(group, module), unsharded.state_dict())
         optimizer = torch.optim.Adam(module.parameters())
-        assert not DistributedStateCollector(group).collect_local_state(optimizer, model=module)
+        assert not local_state(group, optimizer, model=module)
         train(module, optimizer)
         expected = trained(unsharded)
         gathered_state = gathered(group, optimizer, model=module)
@@ -323,12 +322,8 @@ def fsdp1_is_assembled(group):
         sent_back(group, module, full)
         same(merged(group, module), model().state_dict())
         other = model() if group.rank else module
-        raises(
-            CollectiveError,
-            "the state is of a module of FSDP1 on rank 0 and of any kind on rank 1",
-            DistributedStateCollector(group).gather_full_state,
-            other,
-        )
+        words = "the state is of a module of FSDP1 on rank 0 and of any kind on rank 1"
+        refused(group, CollectiveError, words, other)
         raises(
             TypeError,
             "cannot be filled in place",
@@ -347,18 +342,14 @@ def dtensors_are_shards(group):
     tensor = torch.arange(35.0).reshape(5, 7)
     for placement in (Shard(0), Shard(1), Replicate()):
         state = {"w": distribute_tensor(tensor, mesh, [placement]), "p": torch.ones(2)}
-        collected = DistributedStateCollector(group).collect_local_state(state)["w"]
+        collected = local_state(group, state)["w"]
         assert isinstance(collected, torch.Tensor) == isinstance(placement, Replicate)
         check_gathered(group, state, {"w": tensor, "p": torch.ones(2)})
     partial = DTensor.from_local(tensor, mesh, [Partial()])
     for state in ({"part.w": partial}, distribute_module(torch.nn.Linear(1, 1), mesh)):
         if isinstance(state, dict):
-            error = raises(
-                TypeError,
-                "'part.w' is a DTensor with placements (Partial(sum),)",
-                DistributedStateCollector(group).collect_local_state,
-                state,
-            )
+            words = "'part.w' is a DTensor with placements (Partial(sum),)"
+            error = raises(TypeError, words, local_state, group, state)
             assert "redistribute() it first" in str(error)
         else:
             gathered(group, state, verify_replicas=False)
@@ -376,7 +367,7 @@ def meshes_of_two_dimensions_are_layouts(group):
         ((Shard(0), Replicate()), Layout.rows(2)),
     ):
         state = {"w": distribute_tensor(tensor, mesh, placements)}
-        shard = DistributedStateCollector(group).collect_local_state(state)["w"]
+        shard = local_state(group, state)["w"]
         assert shard.layout == layout
         check_gathered(group, state, {"w": tensor})
 
@@ -385,7 +376,7 @@ def meshes_of_two_dimensions_are_layouts(group):
 def hybrid_sharding_has_replicas(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     module = sharded(model(), mesh=mesh)
-    shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
+    shard = local_state(group, module)["0.weight"]
     assert (shard.layout, shard.index, shard.replica) == (
         Layout.rows(2), group.rank % 2, group.rank // 2,
     )  # fmt: skip
@@ -393,12 +384,8 @@ def hybrid_sharding_has_replicas(group):
     if group.rank == 3:
         with torch.no_grad():
             module[0].weight.to_local()[0, 0] += 1
-    raises(
-        CompatibilityError,
-        "0.weight: the elements of part 1 on rank 3 differ from those on rank 1",
-        DistributedStateCollector(group).gather_full_state,
-        module,
-    )
+    words = "0.weight: the elements of part 1 on rank 3 differ from those on rank 1"
+    refused(group, CompatibilityError, words, module)
     sent_back(group, module, full)
     same(merged(group, module), model().state_dict())
 
@@ -409,7 +396,7 @@ def hybrid_sharding_of_fsdp1_has_replicas(group):
     for original in (False, True):
         strategy = ShardingStrategy.HYBRID_SHARD
         module = flat(model(), original, device_mesh=mesh, sharding_strategy=strategy)
-        shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
+        shard = local_state(group, module)["0.weight"]
         assert (shard.layout, shard.index) == (Layout.rows(2), group.rank % 2)
         assert shard.replica == group.rank // 2
         full = check_gathered(group, module, model().state_dict())
@@ -430,7 +417,7 @@ def tensor_parallel_modules_under_fsdp_are_assembled(group):
     module.load_state_dict(unsharded.state_dict())
     parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(module, mesh=mesh["dp"])
-    shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
+    shard = local_state(group, module)["0.weight"]
     assert shard.layout == Layout([(0, 2), (0, 2)])
     assert shard.index == (group.rank % 2) * 2 + group.rank // 2  # tensor parallelism divides first
     full = check_gathered(group, module, unsharded.state_dict())

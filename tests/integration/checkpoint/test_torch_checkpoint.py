@@ -29,6 +29,12 @@ def model(dtype=torch.float32):
     return layers.to(dtype)
 
 
+def pair(make=torch.optim.Adam, dtype=torch.float32):
+    """A module and its optimizer."""
+    module = model(dtype)
+    return module, make(module.parameters())
+
+
 def train(module, optimizer, steps, start=0):
     losses = []
     dtype = next(module.parameters()).dtype
@@ -45,24 +51,21 @@ def train(module, optimizer, steps, start=0):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_resumes_bitwise(tmp_path, kind, dtype):
-    module = model(dtype)
-    optimizer = OPTIMIZERS[kind](module.parameters())
+    module, optimizer = pair(OPTIMIZERS[kind], dtype)
     train(module, optimizer, 3)
     saved = mlstate.save(tmp_path / "a", module, optimizer, layout="rows")
     assert saved.step == (0 if kind in ("sgd", "momentum") else 3)
     expected = train(module, optimizer, 4, start=3)
 
     # in place, into a new module and a new optimizer
-    fresh = model(dtype)
-    other = OPTIMIZERS[kind](fresh.parameters())
+    fresh, other = pair(OPTIMIZERS[kind], dtype)
     pointers = [p.data_ptr() for p in fresh.parameters()]
     mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
     assert [p.data_ptr() for p in fresh.parameters()] == pointers
     assert train(fresh, other, 4, start=3) == expected
 
     # by state dicts, as torch does it
-    fresh = model(dtype)
-    other = OPTIMIZERS[kind](fresh.parameters())
+    fresh, other = pair(OPTIMIZERS[kind], dtype)
     loaded = mlstate.load(tmp_path / "a")
     fresh.load_state_dict(loaded.model.to_torch())
     other.load_state_dict(loaded.optimizer.to_torch(other, fresh))
@@ -110,8 +113,7 @@ def test_module_of_other_shapes_is_refused_unchanged(tmp_path):
 
 
 def test_steps_of_a_module_are_kept(tmp_path):
-    module = model()
-    optimizer = torch.optim.Adam(module.parameters())
+    module, optimizer = pair()
     with CheckpointManager(tmp_path / "run", keep=2) as manager:
         for step in range(4):
             train(module, optimizer, 1, start=step)
@@ -229,21 +231,18 @@ def test_refused_optimizer_keeps_the_module(tmp_path):
 
 
 def test_states_that_were_saved_without_names_go_by_the_order_of_parameters(tmp_path):
-    module = model()
-    optimizer = torch.optim.Adam(module.parameters())
+    module, optimizer = pair()
     train(module, optimizer, 2)
     mlstate.save(tmp_path / "a", module.state_dict(), optimizer)
     assert mlstate.load(tmp_path / "a", names="param_0").optimizer
     expected = train(module, optimizer, 2, start=2)
-    fresh = model()
-    other = torch.optim.Adam(fresh.parameters())
+    fresh, other = pair()
     mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
     assert train(fresh, other, 2, start=2) == expected
 
 
 def test_optimizer_without_module_raises_with_the_remedy(tmp_path):
-    module = model()
-    optimizer = torch.optim.Adam(module.parameters())
+    module, optimizer = pair()
     train(module, optimizer, 1)
     mlstate.save(tmp_path / "a", module, optimizer)
     with pytest.raises(mlstate.CompatibilityError, match="pass the module too"):

@@ -138,34 +138,6 @@ def test_every_dtype_survives(tmp_path, suffix):
     assert not difference(torch.load(tmp_path / "c.pt", weights_only=True), tree)
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-@pytest.mark.parametrize("seed", range(3))
-def test_mlstate_states_round_trip(tmp_path, suffix, seed):
-    generator = np.random.default_rng(seed)
-    model = ModelStateDict(
-        {"a.w": generator.random((3, 2)), "a.b": np.float32(4), "x": np.zeros((0, 3), np.int8)},
-        model_type="tiny", layer_count=1,
-    )  # fmt: skip
-    adam = OptimizerStateDict(
-        {"a.w.m": generator.random((3, 2)), "a.w.step": np.asarray(7)},
-        optimizer_type="adam", step=7, learning_rate=0.25,
-        param_groups=[{"params": ["a.w"], "lr": 0.25, "python_numbers": ["step"]}][: seed % 2],
-    )  # fmt: skip
-    for parts in ((model, adam), (model, None), (None, adam)):
-        path = tmp_path / f"{id(parts)}.{suffix}"
-        write_any(path, *parts, {"note": "x", "list": [1, None]}, format=NAMED.get(suffix))
-        parts_read = read_any(path)
-        assert parts_read[:2] == parts
-        assert [type(part) for part in parts_read[:2]] == [type(part) for part in parts]
-        assert parts_read[2] == {"note": "x", "list": [1, None]}
-        if parts[0] is not None:
-            assert (parts_read[0].model_type, parts_read[0].layer_count) == ("tiny", 1)
-        if parts[1] is not None:
-            kind = (parts_read[1].optimizer_type, parts_read[1].step, parts_read[1].learning_rate)
-            assert kind == ("adam", 7, 0.25)
-            assert parts_read[1].param_groups == adam.param_groups
-
-
 # ---- .pt ----
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from test_torch_entries import assert_same_run, trained, write
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -20,19 +21,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),  # torch warns that there is only one process
 ]
-
-
-class ToyModel(torch.nn.Module):
-    """The model of the tutorial."""
-
-    def __init__(self):
-        super().__init__()
-        self.net1 = torch.nn.Linear(16, 16)
-        self.relu = torch.nn.ReLU()
-        self.net2 = torch.nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.net2(self.relu(self.net1(x)))
 
 
 class AppState:
@@ -54,32 +42,6 @@ class AppState:
         )
 
 
-def trained(seed, steps):
-    torch.manual_seed(seed)
-    model = ToyModel()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + seed)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.rand(8, 16)).sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def assert_same_run(run, other):
-    """Parameters, states and hyperparameters are equal, and so is the next step."""
-    for (model, optimizer), (model2, optimizer2) in ((run, other),):
-        for p, q in zip(model.parameters(), model2.parameters(), strict=True):
-            assert torch.equal(p, q)
-            for name, value in optimizer.state[p].items():
-                assert torch.equal(value, optimizer2.state[q][name]), name
-        assert optimizer.param_groups[0]["lr"] == optimizer2.param_groups[0]["lr"]
-        for each, opt in ((model, optimizer), (model2, optimizer2)):
-            opt.zero_grad()
-            each(torch.ones(4, 16)).sum().backward()
-            opt.step()
-        assert all(map(torch.equal, model.parameters(), model2.parameters()))
-
-
 def test_the_tutorials_folder_converts_and_resumes(tmp_path):
     run = trained(0, 3)
     dcp.save({"app": AppState(*run)}, checkpoint_id=tmp_path / "a.dcp")
@@ -98,12 +60,8 @@ def test_plain_values_of_the_application_are_metadata(tmp_path):
 
 def test_none_and_str_among_tensors_are_metadata(tmp_path):
     tree = {"w": torch.ones(2), "note": "text", "deep": {"none": None, "n": 2}}
-    for path in (tmp_path / "a.dcp", tmp_path / "a.pt"):
-        if path.suffix == ".pt":
-            torch.save(tree, path)
-        else:
-            dcp.save(tree, checkpoint_id=path)
-        model, optimizer, metadata, _ = read_any(path)
+    for form in ("pt", "dcp"):
+        model, optimizer, metadata, _ = read_any(write(form, tree, tmp_path / "a"))
         assert sorted(model) == ["deep.n", "w"] and optimizer is None
         assert metadata == {"note": "text", "deep.none": None}
 
@@ -124,13 +82,10 @@ def test_several_models_with_optimizers_become_named_states(tmp_path, form, othe
     tree = {"gen": states[0], "disc": states[1]}
     if other != "application":
         tree = {"gen": {**states[0], "disc": torch.zeros(2)}, "disc": torch.ones(3)}
-    if form == "pt":
-        torch.save(tree, tmp_path / "a.pt")
-    else:
-        dcp.save(tree, checkpoint_id=tmp_path / "a.dcp")
-    parts = read_any(tmp_path / f"a.{form}")
+    source = write(form, tree, tmp_path / "a")
+    parts = read_any(source)
     assert parts.model is None and parts.optimizer is None
-    assert main(["convert", str(tmp_path / f"a.{form}"), str(tmp_path / "ckpt")]) == 0
+    assert main(["convert", str(source), str(tmp_path / "ckpt")]) == 0
     loaded = mlstate.load(tmp_path / "ckpt").states
     assert sorted(loaded) == ["disc", "gen"]
     for name, tensor in first[0].state_dict().items():

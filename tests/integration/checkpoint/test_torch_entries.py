@@ -45,12 +45,18 @@ def trained(seed=0, steps=2, lr=0.1):
 
 
 def assert_same_run(run, other):
+    """Parameters, states and hyperparameters are equal, and so is the next step."""
     for p, q in zip(run[0].parameters(), other[0].parameters(), strict=True):
         assert torch.equal(p, q)
         for name, value in run[1].state[p].items():
             assert torch.equal(value, other[1].state[q][name]), name
     for group, twin in zip(run[1].param_groups, other[1].param_groups, strict=True):
         assert {**group, "params": 0} == {**twin, "params": 0}
+    for model, optimizer in (run, other):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    assert all(map(torch.equal, run[0].parameters(), other[0].parameters()))
 
 
 def write(form, tree, path):

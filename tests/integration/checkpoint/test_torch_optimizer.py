@@ -141,17 +141,13 @@ def test_kind_follows_the_nearest_known_class(kind, name):
 
 
 def test_the_largest_step_counts():
-    module = model()
-    optimizer = optim.Adam(module.parameters())
-    train(module, optimizer, 0, 2)
+    module, optimizer, _ = trained()
     optimizer.state[module[0].bias]["step"] += 5
     assert OptimizerStateDict.from_torch(optimizer).step == 7
 
 
 def test_momentum_that_is_none_stays_none():
-    module = model()
-    optimizer = optim.SGD(module.parameters(), lr=0.1)
-    train(module, optimizer, 0, 1)
+    module, optimizer, _ = trained(lambda p: optim.SGD(p, lr=0.1), 1)
     optimizer.state[module[0].weight]["momentum_buffer"] = None
     state = OptimizerStateDict.from_torch(optimizer, module)
     assert state.step == 0
@@ -172,9 +168,7 @@ def test_factors_of_adafactor_have_their_shapes():
 
 
 def test_names_from_a_list_from_the_optimizer_and_numbered():
-    module = model()
-    optimizer = optim.Adam(module.parameters())
-    train(module, optimizer, 0, 1)
+    module, optimizer, _ = trained(steps=1)
     assert OptimizerStateDict.from_torch(optimizer).parameters() == [
         "param_0",
         "param_1",
@@ -214,8 +208,7 @@ def test_a_tied_parameter_has_its_first_name():
     ],
 )
 def test_names_that_do_not_fit_are_refused(names, error, says):
-    module = model()
-    optimizer = optim.Adam(module.parameters())
+    _, optimizer, _ = trained(steps=0)
     with pytest.raises(error, match=says):
         OptimizerStateDict.from_torch(optimizer, names)
     with pytest.raises(error, match=says):
@@ -231,9 +224,7 @@ def test_only_optimizers_have_such_state():
 
 
 def test_objects_in_states_and_groups_are_refused_by_path():
-    module = model()
-    optimizer = optim.Adam(module.parameters())
-    train(module, optimizer, 0, 1)
+    module, optimizer, _ = trained(steps=1)
     optimizer.state[module[0].weight]["projector"] = {"by": [object()]}
     with pytest.raises(TypeError, match=r"'param_0\.projector'\['by'\]\[0\] is a builtins.object"):
         OptimizerStateDict.from_torch(optimizer)
@@ -244,8 +235,7 @@ def test_objects_in_states_and_groups_are_refused_by_path():
 
 
 def test_state_of_no_parameter_and_names_with_dots_are_refused():
-    module = model()
-    optimizer = optim.Adam(module.parameters())
+    module, optimizer, _ = trained(steps=0)
     optimizer.state["global"] = {"step": 1}
     with pytest.raises(ValueError, match="none of its parameters"):
         OptimizerStateDict.from_torch(optimizer)
@@ -387,8 +377,7 @@ def test_shapes_that_do_not_fit_are_refused_all_at_once():
     ],
 )
 def test_which_shapes_a_state_may_have(name, shape, good):
-    module = model()
-    optimizer = optim.Adam(module.parameters())
+    module, optimizer, _ = trained(steps=0)
     state = OptimizerStateDict({f"0.weight.{name}": np.zeros(shape, np.float32)})
     state["2.weight.full"] = np.zeros((3, 8), np.float32)  # of its parameter's shape
     if good:
@@ -399,8 +388,7 @@ def test_which_shapes_a_state_may_have(name, shape, good):
 
 
 def test_a_shape_that_the_optimizer_holds_already_fits():
-    module = model()
-    optimizer = optim.Adam(module.parameters())
+    module, optimizer, _ = trained(steps=0)
     optimizer.state[module[0].weight]["preconditioner"] = torch.eye(8)
     state = OptimizerStateDict.from_torch(optimizer, module)
     assert state.to_torch(optimizer, module)["state"][0]["preconditioner"].shape == (8, 8)

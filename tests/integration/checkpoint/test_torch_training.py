@@ -24,8 +24,8 @@ def step(module, optimizer, count=1):
         optimizer.step()
 
 
-def trained(make, count=2):
-    module = model()
+def trained(make, count=2, seed=0):
+    module = model(seed)
     optimizer = make(module.parameters())
     step(module, optimizer, count)
     return module, optimizer
@@ -81,8 +81,7 @@ def test_numbers_stay_numbers(tmp_path):
         states["rate"] = float(states["eta"])
         states["count"] = 7
     mlstate.save(tmp_path / "a", module, asgd)
-    fresh = model(1)
-    other = torch.optim.ASGD(fresh.parameters())
+    fresh, other = trained(torch.optim.ASGD, 0, seed=1)
     mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
     same_states(other, asgd)
     assert other.state[fresh[0].weight]["count"] == 7
@@ -229,8 +228,7 @@ def test_tensors_on_a_device_are_filled_by_way_of_main_memory(tmp_path, monkeypa
         return staged[-1]
 
     monkeypatch.setattr(_training, "_on_host", as_if_on_a_device)
-    fresh = model(1)
-    other = torch.optim.Adam(fresh.parameters())
+    fresh, other = trained(torch.optim.Adam, 0, seed=1)
     mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
     assert len(staged) == 4 + 8
     assert all(

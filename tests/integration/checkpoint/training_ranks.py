@@ -68,12 +68,23 @@ def refused(group, error, text, folder, into, **keywords):
     return raises(error, text, mlstate.load, folder, into=into, group=group, **keywords)
 
 
+def saved(group, name, *parts):
+    """Save the parts in a new folder, and return it."""
+    mlstate.save(folder_of(name), *parts, group=group)
+    return folder_of(name)
+
+
+def loaded(group, folder, module, make=torch.optim.Adam):
+    """Load into a module and a new optimizer; return the optimizer."""
+    optimizer = make(module.parameters())
+    mlstate.load(folder, into={"model": module, "optimizer": optimizer}, group=group)
+    return optimizer
+
+
 def check_resumed(group, name, module, optimizer, fresh):
     """Save, load into another module and a new optimizer, and compare; return both."""
-    folder = folder_of(name)
-    mlstate.save(folder, module, optimizer, group=group)
-    other = type(optimizer)(fresh.parameters())
-    mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+    folder = saved(group, name, module, optimizer)
+    other = loaded(group, folder, fresh, type(optimizer))
     same(local_bits(fresh, other), local_bits(module, optimizer))
     return folder, other
 
@@ -88,8 +99,7 @@ def every_kind_is_filled_in_place(group):
         module = wrapped(kind)
         optimizer = trained(module)
         expected = local_bits(module, optimizer)
-        folder = folder_of(f"kinds-{kind}")
-        mlstate.save(folder, module, optimizer, group=group)
+        folder = saved(group, f"kinds-{kind}", module, optimizer)
         assert sorted(mlstate.load(folder).model) == sorted(model().state_dict())
         fresh = wrapped(kind, seed=5)
         other = torch.optim.Adam(fresh.parameters(), lr=0.5)
@@ -114,18 +124,15 @@ def every_kind_is_filled_in_place(group):
 def every_kind_is_loaded_as_every_other(group):
     module = wrapped("fsdp2")
     optimizer = trained(module)
-    folder = folder_of("others")
-    mlstate.save(folder, module, optimizer, group=group)
+    folder = saved(group, "others", module, optimizer)
     expected = mlstate.load(folder)
     for kind in KINDS:
         fresh = wrapped(kind, seed=5)
-        other = torch.optim.Adam(fresh.parameters())
-        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
-        again = folder_of(f"others-{kind}")
-        mlstate.save(again, fresh, other, group=group)
-        loaded = mlstate.load(again)
-        assert loaded.model == expected.model, kind
-        assert loaded.optimizer == expected.optimizer, kind
+        other = loaded(group, folder, fresh)
+        again = saved(group, f"others-{kind}", fresh, other)
+        got = mlstate.load(again)
+        assert got.model == expected.model, kind
+        assert got.optimizer == expected.optimizer, kind
 
 
 @scenario
@@ -268,8 +275,7 @@ def a_sharded_module_without_its_group_is_refused(group):
 def other_names_and_shapes_are_refused_on_every_rank(group):
     module = wrapped("fsdp2")
     optimizer = trained(module)
-    folder = folder_of("shapes")
-    mlstate.save(folder, module, optimizer, group=group)
+    folder = saved(group, "shapes", module, optimizer)
 
     def stays(other, kind, text):
         other = {"fsdp2": fully_shard, "fsdp1": flat, "plain": lambda m: m}[kind](other)
@@ -347,8 +353,7 @@ def steps_that_differ_do_not_fit_into_one_flat_parameter(group):
     module = model()
     optimizer = trained(module)
     optimizer.state[module[0].bias]["step"] += 1
-    folder = folder_of("steps")
-    mlstate.save(folder, module, optimizer, group=group)
+    folder = saved(group, "steps", module, optimizer)
     fresh = wrapped("fsdp1", seed=1)
     other = torch.optim.Adam(fresh.parameters())
     before = local_bits(fresh, other)
@@ -357,8 +362,7 @@ def steps_that_differ_do_not_fit_into_one_flat_parameter(group):
     refused(group, CompatibilityError, words, folder, into)
     same(local_bits(fresh, other), before)
     fresh = wrapped("fsdp1-orig", seed=1)
-    other = torch.optim.Adam(fresh.parameters())
-    mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+    other = loaded(group, folder, fresh)
 
 
 @scenario
@@ -366,8 +370,7 @@ def unsaved_states_are_absent_after_a_load(group):
     for kind in KINDS:
         module = wrapped(kind)
         before = torch.optim.Adam(module.parameters())
-        folder = folder_of(f"stateless-{kind}")
-        mlstate.save(folder, module, before, group=group)
+        folder = saved(group, f"stateless-{kind}", module, before)
         optimizer = trained(module)
         into = {"model": module, "optimizer": optimizer}
         refused(group, CompatibilityError, "Missing key(s)", folder, into, missing="error")
@@ -408,8 +411,7 @@ def tensor_parallel_modules_under_fsdp_are_filled(group):
         return fully_shard(module, mesh=mesh["dp"]), unsharded
 
     module, unsharded = wrap(0)
-    folder = folder_of("tensor-parallel")
-    mlstate.save(folder, module, group=group)
+    folder = saved(group, "tensor-parallel", module)
     assert mlstate.load(folder).model.to_torch().keys() == unsharded.state_dict().keys()
     for name, tensor in mlstate.load(folder).model.to_torch().items():
         assert torch.equal(tensor, unsharded.state_dict()[name]), name
@@ -431,15 +433,12 @@ def rank_without_elements_takes_part(group):
         optimizer = torch.optim.Adam(module.parameters())
         module(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        folder = folder_of(f"few-{kind}")
-        mlstate.save(folder, module, optimizer, group=group)
+        folder = saved(group, f"few-{kind}", module, optimizer)
         assert mlstate.load(folder).optimizer["weight.step"] == 1
         fresh = wrap(1)
-        other = torch.optim.Adam(fresh.parameters())
-        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+        other = loaded(group, folder, fresh)
         same([bits(p) for p in fresh.parameters()], [bits(p) for p in module.parameters()])
-        again = folder_of(f"few-again-{kind}")
-        mlstate.save(again, fresh, other, group=group)
+        again = saved(group, f"few-again-{kind}", fresh, other)
         assert mlstate.load(again).optimizer == mlstate.load(folder).optimizer
 
 
@@ -449,8 +448,7 @@ def an_optimizer_without_states_keeps_its_groups(group):
         module = wrapped(kind)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
         optimizer.param_groups[0]["layers"] = {1, 2}
-        folder = folder_of(f"stateless-{kind}")
-        mlstate.save(folder, module, optimizer, group=group)
+        folder = saved(group, f"stateless-{kind}", module, optimizer)
         fresh = wrapped(kind, seed=3)
         other = torch.optim.SGD(fresh.parameters(), lr=7.0)
         mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)

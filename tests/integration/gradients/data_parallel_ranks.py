@@ -25,6 +25,13 @@ def sharded(world, **keywords):
     return fully_shard(module, mesh=mesh, **keywords)
 
 
+def scattering(group, **keywords):
+    """A module of FSDP2 whose gradients mlstate reduces."""
+    module = sharded(group.world_size, **keywords)
+    reduce_scatter_with(module, group)
+    return module
+
+
 def fsdp_modules(module):
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
@@ -75,8 +82,7 @@ def same_but(layer, gradients, expected):
 
 @scenario
 def fsdp2_sums_in_the_order_of_ranks(group):
-    module = sharded(group.world_size)
-    reduce_scatter_with(module, group)
+    module = scattering(group)
     for step in range(3):  # the memory is reused
         backward(module, rows_of(group.rank, step))
         same(full(module), means(group, step=step))
@@ -91,8 +97,7 @@ def fsdp2_has_the_bits_of_torch(group):
         MixedPrecisionPolicy(param_dtype=torch.float16),
     ):
         torch_model = sharded(group.world_size, mp_policy=policy)
-        model = sharded(group.world_size, mp_policy=policy)
-        reduce_scatter_with(model, group)
+        model = scattering(group, mp_policy=policy)
         for module in (torch_model, model):
             for inner in fsdp_modules(module):
                 inner.set_force_sum_reduction_for_comms(policy.param_dtype == torch.float16)
@@ -112,8 +117,7 @@ def fsdp2_sums_small_floats_in_float32(group):
         (torch.float16, torch.float32),
     ):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
-        module = sharded(group.world_size, mp_policy=policy)
-        reduce_scatter_with(module, group)
+        module = scattering(group, mp_policy=policy)
 
         def wide(rank, dtype=dtype):
             return {name: g.float() for name, g in own_gradients(rank, dtype=dtype).items()}
@@ -127,8 +131,7 @@ def fsdp2_sums_small_floats_in_float32(group):
 
 @scenario
 def fsdp2_names_the_rank_with_another_divisor(group):
-    module = sharded(group.world_size)
-    reduce_scatter_with(module, group)
+    module = scattering(group)
     module[2].set_gradient_divide_factor(4.0 if group.rank else 8.0)
     error = raises(CollectiveError, "'2': ", backward, module, rows_of(group.rank))
     assert "rank 0: gradient_divide_factor=8.0" in str(error), str(error)
@@ -162,8 +165,7 @@ def fsdp2_with_replicas_of_its_shards(group):
 
 @scenario
 def fsdp2_applies_the_divide_factor(group):
-    module = sharded(group.world_size)
-    reduce_scatter_with(module, group)
+    module = scattering(group)
     for factor, force in ((8.0, False), (1.0, False), (group.world_size, False), (8.0, True)):
         for inner in fsdp_modules(module):
             inner.set_gradient_divide_factor(factor)
@@ -174,8 +176,7 @@ def fsdp2_applies_the_divide_factor(group):
 
 @scenario
 def fsdp2_accumulates(group):
-    module = sharded(group.world_size)
-    reduce_scatter_with(module, group)
+    module = scattering(group)
     module.zero_grad()
     module(rows_of(group.rank)).square().sum().backward()
     module(rows_of(group.rank, 1)).square().sum().backward()
@@ -195,8 +196,7 @@ def fsdp2_accumulates(group):
 def fsdp2_under_activation_checkpointing(group):
     from torch.utils.checkpoint import checkpoint
 
-    module = sharded(group.world_size)
-    reduce_scatter_with(module, group)
+    module = scattering(group)
     module.zero_grad()
     checkpoint(module, rows_of(group.rank), use_reentrant=False).square().sum().backward()
     same(full(module), means(group))
@@ -206,8 +206,7 @@ def fsdp2_under_activation_checkpointing(group):
 def fsdp2_names_the_nonfinite_rank(group):
     for bad in range(group.world_size):
         is_bad_rank = group.rank == bad
-        module = sharded(group.world_size)
-        reduce_scatter_with(module, group)
+        module = scattering(group)
         inputs = rows_of(group.rank)
         handle = module[2].register_full_backward_hook(
             lambda m, grad_outputs, grad_inputs, is_bad_rank=is_bad_rank: (
@@ -231,8 +230,7 @@ def fsdp2_names_the_nonfinite_rank(group):
 
 @scenario
 def fsdp2_names_rank_differences(group):
-    module = sharded(group.world_size)
-    reduce_scatter_with(module, group)
+    module = scattering(group)
     module[0].weight.requires_grad_(True)
 
     def backward_without_a_bias():
@@ -263,12 +261,25 @@ def fsdp2_refuses_invalid_arguments(group):
 # ---- DDP ----
 
 
-def replicated(**keywords):
-    return DistributedDataParallel(layers(), **keywords)
+def replicated(dtype=torch.float32, **keywords):
+    return DistributedDataParallel(layers().to(dtype), **keywords)
+
+
+def reducing(group, dtype=torch.float32, **keywords):
+    """A module of DDP whose gradients mlstate reduces."""
+    module = replicated(dtype, **keywords)
+    all_reduce_with(module, group)
+    return module
 
 
 def own(module):
     return {name: p.grad for name, p in module.module.named_parameters()}
+
+
+def check_means(group, module):
+    """DDP works as before: a backward pass gives the means of the ranks."""
+    backward(module, rows_of(group.rank))
+    same(own(module), means(group))
 
 
 @scenario
@@ -280,8 +291,7 @@ def ddp_sums_in_rank_order_for_any_buckets(group):
         {"static_graph": True},
         {"find_unused_parameters": True},
     ):
-        module = replicated(**keywords)
-        all_reduce_with(module, group)
+        module = reducing(group, **keywords)
         for step in range(3):  # DDP rebuilds its buckets after the first step
             backward(module, rows_of(group.rank, step))
             same(own(module), means(group, step=step))
@@ -290,9 +300,7 @@ def ddp_sums_in_rank_order_for_any_buckets(group):
 @scenario
 def ddp_has_the_bits_of_torch(group):
     for dtype in (torch.float32, torch.bfloat16):
-        torch_model = DistributedDataParallel(layers().to(dtype))
-        model = DistributedDataParallel(layers().to(dtype))
-        all_reduce_with(model, group)
+        torch_model, model = replicated(dtype), reducing(group, dtype)
         for module in (torch_model, model):
             backward(module, rows_of(group.rank).to(dtype))
         same(own(model), means(group, dtype))
@@ -417,8 +425,7 @@ def ddp_joins_ranks_with_fewer_inputs(group):
 
 @scenario
 def ddp_divides_small_floats_by_the_ranks_with_inputs(group):
-    module = DistributedDataParallel(layers().to(torch.bfloat16))
-    all_reduce_with(module, group)
+    module = reducing(group, torch.bfloat16)
     with module.join(divide_by_initial_world_size=False):
         if group.rank == 0:
             backward(module, rows_of(0).to(torch.bfloat16))
@@ -427,8 +434,7 @@ def ddp_divides_small_floats_by_the_ranks_with_inputs(group):
 
 @scenario
 def ddp_names_the_nonfinite_rank_to_ranks_without_inputs(group):
-    module = replicated()
-    all_reduce_with(module, group)
+    module = reducing(group)
 
     def work():
         with module.join():
@@ -437,17 +443,14 @@ def ddp_names_the_nonfinite_rank_to_ranks_without_inputs(group):
 
     error = raises(CollectiveError, "NaN or infinite elements", work)
     assert error.rank == 1
-    module = replicated()
-    all_reduce_with(module, group)
+    module = reducing(group)
     with module.join(enable=False):
-        backward(module, rows_of(group.rank))
-    same(own(module), means(group))
+        check_means(group, module)
 
 
 @scenario
 def ddp_names_the_rank_joining_with_another_divisor(group):
-    module = replicated()
-    all_reduce_with(module, group)
+    module = reducing(group)
 
     def work():
         with module.join(divide_by_initial_world_size=group.rank == 0):
@@ -463,14 +466,12 @@ def ddp_allows_non_finite_gradients(group):
     all_reduce_with(module, group, nonfinite="allow")
     backward(module, rows_of(group.rank) * (torch.inf if group.rank == bad else 1))
     assert all(gradient.isnan().any() for gradient in own(module).values())
-    backward(module, rows_of(group.rank))
-    same(own(module), means(group))
+    check_means(group, module)
 
 
 @scenario
 def ddp_accumulates_without_synchronisation(group):
-    module = replicated(bucket_cap_mb=1e-4)
-    all_reduce_with(module, group)
+    module = reducing(group, bucket_cap_mb=1e-4)
     module.zero_grad()
     with module.no_sync():
         module(rows_of(group.rank)).square().sum().backward()
@@ -488,8 +489,7 @@ def ddp_accumulates_without_synchronisation(group):
 @scenario
 def ddp_names_the_nonfinite_rank(group):
     bad = group.world_size - 1
-    module = replicated(bucket_cap_mb=1e-4)
-    all_reduce_with(module, group)
+    module = reducing(group, bucket_cap_mb=1e-4)
     backward(module, rows_of(group.rank))
     backward(module, rows_of(group.rank))
     handle = module.module[0].weight.register_hook(
@@ -502,23 +502,19 @@ def ddp_names_the_nonfinite_rank(group):
     assert torch.equal(module.module[4].weight.grad, expected["4.weight"])
     assert torch.equal(module.module[2].weight.grad, expected["2.weight"])
     handle.remove()
-    backward(module, rows_of(group.rank))
-    same(own(module), expected)
+    check_means(group, module)
 
 
 @scenario
 def ddp_names_rank_differences(group):
     dtype = torch.float64 if group.rank == 0 else torch.float32
-    module = DistributedDataParallel(layers().to(dtype), init_sync=False)
-    all_reduce_with(module, group)
+    module = reducing(group, dtype, init_sync=False)
     inputs = rows_of(group.rank).to(dtype)
     error = raises(CollectiveError, "'0.weight': ranks do not reduce", backward, module, inputs)
     assert "float64 (13, 6)" in str(error), str(error)
     same(own(module), own_gradients(group.rank, dtype=dtype))
-    module = replicated()
-    all_reduce_with(module, group)
-    backward(module, rows_of(group.rank))
-    same(own(module), means(group))
+    module = reducing(group)
+    check_means(group, module)
 
 
 @scenario

@@ -96,11 +96,23 @@ def own_gradients(loss, make=language):
     return of
 
 
-def hooked(group, model, *, layout="flat", keep_full_gradient=False, accumulate=False, **keywords):
-    """The model's units, and the hook that scatters its gradients."""
+def loss_sums(group):
+    return in_rank_order(group, own_gradients(loss_of))
+
+
+def square_sums(group):
+    return in_rank_order(group, own_gradients(square_of, layers))
+
+
+HOOK_OPTIONS = ("keep_full_gradient", "accumulate", "gradients")
+
+
+def hooked(group, model, *, layout="flat", **keywords):
+    """The model's units, and the hook that reduces its gradients."""
+    options = {name: keywords.pop(name) for name in HOOK_OPTIONS if name in keywords}
     hook = FSDPBackwardHook(FSDP(group, **keywords))
     units = sharding_units(model, group, layout=layout)
-    hook.register_hooks(model, units, keep_full_gradient=keep_full_gradient, accumulate=accumulate)
+    hook.register_hooks(model, units, **options)
     return units, hook
 
 
@@ -128,20 +140,30 @@ def check_sums(group, loss=loss_of, make=language, divisor=1.0, **keywords):
     return units
 
 
+def check_squares(group, model, units):
+    """A backward pass of `square_of` gives the units their sums."""
+    square_of(model, group.rank).backward()
+    same(units, square_sums(group))
+
+
+def check_losses(group, model, units):
+    """A backward pass of `loss_of` gives the units their sums."""
+    loss_of(model, group.rank).backward()
+    same(units, loss_sums(group))
+
+
 # ---- success ----
 
 
 @scenario
 def a_tied_transformer_with_frozen_parameters(group):
-    sums = in_rank_order(group, own_gradients(loss_of))
     for layout in ("flat", "rows"):
         for bucket_bytes in (0, 700, 25 << 20):
             model = language()
             units, hook = hooked(group, model, layout=layout, bucket_bytes=bucket_bytes)
             assert "positions" not in units and "head.weight" not in units
             for _ in range(2):  # the memory is reused
-                loss_of(model, group.rank).backward()
-                same(units, sums)
+                check_losses(group, model, units)
             assert all(p.grad is None for p in model.parameters())
             hook.close()
             loss_of(model, group.rank).backward()
@@ -190,15 +212,14 @@ def full_gradients_are_kept_on_request(group):
     gradients = own_gradients(loss_of)(group.rank)
     for name, gradient in gradients.items():
         assert torch.equal(model.get_parameter(name).grad, gradient)
-    same(units, in_rank_order(group, own_gradients(loss_of)))
+    same(units, loss_sums(group))
     assert hook.verify_gradients(units, unreduced=gradients)
 
 
 def trained(group, steps=3, **settings):
     """A model that plain SGD trains with reduced full gradients, and its expected weights."""
     model, expected = layers(), layers()
-    hook = FSDPBackwardHook(FSDP(group, op="mean", **settings))
-    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    _, hook = hooked(group, model, gradients="full", op="mean", **settings)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.01)
     for _ in range(steps):
@@ -238,8 +259,7 @@ def reduced_full_gradients_have_the_dtype_of_their_parameters(group):
         return language().bfloat16()
 
     model = make()
-    hook = FSDPBackwardHook(FSDP(group, op="mean", reduce_dtype="float32"))
-    hook.register_hooks(model, sharding_units(model, group, layout="rows"), gradients="full")
+    hooked(group, model, layout="rows", gradients="full", op="mean", reduce_dtype="float32")
     loss_of(model, group.rank).backward()
     sums = in_rank_order(group, own_gradients(loss_of, make), group.world_size)
     for name, total in sums.items():
@@ -249,10 +269,9 @@ def reduced_full_gradients_have_the_dtype_of_their_parameters(group):
 
 @scenario
 def reduced_full_gradients_accumulate_like_torch(group):
-    sums = in_rank_order(group, own_gradients(square_of, layers))
+    sums = square_sums(group)
     model = layers()
-    hook = FSDPBackwardHook(FSDP(group))
-    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    _, hook = hooked(group, model, gradients="full")
 
     def times(number):
         for name, total in sums.items():
@@ -280,8 +299,7 @@ def reduced_full_gradients_accumulate_like_torch(group):
 @scenario
 def parameters_without_a_gradient_keep_their_reduced_ones(group):
     model = language()
-    hook = FSDPBackwardHook(FSDP(group, allow_unused=True))
-    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    hooked(group, model, gradients="full", allow_unused=True)
     loss_of(model, group.rank).backward()
     before = model.extra.weight.grad.clone()
     loss_of(model, group.rank, extra=False).backward()
@@ -292,9 +310,7 @@ def parameters_without_a_gradient_keep_their_reduced_ones(group):
 def optimizer_skips_parameters_unused_by_all_ranks(group):
     for mode in ("full", "shard"):
         model = language()
-        hook = FSDPBackwardHook(FSDP(group, allow_unused=True))
-        units = sharding_units(model, group)
-        hook.register_hooks(model, units, gradients=mode)
+        units, hook = hooked(group, model, gradients=mode, allow_unused=True)
         weight = model.extra.weight.detach().clone()
         adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
         for step in range(3):
@@ -329,8 +345,7 @@ def unused_parameters_keep_accumulated_parts(group):
 @scenario
 def gradients_of_no_sync_count_as_used(group):
     model = language()
-    hook = FSDPBackwardHook(FSDP(group, allow_unused=True))
-    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    _, hook = hooked(group, model, gradients="full", allow_unused=True)
     with hook.no_sync():
         loss_of(model, group.rank, extra=group.rank == 0).backward()
     loss_of(model, group.rank, extra=False).backward()
@@ -347,8 +362,7 @@ def gradients_of_no_sync_count_as_used(group):
 def gradients_that_were_set_to_zero_after_no_sync_do_not_return(group):
     for uses in (True, False):
         model = language()
-        hook = FSDPBackwardHook(FSDP(group, op="mean", allow_unused=True))
-        hook.register_hooks(model, sharding_units(model, group), gradients="full")
+        _, hook = hooked(group, model, gradients="full", op="mean", allow_unused=True)
         loss_of(model, group.rank).backward()
         with hook.no_sync():
             loss_of(model, group.rank, extra=uses).backward()
@@ -357,8 +371,7 @@ def gradients_that_were_set_to_zero_after_no_sync_do_not_return(group):
         last = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         other = language()
         hook.close()
-        hook = FSDPBackwardHook(FSDP(group, op="mean", allow_unused=True))
-        hook.register_hooks(other, sharding_units(other, group), gradients="full")
+        _, hook = hooked(group, other, gradients="full", op="mean", allow_unused=True)
         loss_of(other, group.rank, extra=uses).backward()
         for name, parameter in other.named_parameters():
             if parameter.grad is not None:
@@ -370,8 +383,7 @@ def gradients_that_were_set_to_zero_after_no_sync_do_not_return(group):
 @scenario
 def failed_reduction_leaves_no_gradients(group):
     model = layers()
-    hook = FSDPBackwardHook(FSDP(group))
-    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    hooked(group, model, gradients="full")
     square_of(model, group.rank).backward()
     factor = float("nan") if group.rank else 1.0
     raises(*FAULTS, (factor * square_of(model, group.rank)).backward)
@@ -413,12 +425,10 @@ def second_hook_on_a_parameter_is_refused(group):
     raises(ValueError, "0.weight: another FSDPBackwardHook", second.register_hooks, model, again)
     raises(ValueError, "weight: another", second.register_hooks, model[0],
            sharding_units(model[0], group))  # fmt: skip
-    square_of(model, group.rank).backward()
-    same(units, in_rank_order(group, own_gradients(square_of, layers)))
+    check_squares(group, model, units)
     first.close()
     second.register_hooks(model, again)
-    square_of(model, group.rank).backward()
-    same(again, in_rank_order(group, own_gradients(square_of, layers)))
+    check_squares(group, model, again)
 
 
 @scenario
@@ -519,7 +529,7 @@ def buckets_move_during_the_backward_pass(group):
     )
     square_of(model, group.rank).backward()
     handle.remove()
-    same(units, in_rank_order(group, own_gradients(square_of, layers)))
+    same(units, square_sums(group))
     report = hook.report()
     assert [bucket.names for bucket in report.buckets] == [(name,) for name in reversed(units)]
     assert report.buckets[0].ended < report.gradients[-1][1] < report.backward <= report.total
@@ -535,7 +545,7 @@ def activation_checkpointing(group):
     def loss(model, rank):
         return loss_of(model, rank, reentrant=False)
 
-    sums = in_rank_order(group, own_gradients(loss_of))
+    sums = loss_sums(group)
     model = language()
     units, hook = hooked(group, model, bucket_bytes=500)
     with hook:
@@ -563,8 +573,7 @@ def passes_inside_a_pass_are_refused(group):
         assert (error.name, error.rank) == ("backward pass", group.rank)
         assert all(unit.local_gradient is None for unit in units.values())
         model.zero_grad()
-        square_of(model, group.rank).backward()
-        same(units, in_rank_order(group, own_gradients(square_of, layers)))
+        check_squares(group, model, units)
 
 
 # ---- failures ----
@@ -603,7 +612,7 @@ def unused_parameters_are_named_or_zero(group):
 
 @scenario
 def a_gradient_that_is_not_finite_is_named(group):
-    sums = in_rank_order(group, own_gradients(loss_of))
+    sums = loss_sums(group)
     for bad in range(group.world_size):
         for keep in (False, True):
             model = language()
@@ -620,8 +629,7 @@ def a_gradient_that_is_not_finite_is_named(group):
             assert stored_names == (set(units) if keep else {name}), stored_names
             handle.remove()
             model.zero_grad()
-            loss_of(model, group.rank).backward()  # works as before
-            same(units, sums)
+            check_losses(group, model, units)  # works as before
             hook.close()
 
 
@@ -640,10 +648,9 @@ def infinity_reaches_the_gradient_scaler(group):
     for part, was in zip(parts, before, strict=True):
         torch.testing.assert_close(part, was, rtol=0, atol=0, equal_nan=True)
     model.zero_grad()
-    loss_of(model, group.rank).backward()
-    same(units, in_rank_order(group, own_gradients(loss_of)))
+    check_losses(group, model, units)
     norm = clip_grad_norm(units, 1e-3, group)
-    full = in_rank_order(group, own_gradients(loss_of))
+    full = loss_sums(group)
     expected = torch.stack([g.double().square().sum() for g in full.values()]).sum().sqrt()
     assert abs(norm - float(expected)) < 1e-6 * norm
 
@@ -681,7 +688,7 @@ def stumbling(model, fails):
 
 @scenario
 def a_pass_that_an_error_cuts_short_is_forgotten(group):
-    sums = in_rank_order(group, own_gradients(square_of, layers))
+    sums = square_sums(group)
     for bucket_bytes in (0, 25 << 20):
         model = layers()
         units, hook = hooked(group, model, bucket_bytes=bucket_bytes)
@@ -710,7 +717,6 @@ def stumble_once(model, group):
 
 @scenario
 def pass_cut_short_on_one_rank_fails_on_the_others(group):
-    sums = in_rank_order(group, own_gradients(square_of, layers))
     last = group.world_size - 1
     for bucket_bytes in (0, 25 << 20):
         model = layers()
@@ -729,8 +735,7 @@ def pass_cut_short_on_one_rank_fails_on_the_others(group):
         else:
             assert bucket_bytes, "one rank was two buckets behind"
         model.zero_grad()
-        square_of(model, group.rank).backward()
-        same(units, sums)
+        check_squares(group, model, units)
         hook.close()
 
 
@@ -757,8 +762,7 @@ def unreducible_parameters_are_refused(group):
     assert error.rank == 1, str(error)
     hook.register_hooks(model, units)
     raises(ValueError, "already has hooks", hook.register_hooks, model, units)
-    loss_of(model, group.rank).backward()
-    same(units, in_rank_order(group, own_gradients(loss_of)))
+    check_losses(group, model, units)
 
 
 # ---- processes only: torch's own groups, and its compiler, which does not support threads ----
@@ -782,7 +786,7 @@ def only_processes_dtensors_are_refused(group):
 
 @scenario
 def only_processes_compiled_modules(group):
-    sums = in_rank_order(group, own_gradients(square_of, layers))
+    sums = square_sums(group)
     model = layers()
     compiled = torch.compile(model, backend="aot_eager")
     units, hook = hooked(group, model, bucket_bytes=100)

@@ -158,30 +158,29 @@ def failure_of_any_rank_leaves_no_files(group):
 def wrong_arguments_of_one_rank_are_an_error_on_all(group):
     folder = shared_folder(group)
     state = {"a": np.ones(3)}
+
+    def refused(error, text, state, **options):
+        raises(error, text, export_huggingface, folder / "out", state, group=group, **options)
+
     last = group.world_size - 1
     size = 100 if group.rank == last else 200
-    raises(ValueError, "do not export the same", export_huggingface, folder / "out", state,
-           group=group, max_shard_bytes=size)  # fmt: skip
+    refused(ValueError, "do not export the same", state, max_shard_bytes=size)
     wrong = {"a": np.ones(4 if group.rank == last else 3)}
-    raises(ValueError, "'a' is float64 (3,) on rank 0", export_huggingface, folder / "out", wrong,
-           group=group)  # fmt: skip
+    refused(ValueError, "'a' is float64 (3,) on rank 0", wrong)
     bad = {"a": None} if group.rank == last else state
-    raises((TypeError, mlstate.CollectiveError), "'a' must be", export_huggingface,
-           folder / "out", bad, group=group)  # fmt: skip
+    refused((TypeError, mlstate.CollectiveError), "'a' must be", bad)
     part = Layout.rows(3).shard(np.ones((3, 2)), 0)  # the same on every rank
-    raises((ValueError, mlstate.CollectiveError), "'a' is incomplete: the ranks hold 16 of its 48",
-           export_huggingface, folder / "out", {"a": part}, group=group)  # fmt: skip
+    words = "'a' is incomplete: the ranks hold 16 of its 48"
+    refused((ValueError, mlstate.CollectiveError), words, {"a": part})
     layout = Layout.rows(2) if group.rank == last else Layout.axis(1, 2)
     part = layout.shard(np.ones((4, 4)), 0)
-    raises(ValueError, "'a' is float64 (4, 4) cut by [(1, 2)] on rank 0", export_huggingface,
-           folder / "out", {"a": part}, group=group)  # fmt: skip
+    refused(ValueError, "'a' is float64 (4, 4) cut by [(1, 2)] on rank 0", {"a": part})
     group.barrier()
     if group.rank == 0:
         (folder / "out").mkdir()
         (folder / "out" / "mine").touch()
     group.barrier()
-    raises(mlstate.StoreError, "exists already", export_huggingface, folder / "out", state,
-           group=group)  # fmt: skip
+    refused(mlstate.StoreError, "exists already", state)
     assert names_in(folder) == ["out"]
     remove_folder(group, folder)
 

@@ -86,6 +86,17 @@ def filled(create, steps, seed=0):
     return Cache(layers=[layer])
 
 
+def state_of(kind, sizes, length, dtypes=("float32", "float32"), **options):
+    """A state of another library: keys and values with numbers of positions, filled with thirds."""
+    entries = [
+        CacheEntry(f"0.{part}", kind, (1, 1, size, 4), dtype, layer=0, **options)
+        for part, size, dtype in zip(("keys", "values"), sizes, dtypes, strict=True)
+    ]
+    arrays = {e.name: (np.arange(4 * e.shape[2]).reshape(e.shape) / 3).astype(e.dtype)
+              for e in entries}  # fmt: skip
+    return CacheState(CacheSpec(entries), arrays, length)
+
+
 def tensors_of(value):
     """All tensors in the attributes of a layer, by name."""
     tensors = {}
@@ -131,6 +142,12 @@ def length_argument(cache, steps):
     return {"length": sum(steps)} if is_linear else {}
 
 
+def filled_twice(name, steps):
+    """A cache, another one with the same tokens, and the state of the first."""
+    cache, twin = filled(LAYERS[name], steps), filled(LAYERS[name], steps)
+    return cache, twin, from_cache(cache, **length_argument(cache, steps))
+
+
 def addresses(cache):
     layer = cache.layers[0]
     return {
@@ -148,8 +165,7 @@ COUNTER = ("cumulative_length.",)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_new_cache_uses_the_tensors_themselves(name, history):
     steps = HISTORIES[history]
-    cache, twin = filled(LAYERS[name], steps), filled(LAYERS[name], steps)
-    state = from_cache(cache, **length_argument(cache, steps))
+    cache, twin, state = filled_twice(name, steps)
     assert state.length == sum(steps)
     moved = to_cache(state)
     assert addresses(moved) == addresses(cache)
@@ -158,13 +174,13 @@ def test_a_new_cache_uses_the_tensors_themselves(name, history):
     assert_same_future(moved.layers[0], twin.layers[0])
 
 
+@pytest.mark.parametrize("target", ["used", "fresh"])
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_cache_is_filled_in_place(name, history):
+def test_a_cache_is_filled_in_place(name, history, target):
     steps = HISTORIES[history]
-    cache, twin = filled(LAYERS[name], steps), filled(LAYERS[name], steps)
-    state = from_cache(cache, **length_argument(cache, steps))
-    other = filled(LAYERS[name], [11, 2], seed=3)
+    cache, twin, state = filled_twice(name, steps)
+    other = filled(LAYERS[name], [11, 2] if target == "used" else [], seed=3)
     before = addresses(other)
     assert to_cache(state, into=other) is other
     if "static" in name or name in ("linear", "two states"):
@@ -179,24 +195,12 @@ def test_a_cache_is_filled_in_place(name, history):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_fresh_cache_is_filled(name):
-    steps = [5, 7]
-    cache, twin = filled(LAYERS[name], steps), filled(LAYERS[name], steps)
-    state = from_cache(cache, **length_argument(cache, steps))
-    fresh = to_cache(state, into=Cache(layers=[LAYERS[name]()]))
-    assert_same_layer(fresh.layers[0], twin.layers[0], but=COUNTER)
-    assert_same_future(fresh.layers[0], twin.layers[0])
-    assert_same_layer(cache.layers[0], filled(LAYERS[name], steps).layers[0])
-
-
-@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, CacheState.copy, "pickle"])
 def test_copies_of_a_state_are_independent(name, duplicate):
     if name == "fp8" and duplicate == "pickle":
         pytest.skip("torch does not pickle float8 tensors")
     steps = [5, 7]
-    cache, twin = filled(LAYERS[name], steps), filled(LAYERS[name], steps)
-    state = from_cache(cache, **length_argument(cache, steps))
+    cache, twin, state = filled_twice(name, steps)
     other = pickle.loads(pickle.dumps(state)) if duplicate == "pickle" else duplicate(state)
     moved = to_cache(other)
     assert_same_future(cache.layers[0], twin.layers[0])
@@ -267,16 +271,19 @@ def test_a_window_as_long_as_its_cache_is_unknown_after_a_resize():
     assert moved.layers[1].cumulative_length_int == int(moved.layers[1].cumulative_length) == 10
 
 
-def test_a_static_layer_continues_after_a_restore():
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_static_layer_continues_after_a_restore(inference):
     layers = [StaticLayer(SIZE), StaticSlidingWindowLayer(SIZE, WINDOW), LinearAttentionLayer()]
     cache, generator = Cache(layers=layers), torch.Generator().manual_seed(0)
-    for layer in layers:
-        write(layer, 10, generator)
+    with torch.inference_mode(inference):  # its tensors refuse writes outside of it
+        for layer in layers:
+            write(layer, 10, generator)
     before_bytes = copy.deepcopy(layers)
     state = from_cache(cache)
     before, tensors = state.snapshot(), [layers[0].keys, layers[1].keys, layers[2].conv_states[0]]
-    for layer in layers:
-        write(layer, 5, generator)
+    with torch.inference_mode(inference):
+        for layer in layers:
+            write(layer, 5, generator)
     state.restore(before)
     assert to_cache(state, into=cache) is cache
     assert layers[0].keys is tensors[0] and layers[1].keys is tensors[1]
@@ -285,11 +292,31 @@ def test_a_static_layer_continues_after_a_restore():
     assert_same_layer(layers[1], before_bytes[1], but=COUNTER)
     for left, right in zip(layers, before_bytes, strict=True):
         generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-        left_results, right_results = write(left, 1, generators[0]), write(right, 1, generators[1])
+        with torch.inference_mode(inference):
+            left_results, right_results = map(write, (left, right), (1, 1), generators)
         for got, expected in zip(left_results, right_results, strict=True):
             if got.shape[2:3] == (SIZE,):  # positions of dropped tokens keep their content
                 got, expected = got[:, :, :11], expected[:, :, :11]
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("steps", [[5], [8], [20], [5] + [1] * 12, [5, 7], [20, 3, 1]], ids=str)
+@pytest.mark.parametrize("name", ["dynamic", "dynamic sliding", "static", "static sliding"])
+def test_each_position_has_its_token(name, steps):
+    layer, length = LAYERS[name](), 0
+    for count in steps:
+        keys = torch.arange(length, length + count, dtype=torch.float32).reshape(1, 1, -1, 1)
+        layer.update(keys, keys)
+        length += count
+    state = from_cache(Cache(layers=[layer]))
+    positions, slots = state.positions("0.keys"), state.arrays["0.keys"].ravel()
+    tokens = positions[positions >= 0]
+    windows = {"dynamic sliding": WINDOW - 1, "static sliding": WINDOW}
+    assert state.length == length == layer.get_seq_length()
+    assert sorted(tokens) == [*range(max(length - windows.get(name, length), 0), length)]
+    assert slots[positions >= 0].tolist() == tokens.tolist()
+    assert state.ordered("0.keys").ravel().tolist() == sorted(tokens)
+    assert state.ordered("0.keys", copy=False).data_ptr() == layer.keys.data_ptr()
 
 
 def test_tokens_outside_of_inference_mode_reach_its_tensors():
@@ -358,6 +385,7 @@ def test_layers_that_record_their_past_are_moved():
     layers[1].update_conv_state(torch.randn(1, 6, 9), conv_kernel_size=4)
     state = from_cache(Cache(layers=layers))
     assert state.spec["0.keys"].shape[2] == 20 and state.spec["1.conv_states.0"].shape[2] == 4
+    assert state.positions("0.keys").tolist() == [*range(20)]
     state.trim(0)
     moved = to_cache(state)
     assert torch.equal(moved.layers[0].keys, layers[0].keys[:, :, -7:])
@@ -430,15 +458,10 @@ def test_a_cropped_static_layer_continues(name):
 def test_keys_and_values_keep_different_dtypes(name):
     """transformers 5.23 creates static layers with one dtype; 5.24 stores both."""
     kind = "sliding" if "sliding" in name else "full"
-    entries = [
-        CacheEntry(f"0.{part}", kind, (1, 1, 8, 4), dtype, layer=0)
-        for part, dtype in (("keys", "float16"), ("values", "float32"))
-    ]
-    arrays = {e.name: (np.arange(32).reshape(e.shape) / 3).astype(e.dtype) for e in entries}
-    state = CacheState(CacheSpec(entries), arrays, 5)
+    state = state_of(kind, (8, 8), 5, ("float16", "float32"))
     layer = to_cache(state, into=Cache(layers=[LAYERS[name]()])).layers[0]
     for part in ("keys", "values"):
-        got, expected = getattr(layer, part)[:, :, :5].numpy(), arrays[f"0.{part}"][:, :, :5]
+        got, expected = getattr(layer, part)[:, :, :5].numpy(), state.arrays[f"0.{part}"][:, :, :5]
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
 
@@ -551,43 +574,26 @@ def test_a_ring_of_another_library_is_put_in_order(length):
 
 
 def test_keys_and_values_of_different_lengths_are_refused():
-    entries = [
-        CacheEntry(f"0.{part}", "sliding", (1, 1, size, 1), "float32", layer=0)
-        for part, size in (("keys", 8), ("values", 6))
-    ]
-    arrays = {each.name: np.zeros(each.shape, np.float32) for each in entries}
-    state = CacheState(CacheSpec(entries), arrays, 3)
     with pytest.raises(CompatibilityError, match=r"0\.values: the array has shape"):
-        to_cache(state, into=Cache(layers=[DynamicSlidingWindowLayer(9)]))
+        to_cache(state_of("sliding", (8, 6), 3), into=Cache(layers=[DynamicSlidingWindowLayer(9)]))
 
 
 def test_sinks_are_refused():
-    entries = [
-        CacheEntry(f"0.{part}", "sliding", (1, 1, 8, 1), "float32", sinks=2, layer=0)
-        for part in ("keys", "values")
-    ]
-    arrays = {each.name: np.zeros(each.shape, np.float32) for each in entries}
+    state = state_of("sliding", (8, 8), 3, sinks=2)
     with pytest.raises(CompatibilityError, match="2 sinks: transformers has none"):
-        to_cache(
-            CacheState(CacheSpec(entries), arrays, 3),
-            into=Cache(layers=[DynamicSlidingWindowLayer(9)]),
-        )
+        to_cache(state, into=Cache(layers=[DynamicSlidingWindowLayer(9)]))
 
 
 def test_a_state_without_layouts_needs_a_cache():
-    entries = [
-        CacheEntry(f"0.{part}", "full", (1, 2, 16, 4), "float32", layer=0)
-        for part in ("keys", "values")
-    ]
-    arrays = {e.name: np.ones(e.shape, np.float32) for e in entries}
-    state = CacheState(CacheSpec(entries), arrays, 5)
+    state = state_of("full", (16, 16), 5)
     with pytest.raises(CompatibilityError, match="pass into="):
         to_cache(state)
     cache = to_cache(state, into=DynamicCache())
     assert cache.get_seq_length() == 5
-    assert cache.layers[0].keys.data_ptr() == arrays["0.keys"].ctypes.data
+    assert cache.layers[0].keys.data_ptr() == state.arrays["0.keys"].ctypes.data
     static = to_cache(state, into=Cache(layers=[StaticLayer(8)]))
-    assert static.layers[0].keys[0, 0, :, 0].tolist() == [1] * 5 + [0] * 3
+    expected = state.arrays["0.keys"][0, 0, :5, 0].tolist()
+    assert static.layers[0].keys[0, 0, :, 0].tolist() == expected + [0] * 3
 
 
 def refusals():

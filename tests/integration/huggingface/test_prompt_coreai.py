@@ -10,7 +10,15 @@ pytestmark = [pytest.mark.coreai, pytest.mark.torch, needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
 pytest.importorskip("transformers", reason="its models run")
 
-from cache_models import new_model, one_thread, prompt, run  # noqa: E402, F401
+from cache_models import (  # noqa: E402
+    TOKENS,
+    loaded_by_mlx,
+    new_model,
+    one_thread,  # noqa: F401
+    prefilled,
+    restored,
+    run,
+)
 from coreai_models import NDArray, save_llama, session  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -18,10 +26,8 @@ from mlstate.coreai import StateManager  # noqa: E402
 from mlstate.coreml import FakeMLState  # noqa: E402
 from mlstate.integrations.transformers import from_cache  # noqa: E402
 from mlstate.kv import CacheEntry, CacheSpec, CacheState  # noqa: E402
-from mlstate.prompts import PromptStore  # noqa: E402
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 8
-TOKENS = prompt(90)
 # Of logits up to 1, computed by another engine from the same cache.
 CLOSE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
@@ -59,18 +65,6 @@ def pair(request, tmp_path_factory):
         yield dtype, model_of(dtype), loaded
 
 
-@pytest.fixture
-def store(tmp_path):
-    with PromptStore(tmp_path / "store", model="llama", block_tokens=16) as store:
-        yield store
-
-
-def prefilled(model, count):
-    cache = DynamicCache(config=model.config)
-    run(model, TOKENS[:, :count], cache)
-    return cache
-
-
 def arrays_of(manager):
     return [manager.state[name].numpy() for name in ("k_cache", "v_cache")]
 
@@ -106,8 +100,7 @@ def test_a_prompt_of_transformers_continues_in_core_ai_and_back(pair, store):
 
     manager = StateManager(loaded.functions["main"], (128, 256))
     keys, values = map(np.zeros_like, arrays_of(manager))
-    with store.match(TOKENS) as match:
-        assert store.restore(match, into=by_layer(keys, values)) == 70
+    assert restored(store, by_layer(keys, values)) == 70
     manager.state.update(k_cache=NDArray(keys), v_cache=NDArray(values))
     assert same_bits(by_layer(*arrays_of(manager), length=70), from_cache(cache))
     got, expected = decode(loaded, manager, 70, 90), logits_of(model, TOKENS[:, 70:], cache)
@@ -116,8 +109,7 @@ def test_a_prompt_of_transformers_continues_in_core_ai_and_back(pair, store):
     continued = by_layer(*arrays_of(manager), length=90)
     assert store.put(TOKENS, continued) == 90
     back = DynamicCache(config=model.config)
-    with store.match(TOKENS, full=True) as match:
-        assert store.restore(match, into=back) == 90
+    assert restored(store, back, full=True) == 90
     assert same_bits(continued, from_cache(back))
     following = torch.tensor([[int(got.argmax())]])
     got, expected = (logits_of(model, following, each) for each in (back, cache))
@@ -128,21 +120,18 @@ def test_a_prompt_of_core_ai_continues_in_mlx_and_back(pair, store, tmp_path):
     pytest.importorskip("mlx_lm", reason="its models run")
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
-    from mlx_lm.utils import load_model
 
     from mlstate.integrations import mlx
 
     dtype, model, loaded = pair
-    model.save_pretrained(tmp_path / "model")
-    other, _ = load_model(tmp_path / "model")
+    other = loaded_by_mlx(model, tmp_path / "model")
     manager = StateManager(loaded.functions["main"], (128,))
     decode(loaded, manager, 0, 40)
     state = by_layer(*arrays_of(manager), length=40)
     store.put(TOKENS[:, :40], state)
 
     cache = make_prompt_cache(other)
-    with store.match(TOKENS) as match:
-        assert store.restore(match, into=cache) == 40
+    assert restored(store, cache) == 40
     assert same_bits(state, mlx.from_cache(cache))
     logits = other(mx.array(TOKENS[:, 40:60].numpy()), cache=cache)[0, -1].astype(mx.float32)
     assert np.abs(np.array(logits) - decode(loaded, manager, 40, 60)).max() < CLOSE[dtype]
@@ -150,8 +139,7 @@ def test_a_prompt_of_core_ai_continues_in_mlx_and_back(pair, store, tmp_path):
     store.put(TOKENS[:, :60], cache)
     keys, values = map(np.zeros_like, arrays_of(manager))
     back = by_layer(keys, values)
-    with store.match(TOKENS) as match:
-        assert store.restore(match, into=back) == 60
+    assert restored(store, back) == 60
     assert same_bits(back, mlx.from_cache(cache))
 
 
@@ -162,8 +150,7 @@ def test_a_prompt_of_transformers_comes_into_a_state_of_core_ml_and_back(store):
     store.put(TOKENS[:, :70], cache)
     state = FakeMLState({"kv": (2 * LAYERS, HEADS, 128, HEAD_DIM)})
     kv = state.read_state("kv").astype(np.float16)[:, None]
-    with store.match(TOKENS) as match:
-        assert store.restore(match, into=by_layer(kv[:LAYERS], kv[LAYERS:])) == 70
+    assert restored(store, by_layer(kv[:LAYERS], kv[LAYERS:])) == 70
     state.write_state("kv", kv[:, 0].astype(np.float32))
 
     kv = state.read_state("kv").astype(np.float16)[:, None]

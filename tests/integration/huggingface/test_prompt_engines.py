@@ -14,7 +14,7 @@ if importlib.util.find_spec("mlstate.integrations.mlx") is None:
 pytest.importorskip("mlx_lm", reason="its models run")
 
 import mlx.core as mx  # noqa: E402
-from cache_models import new_model, prompt, run  # noqa: E402
+from cache_models import TOKENS, loaded_by_mlx, new_model, prefilled, restored, run  # noqa: E402
 from mlx_lm.models.cache import (  # noqa: E402
     ArraysCache,
     BatchKVCache,
@@ -22,26 +22,19 @@ from mlx_lm.models.cache import (  # noqa: E402
     KVCache,
     make_prompt_cache,
 )
-from mlx_lm.utils import load_model  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from mlstate.errors import CompatibilityError  # noqa: E402
 from mlstate.integrations import mlx  # noqa: E402
 from mlstate.integrations import transformers as hf  # noqa: E402
 from mlstate.kv import CacheEntry, CacheSpec, CacheState  # noqa: E402
-from mlstate.prompts import PromptStore  # noqa: E402
-
-TOKENS = prompt(90)
 
 
 @pytest.fixture(params=["float32", "bfloat16", "float16"])
-def pair(request, tmp_path):
+def pair(request, tmp_path, store):
     """The same weights in both engines, and a store."""
     model = new_model("llama").to(getattr(torch, request.param))
-    model.save_pretrained(tmp_path / "model")
-    other, _ = load_model(tmp_path / "model")
-    with PromptStore(tmp_path / "store", model="llama", block_tokens=16) as store:
-        yield model, other, store
+    return model, loaded_by_mlx(model, tmp_path / "model"), store
 
 
 def same_bits(first, second):
@@ -63,21 +56,18 @@ def mlx_logits(model, tokens, cache):
 
 def test_a_prompt_of_transformers_continues_in_mlx_and_back(pair):
     model, other, store = pair
-    cache = DynamicCache(config=model.config)
-    run(model, TOKENS[:, :70], cache)
+    cache = prefilled(model, 70)
     assert store.put(TOKENS[:, :70], cache) == 70
 
     moved = make_prompt_cache(other)
-    with store.match(TOKENS) as match:
-        assert store.restore(match, into=moved) == 70
+    assert restored(store, moved) == 70
     assert same_bits(mlx.from_cache(moved), hf.from_cache(cache))
     got, expected = mlx_logits(other, TOKENS[:, 70:], moved), run(model, TOKENS[:, 70:], cache)
     assert got.argmax() == expected.argmax()
 
     assert store.put(TOKENS, moved) == 90
     back = DynamicCache(config=model.config)
-    with store.match(TOKENS, full=True) as match:
-        assert store.restore(match, into=back) == 90
+    assert restored(store, back, full=True) == 90
     assert same_bits(hf.from_cache(back), mlx.from_cache(moved))
 
 
@@ -86,8 +76,7 @@ def test_a_restored_cache_of_mlx_gives_the_bits_of_the_live_one(pair):
     live, moved = make_prompt_cache(model), make_prompt_cache(model)
     mlx_logits(model, TOKENS[:, :70], live)
     store.put(TOKENS[:, :70], live)
-    with store.match(TOKENS) as match:
-        assert store.restore(match, into=moved) == 70
+    assert restored(store, moved) == 70
     for start, stop in ((70, 89), (89, 90)):
         tokens = TOKENS[:, start:stop]
         assert np.array_equal(mlx_logits(model, tokens, moved), mlx_logits(model, tokens, live))
@@ -95,8 +84,7 @@ def test_a_restored_cache_of_mlx_gives_the_bits_of_the_live_one(pair):
 
 def test_a_prompt_stored_with_the_sequence_last_is_restored_in_order(pair):
     model, other, store = pair
-    cache = DynamicCache(config=model.config)
-    run(model, TOKENS[:, :70], cache)
+    cache = prefilled(model, 70)
     arrays = {name: np.moveaxis(a, 2, 3) for name, a in readable(hf.from_cache(cache)).items()}
     spec = CacheSpec([CacheEntry(n, "full", a.shape, a.dtype, -1) for n, a in arrays.items()])
     store.put(TOKENS[:, :70], CacheState(spec, arrays, 70))
@@ -105,8 +93,7 @@ def test_a_prompt_stored_with_the_sequence_last_is_restored_in_order(pair):
         (StaticCache(model.config, 128), hf.from_cache),
         (make_prompt_cache(other), mlx.from_cache),
     ):
-        with store.match(TOKENS) as match:
-            assert store.restore(match, into=into) == 70
+        assert restored(store, into) == 70
         assert same_bits(read(into), hf.from_cache(cache))
 
 

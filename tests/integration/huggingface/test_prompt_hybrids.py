@@ -1,6 +1,5 @@
 """One prompt of a hybrid model in transformers and mlx-lm: their states have other layouts."""
 
-import json
 import logging
 
 import numpy as np
@@ -13,16 +12,24 @@ transformers = pytest.importorskip("transformers", reason="its models run")
 pytest.importorskip("mlx_lm", reason="its models run")
 
 import mlx.core as mx  # noqa: E402
-from cache_models import ARGUMENT, COMMON, HAS_CACHE, MODELS, one_thread, prompt  # noqa: E402, F401
+from cache_models import (  # noqa: E402
+    ARGUMENT,
+    COMMON,
+    HAS_CACHE,
+    LINEAR_ATTENTION,
+    MODELS,
+    TOKENS,
+    loaded_by_mlx,
+    one_thread,  # noqa: F401
+    restored,
+)
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
-from mlx_lm.utils import load_model  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from mlstate.errors import CompatibilityError  # noqa: E402
 from mlstate.integrations.mlx import from_cache  # noqa: E402
 from mlstate.prompts import PromptStore  # noqa: E402
 
-TOKENS = prompt(90)
 CLOSE = {"float32": 2e-5, "bfloat16": 5e-2}
 
 
@@ -34,14 +41,7 @@ def _qwen3_next():
 
 
 def _qwen3_5():
-    config = transformers.Qwen3_5TextConfig(
-        **COMMON,
-        layer_types=["linear_attention", "full_attention"],
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-    )
+    config = transformers.Qwen3_5TextConfig(**COMMON, **LINEAR_ATTENTION)
     return transformers.Qwen3_5ForCausalLM, config, {"full_attention_interval": 2}
 
 
@@ -92,6 +92,11 @@ HYBRIDS = {
 
 
 @pytest.fixture
+def dtype():
+    return "float32"
+
+
+@pytest.fixture
 def pair(name, dtype, tmp_path):
     """The same weights in both engines; the config has the facts that mlx-lm needs."""
     torch.manual_seed(0)
@@ -103,13 +108,9 @@ def pair(name, dtype, tmp_path):
             if key.endswith(("dt_bias", "A_log")):
                 value.copy_(torch.rand_like(value))
     model = model.to(getattr(torch, dtype))
-    folder = tmp_path / "model"
-    model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | facts
     if name == "qwen3_5":
-        config = {"model_type": name, "text_config": config}
-    (folder / "config.json").write_text(json.dumps(config))
-    return model, load_model(folder)[0]
+        facts = {"model_type": name, "text_config": config.to_dict() | facts}
+    return model, loaded_by_mlx(model, tmp_path / "model", facts)
 
 
 def store_at(folder, **options):
@@ -170,8 +171,7 @@ def test_a_hybrid_prompt_of_transformers_continues_in_mlx_and_back(pair, name, d
     run_mlx(other, 0, 70, live)
     with store_at(tmp_path, model_type=name) as store:
         assert store.put(TOKENS[:, :70], cache) == 70
-        with store.match(TOKENS) as match:
-            assert store.restore(match, into=moved) == 70
+        assert restored(store, moved) == 70
         assert_same_states(name, cache, moved, 70)
         states = from_cache(moved, length=70), from_cache(live, length=70)
         for each in states_of(name, cache):  # a prefill in mlx-lm gives the same layout
@@ -182,8 +182,7 @@ def test_a_hybrid_prompt_of_transformers_continues_in_mlx_and_back(pair, name, d
 
         assert store.put(TOKENS, moved) == 90
         back = DynamicCache(config=model.config)
-        with store.match(TOKENS, full=True) as match:
-            assert store.restore(match, into=back) == 90
+        assert restored(store, back, full=True) == 90
     assert_same_states(name, back, moved, 90)
     run(model, 70, 89, cache)
     run(model, 89, 90, cache)
@@ -191,7 +190,6 @@ def test_a_hybrid_prompt_of_transformers_continues_in_mlx_and_back(pair, name, d
     assert np.abs(got - expected).max() < CLOSE[dtype]
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
 def test_a_hybrid_prompt_of_mlx_comes_into_a_static_cache(pair, name, tmp_path):
     model, other = pair
@@ -199,12 +197,10 @@ def test_a_hybrid_prompt_of_mlx_comes_into_a_static_cache(pair, name, tmp_path):
     run_mlx(other, 0, 70, cache)
     with store_at(tmp_path, model_type=name) as store:
         store.put(TOKENS[:, :70], cache)
-        with store.match(TOKENS) as match:
-            assert store.restore(match, into=static) == 70
+        assert restored(store, static) == 70
     assert_same_states(name, static, cache, 70)
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", ["qwen3_next"])
 def test_states_of_an_unknown_layout_are_refused(pair, name, tmp_path):
     model, other = pair
@@ -237,7 +233,6 @@ def test_states_of_an_unknown_layout_are_refused(pair, name, tmp_path):
         store.restore(match, into=empty)
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", ["lfm2"])
 def test_the_folder_of_a_model_names_its_states(pair, name, tmp_path, caplog):
     model, other = pair

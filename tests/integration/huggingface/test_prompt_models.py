@@ -10,25 +10,37 @@ pytestmark = [pytest.mark.torch, needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
 transformers = pytest.importorskip("transformers", reason="its models run")
 
-from cache_models import ARGUMENT, MODELS, one_thread, prompt, run, shared_model  # noqa: E402, F401
+from cache_models import (  # noqa: E402
+    ARGUMENT,
+    KINDS,
+    MODELS,
+    TOKENS,
+    one_thread,  # noqa: F401
+    prefilled,
+    restored,
+    run,
+    shared_model,
+)
 from toy_caches import flip  # noqa: E402
-from transformers import DynamicCache, StaticCache  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
 
 from mlstate.errors import CompatibilityError  # noqa: E402
 from mlstate.integrations.transformers import from_cache  # noqa: E402
-from mlstate.prompts import PromptStore  # noqa: E402
 
-TOKENS = prompt(90)
-KINDS = {"dynamic": DynamicCache, "static": lambda config: StaticCache(config, 128)}
+
+@pytest.fixture
+def name():
+    return "llama"
+
+
+@pytest.fixture
+def dtype():
+    return "float32"
 
 
 @pytest.fixture
 def model(name, dtype):
     return copy.deepcopy(shared_model(name)).to(getattr(torch, dtype))
-
-
-def store_at(folder, **options):
-    return PromptStore(folder / "store", model="m", block_tokens=16, **options)
 
 
 def continued(model, cache, start):
@@ -39,34 +51,21 @@ def continued(model, cache, start):
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("stored", "into"), [("dynamic", "dynamic"), ("static", "static")])
-def test_a_restored_cache_gives_the_logits_of_the_live_one(
-    model, tmp_path, stored, into, dtype, name
-):
-    cache = KINDS[stored](config=model.config)
-    run(model, TOKENS[:, :70], cache)
-    with store_at(tmp_path) as store:
-        assert store.put(TOKENS[:, :70], cache) == 70
-        other = KINDS[into](config=model.config)
-        with store.match(TOKENS) as match:
-            assert store.restore(match, into=other) == 70
-    assert torch.equal(continued(model, other, 70), continued(model, cache, 70))
+FLOATS = ["float32", "bfloat16", "float16"]
+MOVES = [
+    *((kind, kind, dtype) for kind in KINDS for dtype in FLOATS),
+    ("dynamic", "static", "float32"),
+    ("static", "dynamic", "float32"),
+]
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("stored", "into"), [("dynamic", "static"), ("static", "dynamic")])
-def test_static_and_dynamic_caches_share_their_prompts(model, tmp_path, stored, into, dtype, name):
-    cache, live = KINDS[stored](config=model.config), KINDS[into](config=model.config)
-    run(model, TOKENS[:, :70], cache)
-    run(model, TOKENS[:, :70], live)
-    with store_at(tmp_path) as store:
-        store.put(TOKENS[:, :70], cache)
-        other = KINDS[into](config=model.config)
-        with store.match(TOKENS) as match:
-            assert store.restore(match, into=other) == 70
+@pytest.mark.parametrize(("stored", "into", "dtype"), MOVES)
+def test_a_restored_cache_gives_the_logits_of_the_live_one(model, store, stored, into):
+    cache, live = prefilled(model, 70, stored), prefilled(model, 70, into)
+    assert store.put(TOKENS[:, :70], cache) == 70
+    other = KINDS[into](config=model.config)
+    assert restored(store, other) == 70
     assert torch.equal(continued(model, other, 70), continued(model, live, 70))
 
 
@@ -107,54 +106,40 @@ def test_a_killed_process_starts_again_without_a_prefill(tmp_path):
     assert outputs[0] == outputs[1] and outputs[0].count("[[") == len(MODELS)
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_damage_never_reaches_a_model(model, tmp_path, dtype, name):
+def test_damage_never_reaches_a_model(model, store, tmp_path):
     """A damaged record gives the tokens of an earlier position, or none, and no wrong ones."""
-    is_hybrid = any(e.kind != "full" for e in from_cache(_prefilled(model, 70)).spec)
-    with store_at(tmp_path) as store:
-        for stop in (20, 48, 70):
-            store.put(TOKENS[:, :stop], _prefilled(model, stop))
-        cache = _prefilled(model, 70)
-        layer = next(e.layer for e in from_cache(cache).spec if e.kind == "full")
-        flip(tmp_path, cache.layers[layer].keys[0, 1, 40].numpy().tobytes())
-        other = DynamicCache(config=model.config)
-        with store.match(TOKENS) as match:
-            position = store.restore(match, into=other)
+    is_hybrid = any(e.kind != "full" for e in from_cache(prefilled(model, 70)).spec)
+    for stop in (20, 48, 70):
+        store.put(TOKENS[:, :stop], prefilled(model, stop))
+    cache = prefilled(model, 70)
+    layer = next(e.layer for e in from_cache(cache).spec if e.kind == "full")
+    flip(tmp_path, cache.layers[layer].keys[0, 1, 40].numpy().tobytes())
+    other = DynamicCache(config=model.config)
+    position = restored(store, other)
     assert position == (20 if is_hybrid else 32)
-    expected = _prefilled(model, position) if is_hybrid else None
+    expected = prefilled(model, position) if is_hybrid else None
     if expected is not None:
         got, reference = continued(model, other, position), continued(model, expected, position)
         assert torch.equal(got, reference)
     else:
         assert other.get_seq_length() == position
-        for got, live in zip(other.layers, _prefilled(model, 70).layers, strict=True):
+        for got, live in zip(other.layers, prefilled(model, 70).layers, strict=True):
             assert torch.equal(got.keys, live.keys[:, :, :position])
 
 
-def _prefilled(model, count):
-    cache = DynamicCache(config=model.config)
-    run(model, TOKENS[:, :count], cache)
-    return cache
-
-
-@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_match_a_cache_is_empty(model, tmp_path, kind, dtype, name):
-    with store_at(tmp_path) as store:
-        store.put(TOKENS[:, :70], _prefilled(model, 70))
-        cache = KINDS[kind](config=model.config)
-        run(model, TOKENS[:, :30], cache)
-        with store.match(TOKENS + 1) as match:
-            assert store.restore(match, into=cache) == 0
+def test_without_a_match_a_cache_is_empty(model, store, kind):
+    store.put(TOKENS[:, :70], prefilled(model, 70))
+    cache = prefilled(model, 30, kind)
+    assert restored(store, cache, TOKENS + 1) == 0
     fresh = KINDS[kind](config=model.config)
     assert torch.equal(continued(model, cache, 0), continued(model, fresh, 0))
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_without_a_match_a_cache_of_transformers_5_0_is_empty(model, tmp_path, monkeypatch, name):
+def test_without_a_match_a_cache_of_transformers_5_0_is_empty(model, store, monkeypatch):
     """Its `reset` keeps the tokens as zeros, which a model would attend to."""
 
     def reset(layer):
@@ -165,45 +150,37 @@ def test_without_a_match_a_cache_of_transformers_5_0_is_empty(model, tmp_path, m
             layer.cumulative_length = 0
 
     monkeypatch.setattr("transformers.cache_utils.DynamicLayer.reset", reset)
-    cache = _prefilled(model, 30)
-    with store_at(tmp_path) as store, store.match(TOKENS) as match:
-        assert store.restore(match, into=cache) == 0
+    cache = prefilled(model, 30)
+    assert restored(store, cache) == 0
     fresh = DynamicCache(config=model.config)
     assert cache.get_seq_length() == 0
     assert torch.equal(continued(model, cache, 0), continued(model, fresh, 0))
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
-@pytest.mark.parametrize("name", ["llama"])
-def test_a_batch_of_sequences_is_refused(model, tmp_path, dtype, name):
+def test_a_batch_of_sequences_is_refused(model, store):
     cache = DynamicCache(config=model.config)
     run(model, TOKENS[:, :20].repeat(2, 1), cache)
-    with store_at(tmp_path) as store, pytest.raises(CompatibilityError, match="2 sequences"):
+    with pytest.raises(CompatibilityError, match="2 sequences"):
         store.put(TOKENS[:, :20], cache)
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
-@pytest.mark.parametrize("name", ["llama"])
-def test_more_tokens_than_the_cache_has_are_refused(model, tmp_path, dtype, name):
+def test_more_tokens_than_the_cache_has_are_refused(model, store):
     cache = DynamicCache(config=model.config)
     output = model.generate(TOKENS[:, :20], max_new_tokens=5, do_sample=False, **{ARGUMENT: cache})
-    with store_at(tmp_path) as store:
-        with pytest.raises(CompatibilityError, match=r"generate\(\) returns one"):
-            store.put(output, cache)
-        assert store.put(output[:, :-1], cache) == 24
+    with pytest.raises(CompatibilityError, match=r"generate\(\) returns one"):
+        store.put(output, cache)
+    assert store.put(output[:, :-1], cache) == 24
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
-def test_the_tensors_are_on_the_device_that_the_caller_names(model, tmp_path, dtype, name):
-    with store_at(tmp_path) as store:
-        store.put(TOKENS[:, :70], _prefilled(model, 70))
-        cache = DynamicCache(config=model.config)
-        with store.match(TOKENS) as match:
-            assert store.restore(match, into=cache, device="meta") == 70
-        tensors = from_cache(cache).arrays.values()
-        assert {tensor.device.type for tensor in tensors} == {"meta"}
-        with store.match(TOKENS) as match, pytest.raises(TypeError, match="device= is for"):
-            store.restore(match, into=from_cache(cache), device="meta")
-        with store.match(TOKENS) as match, pytest.raises(ValueError, match="nowhere"):
-            store.restore(match, into=cache, device="nowhere")
+def test_the_tensors_are_on_the_device_that_the_caller_names(model, store):
+    store.put(TOKENS[:, :70], prefilled(model, 70))
+    cache = DynamicCache(config=model.config)
+    with store.match(TOKENS) as match:
+        assert store.restore(match, into=cache, device="meta") == 70
+    tensors = from_cache(cache).arrays.values()
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    with store.match(TOKENS) as match, pytest.raises(TypeError, match="device= is for"):
+        store.restore(match, into=from_cache(cache), device="meta")
+    with store.match(TOKENS) as match, pytest.raises(ValueError, match="nowhere"):
+        store.restore(match, into=cache, device="nowhere")

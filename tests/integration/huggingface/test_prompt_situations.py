@@ -12,9 +12,11 @@ transformers = pytest.importorskip("transformers", reason="its models run")
 from cache_models import (  # noqa: E402
     ARGUMENT,
     COMMON,
+    TOKENS,
     new_model,
     one_thread,  # noqa: F401
-    prompt,
+    prefilled,
+    restored,
     run,
     shared_model,
 )
@@ -24,26 +26,6 @@ from mlstate.errors import CompatibilityError  # noqa: E402
 from mlstate.integrations.transformers import from_cache  # noqa: E402
 from mlstate.prompts import PromptStore, fingerprint  # noqa: E402
 
-TOKENS = prompt(90)
-
-
-@pytest.fixture
-def store(tmp_path):
-    with PromptStore(tmp_path / "store", model="m", block_tokens=16) as store:
-        yield store
-
-
-def restored(store, model, tokens=TOKENS, **options):
-    cache = DynamicCache(config=model.config)
-    with store.match(tokens, **options) as match:
-        return cache, store.restore(match, into=cache)
-
-
-def filled(model, count, cache=None):
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    run(model, TOKENS[:, :count], cache)
-    return cache
-
 
 def with_rejected_drafts(model):
     """A cache of 40 tokens, after 5 others were removed, as speculative decoding does."""
@@ -51,7 +33,7 @@ def with_rejected_drafts(model):
     for layer in cache.layers:
         if hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
-    filled(model, 40, cache)
+    run(model, TOKENS[:, :40], cache)
     run(model, TOKENS[:, 60:65], cache)
     cache.crop(-5)
     return cache
@@ -61,10 +43,10 @@ def with_rejected_drafts(model):
 def test_rejected_drafts_are_not_stored(store, name):
     model = shared_model(name)
     assert store.put(TOKENS[:, :40], with_rejected_drafts(model)) == 40
-    cache, length = restored(store, model)
-    assert length == 40
+    cache = DynamicCache(config=model.config)
+    assert restored(store, cache) == 40
     rest = TOKENS[:, 40:60]
-    assert torch.equal(run(model, rest, cache), run(model, rest, filled(model, 40)))
+    assert torch.equal(run(model, rest, cache), run(model, rest, prefilled(model, 40)))
 
 
 def test_a_recurrent_state_that_may_have_rejected_drafts_is_refused(store):
@@ -81,9 +63,8 @@ def test_a_generation_with_drafts_is_stored_without_the_rejected_ones(store):
     output = model.generate(TOKENS[:, :30], **settings, **{ARGUMENT: cache})
     length = cache.get_seq_length()
     assert store.put(output[:, :length], cache) == length
-    again, position = restored(store, model, output[:, :length], full=True)
-    assert position == length
-    fresh = DynamicCache(config=model.config)
+    again, fresh = (DynamicCache(config=model.config) for _ in range(2))
+    assert restored(store, again, output[:, :length], full=True) == length
     run(model, output[:, :length], fresh)
     rest = TOKENS[:, 60:70]
     assert torch.allclose(run(model, rest, again), run(model, rest, fresh), atol=1e-6)
@@ -93,7 +74,8 @@ def test_a_generation_with_drafts_is_stored_without_the_rejected_ones(store):
 def test_a_cache_that_ignores_the_windows_is_refused(store, stored, into):
     model = shared_model("gemma3")
     caches = {"config": DynamicCache(config=model.config), None: DynamicCache()}
-    store.put(TOKENS[:, :40], filled(model, 40, caches[stored]))
+    run(model, TOKENS[:, :40], caches[stored])
+    store.put(TOKENS[:, :40], caches[stored])
     with store.match(TOKENS) as match, pytest.raises(CompatibilityError, match=r"0\.keys"):
         store.restore(match, into=caches[into])
     assert caches[into].get_seq_length() == 0
@@ -106,7 +88,7 @@ def test_tensors_without_data_are_refused(store):
     with pytest.raises(CompatibilityError, match=r"0\.keys: a meta tensor has no data"):
         store.put(TOKENS[:, :40], cache)
     state = from_cache(cache)
-    store.put(TOKENS[:, :40], filled(shared_model("llama"), 40, DynamicCache()))
+    store.put(TOKENS[:, :40], prefilled(shared_model("llama"), 40))
     with store.match(TOKENS) as match, pytest.raises(CompatibilityError, match=r"0\.keys: a meta"):
         store.restore(match, into=state)
 
@@ -140,8 +122,7 @@ def test_a_cross_attention_needs_the_digest_of_its_input(tmp_path):
     for salt, expected in caches.items():
         with PromptStore(tmp_path, model=fingerprint("t5", salt=salt)) as store:
             cache = empty()
-            with store.match(TOKENS[:, :21]) as match:
-                assert store.restore(match, into=cache) == 20
+            assert restored(store, cache, TOKENS[:, :21]) == 20
             store.put(TOKENS[:, :20], cache)
         got, expected = (each.cross_attention_cache.layers[1].keys for each in (cache, expected))
         assert torch.equal(got, expected)
@@ -157,7 +138,7 @@ def test_a_rotation_by_the_length_of_the_prompt_is_logged(tmp_path, caplog, kind
     config.rope_parameters = rope | {"original_max_position_embeddings": 48}
     config._attn_implementation = "eager"
     model = transformers.LlamaForCausalLM(config).eval()
-    short, long = (filled(model, count).layers[0].keys[:, :, :32] for count in (32, 80))
+    short, long = (prefilled(model, count).layers[0].keys[:, :, :32] for count in (32, 80))
     assert torch.allclose(short, long, atol=1e-3) == (kind == "default")
     model.save_pretrained(tmp_path / "model")
     with caplog.at_level(logging.WARNING, "mlstate"):

@@ -25,6 +25,13 @@ from mlstate.integrations.mlx import from_cache, to_cache  # noqa: E402
 NAMES = list(histories(models))
 
 
+def assert_same_caches(got, expected):
+    """The same arrays, and the same numbers in all layers."""
+    assert_equal_caches(got, expected)
+    for layer, other in zip(layers_of(got), layers_of(expected), strict=True):
+        assert numbers_of(layer) == numbers_of(other)
+
+
 def make(name):
     cache = histories(models)[name]
     mx.eval([layer.state for layer in cache if not isinstance(layer, models.CacheList)])
@@ -35,9 +42,7 @@ def make(name):
 def test_a_cache_comes_back_with_all_its_values(name):
     cache = make(name)
     restored = to_cache(from_cache(cache))
-    assert_equal_caches(restored, cache)
-    for got, expected in zip(layers_of(restored), layers_of(cache), strict=True):
-        assert numbers_of(got) == numbers_of(expected)
+    assert_same_caches(restored, cache)
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["views", "copies"])
@@ -50,9 +55,7 @@ def test_a_moved_cache_continues_like_the_unmoved_one(name, copied):
     expected = make(name)
     for counts in ((1,), (1, 1, 1), (4,), (1,) * 9):
         decode(expected, 40, counts)
-    assert_equal_caches(restored, expected)
-    for got, want in zip(layers_of(restored), layers_of(expected), strict=True):
-        assert numbers_of(got) == numbers_of(want)
+    assert_same_caches(restored, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -257,9 +260,7 @@ def test_a_checkpoint_keeps_a_state_or_refuses_it(name, tmp_path):
         return
     loaded = mlstate.load(tmp_path / "c").states["kv"]
     moved = to_cache(loaded, into=decode(make(name), 70))
-    assert_equal_caches(moved, cache)
-    for got, expected in zip(layers_of(moved), layers_of(cache), strict=True):
-        assert numbers_of(got) == numbers_of(expected)
+    assert_same_caches(moved, cache)
 
 
 def test_a_state_of_another_library_needs_a_cache_to_fill():
@@ -502,83 +503,82 @@ def test_other_objects_are_refused(value):
 
 UNFIT = {
     "fewer layers": (
-        lambda: [_full(), _full()],
-        lambda: [_full()],
+        lambda: ([_full(), _full()], [_full()]),
         "into has 1 layer, and the state comes from 2",
     ),
     "more layers": (
-        lambda: [_full()],
-        lambda: [_full(), _full()],
+        lambda: ([_full()], [_full(), _full()]),
         "into has 2 layers, and the state comes from 1",
     ),
     "more empty layers": (
-        lambda: [_full()],
-        lambda: [models.KVCache(), models.KVCache()],
+        lambda: ([_full()], [models.KVCache(), models.KVCache()]),
         "into has 2 layers, and the state comes from 1",
     ),
     "more layers in a list": (
-        lambda: [models.CacheList(_full())],
-        lambda: [models.CacheList(models.KVCache(), models.KVCache())],
+        lambda: (
+            [models.CacheList(_full())],
+            [models.CacheList(models.KVCache(), models.KVCache())],
+        ),
         "layer 0 has 2 layers, and the state comes from 1",
     ),
     "tokens beside an empty layer": (
-        lambda: [_full(), models.KVCache()],
-        lambda: [_full(), _full()],
+        lambda: ([_full(), models.KVCache()], [_full(), _full()]),
         "layer 1 has tokens, but",
     ),
     "padding": (
-        lambda: [_batch()],
-        lambda: [models.KVCache()],
+        lambda: ([_batch()], [models.KVCache()]),
         "layer 0 is a KVCache, and the sequences of the BatchKVCache have .* padding",
     ),
     "padding of a window": (
-        lambda: [feed(models.BatchRotatingKVCache(8, [3, 0]), [6], batch=2)],
-        lambda: [models.RotatingKVCache(8)],
+        lambda: (
+            [feed(models.BatchRotatingKVCache(8, [3, 0]), [6], batch=2)],
+            [models.RotatingKVCache(8)],
+        ),
         "layer 0 is a RotatingKVCache, and the sequences of the BatchRotatingKVCache have",
     ),
     "padding in a list": (
-        lambda: [models.CacheList(_batch())],
-        lambda: [models.CacheList(models.KVCache())],
+        lambda: ([models.CacheList(_batch())], [models.CacheList(models.KVCache())]),
         r"layer 0\.0 is a KVCache, and the sequences",
     ),
     "class": (
-        lambda: [_full()],
-        lambda: [models.RotatingKVCache(8)],
+        lambda: ([_full()], [models.RotatingKVCache(8)]),
         "an entry of kind full does not fit layer 0, a RotatingKVCache",
     ),
     "quantized": (
-        lambda: histories(models)["quantized"],
-        lambda: [models.KVCache()],
+        lambda: (histories(models)["quantized"], [models.KVCache()]),
         "an entry of kind quantized does not fit layer 0, a KVCache",
     ),
     "bits": (
-        lambda: histories(models)["quantized"],
-        lambda: [models.QuantizedKVCache(32, 8)],
+        lambda: (histories(models)["quantized"], [models.QuantizedKVCache(32, 8)]),
         "4 bits and groups of 32 do not fit layer 0",
     ),
     "heads": (
-        lambda: [_full()],
-        lambda: [_with(_full(), keys=mx.zeros((1, 3, 256, 4)), values=mx.zeros((1, 3, 256, 4)))],
+        lambda: (
+            [_full()],
+            [_with(_full(), keys=mx.zeros((1, 3, 256, 4)), values=mx.zeros((1, 3, 256, 4)))],
+        ),
         r"the array has shape \(1, 2, 256, 4\), and layer 0 \(1, 3, 256, 4\)",
     ),
     "dtype": (
-        lambda: [_full()],
-        lambda: [feed(models.KVCache(), [3], dtype="float32")],
+        lambda: ([_full()], [feed(models.KVCache(), [3], dtype="float32")]),
         "the array is float16, and the one of layer 0 float32",
     ),
     "batch": (
-        lambda: [_full()],
-        lambda: [models.BatchKVCache([0, 1])],
+        lambda: ([_full()], [models.BatchKVCache([0, 1])]),
         "layer 0 has 2 sequences, and the array 1",
     ),
     "states": (
-        lambda: [histories(models)["states"][0], _full()],
-        lambda: [models.ArraysCache(1), models.KVCache()],
+        lambda: (
+            [histories(models)["states"][0], _full()],
+            [models.ArraysCache(1), models.KVCache()],
+        ),
         "the cache has no place for '0.states.1'",
     ),
     "shape of states": (
-        lambda: [histories(models)["states"][0], _full()],
-        lambda: [_with(models.ArraysCache(2), cache=[mx.zeros((1, 3)), None]), _full()],
+        lambda: (
+            [histories(models)["states"][0], _full()],
+            [_with(models.ArraysCache(2), cache=[mx.zeros((1, 3)), None]), _full()],
+        ),
         r"the array has shape \(1, 3, 4\), and layer 0 \(1, 3\)",
     ),
 }
@@ -586,8 +586,9 @@ UNFIT = {
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_cache_that_does_not_fit_is_refused_and_unchanged(name):
-    create, create_into, text = UNFIT[name]
-    state, into = from_cache(create()), create_into()
+    create, text = UNFIT[name]
+    source, into = create()
+    state = from_cache(source)
     before, arrays = fingerprint(into), dict(state.arrays)
     with pytest.raises(CompatibilityError, match=text):
         to_cache(state, into=into)

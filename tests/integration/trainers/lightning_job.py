@@ -68,23 +68,26 @@ class Module(lightning.LightningModule):
         }
 
 
-def trainer_of(folder, ranks=1, **keywords):
+def trainer_with(callbacks, plugins, **options):
+    return lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        plugins=plugins,
+        enable_checkpointing=bool(callbacks),  # otherwise it saves into the current folder
+        **{"max_epochs": EPOCHS, **options},
+    )
+
+
+def trainer_of(folder, ranks=1, **options):
     """Return a Trainer that saves every second step with mlstate."""
     checkpoints = ModelCheckpoint(
         folder, save_top_k=2, monitor="loss", every_n_train_steps=2, save_last=True
     )
-    return lightning.Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[checkpoints],
-        plugins=[MLStateCheckpointIO()],
-        **keywords,
-    )
+    options |= {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
+    return trainer_with([checkpoints], [MLStateCheckpointIO()], **options)
 
 
 def main(folder, ranks):

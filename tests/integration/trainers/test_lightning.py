@@ -1,6 +1,13 @@
 """Lightning's Trainer with mlstate's checkpoints, compared with Lightning's own."""
 
+import collections
+import datetime
+import enum
+import os
+import pathlib
+import random
 import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +22,7 @@ from needs import needs  # noqa: E402
 from regression import digest  # noqa: E402
 
 import mlstate  # noqa: E402
+from mlstate.cli import main  # noqa: E402
 from mlstate.integrations.lightning import MLStateCheckpointIO  # noqa: E402
 
 pytestmark = [
@@ -27,11 +35,57 @@ pytestmark = [
 JOB = Path(__file__).with_name("lightning_job.py")
 
 
+class Color(enum.Enum):
+    RED = "r"
+    CRIMSON = "r"  # another name of RED
+    BLUE = "b"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+class Text(str):
+    pass
+
+
 @pytest.fixture(scope="module")
 def job():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return killed_jobs.module_of(JOB)
+
+
+@pytest.fixture
+def callbacks():
+    import lightning.pytorch.callbacks
+
+    return lightning.pytorch.callbacks
+
+
+def fit(job, callbacks, plugins, *, resume=None, module=None, **options):
+    torch.manual_seed(0)
+    module = module or job.Module()
+    trainer = job.trainer_with(callbacks, plugins, **options)
+    trainer.fit(module, job.Batches(), ckpt_path=resume)
+    return trainer, module
+
+
+def round_trip(folder, **values):
+    plugin = MLStateCheckpointIO()
+    plugin.save_checkpoint({"hyper_parameters": values}, folder / "a.ckpt")
+    return plugin.load_checkpoint(folder / "a.ckpt")["hyper_parameters"]
+
+
+# ---- checkpoints ----
 
 
 def checkpoint():
@@ -171,3 +225,329 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path, ranks):
         [JOB, tmp_path / "ckpt", ranks], most_lines=12 * ranks, seed=ranks
     )
     assert digest == expected
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pathlib.Path("data/x"),
+        pathlib.PurePosixPath("/a"),
+        pathlib.PureWindowsPath(r"c:\a"),
+        Color.CRIMSON,
+        Level.HIGH,
+        Access.READ | Access.WRITE,
+        Access(0),
+        (1, (pathlib.Path("b"), [Color.BLUE])),
+        {3: Color.BLUE, None: {"x": {1, 2}}},
+        collections.OrderedDict(b=1, a=Level.HIGH),
+        np.float32(0.5),
+        np.bool_(True),
+        b"bytes",
+        float("inf"),
+        2**70,
+        1j,
+        frozenset("ab"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_hyperparameter_is_stored_exactly(tmp_path, value):
+    loaded = round_trip(tmp_path, value=value)["value"]
+    assert type(loaded) is type(value) and loaded == value
+
+
+class OwnPath(type(pathlib.Path())):
+    pass
+
+
+def local_member():
+    class Hidden(enum.Enum):
+        A = 1
+
+    return Hidden.A
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        collections.defaultdict(list, a=[1]),
+        type("AttributeDict", (dict,), {})(a=1),
+        Pair(1, 2),
+        torch.Size([1, 2]),
+        type("Items", (list,), {})([1]),
+        Text("a"),
+        OwnPath("a"),
+        local_member(),
+        datetime.timedelta(1),
+        range(3),
+        torch.nn.Parameter(torch.zeros(1)),
+        {1.5: "a"},
+        {Color.RED: 1},
+        np.array(["a"]),
+        print,
+        torch.nn.MSELoss(),
+        torch.Generator(),
+        torch.optim.SGD([torch.zeros(1)], lr=0.1),
+        random.Random(1),
+        torch.nn.ReLU,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_that_would_change_is_refused_with_its_path(tmp_path, value):
+    with pytest.raises(TypeError, match=r"\['hyper_parameters'\]\['values'\]\[1\]"):
+        round_trip(tmp_path, values=[0, value])
+    assert not os.path.lexists(tmp_path / "a.ckpt")
+
+
+def test_an_enum_that_is_not_imported_is_named(tmp_path, monkeypatch):
+    round_trip(tmp_path, color=Color.RED)
+    monkeypatch.delitem(sys.modules, Color.__module__)
+    with pytest.raises(ImportError, match=r"enum .*\.Color: import .* before you load it"):
+        MLStateCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+
+
+class Counting(torch.nn.Linear):
+    """A module with a version, and an extra state that is not a tensor."""
+
+    _version = 3
+
+    def get_extra_state(self):
+        return {"calls": 5, "path": pathlib.Path("a")}
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        self.version = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+def test_versions_and_extra_states_of_modules_are_stored(tmp_path):
+    module, plugin = Counting(2, 2), MLStateCheckpointIO()
+    plugin.save_checkpoint({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
+    loaded = plugin.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]
+    assert list(loaded) == list(module.state_dict())
+    other = Counting(2, 2)
+    other.load_state_dict(loaded)
+    assert other.version == 3 and other.extra == module.get_extra_state()
+    assert torch.equal(other.weight, module.weight)
+    plugin.save_checkpoint({"state_dict": {}}, tmp_path / "b.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "b.ckpt") == {"state_dict": {}}
+
+
+# ---- options that save, link and delete ----
+
+OPTIONS = {
+    "last": {"save_last": True},
+    "link": {"save_last": "link", "save_top_k": 2, "monitor": "loss"},
+    "all": {"save_top_k": -1},
+    "none": {"save_top_k": 0, "save_last": True},
+    "steps": {"every_n_train_steps": 5, "save_top_k": 2, "monitor": "step", "mode": "max"},
+    "best": {"monitor": "loss", "save_top_k": 1, "save_last": "link"},
+    "best of many": {"monitor": "loss", "save_top_k": 2, "every_n_train_steps": 2},
+    "epochs": {"every_n_epochs": 2, "filename": "{epoch}-{loss:.2f}", "monitor": "loss"},
+    "time": {"train_time_interval": datetime.timedelta(0), "save_top_k": 2, "monitor": "loss"},
+    "weights": {"save_weights_only": True, "save_on_train_epoch_end": True},
+    "names": {"auto_insert_metric_name": False, "filename": "a/{epoch}", "save_top_k": -1},
+    "one name": {"filename": "a", "enable_version_counter": False, "save_last": True},
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("link", "best of many") else pytest.mark.long)
+        for name in OPTIONS
+    ],
+)
+def test_an_option_works_as_with_files_of_lightning(tmp_path, job, callbacks, name, asynchronous):
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    if asynchronous and OPTIONS[name].get("save_last") == "link":
+        pytest.skip("Lightning itself links to a file that may not exist yet")
+    listings, states = [], []
+    plugin = MLStateCheckpointIO()
+    for plugins in ([], [AsyncCheckpointIO(plugin) if asynchronous else plugin]):
+        folder = tmp_path / "run"
+        checkpoints = callbacks.ModelCheckpoint(folder, **OPTIONS[name])
+        fit(job, [checkpoints], plugins)
+        links = {path: path.is_symlink() and path.readlink() for path in folder.rglob("*.ckpt")}
+        listings.append({(str(path.relative_to(folder)), link) for path, link in links.items()})
+        path = checkpoints.last_model_path or checkpoints.best_model_path
+        if plugins:
+            states.append(plugin.load_checkpoint(path))
+        else:
+            states.append(torch.load(path, weights_only=False))
+        states[-1].pop("callbacks", None)  # it has times
+        states[-1] = sorted(states[-1].items())
+        folder.rename(tmp_path / f"run{len(plugins)}")
+    # asynchronous saves may end after the deletion of their files, in Lightning too
+    assert listings[0] == listings[1] or (asynchronous and listings[0] < listings[1])
+    assert repr(states[0]) == repr(states[1])
+
+
+def test_links_of_other_names_are_deleted(tmp_path, job, callbacks, monkeypatch):
+    monkeypatch.setattr(callbacks.ModelCheckpoint, "CHECKPOINT_NAME_LAST", "{epoch}-last")
+    checkpoints = callbacks.ModelCheckpoint(
+        tmp_path, save_last="link", save_top_k=2, monitor="loss"
+    )
+    fit(job, [checkpoints], [MLStateCheckpointIO()], max_epochs=3)
+    links = [path for path in tmp_path.iterdir() if path.is_symlink()]
+    assert [path.name for path in links] == ["epoch=2-last.ckpt"]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_link_is_replaced_and_its_target_kept(tmp_path):
+    plugin = MLStateCheckpointIO()
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "best.ckpt")
+    for place in ("best.ckpt", tmp_path / "best.ckpt", "absent.ckpt"):
+        (tmp_path / "last.ckpt").symlink_to(place)
+        plugin.save_checkpoint({"global_step": 2}, tmp_path / "last.ckpt")
+        assert plugin.load_checkpoint(tmp_path / "best.ckpt") == {"global_step": 1}
+        assert plugin.load_checkpoint(tmp_path / "last.ckpt") == {"global_step": 2}
+        plugin.remove_checkpoint(tmp_path / "last.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
+
+
+def test_a_killed_save_leaves_no_name(tmp_path, monkeypatch):
+    plugin = MLStateCheckpointIO()
+    for _ in range(2):
+        monkeypatch.setattr(os, "rename", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            plugin.save_checkpoint({"global_step": 1}, tmp_path / "last.ckpt")
+        monkeypatch.undo()
+        assert not (tmp_path / "last.ckpt").exists()
+    plugin.save_checkpoint({"global_step": 2}, tmp_path / "last.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_an_exception_saves_a_checkpoint(tmp_path, job, callbacks):
+    class Failing(callbacks.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if index == 3:
+                raise RuntimeError("stop")
+
+    checkpoints = [
+        callbacks.ModelCheckpoint(tmp_path / "a", save_on_exception=True),
+        callbacks.OnExceptionCheckpoint(tmp_path / "b"),
+        Failing(),
+    ]
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(job, checkpoints, [MLStateCheckpointIO()])
+    paths = [*(tmp_path / "a").iterdir(), tmp_path / "b" / "on_exception.ckpt"]
+    assert len(paths) == 2
+    for path in paths:
+        assert mlstate.load(path).step == 4
+        trainer, _ = fit(job, [], [MLStateCheckpointIO()], resume=path, max_steps=5)
+        assert trainer.global_step == 5
+
+
+# ---- files of Lightning ----
+
+
+def test_run_resumes_from_a_file_and_deletes_it(tmp_path, job, callbacks):
+    def checkpoints():
+        return callbacks.ModelCheckpoint(tmp_path, save_last=True, monitor="loss")
+
+    fit(job, [checkpoints()], [], max_epochs=1)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    with pytest.warns(UserWarning, match="a file of Lightning, not a folder"):
+        trainer, module = fit(
+            job, [checkpoints()], [MLStateCheckpointIO()], resume="last", max_epochs=3
+        )
+    assert trainer.global_step == 36
+    assert all(mlstate.verify(path) for path in tmp_path.iterdir())
+    expected = digest(module, trainer.optimizers[0])
+    trainer, module = fit(job, [], [], max_epochs=3)
+    assert digest(module, trainer.optimizers[0]) == expected
+    (tmp_path / "notes.ckpt").write_text("mine")
+    with pytest.raises(mlstate.StoreError, match="not a checkpoint"):
+        MLStateCheckpointIO().remove_checkpoint(tmp_path / "notes.ckpt")
+
+
+def test_checkpoints_convert_to_and_from_files(tmp_path, job, callbacks, capsys):
+    folder, file, again = (str(tmp_path / name) for name in ("a.ckpt", "b.ckpt", "c.ckpt"))
+    trainer, module = fit(job, [], [MLStateCheckpointIO()], max_epochs=1)
+    trainer.save_checkpoint(folder)
+    remedy = "mlstate convert FOLDER OUT.ckpt --to lightning"
+    with pytest.raises(IsADirectoryError, match=remedy):
+        job.Module.load_from_checkpoint(folder)
+    with pytest.raises(IsADirectoryError, match=remedy):
+        fit(job, [], [], resume=folder, max_epochs=2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(IsADirectoryError, match="Is a directory"):  # Lightning's own text
+        job.Module.load_from_checkpoint(tmp_path / "empty")
+    assert main(["convert", folder, file, "--to", "lightning"]) == 0
+    assert "b.ckpt (lightning): model of 4 tensors" in capsys.readouterr().out
+    loaded = job.Module.load_from_checkpoint(file)
+    assert all(map(torch.equal, loaded.state_dict().values(), module.state_dict().values()))
+    digests = []
+    assert main(["convert", file, again, "--to", "mlstate"]) == 0
+    for path, uses_mlstate in ((folder, True), (file, False), (again, True)):
+        plugins = [MLStateCheckpointIO()] if uses_mlstate else []
+        resumed, other = fit(job, [], plugins, resume=path, max_epochs=2)
+        digests.append(digest(other, resumed.optimizers[0]))
+    assert len(set(digests)) == 1
+    assert main(["convert", file, again]) == 2  # it exists
+    assert main(["convert", file, again, "--to", "mlstate", "--force"]) == 0
+    assert main(["convert", file, str(tmp_path / "folder")]) == 0
+    assert mlstate.load(tmp_path / "folder").step == 12
+    capsys.readouterr()
+    assert main(["convert", file, str(tmp_path / "w.safetensors")]) == 0
+    assert "only the model of the checkpoint" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / "w.ckpt")]) == 2
+    assert "only a folder of MLStateCheckpointIO" in capsys.readouterr().err
+    mlstate.save(tmp_path / "other", {"w": np.ones(2)})
+    assert main(["convert", str(tmp_path / "other"), str(tmp_path / "w.ckpt")]) == 2
+    assert "holds no checkpoint of Lightning" in capsys.readouterr().err
+
+
+CHECKPOINT_WITHOUT_PLUGIN = """
+import sys, torch, lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
+assert "mlstate" not in sys.modules
+model = BoringModel()
+if sys.argv[2] == "fabric":
+    call = lambda: lightning.Fabric(accelerator="cpu").load(sys.argv[1])
+else:
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer.callbacks and not any("mlstate" in type(c).__module__ for c in trainer.callbacks)
+    call = {
+        "fit": lambda: trainer.fit(model, ckpt_path=sys.argv[1]),
+        "load": lambda: BoringModel.load_from_checkpoint(sys.argv[1]),
+    }[sys.argv[2]]
+try:
+    call()
+except IsADirectoryError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("reader", ["fit", "load", "fabric"])
+def test_process_that_never_imported_mlstate_names_the_conversion(tmp_path, reader):
+    MLStateCheckpointIO().save_checkpoint({"state_dict": {"w": torch.ones(2)}}, tmp_path / "a.ckpt")
+    arguments = [sys.executable, "-c", CHECKPOINT_WITHOUT_PLUGIN, tmp_path / "a.ckpt", reader]
+    run = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "mlstate convert FOLDER OUT.ckpt --to lightning" in run.stdout, run.stderr
+
+
+class Trap:
+    def __reduce__(self):
+        return os.system, ("false",)
+
+
+def test_no_code_of_a_file_runs(tmp_path):
+    values = {"path": pathlib.Path("a"), "color": Color.BLUE, "number": np.float64(2)}
+    good = {"state_dict": {"w": torch.ones(2)}, "hyper_parameters": values}
+    torch.save(good, tmp_path / "a.ckpt")
+    loaded = MLStateCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert loaded["hyper_parameters"] == values
+    torch.save({**good, "trap": Trap()}, tmp_path / "b.ckpt")
+    with pytest.raises(mlstate.FormatError, match=r"holds a (posix|nt)\.system"):
+        MLStateCheckpointIO().load_checkpoint(tmp_path / "b.ckpt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "c.ckpt")
+    with pytest.raises(mlstate.CompatibilityError, match="no 'state_dict'"):
+        MLStateCheckpointIO().load_checkpoint(tmp_path / "c.ckpt")
