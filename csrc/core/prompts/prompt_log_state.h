@@ -69,6 +69,10 @@ struct mls_prompt_log {
 
 /* ---- prompt_segments.c ---- */
 
+/* Return the length in bytes at which the writer begins another segment, if the log may
+ * have `max_bytes`. */
+uint64_t mls_prompt_segment_limit(uint64_t max_bytes);
+
 /* Write the name of segment `number` to `name`, which has MLS_PROMPT_NAME bytes. Returns
  * `name`. */
 const char *mls_prompt_segment_name(char *name, uint32_t number);
@@ -246,10 +250,6 @@ mls_code mls_prompt_append_notes(mls_prompt_append *append, const mls_prompt_not
  * MLS_E_MEMORY, MLS_E_SIZE. */
 mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st);
 void mls_prompt_append_abort(mls_prompt_append *append);
-
-/* Return the length in bytes at which the writer begins another segment, if the log may
- * have `max_bytes`. */
-uint64_t mls_prompt_segment_limit(uint64_t max_bytes);
 
 /* ---- prompt_reclaim.c: for the writer ---- */
 

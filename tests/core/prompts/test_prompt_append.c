@@ -78,13 +78,6 @@ TEST(strided_parts_are_stored_in_c_order)
     mls_prompt_log_free(log);
 }
 
-TEST(limits_of_segments_follow_the_budget)
-{
-    CHECK(mls_prompt_segment_limit(UINT64_MAX) == 256 << 20);
-    CHECK(mls_prompt_segment_limit(0) == 64 << 10);
-    CHECK(mls_prompt_segment_limit(160 << 20) == 10 << 20);
-}
-
 static bool stop(void *context, uint64_t bytes)
 {
     (void)context;
