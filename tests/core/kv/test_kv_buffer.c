@@ -79,8 +79,8 @@ TEST(an_empty_cache_is_a_cache)
     CHECK(mls_kv_buffer_reserve(&b, 100, &status) == MLS_OK);
 }
 
-/* The bytes of a view in C order, each masked by whether it is one of `kept` positions.
- */
+/* The bytes of a view in C order, each masked by whether it is one
+ * of `kept` positions. */
 static bool holds(size_t position_count)
 {
     const mls_tensor t = mls_kv_buffer_view(&b);

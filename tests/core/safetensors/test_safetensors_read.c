@@ -138,8 +138,8 @@ TEST(inconsistent_headers_are_refused)
     }
 }
 
-/* The single tensor of a file with `payload` bytes; no tensor if the header is refused.
- */
+/* The single tensor of a file with `payload` bytes; no tensor if
+ * the header is refused. */
 static mls_stored parse_one(const char *header, size_t payload, size_t *shape)
 {
     const image file = image_of(header, payload);
@@ -167,8 +167,8 @@ TEST(last_axis_of_a_packed_dtype_becomes_bytes)
           t.opaque.length == 0);
 }
 
-/* An unknown dtype, and axes that have whole bytes only together, as the format allows.
- */
+/* An unknown dtype, and axes that have whole bytes only together,
+ * as the format allows. */
 TEST(opaque_tensors_do_not_make_the_file_invalid)
 {
     static const struct {
