@@ -54,8 +54,7 @@ static inline bool mls_u64_add(uint64_t a, uint64_t b, uint64_t *out)
     return true;
 }
 
-/* Set `*out` to a * b, sizes in files. Returns false on overflow; `*out` is then
- * unchanged. */
+/* Set `*out` to a * b. Returns false on overflow; `*out` is then unchanged. */
 static inline bool mls_u64_mul(uint64_t a, uint64_t b, uint64_t *out)
 {
     uint64_t product;

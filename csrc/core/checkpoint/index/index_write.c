@@ -364,8 +364,8 @@ static bool is_column_needed(table_column column, const mls_index *index)
 }
 
 /* Append one column: its values for all shards, or for all layers of all shards.
- * `kinds[i]` is the kind of shard i. In columns that are arrays, a layer without a value
- * gets null. */
+ * `kinds[i]` is the number of shard i's kind, see number_kinds. In columns that are
+ * arrays, a layer without a value gets null. */
 static void put_column(mls_json_writer *b, table_column column, const mls_index *index,
                        const size_t *kinds)
 {
