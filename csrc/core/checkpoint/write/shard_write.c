@@ -314,8 +314,9 @@ static mls_code open_folders(writer *w, mls_status *st)
     return MLS_OK;
 }
 
-/* Return the descriptor of the open folder of a path "folder/name"; `*name` is the rest
- * of the path, borrowed. */
+/* Return the descriptor of the open folder of a path "folder/name", and set `*name` to
+ * the rest of the path, borrowed. For any other path returns -1, and `*name` is `path`.
+ */
 static int folder_of(const writer *w, const char *path, const char **name)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
