@@ -459,21 +459,24 @@ class Commit:
     def _delete_replaced_together(self, group: ProcessGroup) -> str | None:
         """Delete the files that no root needs, each rank its own; every rank calls it.
 
-        Returns the text of a warning, or None. If a rank fails, rank 0 tries again for all ranks.
+        Only rank 0 has a manifest: it deletes old roots and sends the plan to all ranks. An empty
+        plan: it could not read the roots. If it is empty or a rank fails, rank 0 tries again for
+        all ranks. Returns the text of a warning, or None: on rank 0 about any rank, on other ranks
+        about their own files.
         """
         import json
 
         own_plan = {} if self.manifest is None else self._delete_old_roots(self.manifest)
-        [text, *_] = gather_bytes(group, json.dumps(own_plan).encode())
-        plan = json.loads(text)
-        trouble = self._delete_own_replaced(plan)
-        troubles = [trouble, *map(bytes.decode, gather_bytes(group, trouble.encode(), root=0))]
-        first = next(filter(None, troubles), None)
+        [plan_of_root, *_] = gather_bytes(group, json.dumps(own_plan).encode())
+        plan = json.loads(plan_of_root)
+        own_error = self._delete_own_replaced(plan)
+        errors = [own_error, *map(bytes.decode, gather_bytes(group, own_error.encode(), root=0))]
+        first_error = next(filter(None, errors), None)
         warning = None
-        if self.manifest is not None and (first or not plan):
+        if self.manifest is not None and (first_error or not plan):
             warning = self._delete_all_replaced(self.manifest)
-        if warning is None and first:
-            warning = f"deleting old files of the checkpoint met an error: {first}"
+        if warning is None and first_error:
+            warning = f"deleting old files of the checkpoint met an error: {first_error}"
         return warning
 
     def close(self) -> None:

@@ -312,7 +312,7 @@ class Loader:
             loaded = self._load(
                 section.number, some, self.request.cutting, mmap=self.options["mmap"]
             )
-            while loaded:
+            while loaded:  # frees each array before the next one is converted
                 key, array = loaded.popitem()
                 arrays_loaded[key] = converted(array, dtype) if dtype else array
         arrays = {name: arrays_loaded[key] for name, key in zip(names, keys, strict=True)} | extra

@@ -89,14 +89,16 @@ def _steps_of(files: CheckpointFiles) -> dict[Root, int | None]:
     return steps
 
 
-def _is_dead(name: str, changed: float, generations: set[str], before: float) -> bool:
+def _is_dead(name: str, changed: float, generations: set[str], abandoned_before: float) -> bool:
     """Return whether an unneeded file can be deleted.
 
-    It can be if it is of one of the deleted `generations`, or was last changed at `before` or
-    earlier (seconds since 1970), so that no running writer needs it.
+    It can be if it is of one of the deleted `generations`, or was last changed at
+    `abandoned_before` or earlier (seconds since 1970), so that no running writer needs it.
     """
     parts = os.path.basename(name).split(".")
-    return changed <= before or any(part.partition("-")[0] in generations for part in parts)
+    return changed <= abandoned_before or any(
+        part.partition("-")[0] in generations for part in parts
+    )
 
 
 def prune(
@@ -182,10 +184,13 @@ def delete_roots(
     """Delete the roots (manifests of steps) that `choose` returns, and files that no root needs.
 
     `choose` is called under the writers' lock. `dry_run`: delete nothing, and take no lock.
-    `timeout`: seconds to wait for the lock. Returns a report of the deletions.
+    `timeout`: seconds to wait for the lock; then raises StoreError (EBUSY). Returns a report of the
+    deletions.
     """
     folder = files.folder
-    before = folder.orphan_time(local_clock=dry_run)
+    abandoned_before = folder.orphan_time(local_clock=dry_run)
+    if abandoned_before is None:  # a writer may be running: no file is old enough
+        abandoned_before = float("-inf")
     exclusion = NoExclusion() if dry_run else folder.exclusive(timeout)
     with exclusion.holder:
         exclusion.acquire()
@@ -194,16 +199,15 @@ def delete_roots(
         unneeded = {*files.known_files()} - files.needed_files(old)
         infos = folder.find_files({*unneeded, *temporary, *(root.path for root in old)})
         generations = {root.generation for root in old}
-        oldest = float("-inf") if before is None else before
         dead = [
             name
             for name in [*temporary, *sorted(unneeded)]
-            if name in infos and _is_dead(name, infos[name].changed, generations, oldest)
+            if name in infos and _is_dead(name, infos[name].changed, generations, abandoned_before)
         ]
         if not dry_run:
             files.delete_roots(old)
             files.remove(dead)
-        exclusion.note(None)  # the unfinished files of a killed writer are deleted
+        exclusion.note(None)  # a killed writer, which the lock may name, has no files now
     sizes = {
         name: infos[name].nbytes
         for name in sorted({*dead, *(root.path for root in old)})

@@ -47,7 +47,8 @@ _JOBS = (
 def _check_numbers(operation: str, array: Any) -> None:
     """Raise CompatibilityError if the core cannot compute with the array's dtype.
 
-    These are NumPy's dtypes of more than 64 bits, except complex128. `operation`: its name.
+    These are NumPy's dtypes of more than 64 bits, except complex128. `operation`: the name of the
+    operation, for the error.
     """
     name = dtype_name(array)
     wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"

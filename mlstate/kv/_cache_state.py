@@ -59,7 +59,7 @@ class _Cache(NamedTuple):
     spec: CacheSpec
     arrays: dict[str, Any]
     length: int
-    shifts: dict[str, int]  # of the rings that have one: see Ring
+    shifts: dict[str, int]  # `Ring.shift` of rings, by name of the entry; missing: 0
     identity: object  # of these arrays: snapshots have it
 
     def ring(self, entry: CacheEntry) -> Ring:
@@ -846,9 +846,9 @@ def _move_entry(
     arrays: dict[str, Any],
     shifts: dict[str, int],
 ) -> None:
-    """Replace the arrays of an entry in `arrays`, and its shift in `shifts`, if its length changes.
+    """Replace the arrays of an entry in `arrays` and its shift in `shifts` if its length changes.
 
-    `cache`: the former cache, not changed. `old`, `new`: the entry before and after.
+    `cache`: the former cache, not changed. `old`, `new`: the entry before and after. See `Ring`.
     """
     if new is old or new.seq_axis is None:
         return
@@ -856,7 +856,8 @@ def _move_entry(
         with name_errors(name):
             arrays[name] = _move_tokens(arrays[name], new, cache.ring(old))
     shifts.pop(old.name, None)
-    if cache.length > (new.seq_length or 0):  # moved in order: the oldest one is after the sinks
+    # The tokens are in order now. If all slots are used, the oldest token after the sinks is next.
+    if cache.length > (new.seq_length or 0):
         shifts[old.name] = shift_of(replace(new, next_slot=new.sinks), cache.length)
 
 

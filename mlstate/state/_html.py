@@ -98,7 +98,7 @@ def _line(row: Row) -> str:
 def _rows(root: Node, most: int) -> list[Row]:
     """Return the rows of the tree, at most `most`.
 
-    Few children of each node are shown if that fills a third of the page, else many.
+    Few children of each node are shown if these make more than a third of `most` rows, else many.
     """
     few, many = CHILDREN
     rows = preview(root, most, few)

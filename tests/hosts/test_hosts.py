@@ -136,8 +136,8 @@ def engine(request):
     library = ENGINES[request.param][0]
     if library == "gloo":
         pytest.importorskip("torch", reason="gloo is torch's")
-    elif mpi_jobs.home(library) is None:
-        pytest.skip(f"{library} is not installed; tools/mpi.sh does that for `make test-hosts`")
+    else:
+        mpi_jobs.skip_if_missing(library, "make test-hosts")
     return request.param
 
 

@@ -3,7 +3,7 @@
 import collections
 
 import pytest
-from store_server import StoreServer
+from s3_fault_proxy import StoreServer
 
 COUNTS = collections.Counter()
 

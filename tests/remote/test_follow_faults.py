@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from store_server import KINDS, at, at_random, since
+from s3_fault_proxy import KINDS, at, at_random, since
 
 import mlstate
 from mlstate.errors import FormatError, StoreError

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-from store_server import KINDS, at, at_random, since
+from s3_fault_proxy import KINDS, at, at_random, since
 from thread_team import calling_in_background, thread_outcomes
 
 import mlstate

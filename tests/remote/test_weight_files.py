@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 from checkpoint_model import same
-from store_server import key_of
+from s3_fault_proxy import key_of
 from weight_folder import write_folder, write_header
 
 import mlstate

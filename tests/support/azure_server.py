@@ -10,7 +10,7 @@ import re
 from email.utils import formatdate
 from urllib.parse import unquote, urlsplit
 
-from object_server import ObjectHandler, ObjectServer, RefusalError, xml
+from object_server_base import ObjectHandler, ObjectServer, RefusalError, xml
 
 ACCOUNT = "accountoftests"
 KEY = base64.b64encode(b"key of tests").decode()

@@ -7,7 +7,7 @@ import hashlib
 import re
 from datetime import UTC, datetime
 
-from object_server import ObjectHandler, ObjectServer, RefusalError, xml
+from object_server_base import ObjectHandler, ObjectServer, RefusalError, xml
 
 TOKEN = "token-of-tests"
 DENIED_TOKEN = "token-of-tests-without-permission"

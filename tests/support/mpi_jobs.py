@@ -20,6 +20,14 @@ def home(engine):
     return folder if package.is_dir() and (folder / "bin" / "mpiexec").exists() else None
 
 
+def skip_if_missing(engine, target="make test"):
+    """Skip the test if an MPI is not installed; `target` runs the tests that need it."""
+    import pytest  # benchmarks import this module, too, and do without pytest
+
+    if home(engine) is None:
+        pytest.skip(f"{engine} is not installed; tools/mpi.sh does that for `{target}`")
+
+
 def packages(folder):
     """The folder below a prefix where pip installs packages."""
     scheme = {"base": str(folder), "platbase": str(folder)}

@@ -56,8 +56,8 @@ static inline int64_t mls_plan_save_need(const mls_plan_costs *c, size_t s, size
     return first > c->save_last[s] ? first : c->save_last[s];
 }
 
-/* Returns the largest forward peak of s .. k, given that of s .. k - 1 (0 for k = s + 1).
- */
+/* Returns the largest forward peak of s .. k, given that of s .. k -
+ * 1 (0 for k = s + 1). */
 static inline int64_t mls_plan_sweep(const mls_plan_costs *c, size_t s, size_t k,
                                      int64_t earlier)
 {
@@ -65,8 +65,8 @@ static inline int64_t mls_plan_sweep(const mls_plan_costs *c, size_t s, size_t k
     return peak > earlier ? peak : earlier;
 }
 
-/* Returns the index of s .. t (s <= t < n) in a triangular table of segments, row by row.
- */
+/* Returns the index of s .. t (s <= t < n) in a triangular table of
+ * segments, row by row. */
 static inline size_t mls_plan_cell(size_t n, size_t s, size_t t)
 {
     return s * n - s * (s + 1) / 2 + t;

@@ -22,10 +22,14 @@ MLS_TARGET static inline void store(float *p, floats values)
     memcpy(p, &values, sizeof values);
 }
 
-/* Processes the register of entries from m on for the segments of a tile, `COLUMNS`
- * columns from t on, for all restarts. The sums stay in registers from the first restart
- * to the last. Prefetches the entries of the next strip: they are in many short ranges,
- * too short for the hardware prefetcher. */
+/* Computes mls_plan_kernels.tile (see plan_dp_slots_kernels.h) for one register of
+ * entries, from m on, and for the COLUMNS columns from segment end `t` on, which is j->t
+ * plus a multiple of COLUMNS:
+ *     (s + i, t + l)[m] = min(itself, rest[i] + min over k of
+ *         (s + i, k - 1)[m] + ((k, t + l)[m - shift[k]] + plus[k])).
+ * The sums stay in registers from the first restart k to the last. Prefetches the entries
+ * of the next strip: they are in many short ranges, too short for the hardware
+ * prefetcher. */
 MLS_TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
 {
     floats sums[MLS_PLAN_TILE][COLUMNS];

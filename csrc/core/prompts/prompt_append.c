@@ -36,14 +36,6 @@ typedef struct payload_writer {
 
 static const unsigned char zeros[MLS_PROMPT_UNIT];
 
-/* A sixteenth of the log, within 64 KiB to 256 MiB: a compaction copies at most one
- * segment. */
-uint64_t mls_prompt_segment_limit(uint64_t max_bytes)
-{
-    const uint64_t least = 64 << 10, most = 256 << 20, share = max_bytes / 16;
-    return share < least ? least : share > most ? most : share;
-}
-
 /* ---- begin ---- */
 
 /* Open the segment for writing. It was created by this program, but may have been

@@ -124,8 +124,8 @@ mls_code mls_prompt_read(const mls_prompt_match *match, mls_prompt_request *requ
 /* Read a piece of a part: as many bytes as `request->into` has, from byte `offset` of the
  * part on, all within the part. Before the call `*sum` is the checksum of the part's
  * bytes before `offset`, and afterwards of the piece too. It is compared with the stored
- * one after the last piece. MLS_E_FORMAT,
- * MLS_E_CHECKSUM: damaged; MLS_E_IO; MLS_E_MEMORY. */
+ * one after the last piece.
+ * MLS_E_FORMAT, MLS_E_CHECKSUM: damaged; MLS_E_IO; MLS_E_MEMORY. */
 mls_code mls_prompt_read_piece(const mls_prompt_match *match,
                                const mls_prompt_request *request, uint64_t offset,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
@@ -178,9 +178,11 @@ mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
                          const size_t *hits, size_t count, mls_prompt_operation operation,
                          size_t *changed, mls_status *st);
 
-/* Evict the least recently used records until the log has at most `max_bytes`, and
- * compact it. `*freed` receives the number of bytes that the files have become shorter.
- * MLS_E_IO; MLS_E_MEMORY. */
+/* Evict the least recently used records until the log has at most `max_bytes`
+ * (UINT64_MAX: evict none), and compact it. Pinned records and their ancestors stay, even
+ * if they exceed `max_bytes`; that is not an error. `*freed` receives the number of bytes
+ * that the files have become shorter. MLS_E_IO; MLS_E_MEMORY; MLS_E_SIZE; MLS_E_FORMAT:
+ * `index` is not a regular file. */
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
                           mls_status *st);
 

@@ -69,6 +69,10 @@ struct mls_prompt_log {
 
 /* ---- prompt_segments.c ---- */
 
+/* Return the length in bytes at which the writer begins another segment, if the log may
+ * have `max_bytes`. */
+uint64_t mls_prompt_segment_limit(uint64_t max_bytes);
+
 /* Write the name of segment `number` to `name`, which has MLS_PROMPT_NAME bytes. Returns
  * `name`. */
 const char *mls_prompt_segment_name(char *name, uint32_t number);
@@ -123,8 +127,8 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 mls_status *st);
 
 /* Bytes of invalid long headers that a scan of `length` bytes may read. A hostile segment
- * can claim a long header at each place; behind this limit they count as damage unread.
- */
+ * can claim a long header at each place; behind this limit they
+ * count as damage unread. */
 static inline uint64_t mls_prompt_effort(uint64_t length)
 {
     return (64 << 20) + 4 * length;
@@ -185,9 +189,8 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note);
 bool mls_prompt_index_load(mls_prompt_log *log);
 
 /* Pack the index, and replace the index file atomically. The caller is the writer.
- * MLS_E_IO,
- * MLS_E_MEMORY, MLS_E_SIZE; MLS_E_FORMAT: `index` is not a regular file. The old file
- * stays then. */
+ * After an error the old file stays: MLS_E_IO, MLS_E_MEMORY, MLS_E_SIZE; MLS_E_FORMAT:
+ * `index` is not a regular file. */
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st);
 
 /* ---- prompt_open.c ---- */
@@ -224,8 +227,8 @@ mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t l
 
 /* Write the payload of a record and remember its header, which has its sizes; sets its
  * `put` and `crc`. `tokens` and `parts` have header->token_count and header->part_count
- * entries. MLS_E_IO,
- * MLS_E_MEMORY, MLS_E_SIZE, MLS_E_STOPPED: the caller aborts. */
+ * entries. After an error (MLS_E_IO, MLS_E_MEMORY, MLS_E_SIZE, MLS_E_STOPPED) the caller
+ * calls mls_prompt_append_abort. */
 mls_code mls_prompt_append_record(mls_prompt_append *append, mls_prompt_header *header,
                                   const uint32_t *tokens, const mls_tensor *parts,
                                   mls_status *st);
@@ -246,10 +249,6 @@ mls_code mls_prompt_append_notes(mls_prompt_append *append, const mls_prompt_not
  * MLS_E_MEMORY, MLS_E_SIZE. */
 mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st);
 void mls_prompt_append_abort(mls_prompt_append *append);
-
-/* Return the length in bytes at which the writer begins another segment, if the log may
- * have `max_bytes`. */
-uint64_t mls_prompt_segment_limit(uint64_t max_bytes);
 
 /* ---- prompt_reclaim.c: for the writer ---- */
 

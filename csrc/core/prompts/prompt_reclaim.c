@@ -364,8 +364,8 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
 
 /* ---- eviction ---- */
 
-/* A record that may be evicted: time of its last use, its end in tokens, and its entry.
- */
+/* A record that may be evicted: time of its last use, its end in
+ * tokens, and its entry. */
 typedef struct candidate {
     uint32_t used, end, number;
 } candidate;
@@ -475,8 +475,9 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     return code;
 }
 
-/* Evict down to `max_bytes`. Compacts the newest segment too, and writes the index file,
- * which is then as short as possible. */
+/* Compacts the newest segment too, and writes the index file, which is then as short as
+ * possible. It is no failure if the log does not fit: pinned records may exceed the
+ * limit. */
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
                           mls_status *st)
 {

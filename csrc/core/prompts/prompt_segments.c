@@ -28,6 +28,14 @@ const char *mls_prompt_segment_name(char *name, uint32_t number)
     return name;
 }
 
+/* A sixteenth of the log, within 64 KiB to 256 MiB: a compaction copies at most one
+ * segment. */
+uint64_t mls_prompt_segment_limit(uint64_t max_bytes)
+{
+    const uint64_t least = 64 << 10, most = 256 << 20, share = max_bytes / 16;
+    return share < least ? least : share > most ? most : share;
+}
+
 /* Return the segment of a number, or NULL. Binary search: the list is sorted by
  * number. */
 mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t number)

@@ -11,6 +11,7 @@
 #include "runtime/thread_pool.h"
 
 #include "base/memory.h"
+#include "runtime/cpu_features.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -178,6 +179,14 @@ static mls_code fail_thread_count(size_t threads, mls_status *st)
 {
     return mls_fail(st, MLS_E_VALUE, "%zu threads: choose 1 to %d", threads,
                     (int)MLS_POOL_MAX_THREADS);
+}
+
+/* Few threads are enough: the bandwidth of memory is the limit. */
+size_t mls_pool_default_threads(void)
+{
+    enum { ENOUGH = 4 };
+    const size_t processors = mls_cpu_count();
+    return processors < ENOUGH ? processors : ENOUGH;
 }
 
 /* Create a pool. No thread is started yet: most small programs never need one. */

@@ -25,6 +25,10 @@ enum {
 /* One unit of work. `context` is the caller's; `index` is 0 to count - 1. */
 typedef void (*mls_task)(void *context, size_t index);
 
+/* Return the default number of threads: the number of processors that this process may
+ * run on, but at most 4. */
+size_t mls_pool_default_threads(void);
+
 /* Create a pool. The caller frees it with mls_pool_free. `threads` includes the calling
  * thread: 1 never starts another. MLS_E_VALUE: 0 or more than MLS_POOL_MAX_THREADS.
  * MLS_E_MEMORY: an allocation failed. */

@@ -167,8 +167,8 @@ typedef struct packing {
     size_t inner; /* packed bytes of one index along `axis` */
 } packing;
 
-/* Choose the largest pieces that fit the buffer. One index of the last axis always fits,
- * since an item has at most 8 bytes. */
+/* Return the division of a strided tensor into the largest pieces that fit the buffer.
+ * One index of the last axis always fits, since an item has at most 8 bytes. */
 static packing choose_packing(const mls_tensor *t)
 {
     packing p = {.axis = t->rank - 1, .inner = mls_tensor_item_bytes(t)};

@@ -20,8 +20,8 @@ bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta 
     return a->dtype == b->dtype || strcmp(a->dtype, b->dtype) == 0;
 }
 
-/* Write lengths, rank and dimensions: 24 bytes and 8 for each axis. Returns their number.
- */
+/* Write lengths, rank and dimensions: 24 bytes and 8 for each axis.
+ * Returns their number. */
 size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *facts,
                             unsigned char *out)
 {

@@ -240,8 +240,8 @@ int mlspy_activation_bytes(mlspy_state *state, PyObject *activation, size_t *out
     return failed;
 }
 
-/* activation_bytes(activation) -> bytes of its elements; for mlstate.activation._manager
- */
+/* activation_bytes(activation) -> bytes of its elements; for
+ * mlstate.activation._manager */
 PyObject *core_activation_bytes(mlspy_state *state, PyObject *const *args)
 {
     size_t bytes;

@@ -36,8 +36,8 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *lab
  * `*out` untouched. */
 int mlspy_take_double(PyObject *object, const char *label, double *out);
 
-/* Convert any object to its truth value. Returns -1 with the exception of its __bool__.
- */
+/* Convert any object to its truth value. Returns -1 with the
+ * exception of its __bool__. */
 int mlspy_take_bool(PyObject *object, bool *out);
 
 /* Get the UTF-8 of a str, with a NUL after it; the str owns it. `label` names the
@@ -45,8 +45,8 @@ int mlspy_take_bool(PyObject *object, bool *out);
  * surrogate pair, and `*out` untouched. */
 int mlspy_take_text(PyObject *object, const char *label, mls_str *out);
 
-/* Raise TypeError unless `object` is a dict; `label` names it in errors. Returns 0 or -1.
- */
+/* Raise TypeError unless `object` is a dict; `label` names it in
+ * errors. Returns 0 or -1. */
 int mlspy_take_dict(PyObject *object, const char *label);
 
 #endif

@@ -62,10 +62,10 @@ static void release_arrays(void *context)
     w->progress->saved = PyEval_SaveThread();
 }
 
-/* As mls_shards_write, with new threads: the module's pool serves one call at a
- * time, and would be blocked until the disk is done. */
-static mls_code write_in_background(mls_shard_job *job, mls_shards_written *out,
-                                    mls_status *st)
+/* As mls_shards_write, which returns when all is written, with threads of its own: the
+ * module's pool serves one call at a time, and other calls would wait for the disk. */
+static mls_code write_with_own_threads(mls_shard_job *job, mls_shards_written *out,
+                                       mls_status *st)
 {
     mls_pool *pool = NULL;
     mls_code code = mls_pool_new(mlspy_threads_aside(job->pool), &pool, st);
@@ -77,21 +77,21 @@ static mls_code write_in_background(mls_shard_job *job, mls_shards_written *out,
     return code;
 }
 
-/* Write a list of shard items into the folder `path`, with the settings in `job`.
+/* Write the shards `items` into the folder `path`, with the settings in `job`.
  * `callback` (or None) gets the progress; `freed`, unless it is None, is called when the
  * arrays are free, and the save then has its own threads. Returns the result of
  * written_dict, or NULL with an exception set. The folder is opened once and used by its
  * descriptor, so that renaming it during the save is harmless. */
-static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_job *job,
-                                PyObject *callback, PyObject *freed)
+static PyObject *write_gathered(mlspy_shard_items *items, PyObject *path,
+                                mls_shard_job *job, PyObject *callback, PyObject *freed)
 {
     mlspy_progress progress;
     mls_shards_written written;
     mls_status st;
     mls_code code;
-    waiting_caller caller = {.items = g, .progress = &progress, .call = freed};
+    waiting_caller caller = {.items = items, .progress = &progress, .call = freed};
     if (mlspy_progress_init(&progress, callback) < 0 ||
-        mlspy_open_folder(g->state, path, &job->folder) < 0) {
+        mlspy_open_folder(items->state, path, &job->folder) < 0) {
         return NULL;
     }
     job->progress = &progress.core;
@@ -100,11 +100,11 @@ static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_
     job->freed_context = &caller;
     mlspy_progress_begin(&progress);
     code = freed == Py_None ? mls_shards_write(job, &written, &st)
-                            : write_in_background(job, &written, &st);
+                            : write_with_own_threads(job, &written, &st);
     (void)close(job->folder);
     mlspy_progress_end(&progress);
     if (code != MLS_OK) {
-        return mlspy_raise_under(g->state, &st, path, NULL);
+        return mlspy_raise_under(items->state, &st, path, NULL);
     }
     return mlspy_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
 }

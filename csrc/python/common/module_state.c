@@ -51,14 +51,6 @@ int mlspy_add_type(PyObject *module, PyType_Spec *spec, PyObject *base,
 
 /* ---- initialisation ---- */
 
-/* Returns the initial number of threads: few, since memory bandwidth is the limit. */
-static size_t default_threads(void)
-{
-    enum { ENOUGH = 4 };
-    const size_t cpus = mls_cpu_count();
-    return cpus < ENOUGH ? cpus : ENOUGH;
-}
-
 /* Choose kernels and create the pool; no thread is started yet. Returns -1 with an
  * exception set: ImportError for a wrong MLSTATE_CPU or MLSTATE_COPY. */
 static int start_core(mlspy_state *state)
@@ -82,7 +74,7 @@ static int start_core(mlspy_state *state)
     state->own_kernels = *mls_kernels_of(cpu);
     state->own_kernels.choices = &state->choices;
     state->kernels = &state->own_kernels;
-    if (mls_pool_new(default_threads(), &state->pool, &st) != MLS_OK) {
+    if (mls_pool_new(mls_pool_default_threads(), &state->pool, &st) != MLS_OK) {
         PyErr_NoMemory();
         return -1;
     }

@@ -30,8 +30,8 @@ typedef struct named_views {
     uint64_t bytes; /* of all arrays, to decide whether to release the GIL */
 } named_views;
 
-/* Releases the views and zeroes `*v`. Accepts views that named_views_of left incomplete.
- */
+/* Releases the views and zeroes `*v`. Accepts views that
+ * named_views_of left incomplete. */
 static void named_views_release(named_views *v)
 {
     mlspy_views_release(v->views, (size_t)v->count);
@@ -101,7 +101,8 @@ failed:
 }
 
 /* Raises the error of `st` for array `i`. Puts the array's name before the text and into
- * the exception's attribute, because the core does not know names. */
+ * the exception's attribute, because the core does not know names. If the name cannot be
+ * read, raises that error instead. */
 static void raise_for_array(const mlspy_state *state, const named_views *v, Py_ssize_t i,
                             const mls_status *st)
 {

@@ -166,9 +166,10 @@ static int allocate_target(const mlspy_state *state, const result_kind *kind,
     return mlspy_view_writable(state, t->result, "the new state", &t->target);
 }
 
-/* Set `out` for a source that is not an ndarray: its dtype, already in `out`, is replaced
- * by a dtype's name in `dtype`, unless that is None. A name, because NumPy may have no
- * descriptor. Returns -1 with an exception set. */
+/* Complete `out` for a source that is not an ndarray. `out->dtype` is the source's;
+ * `dtype`, a name or None, replaces it. It is a name because NumPy may have no descriptor
+ * for it. Sets `out->descr` to unsigned integers of the same size. Returns -1 with an
+ * exception set. */
 static int foreign_kind(const mlspy_state *state, PyObject *dtype, result_kind *out)
 {
     /* by item size; covers every dtype of the core */
@@ -267,8 +268,8 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *out
 }
 
 /* Encode the padding and move the tokens. The views hold references, so the memory stays
- * valid while other threads run. Returns -1 with an exception set, and nothing written.
- */
+ * valid while other threads run. Returns -1 with an exception set,
+ * and nothing written. */
 static int run_transition(const mlspy_state *state, transition *t)
 {
     mls_status st;

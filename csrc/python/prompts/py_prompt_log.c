@@ -473,7 +473,7 @@ static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
 
 /* put(fingerprint, tokens, block_tokens, records, max_bytes, timeout) -> [int, ...]:
  * store the records (kind, end, meta, parts) of one prompt. Results as in
- * mls_prompt_item. */
+ * mls_prompt_item. Waits at most `timeout` seconds for another writer. */
 static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -569,7 +569,8 @@ static PyObject *mark_records(const mlspy_state *state, mlspy_prompt_log *self,
 }
 
 /* mark(match, records, operation, timeout) -> number of changed records: "pin", "unpin",
- * "delete" or "drop" records of a match, given by their numbers. */
+ * "delete" or "drop" records of a match, given by their numbers. Waits at most `timeout`
+ * seconds for another writer. */
 static PyObject *log_mark(mlspy_prompt_log *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -593,7 +594,8 @@ static PyObject *log_mark(mlspy_prompt_log *self, PyObject *const *args, Py_ssiz
 }
 
 /* prune(max_bytes, timeout) -> freed bytes: evict records until the log has at most
- * max_bytes (None: evict none), and compact it. */
+ * max_bytes (None: evict none), and compact it. Waits at most `timeout` seconds for
+ * another writer. */
 static PyObject *log_prune(mlspy_prompt_log *self, PyObject *const *args,
                            Py_ssize_t count)
 {
@@ -675,7 +677,7 @@ static PyObject *log_verify(mlspy_prompt_log *self, PyObject *unused)
 }
 
 /* repair(timeout) -> [(segment, offset, text), ...]: remove the damaged records, and
- * return them. */
+ * return them. Waits at most `timeout` seconds for another writer. */
 static PyObject *log_repair(mlspy_prompt_log *self, PyObject *argument)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));

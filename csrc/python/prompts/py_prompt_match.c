@@ -111,7 +111,7 @@ static PyObject *damage_tuple(const mls_prompt_match *match)
     return tuple;
 }
 
-/* Records and damage are converted once: they stay readable after close(). */
+/* Converts the records and damage now: they stay readable after close(). */
 PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match,
                                 PyObject *path)
 {

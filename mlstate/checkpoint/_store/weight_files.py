@@ -149,9 +149,10 @@ def _check_unlisted(folder: Folder, weights: WeightFiles) -> None:
 
 
 def unlisted_files(folder: Folder, weights: WeightFiles) -> list[str]:
-    """Return the safetensors files of the folder that the weights do not include.
+    """Return the safetensors files of the folder that the weights do not include, sorted.
 
-    None if the caller named one file, or in a store: such a folder may hold anything else.
+    Without an index, returns [] if the caller named one file, or for a store: such a folder may
+    hold anything else.
     """
     if weights.tensors is None and (folder.file or not folder.is_local):
         return []

@@ -280,9 +280,8 @@ class TierMoves:
             elif tier == Tier.HOT != unit.tier:
                 with suppress(CapacityError):
                     self._move(unit, tier, checks=True)
-        for unit in reversed(
-            units
-        ):  # new units have no uses yet, so they move, not the existing ones
+        # New units have no uses yet, so they move, not the existing ones.
+        for unit in reversed(units):
             while self._is_over(unit):
                 try:
                     self._move(unit, FARTHER[unit.tier], checks=True)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from ...kv import CacheEntry, CacheState
 
+# A class of layers with the other class's kind of entry: the state was quantized or dequantized.
+_CLASS_AND_KIND_DIFFER = ({"KVCache", "quantized"}, {"QuantizedKVCache", "full"})
+
 
 class Filler(EntryPlan):
     """Collects the writes that bring the tokens of a state into layers."""
@@ -384,7 +387,7 @@ def empty_layer(layout: Layout, where: str, state: CacheState) -> LayerValues:
         children = [empty_layer(child, f"{where}.{i}", state) for i, child in parts]
         return LayerValues(CLASSES[name], {}, children)
     entry = state.spec._by_name.get(f"{where}.keys")
-    if entry is not None and {name, entry.kind} in _QUANTIZED:
+    if entry is not None and {name, entry.kind} in _CLASS_AND_KIND_DIFFER:
         name = "QuantizedKVCache" if entry.kind == "quantized" else "KVCache"
         options = {"bits": entry.bits, "group_size": entry.group}
     empty = {
@@ -401,7 +404,3 @@ def empty_layer(layout: Layout, where: str, state: CacheState) -> LayerValues:
         for field, kind in cls.fields.items()
     }
     return LayerValues(cls, values, [])
-
-
-# A class of layers with the other class's kind of entry: the state was quantized or dequantized.
-_QUANTIZED = ({"KVCache", "quantized"}, {"QuantizedKVCache", "full"})

@@ -10,6 +10,13 @@ static void touch(const char *name)
     CHECK(fclose(file) == 0);
 }
 
+TEST(limits_of_segments_follow_the_budget)
+{
+    CHECK(mls_prompt_segment_limit(UINT64_MAX) == 256 << 20);
+    CHECK(mls_prompt_segment_limit(0) == 64 << 10);
+    CHECK(mls_prompt_segment_limit(160 << 20) == 10 << 20);
+}
+
 TEST(only_exact_names_are_segments)
 {
     static const char *const others[] = {"segment-1",         "segment-000000001",

@@ -89,6 +89,11 @@ static void *run_often(void *argument)
     return NULL;
 }
 
+TEST(default_number_of_threads_is_small)
+{
+    CHECK(mls_pool_default_threads() >= 1 && mls_pool_default_threads() <= 4);
+}
+
 TEST(threads_may_share_a_pool)
 {
     atomic_int total = 0;

@@ -77,8 +77,8 @@ static inline void check_refused_edits(const char *good, const lie *lies, size_t
 #define CHECK_LIES(lies) check_refused_edits(good, lies, sizeof(lies) / sizeof((lies)[0]))
 
 /* Replace each value of the good index by each of `values`: refused, or accepted as
- * valid; never a crash.  Returns how many were tried, and how many of them were refused.
- */
+ * valid; never a crash.  Returns how many were tried, and how many
+ * of them were refused. */
 static inline size_t replace_every_value(const char *good, const char *const *values,
                                          size_t count, size_t *refused)
 {

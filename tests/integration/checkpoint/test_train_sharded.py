@@ -98,8 +98,7 @@ def test_the_example_runs_from_the_command_line(trained, tmp_path):
     ("engine", "world", "method"), [("mpich", 2, "fsdp2+mlstate"), ("openmpi", 2, "mlstate")]
 )
 def test_mpi_has_the_same_curve(trained, engine, world, method):
-    if mpi_jobs.home(engine) is None:
-        pytest.skip(f"{engine} is not installed; tools/mpi.sh does that for `make test`")
+    mpi_jobs.skip_if_missing(engine)
     expected = trained(world)["printed"]["mlstate, local, rows"].splitlines()
     arguments = ("--engine", "mpi", "--method", method, "--steps", "12")
     status, out, err = mpi_jobs.run(engine, world, str(EXAMPLE), *arguments, limit_seconds=200)

@@ -17,8 +17,7 @@ EXPECTED = ["0 ok", "1 ok", "2 ok"]
 @pytest.mark.parametrize("engine", ["mpich", "openmpi"])
 def test_states_are_collected_over_mpi(engine):
     mpi_jobs = pytest.importorskip("mpi_jobs", reason="starts jobs of MPI")
-    if mpi_jobs.home(engine) is None:
-        pytest.skip(f"{engine} is not installed; tools/mpi.sh does that for `make test`")
+    mpi_jobs.skip_if_missing(engine)
     status, out, err = mpi_jobs.run(engine, 3, str(RANKS))
     assert sorted(out.splitlines()) == EXPECTED, f"exit {status}\n{out}\n{err}"
     assert status == 0, err

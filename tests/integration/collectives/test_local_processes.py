@@ -398,8 +398,7 @@ def test_processes_of_torchrun_meet():
 
 @pytest.mark.parametrize("engine", mpi_jobs.ENGINES)
 def test_processes_of_mpirun_meet(engine):
-    if mpi_jobs.home(engine) is None:
-        pytest.skip(f"{engine} is not installed; tools/mpi.sh does that for `make test`")
+    mpi_jobs.skip_if_missing(engine)
     job = {"MLSTATE_JOB": f"{engine} {os.getpid()}"} if engine == "mpich" else {}
     status, out, err = mpi_jobs.run(engine, 2, str(RANKS), **job)
     assert (status, sorted(out.splitlines())) == (0, ["0 of 2 ok", "1 of 2 ok"]), err

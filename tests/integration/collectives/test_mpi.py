@@ -36,15 +36,10 @@ WORKING = SHARED + OWN
 PLAIN = [name for name in OWN if name != "tensors_that_were_written_to_have_a_new_version"]
 
 
-def installed(name):
-    if mpi_jobs.home(name) is None:
-        pytest.skip(f"{name} is not installed; tools/mpi.sh does that for `make test`")
-    return name
-
-
 @pytest.fixture(scope="module", params=mpi_jobs.ENGINES)
 def engine(request):
-    return installed(request.param)
+    mpi_jobs.skip_if_missing(request.param)
+    return request.param
 
 
 def run(engine, ranks, names, **variables):
@@ -77,7 +72,8 @@ JOBS = list(zip(mpi_jobs.ENGINES, ("3", "2"), strict=True))
 def worked(request):
     """One job for all scenarios: each failure has its own group."""
     name, ranks = request.param[0], int(request.param[1])
-    return run(installed(name), ranks, WORKING + FAILURES), ranks
+    mpi_jobs.skip_if_missing(name)
+    return run(name, ranks, WORKING + FAILURES), ranks
 
 
 @pytest.mark.timeout(LIMIT)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import killed_jobs  # noqa: E402
 from needs import needs  # noqa: E402
 from regression import Model  # noqa: E402
-from store_server import StoreServer  # noqa: E402
+from s3_fault_proxy import StoreServer  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.checkpoint import CheckpointManager  # noqa: E402

@@ -11,8 +11,8 @@
 #include "array/copy/copy.h"
 #include "runtime/thread_pool.h"
 
-/* The codes and scales of some columns of some rows of matrices. The memory is borrowed.
- */
+/* The codes and scales of some columns of some rows of matrices.
+ * The memory is borrowed. */
 typedef struct mls_scaled_codes {
     mls_dtype dtype;  /* an 8-bit float, or MLS_F4 */
     mls_tensor codes; /* items of one byte: matrices, rows, bytes of a row without gaps */

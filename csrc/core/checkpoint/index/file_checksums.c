@@ -145,8 +145,8 @@ mls_code mls_file_checksums_compare(const mls_file_checksums *records, const cha
     return code;
 }
 
-/* Return the index of the part of `r` that has exactly the bytes of `shard`, or SIZE_MAX.
- */
+/* Return the index of the part of `r` that has exactly the bytes of
+ * `shard`, or SIZE_MAX. */
 static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shard)
 {
     size_t at;

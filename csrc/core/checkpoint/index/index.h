@@ -87,8 +87,8 @@ typedef struct mls_index_file {
 
 /* One shard. A plain shard stores its place in this struct, since there may be a million
  * of them. A sparse or compressed shard has `layers`; its `file`, `offset`, `crc` and
- * `crcs` are unused and zero. In both cases `bytes` is the uncompressed size of the part.
- */
+ * `crcs` are unused and zero. In both cases `bytes` is the
+ * uncompressed size of the part. */
 typedef struct mls_index_shard {
     mls_tensor_id id;
     mls_dtype dtype;
@@ -159,8 +159,8 @@ void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *shard);
 void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer);
 
 /* Return whether a path is a valid path of a shard file, such as "params/x.safetensors":
- * one folder and one file. Paths from an untrusted index therefore cannot leave the pool.
- */
+ * one folder and one file. Paths from an untrusted index therefore
+ * cannot leave the pool. */
 bool mls_index_is_path(mls_str path);
 
 /* Return whether a tensor of this dtype and shape fits the address space. Dimensions of 0

@@ -87,8 +87,8 @@ int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
     return a->has_state ? mls_str_compare(a->state, b->state) : 0;
 }
 
-/* Order by tensor, then by part number, so that the parts of one tensor are neighbours.
- */
+/* Order by tensor, then by part number, so that the parts of one
+ * tensor are neighbours. */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
 {
     const int ids = mls_tensor_id_compare(&a->id, &b->id);
@@ -237,8 +237,8 @@ uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
 /* ---- checks across all shards ---- */
 
 /* Sort the `count` elements of `size` bytes at `base` in ascending order, like qsort;
- * sorted elements, the usual case, are only compared. Returns false if no two elements
- * are equal, true if some may be: after qsort they are not compared. */
+ * sorted elements, the usual case, are only compared. Returns whether elements may be
+ * equal: false if none are, true also if it is unknown, after qsort. */
 static bool sort_unless_sorted(void *base, size_t count, size_t size,
                                int (*compare)(const void *, const void *))
 {
@@ -279,9 +279,9 @@ static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
  * write are sorted already; others may not be. */
 static mls_code sort_shards(const mls_index *x, mls_status *st)
 {
-    const bool twins =
+    const bool may_repeat =
         sort_unless_sorted(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
-    for (size_t i = 1; twins && i < x->shard_count; i++) {
+    for (size_t i = 1; may_repeat && i < x->shard_count; i++) {
         if (mls_index_compare(&x->shards[i - 1], &x->shards[i]) == 0) {
             return fail_shard(&x->shards[i], "\"part\" appears twice", st);
         }
@@ -337,9 +337,9 @@ static mls_code check_files(const mls_index *x, mls_status *st)
     for (size_t i = 0; i < x->file_count; i++) {
         sorted[i] = &x->files[i];
     }
-    const bool twins =
+    const bool may_repeat =
         sort_unless_sorted(sorted, x->file_count, sizeof *sorted, compare_paths);
-    for (size_t i = 1; twins && code == MLS_OK && i < x->file_count; i++) {
+    for (size_t i = 1; may_repeat && code == MLS_OK && i < x->file_count; i++) {
         const mls_index_file *file = sorted[i];
         if (compare_paths(&sorted[i - 1], &sorted[i]) == 0) {
             code = fail_shard(NULL, "\"path\" appears twice among the files", st);

@@ -12,8 +12,8 @@
 
 #include <string.h>
 
-/* The longest text that the JSON reader accepts, so that we can read everything we write.
- */
+/* The longest text that the JSON reader accepts, so that we can read
+ * everything we write. */
 #define TEXT_MOST (((size_t)512 << 20) - 1)
 
 /* A member with any string as its value. Keys include their comma, quotes and colon, so
@@ -131,8 +131,8 @@ static void put_frames(mls_json_writer *b, const mls_compressed_frames *frames)
 
 /* Append the row ranges of a layer as one string: "0,2,17,1" means skip 0 rows, hold 2,
  * skip 17, hold 1. Rows behind the last range are omitted. One string instead of many
- * JSON numbers, because there may be thousands of them and JSON values are slow to parse.
- */
+ * JSON numbers, because there may be thousands of them and JSON
+ * values are slow to parse. */
 static void put_rows(mls_json_writer *b, const mls_layer *layer)
 {
     size_t end = 0; /* end of the previous range */
@@ -341,8 +341,8 @@ static size_t count_rows(table_column column, const mls_index_shard *s)
     return column < FILE_NUMBER ? 1 : mls_index_place_count(s);
 }
 
-/* Return the layer in row `number` of shard `s`; zeroed for columns of the shard table.
- */
+/* Return the layer in row `number` of shard `s`; zeroed for
+ * columns of the shard table. */
 static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t number)
 {
     return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
@@ -364,8 +364,8 @@ static bool is_column_needed(table_column column, const mls_index *index)
 }
 
 /* Append one column: its values for all shards, or for all layers of all shards.
- * `kinds[i]` is the kind of shard i. In columns that are arrays, a layer without a value
- * gets null. */
+ * `kinds[i]` is the number of shard i's kind, see number_kinds. In columns that are
+ * arrays, a layer without a value gets null. */
 static void put_column(mls_json_writer *b, table_column column, const mls_index *index,
                        const size_t *kinds)
 {

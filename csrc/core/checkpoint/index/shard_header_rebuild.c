@@ -121,8 +121,8 @@ static void describe_shards(const rebuild *r, mls_json_writer *text)
 }
 
 /* Lay out the header with the checksums that the index records. After MLS_OK the caller
- * releases it with mls_header_fini. MLS_E_MEMORY, or MLS_E_SIZE: the header is too long.
- */
+ * releases it with mls_header_fini. MLS_E_MEMORY, or MLS_E_SIZE:
+ * the header is too long. */
 static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";

@@ -57,8 +57,8 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
     return w;
 }
 
-/* Add the name of the item's tensor to the error in the status. Returns the error's code.
- */
+/* Add the name of the item's tensor to the error in the status.
+ * Returns the error's code. */
 static mls_code name_tensor(const mls_load_item *w, mls_status *st)
 {
     const mls_str name = w->tensor->facts->id.name;

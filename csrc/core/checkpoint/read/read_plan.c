@@ -209,8 +209,8 @@ static bool are_spans_sorted(mls_read_plan *plan)
     return true;
 }
 
-/* Set `plan->order` to all spans, by file and offset. They are usually in order already.
- */
+/* Set `plan->order` to all spans: in the order of the pieces if the spans of each file
+ * are consecutive and ascending there, as is usual; otherwise by file and offset. */
 static void sort_spans(mls_read_plan *plan)
 {
     const bool sorted = are_spans_sorted(plan);
@@ -223,8 +223,8 @@ static void sort_spans(mls_read_plan *plan)
 }
 
 /* Group neighbours in `order` into tasks that cost at most one full span, or have a
- * single span. `tasks[i]` is the first span of task i; one further entry marks the end.
- */
+ * single span. `tasks[i]` is the first span of task i; one further
+ * entry marks the end. */
 static void group_tasks(mls_read_plan *plan)
 {
     uint64_t cost = 0;

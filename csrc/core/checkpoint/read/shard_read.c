@@ -43,8 +43,8 @@ typedef struct read_state {
     pthread_mutex_t lock;   /* protects `status` */
     mls_status status;      /* why `failed` failed, or that the read was stopped */
     mls_ready_counter
-        ready;   /* number of pieces that have their `data`, if there is a maker */
-    bool unmade; /* the maker failed */
+        ready; /* number of pieces that have their `data`, if there is a maker */
+    bool maker_failed;
 } read_state;
 
 typedef struct read_worker {
@@ -297,8 +297,8 @@ static size_t find_group_end(const run_reader *r)
 
 /* Read all runs of a span without verification: long runs directly, short runs together
  * through a buffer that stays in the cache. Long runs are read in steps, because systems
- * read ahead further, and into larger pages, for many short calls than for one long call.
- */
+ * read ahead further, and into larger pages, for many short calls
+ * than for one long call. */
 static mls_code read_unverified(read_worker *w, run_reader *r, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -587,9 +587,9 @@ static void make_destinations(void *context)
     if (shared->request.maker == NULL) {
         return;
     }
-    shared->unmade =
+    shared->maker_failed =
         !shared->request.maker->make(shared->request.maker->context, &shared->ready);
-    if (shared->unmade && shared->plan.count > 0) {
+    if (shared->maker_failed && shared->plan.count > 0) {
         record_stop(shared, shared->plan.spans);
     }
     /* also after a failure: no thread may wait any longer */
@@ -675,7 +675,7 @@ static void reading_fini(read_state *shared)
  * only fails when it is read. */
 mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_status *st)
 {
-    size_t planned;
+    size_t failed_piece; /* until the spans are read: the number of valid pieces */
     read_state shared = {.request = *request};
     mls_pool *pool = request->pool;
     mls_ready_counter_init(&shared.ready);
@@ -683,12 +683,11 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     atomic_init(&shared.failed, SIZE_MAX);
     atomic_init(&shared.stopped, false);
     atomic_init(&shared.read, 0);
-    mls_code code =
-        mls_read_plan_make(&shared.plan, request->pieces, request->count, &planned, st);
+    mls_code code = mls_read_plan_make(&shared.plan, request->pieces, request->count,
+                                       &failed_piece, st);
     const mls_read_plan *plan = &shared.plan;
     if (code != MLS_E_MEMORY &&
         !mls_work_queues_init(&shared.queues, plan->queues, plan->queue_count)) {
-        planned = 0;
         code = mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
     }
     if (code != MLS_E_MEMORY) {
@@ -699,14 +698,14 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     }
     const size_t first = atomic_load(&shared.failed);
     if (first != SIZE_MAX) {
-        planned = (size_t)(shared.plan.spans[first].piece - request->pieces);
+        failed_piece = (size_t)(shared.plan.spans[first].piece - request->pieces);
         *st = shared.status;
         code = st->code;
-    } else if (shared.unmade) {
+    } else if (shared.maker_failed) {
         code = mls_fail(st, MLS_E_STOPPED, "cancelled by the caller");
     }
     if (code != MLS_OK) {
-        *failed = planned;
+        *failed = failed_piece;
     }
     if (request->read != NULL) {
         *request->read = atomic_load(&shared.read);

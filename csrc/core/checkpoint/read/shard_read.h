@@ -63,9 +63,9 @@ typedef struct mls_read_request {
 
 /* Read all pieces; threads share large ones. Each thread allocates at most 1 MiB, or 5
  * MiB if a shard is compressed, and has at most one open file.
- * On failure, the status names the tensor, and `*failed` is the index of the piece; if
- * several pieces fail, the first one is reported. The contents of all destinations are
- * then undefined. Errors:
+ * On failure, the contents of all destinations are undefined. `*failed` is the index of
+ * the first piece that failed, and the status names its tensor. For MLS_E_MEMORY and
+ * MLS_E_STOPPED, `*failed` has no meaning, and the status may name no tensor. Errors:
  * - MLS_E_IO: with os_error (ENOENT: a file is missing).
  * - MLS_E_FORMAT: not a regular file, a length that differs from the record, or a file
  *   that became shorter.

@@ -216,8 +216,9 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
     return code == MLS_OK ? report(&w, 1, st) : code;
 }
 
-/* Open, write and close the file of `count` items. The file must exist. MLS_E_IO, and
- * errors of write_item. */
+/* Open, write and close one file. `items` are the `count` items of this file, sorted by
+ * offset. The file must exist. `file->buffer` is used. MLS_E_IO, and errors of
+ * write_item. */
 static mls_code write_file(const mls_parts_job *job, const mls_placed_item *items,
                            size_t count, part_file *file, mls_status *st)
 {
@@ -238,8 +239,8 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
 }
 
 /* Return whether the file, block and result numbers of an item are within the job's
- * arrays, and its offset is not negative. The caller's numbers are signed and unchecked.
- */
+ * arrays, and its offset is not negative. The caller's numbers are
+ * signed and unchecked. */
 static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
 {
     const mls_shard_item *item = placed->item;

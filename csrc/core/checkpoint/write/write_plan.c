@@ -81,8 +81,8 @@ static mls_code allocate(mls_write_plan *plan, mls_status *st)
 }
 
 /* Fill in `shard` and `planned` from an item; `dims` receives the shape of its part.
- * Layout and shape are validated here, once, for all later steps. Errors name the tensor.
- */
+ * Layout and shape are validated here, once, for all later steps.
+ * Errors name the tensor. */
 static mls_code describe_shard(const mls_shard_item *item, mls_index_shard *shard,
                                mls_planned *planned, size_t *dims, mls_status *st)
 {

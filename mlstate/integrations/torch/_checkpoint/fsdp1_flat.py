@@ -60,7 +60,10 @@ def is_flattened(tensor: torch.Tensor) -> bool:
 
 
 def reshard_flat(wrappers: Iterable[Any]) -> None:
-    """Free the whole parameters that a forward pass left, so that the sharded ones are in use."""
+    """Free the whole parameters that a forward pass left, so that the sharded ones are in use.
+
+    `wrappers`: the FSDP1 modules of a model.
+    """
     for wrapper in wrappers:
         handle = wrapper._handle
         if handle is None or not handle.uses_sharded_strategy:

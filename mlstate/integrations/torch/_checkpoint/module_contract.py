@@ -290,6 +290,7 @@ class ModuleContract:
         key: str | None = self._keys.get(name)
         if key is None:
             return unit.prefix + name[len(_joined(unit.name)) :]
+        # The recorded key may lack the wrapper's part that the unit's prefix has.
         visible_prefix = unit.prefix.replace(_HIDDEN, "")
         return key if key.startswith(unit.prefix) else unit.prefix + key[len(visible_prefix) :]
 

@@ -15,7 +15,7 @@ import threading
 import time
 
 import pytest
-from object_server import BUCKET, QuietHandler
+from object_server_base import BUCKET, QuietHandler
 
 ERROR_BODY = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>injected</Message></Error>"
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "server", "date"}
