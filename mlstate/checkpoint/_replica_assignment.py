@@ -311,9 +311,10 @@ def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
 def _names_of_first_owner(
     rank: int, own_summary: _Summary, summaries: dict[int, _Summary]
 ) -> list[str]:
-    """Return the names of the whole arrays of `rank` that no lower rank has: it writes these.
+    """Return the qualified names of the whole arrays of `rank` that no lower rank has.
 
-    `own_summary`: of `rank`. `summaries`: by rank, one for each different summary.
+    It writes these. `own_summary`: of `rank`. `summaries`: by rank, each different summary once,
+    under the first rank that has it.
     """
     earlier = {
         name

@@ -135,7 +135,7 @@ static mls_code write_file(const mls_prompt_log *log, row_writer *w)
 }
 
 /* Write a new index file and replace the old one by it. After a failure the old one is
- * unchanged. */
+ * unchanged, unless only the sync of the folder failed. MLS_E_IO, MLS_E_MEMORY. */
 static mls_code replace_file(const mls_prompt_log *log, mls_status *st)
 {
     row_writer w = {.crc = log->crc, .buffer = mls_alloc(BUFFER, 1), .st = st};
