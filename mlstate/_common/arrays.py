@@ -41,7 +41,11 @@ def is_cache(candidate: object) -> bool:
 
 
 def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Return address, item bytes, shape and strides in bytes of an array; address 0: unknown."""
+    """Return address, item bytes, shape and strides in bytes, as `_core.memory_overlap` takes them.
+
+    `array`: a NumPy array, or a strided tensor. An address of 0 is unknown, as of a meta tensor.
+    Items without bytes, such as those of an empty text dtype, count as 1 byte.
+    """
     if is_torch(array):
         item = array.element_size()
         strides = tuple([item * stride for stride in array.stride()])
@@ -70,8 +74,8 @@ def overlaps_itself(array: Any) -> bool:
 def shares_elements(first: Array, second: Array) -> bool:
     """Return whether `first` and `second`, strided arrays of one device, share an element.
 
-    Interleaved views, such as the even and odd columns of a matrix, share none. False without known
-    addresses.
+    Interleaved views, such as the even and odd columns of a matrix, share none. False if an address
+    is unknown.
     """
     left, right = _memory_of(first), _memory_of(second)
     has_addresses = left[0] != 0 and right[0] != 0  # meta tensors have none

@@ -42,7 +42,10 @@ def _entry_of(name: str, info: os.stat_result, *, is_top: bool) -> Entry:
 
 
 def _list_folder(folder: str, prefix: str) -> Iterator[Entry]:
-    """Yield the entries of all files below a folder; `prefix`: its path in the target."""
+    """Yield the entries of all files and folders below `folder`; links are not followed.
+
+    `prefix`: its path in the target with a slash at the end, "" for the target itself.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             name = prefix + entry.name
@@ -52,7 +55,10 @@ def _list_folder(folder: str, prefix: str) -> Iterator[Entry]:
 
 
 def _list_path(path: str) -> tuple[Entry, ...]:
-    """Return the entries of a file or folder, to detect a change; () if it does not exist."""
+    """Return the entries of a file or folder, to detect a change; () if it does not exist.
+
+    The first one is of `path` itself; those below a folder follow, sorted by their paths in it.
+    """
     try:
         top = _entry_of("", os.lstat(path), is_top=True)
     except FileNotFoundError:

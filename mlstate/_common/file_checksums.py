@@ -247,7 +247,7 @@ def changed_ranges(
 ) -> list[tuple[int, int]]:
     """Return offset and length of each changed block of an open file of the recorded size.
 
-    `progress` is called with numbers of bytes.
+    The list is empty if nothing changed. `progress` is called with the bytes of each block.
     """
     buffer = memoryview(bytearray(min(BLOCK, record.nbytes)))
     changed = []
@@ -263,14 +263,15 @@ def changed_ranges(
 
 
 def changed_size(size: int, record: Record) -> str:
-    """Return a text about another size than the recorded one."""
+    """Return the text of an error: a file has `size` bytes, which differs from its record."""
     return f"the file has changed: it has {size:,} bytes, and had {record.nbytes:,}"
 
 
 def _require_file(path: str, record: Record, source: str) -> None:
-    """Raise ChecksumError if the file `path` differs from its record.
+    """Raise ChecksumError if the file `path` differs from its record, in size or content.
 
-    `source`: path of the file of checksums, for the message.
+    `source`: path of the file of checksums, for the message. Raises StoreError if the file is
+    missing or cannot be read.
     """
     try:
         with open_regular(path) as file:
@@ -290,8 +291,9 @@ def _require_file(path: str, record: Record, source: str) -> None:
 def require_unchanged(path: str) -> None:
     """Raise ChecksumError if a file, or a file of a folder, differs from its checksums.
 
-    Nothing is read without checksums. Readers of formats whose bytes the core does not read call it
-    first.
+    Without checksums nothing is read. Raises StoreError if a file cannot be read, and FormatError
+    if the file of checksums is malformed. Readers of formats whose bytes the core does not read
+    call it first.
     """
     if os.path.isdir(path):
         checksums = find_of_folder(path)

@@ -480,7 +480,10 @@ class Commit:
         return warning
 
     def close(self) -> None:
-        """Remove the note from the lock, unless files are left; then `holder` ends the claim."""
+        """Remove the note of this save from the lock, unless files are left for the next save.
+
+        The claim itself ends with `holder`, which the caller leaves afterwards.
+        """
         self._error = None
         if self._claim is not None and self._is_clean:
             self._claim.note(None)
@@ -505,8 +508,9 @@ def write_and_commit(
 ) -> Checkpoint:
     """Write the gathered shards and commit them; every rank calls it, even after a failure.
 
-    `progress` is called with numbers of bytes, `freed` when the arrays may change. After an error
-    the old checkpoint is unchanged.
+    `progress` is called with numbers of bytes, `freed` when the arrays may change. Returns the
+    saved checkpoint. After an error in the commit or before, the old checkpoint is unchanged. After
+    a later one (a CollectiveError, or a warning that is raised) the new one is current.
     """
     commit = Commit(target)
     with commit.holder:

@@ -491,17 +491,17 @@ def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
 
 
 def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
-    """Fill the torch objects and named states of all ranks, or raise on all ranks.
+    """Fill the torch objects and named states of all ranks and return them, or raise on all ranks.
 
     No rank changes anything before every rank has checked its targets. If an object of one rank
-    refuses its state, every rank undoes its changes.
+    refuses its state, every rank undoes its changes. All begin again if the checkpoint is replaced.
     """
 
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
         """Return whether all ranks read the same checkpoint; False: all open it again.
 
-        `manifest`, `error`: of this rank, one of them None. Raises on all ranks if one has an error
-        that a newer manifest does not explain.
+        `manifest`, `error`: of this rank, or None. `attempt`: from 0; after `TRIES`, none follows.
+        Raises on all ranks if one has an error that a newer manifest does not explain.
         """
         generation = "" if manifest is None else manifest.generation
         again = False

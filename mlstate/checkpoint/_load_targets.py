@@ -471,9 +471,10 @@ def _targets(loader: Loader) -> Prepared:
 def _prepare_state(
     loader: Loader, prepared: Prepared, name: str, target: Any, modules: list[object]
 ) -> None:
-    """Check one named state against its target, and add to `prepared` how to fill it.
+    """Check the named state `name` against its target, and add to `prepared` how to fill it.
 
-    `modules`: all torch modules of the load, which may have the parameters of an optimizer.
+    `modules`: all torch modules of the load, which may have the parameters of an optimizer. Raises
+    CompatibilityError, TypeError or ValueError, with the name of the state, if it does not fit.
     """
     section = loader.named.get(name)
     if section is None:

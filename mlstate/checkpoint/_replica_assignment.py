@@ -149,7 +149,7 @@ def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summa
 def _compare_arrays(summaries: dict[int, _Summary]) -> None:
     """Raise ValueError if a whole array has two dtypes or shapes on the ranks.
 
-    `summaries`: each different one, by the first rank that has it.
+    `summaries`: by rank.
     """
     seen: dict[str, tuple[int, str]] = {}
     for other, summary in summaries.items():
@@ -166,7 +166,7 @@ def _compare_arrays(summaries: dict[int, _Summary]) -> None:
 def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
     """Raise ValueError if ranks save different states; every rank raises the same error.
 
-    `summaries`: each different one, by its first rank. `has_layout`: the save has a layout, which
+    `summaries`: by rank, one for each different summary. `has_layout`: the save has a layout, which
     requires the same whole arrays on all ranks.
     """
     (rank, first), *others = summaries.items()
@@ -311,9 +311,10 @@ def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
 def _names_of_first_owner(
     rank: int, own_summary: _Summary, summaries: dict[int, _Summary]
 ) -> list[str]:
-    """Return the names of the whole arrays of `rank` that no lower rank has: it writes these.
+    """Return the qualified names of the whole arrays of `rank` that no lower rank has.
 
-    `own_summary`: of `rank`. `summaries`: each different summary, by the first rank that has it.
+    It writes these. `own_summary`: of `rank`. `summaries`: by rank, each different summary once,
+    under the first rank that has it.
     """
     earlier = {
         name

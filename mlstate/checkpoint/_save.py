@@ -413,7 +413,8 @@ def gather_shards(
     """Return the shards that this rank stores; every rank calls it, even after a failure.
 
     `copy` copies tensors on a device to main memory; None: to new memory. `content` loses its
-    arrays. Errors are raised if this process saves alone; otherwise the result carries them.
+    arrays. Errors are raised if this process saves alone; otherwise the result carries them, except
+    a CollectiveError, which is always raised.
     """
     gathered = GatheredShards(content.header)
     try:

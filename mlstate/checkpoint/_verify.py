@@ -215,7 +215,8 @@ def _verify_weight_files(
 ) -> tuple[int, list[Problem]]:
     """Verify the files of a Hugging Face folder, or one file; return bytes read and problems.
 
-    Of files without checksums of mlstate, only the structure is checked.
+    Of files without checksums of mlstate, only the structure is checked. A missing file is a
+    problem. `progress`: called with the bytes read since the last call; None: no calls.
     """
     from ._files.safetensors_verify import read_header, verify_file
 
@@ -250,7 +251,8 @@ def verify_files(
 ) -> tuple[int, list[Problem]]:
     """Read and verify all files of a root; return the number of bytes, and the problems.
 
-    `merged`: index of all ranks. `progress`: called with the bytes read since the last call.
+    `merged`: index of all ranks. `progress`: called with the bytes read since the last call; None:
+    no calls.
     """
     if manifest.weights is None:
         count, problems = files.folder.verify(merged, progress)

@@ -178,10 +178,11 @@ class ExchangeLink(ABC):
         self.exchange([byte for _ in ones], split(new_like(byte, len(ones)), ones))
 
     def gather_bytes(self, data: bytes, root: int | None) -> list[bytes] | None:
-        """Return the bytes of all ranks; None if there is a root and this rank is not it.
+        """Return the bytes of all ranks, by rank; None if there is a root and this rank is not it.
 
-        Short ones are sent together with their lengths in slots of `_SLOT_BYTES`, in one exchange.
-        If some are longer, a second exchange sends these as a whole.
+        `root`: the rank that gets them; None: all ranks. Short ones are sent together with their
+        lengths in slots of `_SLOT_BYTES`, in one exchange. If some are longer, a second exchange
+        sends these as a whole.
         """
         room, world = _SLOT_BYTES - _LENGTH_BYTES, self.world_size
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]

@@ -34,7 +34,7 @@ class Work:
     __slots__ = ("_error", "_finished", "_result", "operation", "rank")
 
     def __init__(self, operation: str, rank: int) -> None:
-        """Create the handle of an operation that has not run yet."""
+        """Create the handle of an operation that has not ended yet; parameters as for the class."""
         import threading  # keeps threading out of `import mlstate`
 
         self.operation: str = operation

@@ -271,7 +271,10 @@ class CharModel:
         return _contiguous(x / np.sqrt(mean + self._epsilon) * self._weights[name])
 
     def _check_tokens(self, tokens: Tokens) -> np.ndarray[Any, Any]:
-        """Return `tokens` as a flat integer array; raise ValueError if one is out of range."""
+        """Return `tokens` as a flat integer array; an empty one is allowed.
+
+        Raises ValueError if they are not a flat sequence of integers, or one is out of range.
+        """
         places = np.asarray(tokens)
         if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
             raise ValueError(

@@ -76,7 +76,9 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
 def compare_descriptions(texts: Sequence[bytes]) -> Result:
     """Compare the descriptions of all ranks; return the good parameters and the failures.
 
-    `texts`: by rank, the JSON text that `ConsistencyCheck.find_failures` sends.
+    `texts`: by rank, a JSON list of bucket number, settings, whether the rank has ended, and its
+    entries, as `ConsistencyCheck.find_failures` sends it. An entry is a list of the parameter's
+    name, a fact that must be equal on all ranks, and the rank's own problem with it, or "".
     """
     described: list[Any] = [json.loads(text) for text in texts]
     ranks = range(len(described))

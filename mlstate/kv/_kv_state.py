@@ -104,7 +104,7 @@ class KVState(CopiedByValue):
         array : ndarray, shape (layers, heads, sequence, head_dim)
             The initial content; copied. With `seq_axis`, any other layout of 2 to 8 dimensions.
         capacity : int, optional
-            Positions to reserve, at least the array's.
+            Positions to reserve, at least the array's. Default: as many as the array has.
         seq_axis : int
             As for the class.
 

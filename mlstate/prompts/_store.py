@@ -504,7 +504,12 @@ class PromptStore:
         return self._log.verify()
 
     def repair(self) -> list[tuple[str, int, str]]:
-        """Remove the damaged records; return them as `verify` does.
+        """Compare all stored bytes with their checksums, and remove the damaged records.
+
+        Returns
+        -------
+        list of (str, int, str)
+            File, offset and description of each record that was removed, as for `verify`.
 
         Raises
         ------

@@ -250,7 +250,8 @@ static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* Runs block i and keeps its saved tensors, which contain the output. */
+/* Runs block i and keeps its saved tensors, which contain the output. The rules forbid it
+ * if they exist already, on the device or on the host. */
 static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 {
     if (m->saved[i] != NOWHERE) {
@@ -284,6 +285,8 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
     }
     m->left = i;
     m->saved[i] = NOWHERE;
+    /* the first backward step, of the last block, also makes the gradient of the
+     * output */
     *e = (effect){.makes = c->gradient_bytes[i] + (first ? c->gradient_bytes[i + 1] : 0),
                   .temporary = c->backward_temporary_bytes[i],
                   .frees = c->saved_bytes[i] + c->gradient_bytes[i + 1],

@@ -63,8 +63,9 @@ static size_t area_bytes(void)
     return (sizeof(mls_shm_area) + MLS_SHM_PAGE - 1) / MLS_SHM_PAGE * MLS_SHM_PAGE;
 }
 
-/* Replace zeros in a shape by defaults, and round the bytes of a slot up: to one range
- * for each peer, and to whole pages, so that ranges are aligned. */
+/* Complete a shape: replace `slot_bytes` and `depth` by defaults if they are 0, and round
+ * `slot_bytes` up, to the least range for each peer and to whole pages, so that ranges
+ * are aligned. */
 static void fill_defaults(mls_shm_shape *shape)
 {
     const size_t least = peers_of(shape->world) * piece_least;

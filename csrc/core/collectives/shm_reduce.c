@@ -74,9 +74,9 @@ typedef struct share_range {
     size_t offset; /* bytes from the start of the range */
 } share_range;
 
-/* Move the cursor of `rank` to the first segment that has elements left for it; returns
- * false if there is none. At the start of a segment, `base` becomes the index of the
- * rank's share in it. */
+/* Move `c`, the cursor of `rank`, to the first segment that has elements left for it;
+ * returns false if there is none. At the start of a segment, `c->base` becomes the index
+ * in the segment of the first element of the rank's share. */
 static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
 {
     while (c->segment < s->count) {

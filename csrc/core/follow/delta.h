@@ -59,8 +59,8 @@ mls_code mls_delta_encode(const mls_delta_kernels *kernels, const mls_crc_kernel
  * MLS_E_FORMAT: the offset of the status is a byte of `gaps`, if one is at fault. */
 mls_code mls_delta_check(const mls_delta *delta, mls_status *st);
 
-/* Check that a delta belongs to an array of the length and element size of `target`,
- * which is not byte-swapped. MLS_E_SHAPE, MLS_E_DTYPE. */
+/* Check that a delta belongs to an array of the length and element size of `target`.
+ * MLS_E_SHAPE: it does not. MLS_E_DTYPE: `target` is byte-swapped. */
 mls_code mls_delta_check_target(const mls_delta *delta, const mls_tensor *target,
                                 mls_status *st);
 
@@ -76,14 +76,15 @@ void mls_delta_apply(const mls_delta *delta, const mls_crc_kernels *crc32c,
 /* Set `*out` to the delta that has the effect of `first`, then `second`: all elements of
  * both, with the values of `second` if both have a value. Both passed mls_delta_check.
  * MLS_E_SHAPE: they belong to arrays of different lengths or element sizes.
- * MLS_E_MEMORY. */
+ * MLS_E_MEMORY. `*out` is untouched on failure. */
 mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,
                            mls_delta *out, mls_status *st);
 
 /* Convert a delta of the array of part `from` to a delta `*out` of the array of part
  * `to`: the changed elements that both parts have, with their numbers in `to`. Both are
  * parts of one tensor; the delta passed mls_delta_check.
- * MLS_E_SHAPE: `from` does not have the elements of the delta's array. MLS_E_MEMORY. */
+ * MLS_E_SHAPE: `from` does not have as many elements as the delta's array. MLS_E_MEMORY.
+ * `*out` is untouched on failure. */
 mls_code mls_delta_filter(const mls_delta *delta, const mls_part *from,
                           const mls_part *to, mls_delta *out, mls_status *st);
 

@@ -54,8 +54,8 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
  * rely on it. MLS_E_VALUE. */
 mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st);
 
-/* Return the bytes of the message to rank `of`, and of the messages to all other ranks
- * together. */
+/* Return the bytes of this rank's message to rank `of`, and of its messages to all other
+ * ranks together. */
 size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
                                              mls_gradient_compression compression,
                                              size_t of);

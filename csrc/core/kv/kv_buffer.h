@@ -23,8 +23,9 @@ typedef struct mls_kv_buffer {
 
 /* Reserve zeroed memory for `capacity` positions. `shape` is the initial shape, and
  * `axis` is the sequence; both passed mls_kv_find_axis. The caller ends the buffer with
- * mls_kv_buffer_fini. MLS_E_CAPACITY: capacity below the length. MLS_E_SIZE,
- * MLS_E_MEMORY. */
+ * mls_kv_buffer_fini.
+ * MLS_E_CAPACITY: `capacity` is below the initial length. MLS_E_SIZE: the bytes exceed
+ * the address space. MLS_E_MEMORY. `*out` is untouched on failure. */
 mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, int axis,
                             size_t capacity, mls_dtype dtype, mls_status *st);
 
@@ -59,8 +60,8 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
 /* Raise the capacity to `capacity` positions. The rows move apart inside the one buffer,
  * last row first, so the peak is the new size, not the sum of both. (The pages are copied
  * if the system cannot move them, see memory.h.) Views of the old memory become invalid.
- * MLS_E_CAPACITY: `capacity` is below the current one. MLS_E_SIZE, MLS_E_MEMORY. The
- * buffer is unchanged on failure. */
+ * MLS_E_CAPACITY: `capacity` is below the current one. MLS_E_SIZE: the bytes exceed the
+ * address space. MLS_E_MEMORY. The buffer is unchanged on failure. */
 mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_status *st);
 
 #endif

@@ -31,7 +31,8 @@ typedef struct mls_kv_ring {
  * shape (its data is not read); its length along `axis` is the capacity. `axis` is 0 ..
  * rank - 1. The caller ends the ring with mls_kv_ring_fini.
  * MLS_E_SHAPE: not 2 to 8 dimensions. MLS_E_CAPACITY: a capacity of 0, or sinks that
- * leave no slot for other tokens. MLS_E_SIZE, MLS_E_MEMORY. */
+ * leave no slot for other tokens. MLS_E_SIZE: the bytes exceed the address space.
+ * MLS_E_MEMORY. */
 mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
                           size_t sinks, mls_status *st);
 
@@ -65,9 +66,9 @@ size_t mls_kv_ring_length(const mls_kv_ring *ring);
 mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
                             const mls_tensor *tokens, mls_status *st);
 
-/* Drop the last `count` tokens and zero their slots. The next token takes the position of
- * the first token dropped, unless tokens between it and the sinks were evicted: a trim
- * that reaches the sinks then ends after the last sink that is left.
+/* Drop the last `count` tokens, which may be all, and zero their slots. The next token
+ * takes the position of the first token dropped, unless tokens between it and the sinks
+ * were evicted: a trim that reaches the sinks then ends after the last sink that is left.
  * MLS_E_CAPACITY: `count` is more than the ring holds; the ring is unchanged. */
 mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t count,
                           mls_status *st);

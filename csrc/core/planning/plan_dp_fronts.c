@@ -61,8 +61,8 @@ static const double zeros[ROW]; /* the grid of a missing front */
 
 /* ---- points ---- */
 
-/* Ensures that a list has room for `room` points. Returns false if memory runs out; the
- * list is then unchanged. */
+/* Ensures that a list has room for `room` points; a list that grows gets twice as much.
+ * Returns false if memory runs out; the list is then unchanged. */
 static bool reserve_points(points *p, size_t room)
 {
     if (room <= p->room) {

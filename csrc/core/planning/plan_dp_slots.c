@@ -61,7 +61,8 @@ static size_t stride_of(size_t slots)
     return stride / LANES % 2 == 0 ? stride + LANES : stride;
 }
 
-/* Counts the values that make_tables allocates, without the small arrays. */
+/* Computes the bytes of the values that make_tables allocates for a chain of `blocks`,
+ * without the small arrays; SIZE_MAX if they exceed the address space. */
 size_t mls_plan_table_bytes(size_t blocks, size_t slots)
 {
     const size_t padded = round_up(blocks, SMALL);
@@ -74,6 +75,7 @@ size_t mls_plan_table_bytes(size_t blocks, size_t slots)
     return bytes;
 }
 
+/* Returns the entries of segment s .. t, s <= t: its extra seconds by slots of memory. */
 static float *values_of(const mls_plan_table *table, size_t s, size_t t)
 {
     return table->values + table->rows[s] + t * table->stride;
@@ -305,9 +307,9 @@ static void finish_segment(const solver *v, size_t s, size_t t)
 
 /* ---- large tiles ---- */
 
-/* Sets all entries of segments s .. s_end - 1 by t .. t_end - 1 to infinity, including
- * padding: kernels read and write whole tiles, whose segments may be beyond the last
- * block. */
+/* Sets all entries of the segments i .. l of a tile to infinity, for i from s to before
+ * s_end and l from t (or i, if larger) to before t_end. Includes padding: kernels read
+ * and write whole tiles, whose segments may be beyond the last block. */
 static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t t_end)
 {
     for (size_t i = s; i < s_end; i++) {
@@ -318,6 +320,7 @@ static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t
     }
 }
 
+/* Fetches the entries of segment s .. t into the cache; does nothing if s > t. */
 static void prefetch_segment(const solver *v, size_t s, size_t t)
 {
     const float *values = values_of(v->table, s, t);

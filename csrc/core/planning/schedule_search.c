@@ -120,7 +120,8 @@ static bool comes_before(const search *s, uint32_t a, uint32_t b)
     return a > b;
 }
 
-/* A node stores its place, so that it can move up when a better path is found. */
+/* Puts node `number` at `place` of the heap. A node stores its place, so that it can move
+ * up when a better path is found. */
 static void place_node(search *s, size_t place, uint32_t number)
 {
     s->heap[place] = number;
@@ -173,8 +174,8 @@ static uint64_t hash_key(uint64_t z)
     return z ^ (z >> 31);
 }
 
-/* Returns the slot of the key, or the free slot for it. The table is at most
- * half full. */
+/* Returns the slot of the table that has the node of `key`; if no node has it, the free
+ * slot for it. The table is at most half full, so the loop finds one. */
 static size_t slot_of(const search *s, uint64_t key)
 {
     size_t slot = (size_t)hash_key(key) & (s->slots - 1);
@@ -274,9 +275,10 @@ typedef struct outcome {
     bool away;
 } outcome;
 
-/* Adds the result `o` of a step from `m`, unless it exceeds the budget or is not below
- * the limit of seconds. Useless activations are removed first: those whose block is done,
- * and those that are also inside saved tensors. MLS_E_MEMORY. */
+/* Adds the result `o` of a step from `m`, unless it exceeds limits->budget_bytes, or its
+ * seconds are not below limits->below; a search `by_peak` has neither limit. Useless
+ * activations are removed first: those whose block is done, and those that are also
+ * inside saved tensors. MLS_E_MEMORY. */
 static mls_code add_outcome(search *s, const moment *m, const outcome *o)
 {
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {

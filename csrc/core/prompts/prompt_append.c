@@ -238,8 +238,8 @@ static mls_code reserve_header(mls_prompt_append *append, size_t bytes, mls_stat
     return MLS_OK;
 }
 
-/* Remember the header of the record at append->end, and move the end behind the record.
- * The bytes of the header are at the end of append->bytes already. */
+/* Count the record at append->end, whose header is at the end of append->bytes already,
+ * among the records of `append`, and move both ends behind it. */
 static void note_header(mls_prompt_append *append, const mls_prompt_header *header)
 {
     append->headers[append->count] = *header;
@@ -248,8 +248,8 @@ static void note_header(mls_prompt_append *append, const mls_prompt_header *head
     append->end += header->record_bytes;
 }
 
-/* Write the payload of a record, and remember its header. The header is written to
- * memory, behind the other headers, when its parts have checksums. */
+/* Write the payload of a record to the segment. Its header is written to memory, behind
+ * the other headers, when its parts have checksums. */
 mls_code mls_prompt_append_record(mls_prompt_append *append, mls_prompt_header *header,
                                   const uint32_t *tokens, const mls_tensor *parts,
                                   mls_status *st)
@@ -308,7 +308,9 @@ mls_code mls_prompt_append_notes(mls_prompt_append *append, const mls_prompt_not
 /* ---- copies of stored records ---- */
 
 /* Copy `bytes` bytes of the file `fd` at offset `from` to offset `to` of the segment.
- * MLS_E_FORMAT: `fd` ends earlier; MLS_E_IO, MLS_E_MEMORY, MLS_E_STOPPED. */
+ * After an error, part of them may be written.
+ * MLS_E_FORMAT: `fd` ends earlier; MLS_E_STOPPED: the progress callback wants to stop;
+ * MLS_E_IO, MLS_E_MEMORY. */
 static mls_code copy_payload(mls_prompt_append *append, int fd, uint64_t from,
                              uint64_t to, uint64_t bytes, mls_status *st)
 {
@@ -332,8 +334,8 @@ static mls_code copy_payload(mls_prompt_append *append, int fd, uint64_t from,
 }
 
 /* Set `*is_good` to whether the payload of the copied record at append->end has its
- * checksums. The copy is verified, and not the original, so the bytes cannot change
- * between check and copy. */
+ * checksums; if not, the result is MLS_OK too. The copy is verified, and not the
+ * original, so the bytes cannot change between check and copy. */
 static mls_code check_copy(mls_prompt_append *append, const mls_prompt_header *header,
                            bool *is_good, mls_status *st)
 {

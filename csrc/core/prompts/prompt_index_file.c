@@ -69,8 +69,8 @@ static void flush_rows(row_writer *w)
     w->used = 0;
 }
 
-/* Return the memory of the next row, of `bytes` bytes, in the buffer; full buffers are
- * written. */
+/* Return memory in the buffer for the next row, of `bytes` bytes; the caller fills it. A
+ * full buffer is written first. A failure is kept in `w->code`. */
 static unsigned char *add_row(row_writer *w, size_t bytes)
 {
     if (BUFFER - w->used < bytes) {
@@ -80,7 +80,7 @@ static unsigned char *add_row(row_writer *w, size_t bytes)
     return w->buffer + w->used - bytes;
 }
 
-/* Write a row of SEGMENT_BYTES for each segment, in the order of their numbers: number,
+/* Add a row of SEGMENT_BYTES for each segment, in the order of their numbers: number,
  * checksum of the last header, end, and offset of the last record. */
 static void write_segments(const mls_prompt_log *log, row_writer *w)
 {
@@ -94,7 +94,7 @@ static void write_segments(const mls_prompt_log *log, row_writer *w)
     }
 }
 
-/* Write a row of ENTRY_BYTES for each entry, removed ones too: the members of
+/* Add a row of ENTRY_BYTES for each entry, removed ones too: the members of
  * mls_prompt_entry in their order. */
 static void write_entries(const mls_prompt_index *index, row_writer *w)
 {
@@ -134,7 +134,8 @@ static mls_code write_file(const mls_prompt_log *log, row_writer *w)
                              : w->code;
 }
 
-/* Write a new index file and replace the old one by it. */
+/* Write a new index file and replace the old one by it. After a failure the old one is
+ * unchanged, unless only the sync of the folder failed. MLS_E_IO, MLS_E_MEMORY. */
 static mls_code replace_file(const mls_prompt_log *log, mls_status *st)
 {
     row_writer w = {.crc = log->crc, .buffer = mls_alloc(BUFFER, 1), .st = st};
@@ -154,8 +155,8 @@ static mls_code replace_file(const mls_prompt_log *log, mls_status *st)
     return code;
 }
 
-/* Replace the index file. A file that is not regular is left alone, so that the user
- * notices it. */
+/* Replace the index file, after entries that are no longer used were dropped. A file that
+ * is not regular is left alone (MLS_E_FORMAT), so that the user notices it. */
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 {
     struct stat info;
@@ -232,9 +233,10 @@ static bool newest_is_same(mls_prompt_log *log)
     return is_same;
 }
 
-/* Read `count` rows of segments into the log; false: the index file cannot be used. A
- * segment that is gone was compacted after the index was written, or deleted: its records
- * were copied, or are lost. One that is shorter makes the index useless. */
+/* Read `count` rows of segments into the log. A segment that is gone was compacted after
+ * the index was written, or deleted: its records were copied, or are lost. One that is
+ * shorter makes the index useless. Returns false if the index file cannot be used; the
+ * caller then clears the log. */
 static bool load_segments(mls_prompt_log *log, row_reader *rows, size_t count)
 {
     char name[MLS_PROMPT_NAME];
@@ -288,8 +290,8 @@ static mls_prompt_entry read_entry(const unsigned char *at)
     return entry;
 }
 
-/* Check and set the parent of each entry. Parents may come later in the file, so they are
- * linked when all entries exist. */
+/* Set the parent of each entry; one that is not valid becomes MLS_PROMPT_NONE. Parents
+ * may come later in the file, so they are linked when all entries exist. */
 static void link_parents(mls_prompt_index *index)
 {
     for (size_t i = 0; i < index->count; i++) {
@@ -299,8 +301,10 @@ static void link_parents(mls_prompt_index *index)
     }
 }
 
-/* Read `count` rows of entries into the index; false: the file cannot be used. Entries
- * keep their numbers, so one whose segment is gone is added and removed. */
+/* Read `count` rows of entries into the index, and count their bytes in the segments.
+ * Parents are numbers of entries, which must not change, so an entry whose segment is
+ * gone is added and removed. Returns false if the index file cannot be used; the caller
+ * then clears the log. */
 static bool load_entries(mls_prompt_log *log, row_reader *rows, size_t count)
 {
     mls_status ignored;
@@ -339,8 +343,9 @@ static bool load_entries(mls_prompt_log *log, row_reader *rows, size_t count)
     return true;
 }
 
-/* Read an index file of `length` bytes into the log; false: it cannot be used. The
- * checksum is compared at the end: rows that fit the segments harm nothing. */
+/* Read an index file of `length` bytes into the log. The checksum is compared at the end:
+ * rows that fit the segments harm nothing. Returns false if the file cannot be used; the
+ * log is then filled in part, and the caller clears it. */
 static bool load_rows(mls_prompt_log *log, row_reader *rows, uint64_t length)
 {
     unsigned char bytes[TABLES];

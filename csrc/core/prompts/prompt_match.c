@@ -223,9 +223,9 @@ static uint64_t sum_parts(const mls_prompt_header *header)
     return bytes;
 }
 
-/* Give the hit its header with the header's bytes: `bytes` themselves if `is_owned`, else
- * a copy.
- * MLS_E_MEMORY. */
+/* Give the hit its header with the header's bytes: `bytes` themselves, which the hit then
+ * owns, if `is_owned`; else a copy.
+ * MLS_E_MEMORY: no memory for the copy; the hit is unchanged. */
 static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header,
                             unsigned char *bytes, bool is_owned, mls_status *st)
 {

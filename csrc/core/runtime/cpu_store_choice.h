@@ -174,8 +174,9 @@ void mls_store_end(mls_store_trial *trial);
 void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store store,
                      size_t bytes, uint64_t nanoseconds);
 
-/* Return the variant of a set to try next. Variants alternate; those with enough trials
- * are skipped. */
+/* Return the variant to try next, of the set `variants` (bits: MLS_STORE_BIT). Variants
+ * alternate; those with enough trials are skipped. If all have enough,
+ * MLS_STORE_CACHED. */
 mls_store mls_store_next(mls_store_choice *choice, unsigned variants);
 
 /* Return the variant for bytes that are stored `at` bytes after the trials began, if the

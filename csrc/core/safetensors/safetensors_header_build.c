@@ -19,7 +19,8 @@ enum {
     SHOWN_NAME = 100 /* bytes of a name in a message */
 };
 
-/* The keys of mlstate in metadata without a tree, and in the two branches for texts. */
+/* The keys of mlstate in metadata without a tree, and in the two forms of mlx-lm's tree,
+ * whose texts of the user are in the branch "0." or "1.". */
 enum own_key { HEADER_KEY, BLOCKS_KEY, STATE_KEY, OWN_KEYS };
 static const char *const own_keys[3][OWN_KEYS] = {
     {MLS_SAFETENSORS_PREFIX "header.crc32c", MLS_SAFETENSORS_PREFIX "blocks.crc32c",
@@ -35,6 +36,7 @@ static mls_str text_of(const char *text)
     return (mls_str){.data = text, .length = strlen(text)};
 }
 
+/* Return the row of own_keys for the form that the caller's metadata have. */
 static const char *const *choose_keys(const mls_str_pair *metadata, size_t count)
 {
     const mls_str branch = mls_safetensors_branch(metadata, count);
@@ -81,8 +83,9 @@ static mls_code fail_memory(mls_status *st)
     return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
 }
 
-/* Check the names and sort the tensors into file order (MLS_E_VALUE). Sorting by name
- * first puts duplicates next to each other. */
+/* Check the names and sort the tensors into file order. Sorting by name first puts
+ * duplicates next to each other.
+ * MLS_E_VALUE: a name appears twice, is reserved or is not UTF-8. */
 static mls_code sort_tensors(mls_header *h, mls_status *st)
 {
     for (size_t i = 0; i < h->count; i++) {
@@ -126,11 +129,12 @@ static mls_code place_checksums(mls_header *h, mls_status *st)
     return MLS_OK;
 }
 
-/* Set `*out` to a copy of the `count` pairs with the two checksum entries added, sorted
- * by key. The caller frees it. `keys` has the three keys of mlstate, for the metadata's
- * branch. A caller's key that equals one of the two checksum keys is a duplicate; other
+/* Set `*out` to a new array of `count` + 2 pairs, sorted by key: the pairs of `metadata`
+ * and the two checksum entries, still without values. The caller frees it. `keys`: the
+ * row of own_keys for this metadata; the caller's MLS_SAFETENSORS_STATE gets the key of
+ * that row. A caller's key that equals one of the two checksum keys is a duplicate; other
  * reserved keys are allowed here.
- * MLS_E_VALUE, MLS_E_MEMORY. */
+ * MLS_E_VALUE: a key appears twice, or a text is not UTF-8. MLS_E_MEMORY. */
 static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
                               const char *const *keys, mls_str_pair **out, mls_status *st)
 {

@@ -218,8 +218,9 @@ static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
 }
 
 /* Read the byte range of a tensor from its `entry` into `t`; it must have the size of its
- * shape. Offsets count from the end of the header. They are compared with the file's
- * length before anything is added to them, so no sum can wrap. */
+ * shape, unless the dtype is unknown: then it determines `t->bytes`. Offsets count from
+ * the end of the header. They are compared with the file's length before anything is
+ * added to them, so no sum can wrap. MLS_E_FORMAT. */
 static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -836,8 +837,8 @@ static void read_task(void *context, size_t index)
     }
 }
 
-/* Return an upper bound of the number of parts. It cannot overflow: bytes and tensors
- * limit it. */
+/* Return an upper bound of the number of parts of at most PART bytes that make_parts
+ * lists for all tensors. It cannot overflow: bytes and tensors limit it. */
 static size_t count_parts(const mls_safetensors *file)
 {
     size_t count = 0;

@@ -328,9 +328,10 @@ static const char *const methods[] = {[MLS_PLAN_BY_BYTES] = "bytes",
 
 /* plan_make(chain, budget_bytes, slots, offload) -> (steps, method, slots)
  *
- * Finds the fastest persistent schedule within the budget; see mls_plan_make. `method` is
- * one of the names above; the returned slots are 0 unless it is "slots".
- */
+ * Finds the fastest persistent schedule within the budget; see mls_plan_make. `chain` is
+ * the tuple of take_chain. The argument `slots` is the number of slots to plan by, or 0:
+ * to the byte, or by slots if that is too expensive. `method` is one of the `methods`
+ * above; the returned slots are 0 unless it is "slots". */
 PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
 {
     job j;
@@ -390,8 +391,7 @@ static PyObject *curve_of(const mls_plan_curve *curve)
 /* plan_pareto(chain, slots, offload) -> (budgets, seconds, method, slots)
  *
  * Computes the seconds of the fastest persistent schedule for every budget that matters;
- * see mls_plan_pareto.
- */
+ * see mls_plan_pareto. `slots`, `method` and the returned slots are as for plan_make. */
 PyObject *core_plan_pareto(mlspy_state *state, PyObject *const *args)
 {
     job j;

@@ -70,7 +70,7 @@ int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *ou
     return 0;
 }
 
-/* Cannot contain an invalid layout, since the core made it. */
+/* No check: the core made the layout, so it is valid. */
 PyObject *mlspy_layout_tuple(const mls_layout *layout)
 {
     PyObject *tuple = PyTuple_New(layout->count);
@@ -142,8 +142,9 @@ PyObject *core_layout_part(mlspy_state *state, PyObject *const *args)
                          (Py_ssize_t)part.end, part.flat ? Py_True : Py_False);
 }
 
-/* Convert a tuple of `rank` ints and None to the parameter's axis of each axis of a
- * state; None marks one that the parameter lacks. Returns false with an exception set. */
+/* Convert a tuple of `rank` ints and None to `axes`: for each axis of an optimizer state,
+ * the axis of its parameter; MLS_NO_AXIS for None, and for a number that is not the axis
+ * of any tensor. Returns false with an exception set. */
 static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
                       signed char *axes)
 {
@@ -167,8 +168,8 @@ static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
  *
  * Returns the layout and the part for one tensor of `rank` dimensions, given part `index`
  * of a layout for parameters: steps along axes that the tensor lacks are dropped. `axes`:
- * the parameter's axis of each of a state's axes; None: the same axes.
- */
+ * for each axis of an optimizer state the axis of its parameter, None if the parameter
+ * lacks it; None instead of the tuple: the same axes. */
 PyObject *core_layout_project(mlspy_state *state, PyObject *const *args)
 {
     mls_layout layout, projected;

@@ -15,8 +15,9 @@ int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *ou
 /* Return a layout as a new tuple of such pairs, or NULL with an exception set. */
 PyObject *mlspy_layout_tuple(const mls_layout *layout);
 
-/* Convert a tuple of at most MLS_LAYOUT_RANK ints to a shape. Returns its rank, or -1
- * with an exception set. */
+/* Convert a tuple of at most MLS_LAYOUT_RANK ints, 0 or more, to `shape`, which has room
+ * for MLS_LAYOUT_RANK of them. Returns the number of dimensions, or -1 with an exception
+ * set and `shape` undefined. */
 int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape);
 
 #endif

@@ -140,7 +140,8 @@ static PyObject *merged_index_new(PyTypeObject *type, PyObject *args, PyObject *
 
 /* Convert the record of a file: (bytes, starts, checksums), or None, which leaves
  * `*record` zeroed. `starts` and `checksums` are bytes objects with native integers of 8
- * and 4 bytes; the record borrows them. Returns -1 with an exception set. */
+ * and 4 bytes; the record borrows them, so the caller keeps the tuple alive. Returns -1
+ * with an exception set. */
 static int take_record(PyObject *item, mls_file_checksums *record)
 {
     unsigned long long bytes;
@@ -165,7 +166,7 @@ static int take_record(PyObject *item, mls_file_checksums *record)
 }
 
 /* Return a new array with the record of each of `count` files, from a tuple; the caller
- * frees it. NULL with an exception set. */
+ * frees it, before the tuple whose memory it borrows. NULL with an exception set. */
 static mls_file_checksums *take_records(PyObject *items, size_t count)
 {
     if ((size_t)PyTuple_GET_SIZE(items) != count) {

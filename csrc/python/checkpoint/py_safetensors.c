@@ -126,7 +126,9 @@ static int save_job_init(const mlspy_state *state, PyObject *items, PyObject *pa
 }
 
 /* file_save(path, ((name, array), ...), ((key, value), ...)): writes a safetensors file
- * with these tensors and metadata */
+ * with these tensors and metadata, or replaces it when the new one is complete. Returns
+ * None. After an exception an existing file is unchanged, unless only the sync of its
+ * folder failed. */
 PyObject *core_file_save(mlspy_state *state, PyObject *const *args)
 {
     if (!PyTuple_Check(args[1]) || !PyTuple_Check(args[2])) {

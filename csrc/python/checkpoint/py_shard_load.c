@@ -785,9 +785,9 @@ static PyObject *part_set_for(PyObject *dict, PyObject *key)
     return set;
 }
 
-/* Add the numbers of the stored parts that intersect the requested part `w` to the
- * tensor's set in `dict`; at most `most` of them, as a layout may claim any number of
- * parts. Returns -1 with an exception set. */
+/* Add the numbers of the stored parts that intersect the part of `w` to a set in `dict`:
+ * the one under the places of the tensor, created if needed. At most `most` numbers are
+ * added, as a layout may claim any number of parts. Returns -1 with an exception set. */
 static int add_parts(const load_job *job, const mls_index_pattern *patterns,
                      const mls_load_item *w, Py_ssize_t most, PyObject *dict)
 {
@@ -810,9 +810,9 @@ static int add_parts(const load_job *job, const mls_index_pattern *patterns,
 
 /* select_parts(folder, section, keys, cutting, most) -> {places: {part, ...}, ...}
  *
- * Returns the stored parts that a load needs, by the places of their tensors. The folder
- * is only used in errors; no file is opened.
- */
+ * Returns the numbers of the stored parts that a load needs, by the places of their
+ * tensors, as places() returns them. At most `most` parts of each tensor are listed. The
+ * folder is only used in errors; no file is opened. */
 PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *const *args,
                                           Py_ssize_t count)
 {

@@ -39,8 +39,8 @@ typedef struct mlspy_items {
 int mlspy_items_of(PyObject *dict, const char *label, mlspy_items *out);
 
 /* Fill in the facts of every item: the shape and dtype of its array. Does not access the
- * memory of arrays that have both as attributes. Returns -1 with an exception set:
- * CompatibilityError for a shape that is none; stops there. */
+ * memory of arrays that have both as attributes. Returns -1 with an exception set,
+ * CompatibilityError if an array has no valid shape; later items then have no facts. */
 int mlspy_items_facts(const mlspy_state *state, mlspy_items *items);
 
 /* Fill in the facts of one item, whose members `value` and `name` must be set. Free them

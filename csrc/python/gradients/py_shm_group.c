@@ -517,8 +517,8 @@ MLSPY_DEFINE_SPEC(link, "LocalLink", link_object,
 
 /* ---- construction ---- */
 
-/* Returns a new link that owns the handle `place`, of `rank` in a group of `world`. NULL
- * with MemoryError set, and the handle freed. */
+/* Returns a new link that owns the handle `place`, of `rank` in a group of `world` ranks.
+ * After a failure returns NULL with MemoryError set, and the handle is freed. */
 static PyObject *link_of(const mlspy_state *state, mls_shm *place, size_t rank,
                          size_t world)
 {

@@ -88,7 +88,8 @@ def save_checkpoint(
 def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
     """Return Lightning's checkpoint, a dict, from a loaded folder.
 
-    `where`: text that names the folder in the CompatibilityError for one of another kind.
+    Its ``state_dict`` has the names in the order that `save_checkpoint` recorded. `where`: text
+    that names the folder, for the CompatibilityError if it was not written by `save_checkpoint`.
     """
     if STATE not in loaded.states:
         raise CompatibilityError(

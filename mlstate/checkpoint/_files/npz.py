@@ -49,9 +49,9 @@ def _is_portable_name(name: str) -> bool:
 
 
 def _member_names(names: list[str]) -> dict[str, str]:
-    """Return the name in the archive of each array: its own, or ``array_<number>``.
+    """Return the name in the archive of each array, by `names`: its own, or ``array_<number>``.
 
-    Numbers that would repeat a name are skipped.
+    The second is for names that are not portable; numbers that would repeat a name are skipped.
     """
     used = set(names)
     # At most `len(names)` numbers are taken by names, and as many are needed.

@@ -45,7 +45,9 @@ def read_torch_weights(folder: Folder, root: str) -> StateDict:
     """Return the tensors of a folder's ``.bin`` files by name, read without running their code.
 
     `root`: one file, an index, or a pattern of numbered files. Arrays may be views of mapped files.
-    A tensor in several files must have the same bytes in each, else FormatError is raised.
+    Warns of entries beside the weights. Raises StoreNotFoundError if a file is missing, and
+    FormatError if one holds an optimizer, or a tensor in several files does not have the same bytes
+    in each.
     """
     if is_index(root):
         data = folder.read(root, follow_links=True)

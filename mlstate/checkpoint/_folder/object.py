@@ -148,7 +148,7 @@ class ObjectFolder:
         self._run_tasks([partial(read, path) for path in missing])
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
-        """Return size and time of those objects that exist, by path.
+        """Return size and time of the objects at `paths` that exist, by path.
 
         Each folder in `paths` takes a list request.
         """
@@ -163,7 +163,8 @@ class ObjectFolder:
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
         """Return size and time of files of another program by name; None for a missing one.
 
-        Later reads of these names require the same content, by its tag.
+        Later reads of these names require the same content, by its tag; names of an earlier call
+        are no longer checked.
         """
         infos: dict[str, ObjectInfo | None] = {}
 
@@ -198,10 +199,13 @@ class ObjectFolder:
         return isinstance(error, StoreError) and not isinstance(error, FileNotFoundError)
 
     def names(self, part: str) -> list[str]:
-        """Return the names of the objects in the subfolder `part`; "": in the folder itself."""
+        """Return the names of the objects in the subfolder `part`; "": in the folder itself.
+
+        The list is empty if there are none. A list of the roots also drops the kept texts of those
+        that were deleted.
+        """
         names = list(self.store.list_folder(part))
-        # Forget the texts of roots that were deleted.
-        if part == "roots":  # drop deleted ones
+        if part == "roots":
             existing = {f"roots/{name}" for name in names}
             entries = self._roots.copy().items()  # other threads may add some
             self._roots = {path: text for path, text in entries if path in existing}

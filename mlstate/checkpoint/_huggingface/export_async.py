@@ -39,8 +39,8 @@ class _ExportJob(SaveJob):
     ) -> None:
         """Prepare an export in the background.
 
-        `request`: its checked arguments. `files_from`: folder of further files to copy, or None.
-        `began`: `perf_counter` at the call.
+        `request`: its checked arguments. `staging`: memory for the copies of the arrays.
+        `files_from`: folder of further files to copy, or None. `began`: `perf_counter` at the call.
         """
         super().__init__(request.target, request.content, staging, None, None, began)
         self.request = request

@@ -264,7 +264,8 @@ def _divide(
 ) -> list[list[tuple[str, str, tuple[int, ...]]]]:
     """Divide the tensors, in their order, over files of at most `most` bytes.
 
-    `sizes`: bytes by name. Returns name, dtype and shape of the tensors of each file.
+    `sizes`: bytes by name. A larger tensor has its own file. Returns name, dtype and shape of the
+    tensors of each file; without tensors, one empty file.
     """
     files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     room = most
@@ -278,9 +279,10 @@ def _divide(
 
 
 def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
-    """Return the plan of files; a tensor larger than `max_shard_bytes` has its own file.
+    """Return the plan of files of at most `max_shard_bytes` bytes of tensors each.
 
-    `tensors`: dtype, shape and layout by name, in the order of the files.
+    A larger tensor has its own file. `tensors`: dtype, shape and layout by name, in the order of
+    the files. A tensor whose dtype is unknown counts as 0 bytes.
     """
     sizes = {n: prod(shape) * _ITEM_BYTES.get(dtype, 0) for n, (dtype, shape, _) in tensors.items()}
     divided = [tuple(file) for file in _divide(tensors, sizes, max_shard_bytes)]

@@ -445,9 +445,10 @@ class CheckpointFiles:
     ) -> set[str]:
         """Return the paths of all shard files and indexes that any root (manifest) needs.
 
-        Roots in `without` do not count. `merged_indexes` (by generation) and `roots` (by path) were
-        read before; only a process that holds the lock may pass `roots`, because they can change
-        otherwise. Raises if a root cannot be read.
+        Roots in `without` do not count, and neither do roots that are deleted meanwhile.
+        `merged_indexes` (by generation) and `roots` (by path) were read before; only a process that
+        holds the lock may pass `roots`, because they can change otherwise. Raises MLStateError if
+        an existing root cannot be read.
         """
         needed: set[str] = set()
         names = [root.path for root in self.list_roots() if root not in without]

@@ -23,7 +23,8 @@ def _register(cls: type) -> None:
     """Let Lightning accept a class as one of its CheckpointIO plugins.
 
     Lightning has two package names, ``lightning`` and ``pytorch_lightning``, with a base class
-    each. Raises ImportError if neither is installed.
+    each. Also makes Lightning's errors about folders of the plugin name `mlstate convert`. Raises
+    ImportError if neither is installed.
     """
     from importlib import import_module
 

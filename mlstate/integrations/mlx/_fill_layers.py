@@ -146,9 +146,9 @@ class _Place(NamedTuple):
         return entries
 
     def _check_like(self, entry: CacheEntry) -> None:
-        """Raise unless an entry has the shape and dtype of the layer's own array.
+        """Raise CompatibilityError unless the state's arrays of `entry` fit the layer's arrays.
 
-        The number of positions may differ.
+        Shape and dtype must be equal; only the number of positions may differ.
         """
         for name, array in zip(entry.arrays, self._old_parts(entry), strict=True):
             new = self.filler.arrays[name]
@@ -249,8 +249,10 @@ def _check_window(at: _Place, entries: list[CacheEntry], window: int, keep: int)
 def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], int, bool]:
     """Return keys and values in a ring of mlx, the slot of the next token, and whether it rotated.
 
-    The arrays keep their order if mlx would continue them correctly; else the tokens are brought
-    into order, which copies them.
+    `entries`: of keys and values, not empty. The arrays keep their order if mlx would continue them
+    correctly; else the tokens are brought into order, which copies them. "Rotated" means that the
+    oldest token is not in the first slot after the sinks. Raises CompatibilityError if the layer
+    needs tokens that were evicted.
     """
     window, keep = at.before.values["max_size"], at.before.values.get("keep", 0)
     _check_window(at, entries, window, keep)

@@ -199,8 +199,9 @@ class Link(ExchangeLink):
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
         """Send `sends[i]` to rank i, and receive `receives[i]` from it, until all is done.
 
-        It implements `ExchangeLink.exchange`. After an error, the memory of unfinished messages is
-        kept alive until the process ends.
+        It implements `ExchangeLink.exchange`. Raises CollectiveError if another rank gives up or
+        calls something else, MPI fails, or the time is up. After an error, the memory of unfinished
+        messages is kept alive until the process ends.
         """
         self.began = True
         messages = _Messages(self, sends, receives)
@@ -258,9 +259,10 @@ class Link(ExchangeLink):
         return seen
 
     def _mismatch_error(self, source: int, tag: int) -> Exception:
-        """Return the error for a message that this operation does not expect.
+        """Return the CollectiveError for a message that this operation does not expect.
 
-        `tag`: of the message; it contains the operation that rank `source` called.
+        `tag`: of the message; it contains the operation that rank `source` called. If the message
+        is a notification of `give_up`, the channel records that the rank has departed.
         """
         if tag & 7 == _DEPARTED:
             self.channel.departed[source] = _ENDINGS[tag >> 3]

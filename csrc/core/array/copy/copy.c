@@ -400,8 +400,7 @@ void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element ele
     const bool run = stride == (ptrdiff_t)element.size;
     mls_store_trial trial =
         begin_runs(kernels, MLS_STORING_FILL, dst, run ? count : 0, destination);
-    ptrdiff_t at = 0,
-              unused = 0; /* offset of the second view, which has the same strides */
+    ptrdiff_t at = 0, unused = 0; /* the iterator's second offset: here it has one view */
     do {
         unsigned char *to = dst->data + at;
         if (run) {

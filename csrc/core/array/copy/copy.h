@@ -73,8 +73,9 @@ void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tenso
 void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size_t bytes,
                     mls_destination destination);
 
-/* Store `element`, encoded for `dst`, in every element of `dst`. `destination` as in
- * mls_copy. */
+/* Store `element`, which mls_element_encode made for the dtype and byte order of `dst`,
+ * in every element of `dst`; nothing if it is empty. `destination` as in mls_copy. Cannot
+ * fail. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination);
 

@@ -184,8 +184,8 @@ static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
     return MLS_OK;
 }
 
-/* Read member `m`, the parameter axis (or null) of each state axis, into `kind`. The
- * parameter may be in another index, so the axes are not checked against it. */
+/* Read member `m` into `kind`: for each axis of a state its parameter's axis, or null.
+ * The parameter may be in another index, so the axes are not checked against it. */
 static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
 {
     signed char *axes = r->index.axes + r->axes_used;
@@ -262,7 +262,7 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Read the kinds in `array`, and allocate them; their axes are counted first. */
+/* Read the kinds in `array` into `r->kinds`; all axes are counted first, to allocate. */
 static mls_code read_kinds(reader *r, mls_json_node array)
 {
     member m[KIND_MEMBERS] = {[SECTION] =

@@ -162,9 +162,10 @@ mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *ta
 
 /* ---- find stored ranges ---- */
 
-/* Return whether the zeros in the `count` places `stored` form ranges of 64 KiB or more
- * on average. Pages of zeroed memory inside long ranges are never touched. Between short
- * ranges every page is touched, so zeroing first would be wasted. */
+/* Return whether the zeros in the `count` places `stored` (ranges of places without a
+ * file) have 64 KiB or more each on average. Pages of zeroed memory inside long ranges
+ * are never touched. Between short ranges every page is touched, so zeroing first would
+ * be wasted. */
 static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
 {
     enum { LONG = 64 << 10 };

@@ -99,7 +99,7 @@ mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *ta
 mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                             mls_status *st);
 
-/* Size of a part in bytes. */
+/* Return the bytes of the item's part, packed. */
 size_t mls_load_item_bytes(const mls_load_item *w);
 
 /* ---- set destinations ---- */

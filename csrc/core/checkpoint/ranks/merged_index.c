@@ -178,8 +178,8 @@ void mls_merged_index_fini(mls_merged_index *merged)
     *merged = (mls_merged_index){0};
 }
 
-/* Return the position of a tensor, or SIZE_MAX. Binary search; tensors are sorted by id.
- * Each loaded tensor is looked up once, so a hash table would not pay off. */
+/* Find a tensor by binary search; tensors are sorted by id. Each loaded tensor is looked
+ * up once, so a hash table would not pay off. */
 size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id *id)
 {
     size_t at;

@@ -45,7 +45,8 @@ mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *in
 void mls_merged_index_fini(
     mls_merged_index *merged); /* accepts a zeroed one; zeroes it */
 
-/* Return the position of a tensor in `tensors`, or SIZE_MAX. */
+/* Return the position in `merged->tensors` of the tensor with this id, or SIZE_MAX if
+ * there is none. */
 size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id *id);
 
 /* Output arrays; each needs space for `places` elements of the tensor. */

@@ -19,7 +19,8 @@ typedef struct mls_tensor_summary {
     const char *codec; /* codec of the last compressed place; NULL: none is compressed */
 } mls_tensor_summary;
 
-/* Add up the shards of a tensor. Takes time proportional to their places. */
+/* Return the totals of the shards of a tensor, of all ranks. Takes time proportional to
+ * their places. */
 mls_tensor_summary mls_tensor_summarize(const mls_merged_index *merged,
                                         const mls_merged_index_tensor *tensor);
 
@@ -28,7 +29,7 @@ typedef struct mls_index_summary {
     uint64_t bytes, stored_bytes;
 } mls_index_summary;
 
-/* Add up all shards of an index. */
+/* Return the totals of all shards of an index. */
 mls_index_summary mls_index_summarize(const mls_index *index);
 
 /* Uncompressed bytes of all elements of a layer, and of its visible elements.

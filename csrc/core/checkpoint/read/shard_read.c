@@ -642,9 +642,9 @@ static void read_task(read_worker *w, size_t index)
     w->done = 0;
 }
 
-/* Thread function: take tasks from the queues until none are left; `index` is not needed.
- * The file stays open between tasks, since the system keeps its read-ahead state for each
- * open file. */
+/* Thread function of the read `context`: run tasks from the queues until none are left;
+ * `index` is not needed. Errors are kept in the context. The file stays open between
+ * tasks, since the system keeps its read-ahead state for each open file. */
 static void read_tasks(void *context, size_t index)
 {
     read_state *shared = context;

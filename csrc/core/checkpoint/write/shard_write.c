@@ -457,8 +457,9 @@ static mls_code write_header(sink *s)
     return MLS_OK;
 }
 
-/* Complete a file whose tensors are written: header, length, sync, close, rename. The
- * header is written last, so an incomplete file is never mistaken for a valid one. */
+/* Complete the file of the sink, whose tensors are written: header, length, sync, close,
+ * rename. The header is written last, so an incomplete file is never mistaken for a valid
+ * one. MLS_E_IO: the temporary file stays, for the caller to delete. */
 static mls_code finish_output(sink *s)
 {
     output *out = s->out;
@@ -489,9 +490,10 @@ static mls_code finish_output(sink *s)
 
 /* ---- tasks ---- */
 
-/* Write the bytes of task `t` by way of `buffer`, which no other task uses. The last task
- * of a file completes the file; the lock around the counter makes the other tasks'
- * checksums visible to it. */
+/* Write the bytes of task `t`: a whole file, or `t->bytes` from byte `t->start` on of a
+ * file with one tensor. `buffer` is memory that no other task uses. The last task of a
+ * file completes the file; the lock around the counter makes the other tasks' checksums
+ * visible to it. */
 static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];

@@ -396,9 +396,9 @@ static bool can_keep(const mls_planned *planned, const file_use *uses)
     return may_keep(planned);
 }
 
-/* Return the number in the new index of file number `file` of the previous index, and
- * list it there if it is not listed yet: `uses` records this. So the new index lists only
- * files in use. */
+/* Return the number in the new index of file number `file` of the previous index. The
+ * first call for a file lists it there, and notes its number in `uses[file].moved`. So
+ * the new index lists only files in use. */
 static size_t list_kept_file(mls_write_plan *plan, file_use *uses, size_t file)
 {
     file_use *u = &uses[file];
@@ -410,8 +410,8 @@ static size_t list_kept_file(mls_write_plan *plan, file_use *uses, size_t file)
 }
 
 /* Reuse the stored bytes of shard `number`: copy its place, or its layers, from the
- * previous index. `uses` numbers the previous files in the new index. A new layer, if
- * any, gets its file later. */
+ * previous index. `uses` has the numbers of the previous files in the new index, see
+ * list_kept_file. A new layer, if any, gets its file later. MLS_E_MEMORY. */
 static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
                            mls_status *st)
 {
@@ -479,9 +479,10 @@ mls_code mls_write_plan_reuse(mls_write_plan *plan, mls_status *st)
     return code == MLS_OK && plan->job->before != NULL ? keep_shards(plan, st) : code;
 }
 
-/* Set the version of each shard: the caller's if it is not 0, otherwise the committed
- * one, plus one if the shard changed. MLS_E_VALUE: the committed version cannot increase,
- * for example because a caller used a hash as version. */
+/* Set the version of each shard: the caller's if it is not 0, otherwise the committed one
+ * (0 without a committed shard), plus one if the shard changed. MLS_E_VALUE: the
+ * committed version cannot increase, for example because a caller used a hash as
+ * version. */
 static mls_code set_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {

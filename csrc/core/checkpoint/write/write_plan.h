@@ -71,9 +71,10 @@ mls_code mls_write_plan_reuse(mls_write_plan *plan, mls_status *st);
  * saves enough. MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_write_plan_sparse(mls_write_plan *plan, mls_status *st);
 
-/* If the job compresses, compress samples of the shards to write. A shard that shrinks
- * enough gets frames (planned.frames) and a new layer, which may be a full one.
- * MLS_E_MEMORY, MLS_E_STOPPED, errors of the codec. */
+/* If the job compresses, choose the shards to compress by samples: those that are not
+ * packed with others in a file and shrink by a quarter get frames (planned.frames), whose
+ * ends are set later. They are in the new layer of the shard's rows if it has one, else
+ * in a new full layer. MLS_E_MEMORY, MLS_E_STOPPED, errors of the codec. */
 mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st);
 
 /* Assign files to everything that must be written, and versions to all shards. Call it

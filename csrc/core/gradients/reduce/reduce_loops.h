@@ -547,9 +547,9 @@ MLS_INLINED void order_lanes(doubles *lanes)
 
 /* Sums items `start` .. `start + n - 1`, at most a block, of `count` bfloat16 sources
  * into `out`, divides by `divisor`, and returns the sum of squares of the results. The
- * bits equal the results of sum_squares_run; it processes a full register of items at a
- * time.
- */
+ * bits equal the results of sum_squares_run, but a full register of items is processed at
+ * a time. The calls of sum_full_pairs differ only in their constants, for which the
+ * compiler makes separate loops. */
 MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
                                           size_t count, size_t start, size_t n,
                                           double divisor)

@@ -190,7 +190,8 @@ typedef struct job {
     part *parts;
 } job;
 
-/* Thread function: compare part `index`, and store its own result. */
+/* Thread function: compare part `index` of the job `context`, and store its result in the
+ * part. */
 static void measure_task(void *context, size_t index)
 {
     const job *j = context;

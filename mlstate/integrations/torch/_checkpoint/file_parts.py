@@ -365,9 +365,10 @@ def _wrapper_of(tree: Mapping[Any, Any]) -> Any:
 
 
 def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
-    """Return a tree with the content of the entry `wrapper` in its place.
+    """Return a copy of `tree` in which the entries inside its entry `wrapper` replace that entry.
 
-    The tree itself is returned if it lacks the entry.
+    The tree itself is returned if it lacks the entry. Of a key that both have, the inner value is
+    taken.
     """
     if wrapper not in tree:
         return tree

@@ -62,7 +62,7 @@ def is_flattened(tensor: torch.Tensor) -> bool:
 def reshard_flat(wrappers: Iterable[Any]) -> None:
     """Free the whole parameters that a forward pass left, so that the sharded ones are in use.
 
-    `wrappers`: the FSDP1 modules of a model.
+    `wrappers`: FSDP1 modules, of `flat_wrappers`; those that shard nothing are left as they are.
     """
     for wrapper in wrappers:
         handle = wrapper._handle

@@ -315,12 +315,14 @@ def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 def _converted(
     key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
 ) -> torch.Tensor:
-    """Return a state's tensor as torch's ``load_state_dict`` converts it for its parameter.
+    """Return the state `value` in the dtype and on the device that ``load_state_dict`` gives it.
 
-    `key`: of the state; torch decides by its name and by `group`, the group's values.
+    `key`: of the state; torch decides by its name, by the parameter of `slot`, and by `group`, the
+    values of its group.
     """
     import torch
 
+    # instead of the parameter: torch reads only its dtype and device
     owner = torch.empty(0, dtype=slot.owner.dtype, device=slot.owner.device)
     convert = torch.optim.Optimizer._process_value_according_to_param_policy
     return convert(owner, value, 0, [{**group, "params": [0]}], key.rpartition(".")[2])

@@ -240,7 +240,10 @@ class ModuleContract:
         return saves_itself(module) and not self._entries_are_module_memory(module, name)
 
     def _entries_are_module_memory(self, module: torch.nn.Module, name: str) -> bool:
-        """Return whether the entries below a name are a module's memory, under its names."""
+        """Return whether the entries below `name` are the memory of `module`, under its names.
+
+        All its parameters and persistent buffers count, also of its children; extra states do not.
+        """
         start = _joined(name)
         expected, extra = {}, set()
         for path, child in module.named_modules(remove_duplicate=False):
