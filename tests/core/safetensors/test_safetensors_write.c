@@ -1,4 +1,4 @@
-/* Reading what was written: damage is found at its place, by any number of threads. */
+/* A reader with any number of threads finds damage in a written file, at its place. */
 #include "base/memory.h"
 #include "io/file.h"
 #include "safetensors/safetensors.h"

@@ -365,7 +365,7 @@ def _wrapper_of(tree: Mapping[Any, Any]) -> Any:
 
 
 def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
-    """Return a copy of `tree` in which the entries inside its entry `wrapper` replace that entry.
+    """Return a copy of `tree`, with the entries of its entry `wrapper` instead of that entry.
 
     The tree itself is returned if it lacks the entry. Of a key that both have, the inner value is
     taken.
