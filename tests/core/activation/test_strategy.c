@@ -122,16 +122,3 @@ TEST(smart_refuses_sums_beyond_64_bits)
     CHECK(s.seen.count == 1 && s.collecting && s.total_bytes == SIZE_MAX);
     CHECK(mls_strategy_restore_layer(&s, &b, 1, 1, &status) == MLS_E_SIZE);
 }
-
-TEST(smart_restores_valid_layers_only)
-{
-    make(0, 1);
-    const mls_layer_key a = named("a"), b = named("b");
-    CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &status) == MLS_OK);
-    CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &status) == MLS_E_VALUE);
-    CHECK_TEXT(status.name, "a");
-    CHECK(mls_strategy_restore_layer(&s, &b, 100, 0, &status) == MLS_E_VALUE);
-    CHECK(s.seen.count == 1 && s.total_bytes == 100);
-    s.collecting = false;
-    CHECK(!ask(mls_decide_smart, "a", 5, 0) && s.seen.layers[0].calls == 5);
-}

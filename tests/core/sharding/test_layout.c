@@ -5,18 +5,6 @@ enum { MOST = 400 }; /* maximum number of elements of a tensor */
 
 static const mls_layout whole_tensor = {0};
 
-TEST(rows_are_chunked_like_torch)
-{
-    const size_t shape[] = {5, 3};
-    const mls_layout rows = cut(0, 4);
-    const size_t lengths[] = {2, 2, 1, 0};
-    for (size_t i = 0; i < 4; i++) {
-        const mls_part part = part_at(rows, 2, shape, i);
-        CHECK(part.length[0] == lengths[i] && part.length[1] == 3 && !part.flat);
-        CHECK(mls_part_count(&part) == 3 * lengths[i]);
-    }
-}
-
 TEST(flat_chunks_are_never_of_negative_size)
 {
     const size_t shape[] = {3};
@@ -25,15 +13,6 @@ TEST(flat_chunks_are_never_of_negative_size)
         const mls_part part = part_at(flat, 1, shape, i);
         CHECK(mls_part_count(&part) == (i < 3 ? 1U : 0U) && part.flat);
     }
-}
-
-TEST(last_step_varies_fastest)
-{
-    const size_t shape[] = {4, 6};
-    const mls_layout both = cut_twice(1, 2, 0, 2);
-    const mls_part part = part_at(both, 2, shape, 1);
-    CHECK(part.start[0] == 2 && part.start[1] == 0);
-    CHECK(part.length[0] == 2 && part.length[1] == 3);
 }
 
 /* All layouts under test, for a tensor of three dimensions. */
@@ -223,18 +202,6 @@ TEST(more_parts_than_elements_leave_the_last_ones_empty)
     const mls_layout rows = cut(0, SIZE_MAX);
     const mls_part last = part_at(rows, 2, shape, SIZE_MAX - 1);
     CHECK(mls_part_count(&last) == 0 && last.start[0] == 2);
-}
-
-TEST(a_part_has_the_shape_of_its_box_or_one_dimension)
-{
-    const size_t shape[] = {10, 3};
-    const mls_layout rows = cut(0, 4), flat = cut(MLS_LAYOUT_FLAT, 4);
-    const mls_part box = part_at(rows, 2, shape, 3), run = part_at(flat, 2, shape, 3);
-    const mls_part scalar = part_at(flat, 0, NULL, 0);
-    size_t dims[MLS_LAYOUT_RANK];
-    CHECK(mls_part_dims(&box, dims) == 2 && dims[0] == 1 && dims[1] == 3);
-    CHECK(mls_part_dims(&run, dims) == 1 && dims[0] == mls_part_count(&run));
-    CHECK(mls_part_dims(&scalar, dims) == 1 && dims[0] == 1);
 }
 
 /* ---- names ---- */
