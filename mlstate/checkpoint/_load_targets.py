@@ -205,6 +205,7 @@ def _shape_of(
     of a state whose axes differ; None: the same axes.
     """
     steps, index, world = loader.request.cutting
+    # All of it, if no part was requested, or the stored layout is not one cut to divide anew.
     if loader.request.by_target or (steps is None and (world == 0 or len(layout) != 1)):
         return shape
     if steps is None:
