@@ -65,6 +65,7 @@ class CheckpointBackend(Protocol):
 
         The result has `apply` and `undo`. `filling`: the target's memory. `entries`: values to load
         by name. `metadata`: of torch's modules, None if it was not saved. `units`: the submodules.
+        `strict`: names must match, as in `load`.
         """
 
     def fill_optimizer(

@@ -584,7 +584,7 @@ def ranks_of(
 def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
     """Check the user's ``cast=``; return whether to convert to the dtypes of `into`, and a dtype.
 
-    The dtype is for the floats of new arrays; "" keeps the stored ones.
+    The dtype is for the floats of new arrays; "" keeps the stored ones. A dtype excludes `mmap`.
     """
     if is_flag(cast):
         if cast and into is None:

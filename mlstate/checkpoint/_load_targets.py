@@ -205,6 +205,7 @@ def _shape_of(
     of a state whose axes differ; None: the same axes.
     """
     steps, index, world = loader.request.cutting
+    # All of it, if no part was requested, or the stored layout is not one cut to divide anew.
     if loader.request.by_target or (steps is None and (world == 0 or len(layout) != 1)):
         return shape
     if steps is None:
@@ -286,8 +287,9 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
 def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> bool:
     """Return whether an optimizer's stored states are named by the order of parameters.
 
-    `module`: of the parameters; None: the user passed none. Raises CompatibilityError if the states
-    are named by parameters, whose names neither `module` nor the optimizer gives.
+    `module`: of the parameters; None: the user passed none. `folder`: for the error. Raises
+    CompatibilityError if the states are named by parameters, whose names neither `module` nor the
+    optimizer gives.
     """
     groups = (section.kind or {}).get("param_groups", ())
     names = section.names or [f"{name}." for g in groups for name in g.get("params", ())]

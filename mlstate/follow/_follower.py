@@ -191,7 +191,7 @@ class Follower:
         Raises
         ------
         StoreError, FormatError
-            The folder cannot be read, or it holds something else.
+            The folder cannot be read, or it holds a checkpoint that is not a published version.
 
         Examples
         --------

@@ -184,7 +184,7 @@ class BackwardPass:
         self._reduced = end  # counts them as done if `reduce` raises
         count, agreed = self.session.reduce(buckets, buckets[0].entries, self._plan.digest)
         self._reduced = first + count
-        if agreed:  # ranks differ on the bucket: reduce again those gradients that do not
+        if agreed:  # ranks disagree on the first bucket: reduce its gradients that they agree on
             accumulate = self._plan.accumulate
             self._reducer.reduce_entries(self.session, agreed, accumulate=accumulate)
 

@@ -15,12 +15,12 @@ int64_t mls_backward_makes(const mls_chain *chain, size_t i)
  * each block once, runs its backward pass once, and loads it as often as it offloads it.
  * So a load is charged to its offload, and only forwards and offloads differ between
  * schedules. */
-double mls_run_extra(const mls_chain *chain, const mls_compute_step *run)
+double mls_step_extra(const mls_chain *chain, const mls_compute_step *step)
 {
-    const double bytes = (double)chain->saved_bytes[run->index];
-    switch (run->kind) {
+    const double bytes = (double)chain->saved_bytes[step->index];
+    switch (step->kind) {
     case MLS_STEP_FORWARD:
-        return chain->forward_seconds[run->index];
+        return chain->forward_seconds[step->index];
     case MLS_STEP_OFFLOAD:
         return bytes / chain->offload_rate + bytes / chain->load_rate;
     default:
@@ -34,14 +34,14 @@ double mls_run_extra(const mls_chain *chain, const mls_compute_step *run)
  * mls_compute_steps_tidy places them again, possibly better. */
 size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_step *out)
 {
-    size_t run_count = 0;
+    size_t step_count = 0;
     for (size_t i = 0; i < count; i++) {
         if (steps[i].kind != MLS_STEP_DROP) {
-            out[run_count++] =
+            out[step_count++] =
                 (mls_compute_step){.kind = steps[i].kind, .index = steps[i].index};
         }
     }
-    return run_count;
+    return step_count;
 }
 
 /* Location of saved i. */
@@ -55,12 +55,12 @@ typedef struct demand {
 } demand;
 
 /* Undoes a step's effect on the demand, since steps are visited backwards: its output is
- * not needed before it. Sets `run->drops` for an offload whose activation no later step
+ * not needed before it. Sets `step->drops` for an offload whose activation no later step
  * needs. Returns false for a forward whose output no later step needs. */
-static bool consume_output(demand *d, mls_compute_step *run)
+static bool consume_output(demand *d, mls_compute_step *step)
 {
-    const size_t i = (size_t)run->index;
-    switch (run->kind) {
+    const size_t i = (size_t)step->index;
+    switch (step->kind) {
     case MLS_STEP_FORWARD:
         if (!d->needed[i + 1]) {
             return false;
@@ -68,7 +68,7 @@ static bool consume_output(demand *d, mls_compute_step *run)
         d->needed[i + 1] = 0;
         return true;
     case MLS_STEP_OFFLOAD:
-        run->drops = !d->needed[i + 1];
+        step->drops = !d->needed[i + 1];
         d->needed[i + 1] = 0;
         d->saved[i] = ON_DEVICE;
         return true;
@@ -85,51 +85,51 @@ static bool consume_output(demand *d, mls_compute_step *run)
 }
 
 /* Marks the input of a step of block i, activation i, as needed before the step, unless
- * it is activation 0 or inside saved tensors. Sets `run->drops` if no later step needs
+ * it is activation 0 or inside saved tensors. Sets `step->drops` if no later step needs
  * it. */
-static void require_input(demand *d, mls_compute_step *run)
+static void require_input(demand *d, mls_compute_step *step)
 {
-    const size_t i = (size_t)run->index;
-    if (run->kind == MLS_STEP_OFFLOAD || run->kind == MLS_STEP_LOAD || i == 0 ||
+    const size_t i = (size_t)step->index;
+    if (step->kind == MLS_STEP_OFFLOAD || step->kind == MLS_STEP_LOAD || i == 0 ||
         d->saved[i - 1] == ON_DEVICE) {
         return;
     }
-    run->drops = !d->needed[i];
+    step->drops = !d->needed[i];
     d->needed[i] = 1;
 }
 
 /* Visits the steps from the last to the first. An omitted forward needs no input, so a
  * single pass removes chains of unused forwards. The kept steps collect at the end of the
  * array, which always has room. */
-bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size_t *count,
-                            unsigned char *scratch)
+bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *steps,
+                            size_t *count, unsigned char *scratch)
 {
     memset(scratch, 0, mls_compute_steps_scratch(chain));
     demand d = {.needed = scratch, .saved = scratch + chain->blocks + 1};
     size_t first = *count;
     for (size_t t = *count; t-- > 0;) {
-        mls_compute_step run = runs[t];
-        run.drops = false;
-        if (consume_output(&d, &run)) {
-            require_input(&d, &run);
-            runs[--first] = run;
+        mls_compute_step step = steps[t];
+        step.drops = false;
+        if (consume_output(&d, &step)) {
+            require_input(&d, &step);
+            steps[--first] = step;
         }
     }
-    memmove(runs, runs + first, (*count - first) * sizeof *runs);
+    memmove(steps, steps + first, (*count - first) * sizeof *steps);
     *count -= first;
     return memchr(d.needed, 1, chain->blocks + 1) == NULL;
 }
 
 /* Appends all steps with their drops. Drops follow directly after the step: memory held
  * longer would count against the budget of all later steps. */
-mls_code mls_compute_steps_write(const mls_compute_step *runs, size_t count,
+mls_code mls_compute_steps_write(const mls_compute_step *steps, size_t count,
                                  mls_schedule *out, mls_status *st)
 {
     for (size_t t = 0; t < count; t++) {
-        const size_t i = (size_t)runs[t].index;
-        mls_code code = mls_schedule_push(out, (mls_step_kind)runs[t].kind, i, st);
-        if (code == MLS_OK && runs[t].drops) {
-            const size_t dropped = runs[t].kind == MLS_STEP_OFFLOAD ? i + 1 : i;
+        const size_t i = (size_t)steps[t].index;
+        mls_code code = mls_schedule_push(out, (mls_step_kind)steps[t].kind, i, st);
+        if (code == MLS_OK && steps[t].drops) {
+            const size_t dropped = steps[t].kind == MLS_STEP_OFFLOAD ? i + 1 : i;
             code = mls_schedule_push(out, MLS_STEP_DROP, dropped, st);
         }
         if (code != MLS_OK) {

@@ -39,20 +39,20 @@ int64_t mls_backward_makes(const mls_chain *chain, size_t i);
 /* Returns the seconds of a step that not all schedules have in common: the time of a
  * forward, or of an offload with its load. All other seconds are the same for every
  * schedule. */
-double mls_run_extra(const mls_chain *chain, const mls_compute_step *run);
+double mls_step_extra(const mls_chain *chain, const mls_compute_step *step);
 
 /* Copies the steps of a schedule without its drops; not yet tidy. `out` has room for
  * `count`. Returns their number. */
 size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_step *out);
 
-/* Removes unused forwards from the steps `runs` and places the drops, in place; lowers
+/* Removes unused forwards from `steps` and places the drops, in place; lowers
  * `*count`. `scratch` has mls_compute_steps_scratch bytes. Returns false if a step needs
  * an activation that no step makes; the steps are then undefined. */
-bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size_t *count,
-                            unsigned char *scratch);
+bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *steps,
+                            size_t *count, unsigned char *scratch);
 
 /* Appends compute steps and their drops to a schedule. MLS_E_MEMORY. */
-mls_code mls_compute_steps_write(const mls_compute_step *runs, size_t count,
+mls_code mls_compute_steps_write(const mls_compute_step *steps, size_t count,
                                  mls_schedule *out, mls_status *st);
 
 #endif

@@ -286,7 +286,7 @@ static mls_code add_outcome(search *s, const moment *m, const outcome *o)
     }
     const mls_compute_step run = {.kind = (int32_t)(o->away ? MLS_STEP_OFFLOAD : o->kind),
                                   .index = (int32_t)o->block};
-    const double cost = m->cost + mls_run_extra(s->chain, &run);
+    const double cost = m->cost + mls_step_extra(s->chain, &run);
     if (!s->by_peak && !(cost < s->limits->below)) {
         return MLS_OK;
     }
@@ -692,7 +692,7 @@ static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *l
 }
 
 /* Computes the seconds of the start schedule that other schedules may not need
- * (mls_run_extra); INFINITY without a start schedule. MLS_E_VALUE: it is invalid or
+ * (mls_step_extra); INFINITY without a start schedule. MLS_E_VALUE: it is invalid or
  * exceeds the budget. */
 static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o,
                                double *extra, mls_status *st)
@@ -718,7 +718,7 @@ static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o
     for (size_t i = 0; i < o->start_count; i++) {
         const mls_compute_step run = {.kind = o->start[i].kind,
                                       .index = o->start[i].index};
-        *extra += mls_run_extra(chain, &run);
+        *extra += mls_step_extra(chain, &run);
     }
     return MLS_OK;
 }

@@ -44,7 +44,7 @@ typedef struct mls_search_limits {
 typedef struct mls_search_result {
     bool has_schedule; /* a best schedule was found */
     bool ran_out;      /* of states, before the search was complete */
-    double extra;      /* its avoidable seconds, see mls_run_extra */
+    double extra;      /* its avoidable seconds, see mls_step_extra */
     int64_t least;     /* for mls_search_least: the least peak */
     size_t states;     /* visited */
     mls_schedule runs; /* steps without drops; owned: free with mls_schedule_fini */

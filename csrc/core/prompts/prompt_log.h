@@ -15,6 +15,8 @@
  * believe no entry before they have compared the record's header with the record that
  * they look for. One writer at a time appends. A log may be used by any number of
  * threads, and by the child of a fork.
+ *
+ * Functions that read new entries return MLS_E_SIZE if there are about 2**31 records.
  */
 #ifndef MLS_PROMPT_LOG_H
 #define MLS_PROMPT_LOG_H
@@ -165,7 +167,8 @@ typedef struct mls_prompt_item {
  * Evicts other records first if the log would exceed `max_bytes`; UINT64_MAX: unlimited.
  * Syncs once for each segment that is written to. On failure, segments that were complete
  * before stay; the rest is as before.
- * MLS_E_VALUE: an item's end is wrong; MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED. */
+ * MLS_E_VALUE: an item's end is wrong; MLS_E_SIZE: an item or the log is too large;
+ * MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED. */
 mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                         mls_prompt_item *items, size_t count, uint64_t max_bytes,
                         const mls_progress *progress, mls_status *st);
@@ -173,7 +176,7 @@ mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
 /* Change the state of the `count` records with indices `hits` in a match, durably.
  * MLS_PROMPT_DELETE removes those that are not the parent of another record;
  * MLS_PROMPT_DROP removes all. `*changed` receives the number of changed records.
- * MLS_E_IO; MLS_E_MEMORY: nothing changed. */
+ * MLS_E_IO; MLS_E_MEMORY; MLS_E_SIZE: nothing changed. */
 mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
                          const size_t *hits, size_t count, mls_prompt_operation operation,
                          size_t *changed, mls_status *st);

@@ -111,7 +111,8 @@ void mls_prompt_segment_forget(mls_prompt_log *log, uint32_t number);
 /* Forget all segments and entries. */
 void mls_prompt_log_clear(mls_prompt_log *log);
 
-/* Create the next segment, durably, as the last of the list. The caller is the writer. */
+/* Create the next segment, durably, as the last of the list. The caller is the writer.
+ * MLS_E_IO; MLS_E_MEMORY; MLS_E_SIZE: no segment numbers are left. */
 mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st);
 
 /* ---- prompt_stored.c: without a lock ---- */
@@ -258,11 +259,11 @@ void mls_prompt_append_abort(mls_prompt_append *append);
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
                               bool *fits, mls_status *st);
 
-/* Compact the segments whose larger part is dead, and write the index file if it
- * lacks many records. */
+/* Compact the segments whose larger part is dead, and write the index file if it lacks
+ * many records. Errors as mls_prompt_append_commit and mls_prompt_index_save. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st);
 
-/* Append notes, durably. */
+/* Append notes, durably. Errors as mls_prompt_append_commit; nothing changed then. */
 mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *notes,
                                 size_t count, mls_status *st);
 

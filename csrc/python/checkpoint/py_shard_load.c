@@ -686,8 +686,8 @@ PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const
  * mlstate/checkpoint/_store/index_patterns.py determines which ranks store which parts.
  */
 
-/* Return a new reference to (bytes, (part, ...)), or to None for an index without a
- * pattern. */
+/* Return the pattern of an index as a new tuple: (its text as bytes, (part of each group
+ * of shards, ...)). None for an index without a pattern; NULL with an exception set. */
 static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
 {
     mls_index_pattern pattern;

@@ -462,8 +462,8 @@ static PyObject *link_close(link_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* ended() -> why the group is broken, or "". Holds the lock: it reads a word and formats
- * a text but never blocks. */
+/* ended() -> why the group is broken, "closed" if this rank closed it, or "". Holds the
+ * lock: it reads a word and formats a text but never blocks. */
 static PyObject *link_ended(link_object *self, PyObject *unused)
 {
     (void)unused;

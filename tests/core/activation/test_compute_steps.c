@@ -117,7 +117,7 @@ TEST(extra_seconds_exclude_common_steps)
     const mls_compute_step save = {.kind = MLS_STEP_SAVE, .index = 2};
     const mls_compute_step away = {.kind = MLS_STEP_OFFLOAD, .index = 1};
     const mls_compute_step back = {.kind = MLS_STEP_LOAD, .index = 1};
-    CHECK((int)mls_run_extra(&chain, &run) == 4);
-    CHECK((int)(mls_run_extra(&chain, &save) + mls_run_extra(&chain, &back)) == 0);
-    CHECK((int)mls_run_extra(&chain, &away) == 9);
+    CHECK((int)mls_step_extra(&chain, &run) == 4);
+    CHECK((int)(mls_step_extra(&chain, &save) + mls_step_extra(&chain, &back)) == 0);
+    CHECK((int)mls_step_extra(&chain, &away) == 9);
 }

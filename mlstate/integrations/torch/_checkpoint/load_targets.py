@@ -289,6 +289,7 @@ def own_load(
     """Return the load of some units by their own methods, of entries by name; nothing is loaded.
 
     `metadata`: of modules, as `saved_module` returned it; None if the checkpoint is not of mlstate.
+    `strict`: as in `load`.
     """
     contract = filling.contract
     assert contract is not None
