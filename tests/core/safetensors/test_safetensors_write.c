@@ -1,4 +1,4 @@
-/* Reading what was written: damage is found at its place, by any number of threads. */
+/* Reading written files: damage is found at its place, by any number of threads. */
 #include "base/memory.h"
 #include "io/file.h"
 #include "safetensors/safetensors.h"
