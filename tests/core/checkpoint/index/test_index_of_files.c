@@ -78,19 +78,6 @@ TEST(a_file_without_tensors_is_listed)
     mls_index_fini(&x);
 }
 
-TEST(copy_of_a_tensor_follows_the_shards)
-{
-    mls_index x;
-    size_t failed;
-    write_raw(names[0], two, 11);
-    write_tensor_file(names[1], "z", 3);
-    REQUIRE(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) == MLS_OK);
-    REQUIRE(x.shard_count == 2 && x.copy_count == 1);
-    CHECK(mls_str_is(x.shards[1].id.name, "z") && x.shards[1].file == 0);
-    CHECK(mls_str_is(x.shards[2].id.name, "z") && x.shards[2].file == 1);
-    mls_index_fini(&x);
-}
-
 TEST(error_reports_the_failing_file)
 {
     mls_index x;

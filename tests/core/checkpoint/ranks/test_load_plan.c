@@ -132,23 +132,6 @@ TEST(different_full_shape_is_refused)
     CHECK_TEXT(status.name, "whole");
 }
 
-TEST(a_target_of_another_dtype_or_shape_is_refused)
-{
-    const mls_layout flat = cut(MLS_LAYOUT_FLAT, 4);
-    unsigned char memory[64];
-    mls_tensor t = vector_of(memory, MLS_U8, 12);
-    mls_load_item *w = add("whole");
-    REQUIRE(w != NULL && mls_load_item_part(w, &flat, 1, &status) == MLS_OK);
-    CHECK(mls_load_item_check_target(w, &t, &status) == MLS_OK);
-    t.dtype = MLS_I8;
-    CHECK(mls_load_item_check_target(w, &t, &status) == MLS_E_SHAPE);
-    t = vector_of(memory, MLS_U8, 13);
-    CHECK(mls_load_item_check_target(w, &t, &status) == MLS_E_SHAPE);
-    CHECK_TEXT(status.text,
-               "the checkpoint has uint8 of (12,), the target is uint8 of (13,)");
-    CHECK(mls_load_item_part(w, &flat, 4, &status) == MLS_E_VALUE);
-}
-
 /* Read into packed memory and into every other byte of `strided`. */
 TEST(parts_are_read_to_their_targets)
 {

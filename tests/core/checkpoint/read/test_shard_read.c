@@ -312,37 +312,6 @@ TEST(short_and_interrupted_reads_are_continued)
     CHECK(atomic_load(&interrupted) <= 0);
 }
 
-/* Narrow columns, which gather thousands of short runs; and rows of one long run. */
-TEST(columns_of_a_large_matrix_are_gathered)
-{
-    static const size_t cuts[] = {2, 64, 512};
-    const size_t matrix[] = {1500, 4096};
-    const size_t bytes = matrix[0] * matrix[1];
-    unsigned char *data = noise(bytes), *got = malloc(bytes);
-    REQUIRE(data != NULL && got != NULL);
-    mls_stored_shard shard = store("matrix", data, bytes);
-    *(mls_part *)(uintptr_t)shard.part = part_at((mls_layout){0}, 2, matrix, 0);
-    for (size_t i = 0; i < 6; i++) {
-        const size_t parts = cuts[i / 2], width = matrix[1] / parts;
-        const size_t start = width * (parts - 1);
-        const mls_part to = part_at(cut(1, parts), 2, matrix, parts - 1);
-        size_t failed, wrong = 0;
-        const mls_read_range piece = {.shard = &shard, .to = &to, .data = got};
-        mls_read_request request = request_of(&piece, 1, four_threads);
-        request.crc = i % 2 == 0 ? crc : NULL;
-        CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
-        for (size_t row = 0; row < matrix[0]; row++) {
-            wrong += memcmp(got + row * width, data + row * matrix[1] + start, width) != 0
-                         ? 1
-                         : 0;
-        }
-        CHECK(wrong == 0);
-    }
-    drop(&shard);
-    free(data);
-    free(got);
-}
-
 /* ---- many small pieces ---- */
 
 enum { SMALL = 1200, SMALL_BYTES = 6000 };
@@ -786,16 +755,4 @@ TEST(disjoint_part_opens_no_file)
     request.progress = &progress;
     CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
     CHECK(atomic_load(&seen.calls) == 0 && failed == 99);
-}
-
-TEST(a_scalar_is_read)
-{
-    const mls_part scalar_part = {.rank = 0, .end = 1};
-    unsigned char got[8] = {0};
-    mls_stored_shard shard = store("scalar", (const unsigned char *)"12345678", 8);
-    shard.item_bytes = 8;
-    *(mls_part *)(uintptr_t)shard.part = scalar_part;
-    CHECK(read_one(&shard, &scalar_part, got, true, &status) == MLS_OK);
-    CHECK(memcmp(got, "12345678", 8) == 0);
-    drop(&shard);
 }

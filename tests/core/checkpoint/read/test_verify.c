@@ -147,47 +147,6 @@ TEST(index_without_shards_verifies)
     mls_problems_fini(&problems); /* zeroed */
 }
 
-/* Which tensor of the segment a problem names, and where. */
-static bool altered_in(const mls_problem *p, uint64_t offset)
-{
-    const mls_index_shard *shard = &s.index.shards[p->shard];
-    return p->kind == MLS_PROBLEM_ALTERED && p->shard != SIZE_MAX &&
-           shard->file == p->file && p->offset == shard->offset &&
-           p->bytes == shard->bytes && offset >= p->offset &&
-           offset < p->offset + p->bytes;
-}
-
-/* Every bit of the segment, but only one bit of each byte of padding. */
-TEST(every_flipped_bit_is_detected)
-{
-    store(2000);
-    const mls_index_file *file = file_of(C);
-    size_t length = 0, missed = 0, wrong = 0;
-    unsigned char *all = read_pool_file(file->path, &length);
-    REQUIRE(all != NULL && length == PAYLOAD + 67 && file->bytes == length);
-    for (size_t at = 0; at < length; at += EVERY(7)) {
-        const bool padding = at < PAYLOAD && all[at] == ' ' && all[at - 1] == ' ';
-        for (unsigned bit = padding ? 7 - at % 8 : 0; bit < 8; bit += padding ? 8 : 1) {
-            CHECK(flip(file->path, at, 1U << bit));
-            mls_problems problems = verify_with(NULL);
-            missed += problems.count == 0;
-            if (problems.count > 0) {
-                const mls_problem *p = problems.list;
-                const bool header =
-                    (p->kind == MLS_PROBLEM_HEADER || p->kind == MLS_PROBLEM_FOREIGN) &&
-                    p->shard == SIZE_MAX && p->offset == 0 && p->bytes == PAYLOAD;
-                wrong += problems.count != 1 || p->file != s.index.shards[C].file ||
-                         !(at < PAYLOAD ? header : altered_in(p, at));
-            }
-            mls_problems_fini(&problems);
-            CHECK(flip(file->path, at, 1U << bit));
-        }
-    }
-    CHECK(missed == 0 && wrong == 0);
-    CHECK(has_no_problems());
-    mls_free(all);
-}
-
 TEST(damage_is_reported_per_block)
 {
     static const size_t places[] = {

@@ -374,35 +374,6 @@ TEST(planned_index_can_be_read)
     mls_json_writer_fini(&built);
 }
 
-/* The items have no memory: planning uses only their metadata. */
-TEST(plan_needs_shapes_but_no_data)
-{
-    static const size_t shape[] = {1 << 20, 1 << 12};
-    mls_shard_item items[3];
-    items[0] = item_of("a", NULL, MLS_F32, 2, shape, NULL);
-    items[1] = item_of("b", NULL, MLS_BF16, 2, shape, NULL);
-    items[2] = item_of("c", NULL, MLS_U8, 1, shape, NULL);
-    items[1] = part_of(items[1], 0, 1 << 20, 7);
-    mls_shard_job job = job_of(items, 3, generations[0], NULL);
-    job.pack_below = 1 << 20;
-    mls_json_writer text = {0};
-    mls_index read = {0};
-    job.crc = crc;
-    REQUIRE(mls_write_plan_index(&job, &text, &status) == MLS_OK);
-    REQUIRE(mls_index_parse(text.data, text.length, crc, &read, &status) == MLS_OK);
-    CHECK(read.shard_count == 3 && read.file_count == 3);
-    CHECK(read.shards[0].bytes == (size_t)4 << 32 && read.shards[0].crc == 0);
-    CHECK(read.shards[1].bytes == 2 << 12 && read.shards[1].part == 7);
-    CHECK(read.files[read.shards[0].file].bytes ==
-          read.shards[0].offset + read.shards[0].bytes);
-    mls_index_fini(&read);
-    mls_json_writer_fini(&text);
-    items[1].part = 1 << 20;
-    CHECK(mls_write_plan_index(&job, &text, &status) == MLS_E_VALUE);
-    CHECK(text.length == 0);
-    mls_json_writer_fini(&text);
-}
-
 /* ---- compared with the committed index ---- */
 
 /* Five parameters that share a segment, and one with its own file. */
