@@ -87,7 +87,7 @@ def act_under_fault(scenario, request, rank, report):
 
 
 def run(scenario, request):
-    """Fork a child for each rank; how each ended: its status, and what it told."""
+    """Fork a child for each rank; return the status and the report of each."""
     acts = [partial(act_under_fault, scenario, request, rank) for rank in range(scenario.ranks)]
     children = [start_child(act) for act in acts]
     ends = []

@@ -40,7 +40,7 @@ def judge_end(fault, reports, status, others=()):
 
 
 def choose_fault(chance, counts):
-    """A call that fails once, or from then on; `counts` says how often each call happens."""
+    """A call that fails once, or from then on; `counts` has the number of each call."""
     call = chance.choice([name for name in ERRORS if counts.get(name)])
     how = chance.choice(ERRORS[call])
     onward = "+" if how != "EINTR" and chance.random() < 0.15 else ""  # else it never ends
