@@ -90,7 +90,6 @@ static void understand_fault(const char *fault)
     }
 }
 
-EXPORT void mls_shim_arm(void);
 EXPORT void mls_shim_arm(void)
 {
     char *object = getenv("MLS_ALLOC_OBJECT");
@@ -103,13 +102,11 @@ EXPORT void mls_shim_arm(void)
     shim.armed = true;
 }
 
-EXPORT void mls_shim_disarm(void);
 EXPORT void mls_shim_disarm(void)
 {
     shim.armed = false;
 }
 
-EXPORT long mls_shim_count(const char *name);
 EXPORT long mls_shim_count(const char *name)
 {
     for (int i = 0; i < KINDS; i++) {
@@ -120,13 +117,11 @@ EXPORT long mls_shim_count(const char *name)
     return -1;
 }
 
-EXPORT long mls_shim_hits(void);
 EXPORT long mls_shim_hits(void)
 {
     return shim.hits;
 }
 
-EXPORT void mls_shim_note(const char *text);
 EXPORT void mls_shim_note(const char *text)
 {
     (void)text; /* this library keeps no log */

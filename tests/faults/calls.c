@@ -201,7 +201,6 @@ EXPORT int creat(const char *path, mode_t mode)
 }
 
 /* Programs built with fortified headers call these. */
-EXPORT int __open_2(const char *path, int flags);
 EXPORT int __open_2(const char *path, int flags)
 {
     return shim_open(AT_FDCWD, path, flags, 0);

@@ -8,20 +8,15 @@ its pipe, and exits without cleaning up. The server prints the report and the ex
 line on standard output. Modules are imported once, so a fault costs milliseconds.
 """
 
-import ctypes
 import json
 import os
-import selectors
-import signal
 import sys
-import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import scenarios
-
-SHIM = ctypes.CDLL(None)
-HANG = "hang"
+from fault_children import SHIM, start_child, wait_for
 
 
 def calls():
@@ -67,75 +62,39 @@ def run_out(settings):
     return lambda: _testcapi.set_nomemory(n, n + 1)
 
 
-def act_under_fault(scenario, request, rank, pipe):
-    """Arm the shim, save or load, report. Runs in a child, and never returns."""
+def act_under_fault(scenario, request, rank, report):
+    """Arm the shim, save or load, and report; in a child."""
+    scenario.enter(rank, scenario.ranks, request["meeting"])
+    os.environ |= request["settings"][rank]
+    start = run_out(request["settings"][rank])
+    SHIM.mls_shim_arm()
     try:
-        scenario.enter(rank, scenario.ranks, request["meeting"])
-        for name, value in request["settings"][rank].items():
-            os.environ[name] = value
-        counts = SHIM.mls_shim_count
-        counts.restype = ctypes.c_long
-        start = run_out(request["settings"][rank])
-        SHIM.mls_shim_arm()
-        try:
-            if start:
-                start()
-            with warnings.catch_warnings(record=True) as warned:
-                report = act(scenario, request)
-            report["warned"] = [str(warning.message) for warning in warned]
-        except BaseException as error:
-            if start:
-                sys.modules["_testcapi"].remove_mem_hooks()
-            report = describe(error)
+        if start:
+            start()
+        with warnings.catch_warnings(record=True) as warned:
+            told = act(scenario, request)
+        told["warned"] = [str(warning.message) for warning in warned]
+    except BaseException as error:
         if start:
             sys.modules["_testcapi"].remove_mem_hooks()
-        SHIM.mls_shim_disarm()
-        report["counts"] = {name: counts(name.encode()) for name in CALLS}
-        report["hits"] = SHIM.mls_shim_hits()
-    except BaseException as error:
-        report = {"broken": repr(error)}
-    os.write(pipe, json.dumps(report).encode())
-    os._exit(0)
-
-
-def read_all(pipes, deadline):
-    """The data from each pipe until it was closed, or until the deadline."""
-    texts = [b""] * len(pipes)
-    with selectors.DefaultSelector() as waiting:
-        for index, pipe in enumerate(pipes):
-            waiting.register(pipe, selectors.EVENT_READ, index)
-        while waiting.get_map() and time.monotonic() < deadline:
-            for key, _ in waiting.select(deadline - time.monotonic()):
-                piece = os.read(key.fd, 1 << 16)
-                texts[key.data] += piece
-                if not piece:
-                    waiting.unregister(key.fd)
-    return texts
+        told = describe(error)
+    if start:
+        sys.modules["_testcapi"].remove_mem_hooks()
+    SHIM.mls_shim_disarm()
+    told["counts"] = {name: SHIM.mls_shim_count(name.encode()) for name in CALLS}
+    told["hits"] = SHIM.mls_shim_hits()
+    report("told", told)
 
 
 def run(scenario, request):
-    """Fork a child for each rank; how each ended: a code as in subprocess, or a hang."""
-    pids, pipes = [], []
-    for rank in range(scenario.ranks):
-        read_end, write_end = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(read_end)
-            act_under_fault(scenario, request, rank, write_end)
-        os.close(write_end)
-        pids.append(pid)
-        pipes.append(read_end)
-    deadline = time.monotonic() + request["seconds"]
-    texts = read_all(pipes, deadline)
+    """Fork a child for each rank; return the status and the report of each."""
+    acts = [partial(act_under_fault, scenario, request, rank) for rank in range(scenario.ranks)]
+    children = [start_child(act) for act in acts]
     ends = []
-    for pid, pipe, text in zip(pids, pipes, texts, strict=True):
-        os.close(pipe)
-        done, status = os.waitpid(pid, 0 if text or time.monotonic() < deadline else os.WNOHANG)
-        if done == 0:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        exit_code = HANG if done == 0 else os.waitstatus_to_exitcode(status)
-        ends.append({"exit": exit_code, "told": json.loads(text) if text else {}})
+    for child in children:
+        reports, status = wait_for(*child, request["seconds"])
+        told = dict(reports)
+        ends.append({"exit": status, "told": told.get("told", told)})
     return ends
 
 

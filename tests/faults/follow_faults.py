@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import replay
+from fault_children import SHIM, run_child, start_child, wait_for
 from fault_harness import ERRORS, KILLED, LOST_ERROR
 from follow_versions import (
     EMPTY,
@@ -37,16 +38,12 @@ from follow_versions import (
 )
 from json_checksums import text_with_checksum
 from seeded_faults import (
-    SHIM,
     choose_fault,
     choose_kill,
     judge_end,
     put_state,
-    run_child,
     run_program,
-    start_child,
     states_without_power,
-    wait_for,
 )
 
 import mlstate

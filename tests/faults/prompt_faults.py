@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 import prompt_model
+from fault_children import run_child, start_child, wait_for
 from fault_harness import KILLED
 from prompt_model import BLOCK, FINGERPRINT, match, put, wrong_records
 from seeded_faults import (
@@ -23,11 +24,8 @@ from seeded_faults import (
     choose_kill,
     judge_end,
     put_state,
-    run_child,
     run_program,
-    start_child,
     states_without_power,
-    wait_for,
 )
 
 from mlstate._core import PromptLog

@@ -299,23 +299,6 @@ def test_every_byte_of_a_manifest_flipped(tmp_path):
 
 
 @pytest.mark.parametrize("which", ["Manifest.json", "Data/com.apple.CoreML/model.mlmodel"])
-def test_a_fifo_does_not_block(tmp_path, which):
-    package = write_package(tmp_path / "m", SMALL)
-    (package / which).unlink()
-    os.mkfifo(package / which)
-    error = refused(package, f"{which}: not a regular file")
-    assert error.path == str(package)
-    (package / which).unlink()
-    (package / which).symlink_to("/dev/zero")
-    refused(package, "regular file")
-
-
-def test_a_bare_fifo_does_not_block(tmp_path):
-    os.mkfifo(tmp_path / "m.mlmodel")
-    refused(tmp_path / "m.mlmodel", "regular file")
-
-
-@pytest.mark.parametrize("which", ["Manifest.json", "Data/com.apple.CoreML/model.mlmodel"])
 def test_a_folder_or_a_loop_in_place_of_a_file(tmp_path, which):
     package = write_package(tmp_path / "m", SMALL)
     (package / which).unlink()

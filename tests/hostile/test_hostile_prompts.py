@@ -11,25 +11,15 @@ from mlstate._core import PromptLog, crc32c
 from mlstate.errors import FormatError, StoreError
 
 NAMES = ["store", "index", "used", "segment-00000001", "segment-00000002", "segment-99999999"]
+MAKERS = {
+    "fifo": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "outside": lambda path: path.symlink_to("../outside"),
+    "folder": os.mkdir,
+}
 
 
-def make_fifo(path):
-    os.mkfifo(path)
-
-
-def make_link(path):
-    path.symlink_to("/dev/zero")
-
-
-def make_link_out(path):
-    path.symlink_to("../outside")
-
-
-MAKERS = [make_fifo, make_link, make_link_out, lambda path: path.mkdir()]
-KINDS = ["fifo", "device", "outside", "folder"]
-
-
-@pytest.mark.parametrize("make", MAKERS, ids=KINDS)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_special_file_in_place_of_a_file_is_refused_or_missed(tmp_path, name, make):
     (tmp_path / "outside").write_bytes(b"not to be touched")

@@ -50,58 +50,51 @@ KINDS = {
 }
 
 
-def asset(folder, name):
-    """An .aimodel; return the path of one of its files."""
+def asset(folder):
+    """Write an .aimodel."""
     folder.mkdir()
     for file, data in AIMODEL.items():
         (folder / file).write_bytes(data)
-    return folder / name
 
 
-def package(folder, name):
-    """A copy of a Core ML package; return the path of one of its files."""
+def package(folder):
+    """Copy a Core ML package."""
     shutil.copytree(Path(mlstate.__file__).parent / "demo/data/model_256.mlpackage", folder)
-    return folder / name
 
 
-def weights(folder, name):
-    """A Hugging Face folder of two files; return the path of one of its files."""
+def weights(folder):
+    """Write a Hugging Face folder of two files."""
     write_folder(folder, STATE, files=2)
-    return folder / name
 
 
-def torch_weights(folder, name):
-    """A Hugging Face folder of two ``.bin`` files; return the path of one of its files."""
+def torch_weights(folder):
+    """Write a Hugging Face folder of two ``.bin`` files."""
     torch = pytest.importorskip("torch")
     folder.mkdir()
     files = {key: f"pytorch_model-0000{n}-of-00002.bin" for n, key in enumerate(STATE, 1)}
     for key, file in files.items():
         torch.save({key: torch.ones(1)}, folder / file)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
-    return folder / name
 
 
-def entries(folder, name):
-    """A folder of torch_checkpointing; return the path of one of its files."""
+def entries(folder):
+    """Write a folder of torch_checkpointing."""
     torch = pytest.importorskip("torch")
     folder.mkdir()
     for entry in ("model", "ema"):
         torch.save({"w": torch.ones(1)}, folder / f"{entry}_0.pt")
-    return folder / name
 
 
-def saved(folder, name):
-    """A checkpoint; return the path of one of its files, the first with this start."""
+def saved(folder):
+    """Save a checkpoint."""
     mlstate.save(folder, STATE)
-    return next(path for path in sorted(folder.rglob("*")) if name in str(path) and path.is_file())
 
 
-def dcp(folder, name):
-    """A checkpoint of torch; return the path of one of its files."""
+def dcp(folder):
+    """Write a checkpoint of torch."""
     pytest.importorskip("torch")
     mlstate.save(folder.with_name("source"), STATE)
     convert(folder.with_name("source"), folder, format="dcp")
-    return folder / name
 
 
 def convert(source, target, **keywords):
@@ -112,40 +105,42 @@ def converted(folder):
     convert(folder, folder.with_name("target"))
 
 
-# name -> (prepare, returning the path to replace; read, given the folder)
+def verified(folder):
+    """Raise the first problem that `verify` reports."""
+    report = verify(folder)
+    raise report.problems[0].as_error(report.path)
+
+
+# name -> (make the folder; the path to replace, which may be missing; read the folder)
 READERS = {
-    "coreai metadata": (lambda f: asset(f, "metadata.json"), verify_asset),
-    "coreai hash": (lambda f: asset(f, "main.hash"), verify_asset),
-    "coreai program": (lambda f: asset(f, "main.mlirb"), verify_asset),
-    "coreml manifest": (lambda f: package(f, "Manifest.json"), state_specs),
-    "coreml model": (
-        lambda f: package(f, "Data/com.apple.CoreML/model.mlmodel"),
-        state_specs,
-    ),
-    "index": (lambda f: weights(f, "model.safetensors.index.json"), mlstate.load),
-    "weights": (lambda f: weights(f, "model-00001-of-00002.safetensors"), mlstate.load),
-    "weights verify": (
-        lambda f: weights(f, "model-00002-of-00002.safetensors"),
-        lambda f: raised(verify(f)),
-    ),
-    "manifest": (lambda f: saved(f, "manifest.json"), mlstate.load),
-    "manifest verify": (lambda f: saved(f, "manifest.json"), lambda f: raised(verify(f))),
-    "checkpoint index": (lambda f: saved(f, "index/"), lambda f: inspect(f).files()),
-    "shard": (lambda f: saved(f, "params/"), mlstate.load),
-    "shard verify": (lambda f: saved(f, "params/"), lambda f: raised(verify(f))),
-    "lock": (lambda f: saved(f, "lock"), lambda f: mlstate.save(f, STATE)),
-    "dcp metadata": (lambda f: dcp(f, ".metadata"), converted),
-    "dcp data": (lambda f: dcp(f, "__0_0.distcp"), converted),
-    "dcp rest": (lambda f: dcp(f, "meta.pt"), converted),
-    "torch weights": (lambda f: torch_weights(f, "pytorch_model-00002-of-00002.bin"), converted),
-    "torch weights index": (lambda f: torch_weights(f, "pytorch_model.bin.index.json"), converted),
-    "torch entries": (lambda f: entries(f, "ema_0.pt"), converted),
+    "coreai metadata": (asset, "metadata.json", verify_asset),
+    "coreai hash": (asset, "main.hash", verify_asset),
+    "coreai program": (asset, "main.mlirb", verify_asset),
+    "coreml manifest": (package, "Manifest.json", state_specs),
+    "coreml model": (package, "Data/com.apple.CoreML/model.mlmodel", state_specs),
+    "index": (weights, "model.safetensors.index.json", mlstate.load),
+    "weights": (weights, "model-00001-of-00002.safetensors", mlstate.load),
+    "weights verify": (weights, "model-00002-of-00002.safetensors", verified),
+    "manifest": (saved, "manifest.json", mlstate.load),
+    "manifest verify": (saved, "manifest.json", verified),
+    "checkpoint index": (saved, "index/*", lambda f: inspect(f).files()),
+    "shard": (saved, "params/*", mlstate.load),
+    "shard verify": (saved, "params/*", verified),
+    "lock": (saved, "lock", lambda f: mlstate.save(f, STATE)),
+    "dcp metadata": (dcp, ".metadata", converted),
+    "dcp data": (dcp, "__0_0.distcp", converted),
+    "dcp rest": (dcp, "meta.pt", converted),
+    "torch weights": (torch_weights, "pytorch_model-00002-of-00002.bin", converted),
+    "torch weights index": (torch_weights, "pytorch_model.bin.index.json", converted),
+    "torch entries": (entries, "ema_0.pt", converted),
     "weights by path": (
-        lambda f: weights(f, "model-00001-of-00002.safetensors"),
+        weights,
+        "model-00001-of-00002.safetensors",
         lambda f: mlstate.load(f / "model-00001-of-00002.safetensors"),
     ),
     "index by path": (
-        lambda f: weights(f, "model.safetensors.index.json"),
+        weights,
+        "model.safetensors.index.json",
         lambda f: mlstate.load(f / "model.safetensors.index.json"),
     ),
 }
@@ -154,11 +149,6 @@ READERS = {
 def texts_of(error):
     """The text of an error, and the file that it names."""
     return f"{error} {getattr(error, 'path', None)} {getattr(error, 'filename', None)}"
-
-
-def raised(report):
-    """Raise the first problem of a report."""
-    raise report.problems[0].as_error(report.path)
 
 
 def replace(path, kind):
@@ -171,12 +161,16 @@ def replace(path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_special_file_in_a_folder_is_refused(tmp_path, reader, kind):
-    prepare, read = READERS[reader]
-    path = prepare(tmp_path / "m")
+    make, name, read = READERS[reader]
+    folder = tmp_path / "m"
+    make(folder)
+    path = next(folder.glob(name), folder / name)
     replace(path, kind)
     with pytest.raises(mlstate.MLStateError) as caught:
-        read(tmp_path / "m")
+        read(folder)
     assert path.name in texts_of(caught.value)
+    assert str(folder) in texts_of(caught.value)
+    assert kind == "folder" or reader == "lock" or "not a regular file" in str(caught.value)
 
 
 FILES = {
@@ -204,6 +198,7 @@ def test_a_special_file_is_refused(tmp_path, suffix, kind):
         with pytest.raises((mlstate.MLStateError, OSError)) as caught:
             read(path)
         assert path.name in texts_of(caught.value)
+        assert kind == "folder" or "regular file" in str(caught.value)
     assert not (tmp_path / "target").exists()
 
 

@@ -6,8 +6,8 @@ The ordinary run injects a share of the faults; `make faults-store` injects all 
 import os
 import warnings
 
-import numpy as np
 import pytest
+from published_weights import check_version, model_of, zeros
 from s3_fault_proxy import KINDS, at, at_random, since
 
 import mlstate
@@ -20,26 +20,6 @@ RANDOM_FAULTS = 800 if FULL else 8
 READING = [*KINDS, "flipped"][:: 1 if FULL else 3]
 WRITING = KINDS[:: 1 if FULL else 3]
 pytestmark = pytest.mark.filterwarnings("ignore:old files of the checkpoint were not deleted")
-
-
-def model_of(step):
-    """The weights of a step: all versions differ in both tensors."""
-    model = {"w": np.zeros((60, 80), np.float32), "b": np.full(7, float(step))}
-    model["w"].flat[: 5 * step + 1] = step
-    return model
-
-
-def zeros():
-    return {name: np.zeros_like(array) for name, array in model_of(0).items()}
-
-
-def check_version(follower, into):
-    """Check that the arrays have the bits of the follower's version; return its step."""
-    step = follower.version
-    expected = zeros() if step is None else model_of(step)
-    for name, array in expected.items():
-        assert into[name].tobytes() == array.tobytes(), f"a mixture: {name!r} is not of {step}"
-    return step
 
 
 class Case:
@@ -161,11 +141,10 @@ def test_a_publisher_that_another_one_overtakes_in_a_call_raises(url, store):
 
 
 CHILD = """
-import sys, numpy as np
+import sys
 from mlstate.follow import Publisher
-model = {"w": np.zeros((60, 80), np.float32), "b": np.full(7, 70.0)}
-model["w"].flat[: 5 * 70 + 1] = 70
-Publisher(sys.argv[1], storage_options=eval(sys.argv[2])).publish(70, model)
+from published_weights import model_of
+Publisher(sys.argv[1], storage_options=eval(sys.argv[2])).publish(70, model_of(70))
 """
 
 

@@ -4,6 +4,7 @@ import errno
 import socket
 import threading
 import time
+from contextlib import closing, contextmanager
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -118,9 +119,8 @@ def access(address, **more):
 @pytest.fixture(params=SERVERS)
 def dead(request):
     """The address of a server that never completes an answer."""
-    server = SERVERS[request.param]()
-    yield server.listener.getsockname()
-    server.close()
+    with closing(SERVERS[request.param]()) as server:
+        yield server.listener.getsockname()
 
 
 @pytest.mark.parametrize("call", ["load", "save"])
@@ -134,43 +134,41 @@ def test_every_call_gives_up_a_dead_server_in_time(dead, call):
     fail_in_time(dead, call)
 
 
+@contextmanager
+def failure_in_time():
+    """The block must raise a StoreError in twice the time limit."""
+    begin = time.perf_counter()
+    with pytest.raises(StoreError) as caught:
+        yield caught
+    assert time.perf_counter() - begin < 2 * SECONDS
+
+
 def fail_in_time(address, call, **more):
     """Make a call, which must fail in twice the time limit."""
     more = more or {"client_options": {"allow_http": True}}
-    begin = time.perf_counter()
-    with pytest.raises(StoreError) as caught:
+    with failure_in_time() as caught:
         CALLS[call](access(address, timeout_seconds=SECONDS, **more))
-    assert time.perf_counter() - begin < 2 * SECONDS
     assert caught.value.errno in (errno.ETIMEDOUT, errno.ECONNREFUSED, errno.EIO)
 
 
 def test_the_limit_holds_with_options_of_the_environment(monkeypatch):
-    server = Silent(b"")
-    try:
+    with closing(Silent(b"")) as server:
         fail_in_time(server.listener.getsockname(), "load", allow_http="true")
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-        begin = time.perf_counter()
-        with pytest.raises(StoreError):
-            mlstate.load(URL, storage_options=access(server.listener.getsockname(),
-                                                     timeout_seconds=SECONDS))  # fmt: skip
-        assert time.perf_counter() - begin < 2 * SECONDS
-    finally:
-        server.close()
+        options = access(server.listener.getsockname(), timeout_seconds=SECONDS)
+        with failure_in_time():
+            mlstate.load(URL, storage_options=options)
 
 
 def test_options_of_the_client_take_precedence():
-    server = Silent(b"")
-    try:
-        begin = time.perf_counter()
-        with pytest.raises(StoreError):
-            mlstate.load(URL, storage_options=access(
-                server.listener.getsockname(), timeout_seconds=SECONDS, read_timeout="200ms",
-                client_options={"allow_http": True}, retry_config={"max_retries": 0},
-            ))  # fmt: skip
+    with closing(Silent(b"")) as server:
+        options = access(
+            server.listener.getsockname(), timeout_seconds=SECONDS, read_timeout="200ms",
+            client_options={"allow_http": True}, retry_config={"max_retries": 0},
+        )  # fmt: skip
+        with failure_in_time():
+            mlstate.load(URL, storage_options=options)
         assert len(server.connections) > 2
-        assert time.perf_counter() - begin < 2 * SECONDS
-    finally:
-        server.close()
 
 
 @pytest.fixture
@@ -213,10 +211,8 @@ def test_silent_server_fails_the_load_within_the_timeout(store):
         answer_bytes = link.answered
         for part in (0.2, 0.5, 0.9):
             link.silent_after = link.answered + int(part * answer_bytes)
-            begin = time.perf_counter()
-            with pytest.raises(StoreError):
+            with failure_in_time():
                 mlstate.load("gs://bucket/run", storage_options=options)
-            assert time.perf_counter() - begin < 2 * SECONDS
             link.silent_after = None
 
 

@@ -6,6 +6,7 @@ the check and the write of moto are not atomic.
 
 import collections
 import http.client
+import os
 import random
 import signal
 import socketserver
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 
+import child
 import pytest
 from object_server_base import BUCKET, QuietHandler
 
@@ -218,16 +220,16 @@ class StoreServer:
         Returns whether it has written a manifest before.
         """
         command = [sys.executable, "-c", program, url, repr(self.options())]
-        child = subprocess.Popen(command)
+        process = subprocess.Popen(command, env=os.environ | child.PATHS)
 
         def kill(got, method, path):
             if got == number:
-                child.send_signal(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
                 return "drop"
             return None
 
         self.faults.reset(kill)
-        assert child.wait(60) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
         sent = self.faults.log[:number]
         self.faults.reset()
         return any(method == "PUT" and path.endswith("/manifest.json") for method, path in sent)
