@@ -321,23 +321,6 @@ def test_damaged_steps_do_not_count_to_keep(tmp_path, damage, again):
     assert not mlstate.verify(tmp_path).leftover
 
 
-@pytest.mark.parametrize("how", ["restore", "restore_latest"])
-def test_steps_that_were_found_damaged_do_not_count_to_keep(tmp_path, how):
-    manager = CheckpointManager(tmp_path, keep=2)
-    save_all(manager, 1, 2)
-    flip(manager, 2)
-    if how == "restore":
-        with pytest.raises(mlstate.ChecksumError):
-            manager.restore(2)
-    else:
-        with pytest.warns(UserWarning, match="cannot be restored"):
-            assert manager.restore_latest().step == 1
-    manager.save(3, state(3))
-    assert manager.steps() == [1, 2, 3]
-    manager.save(4, state(4))
-    assert manager.steps() == [3, 4]
-
-
 def test_warning_omits_steps_kept_because_of_damage(tmp_path):
     first = CheckpointManager(tmp_path)
     save_all(first, 1, 2, 3)

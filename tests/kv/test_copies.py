@@ -9,7 +9,7 @@ import pytest
 from kv_model import ALL_DTYPES, assert_same_bits, dtype_of, random_bits
 
 from mlstate import CapacityError, _core
-from mlstate.coreml import FakeMLState, StateManager, StateSpec
+from mlstate.coreml import FakeMLState
 from mlstate.kv import (
     CacheEntry,
     CacheSpec,
@@ -345,21 +345,18 @@ class Model:
         raise AssertionError("no state is needed")
 
 
-def models(kind):
-    if kind == "coreml":
-        return StateManager({8: Model(), 16: Model()}, specs=coreml_specs())
-    coreai = pytest.importorskip("mlstate.coreai")
-    spec = coreai.StateSpec("k", (1, 1, 8, 4), np.dtype("float16"))
-    wide = coreai.StateSpec("k", (1, 1, 16, 4), np.dtype("float16"))
-    return coreai.StateManager({8: object(), 16: object()}, specs={8: {"k": spec}, 16: {"k": wide}})
-
-
-def coreml_specs():
-    return {size: {"k": StateSpec("k", (1, 1, size, 4), np.dtype("float16"))} for size in (8, 16)}
+def manager_of(kind):
+    package = pytest.importorskip(f"mlstate.{kind}")
+    shapes = {size: (1, 1, size, 4) for size in (8, 16)}
+    specs = {
+        size: {"k": package.StateSpec("k", shape, np.dtype("float16"))}
+        for size, shape in shapes.items()
+    }
+    return package.StateManager(dict.fromkeys(specs, Model()), specs=specs)
 
 
 @pytest.mark.parametrize("kind", ["coreml", "coreai"])
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_manager_that_owns_a_state_refuses_to_be_copied(kind, make):
     with pytest.raises(TypeError, match="StateManager cannot be copied or pickled"):
-        make(models(kind))
+        make(manager_of(kind))

@@ -14,8 +14,9 @@ from pathlib import Path
 import child
 import numpy as np
 import pytest
+from rank_threads import run_local
 from test_save import every_kind, native, random
-from thread_team import num_threads, run_in_threads
+from thread_team import num_threads
 
 import mlstate
 from mlstate import CollectiveError, CompatibilityError, OptimizerStateDict, StoreError, _core
@@ -31,7 +32,10 @@ from mlstate.checkpoint import (
 from mlstate.collectives import LocalGroup
 
 SECONDS = 20
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
 
 
 def bytes_of(state):
@@ -388,13 +392,9 @@ def test_cancelling_leaves_the_old_checkpoint(path, paused):
     assert inspect(path).step == 1
     assert len(list(path.rglob("*.safetensors"))) == 1
     assert mlstate.save(path, {"w": np.ones(3)}, step=3).step == 3
-    assert not save_async_done(path).cancel()
-
-
-def save_async_done(path):
     handle = save_async(path, {"w": np.ones(3)})
     handle.wait()
-    return handle
+    assert not handle.cancel()
 
 
 @pytest.mark.parametrize("managed", [False, True])
@@ -463,7 +463,6 @@ def test_ctrl_c_ends_the_waiting_and_not_the_save(path, paused):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_does_not_disturb_the_save(path, paused):
     state = {f"w{i}": random((3000 + i,), seed=i) for i in range(9)}
     handle = save_async(path, state, max_staging_bytes="50 kB")
@@ -603,18 +602,14 @@ def shards(group, step):
     }
 
 
-def spoil_shards(state):
-    for value in state.values():
-        getattr(value, "array", value)[...] = -1
-
-
 def save_as_rank(group, path, budget):
     """The work of each rank: two saves, with the state overwritten as soon as that is allowed."""
     for step in (1, 2):
         state = shards(group, step)
         handle = save_async(path, state, step=step, group=group, max_staging_bytes=budget)
         handle.staged(SECONDS)
-        spoil_shards(state)
+        for value in state.values():
+            getattr(value, "array", value)[...] = -1
         assert handle.wait(SECONDS).step == step
         assert handle.progress()[0] > 0
     return "good"
@@ -629,18 +624,10 @@ def check_ranks(path, step=2):
 
 @pytest.mark.parametrize("budget", [None, 5000, 0])
 def test_ranks_that_are_threads(path, budget):
-    groups = LocalGroup.threads(2)
-
-    def work(rank):
-        return save_as_rank(groups[rank], path, budget)
-
-    assert run_in_threads(work, 2, seconds=2 * SECONDS) == ["good", "good"]
+    assert run_local(lambda group: save_as_rank(group, path, budget)) == ["good", "good"]
     check_ranks(path)
-    for group in groups:
-        group.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_ranks_that_are_processes(path):
     assert LocalGroup.run(save_as_rank, 2, path, 5000, timeout=60) == ["good", "good"]
     check_ranks(path)
@@ -668,7 +655,6 @@ def fail_as_rank(group, path, victim):
 
 
 @pytest.mark.parametrize("victim", ["dtype", "progress", "cancelled"])
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_rank_that_fails_is_named_by_the_others(path, victim):
     other_error, own_error = LocalGroup.run(fail_as_rank, 2, path, victim, timeout=60)
     assert other_error[0] == "CollectiveError"
@@ -699,7 +685,6 @@ def die_as_rank(group, path, moment):
 
 @pytest.mark.parametrize("moment", ["staging", "writing", "written"])
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL among processes")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_rank_that_dies_leaves_the_old_checkpoint(path, moment):
     with pytest.raises(CollectiveError):
         LocalGroup.run(die_as_rank, 2, path, moment, timeout=60)

@@ -203,12 +203,13 @@ def test_ranks_save_their_rows(path):
     assert np.concatenate(halves).tobytes() == array.tobytes()
 
 
-def test_steps_share_layers_and_go_one_by_one(path):
-    state, copies = {"e": table(density=0.4)}, {}
+@pytest.mark.parametrize("codec", [None, "zlib"])
+def test_steps_share_layers_and_go_one_by_one(path, codec):
+    state, copies = {"e": table(density=0.4).round(1)}, {}
     manager = CheckpointManager(path, keep=3)
+    options = {"sparse": True, "incremental": True, "compress": codec, "pack_below_bytes": 0}
     for step in range(12):
         state["e"][3 * step : 3 * step + 2] = step
-        options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
         if step % 2:
             manager.save(step, model=state, **options)
         else:
@@ -218,6 +219,7 @@ def test_steps_share_layers_and_go_one_by_one(path):
             array = manager.restore(old).model["e"]
             assert array.tobytes() == copies[old].tobytes(), (step, old)
     assert manager.steps() == [9, 10, 11]
+    assert [tensor.codec for tensor in manager.checkpoint(11).tensors()] == [codec]
     manager.delete(9)
     manager.delete(10)
     assert manager.restore_latest().model["e"].tobytes() == state["e"].tobytes()

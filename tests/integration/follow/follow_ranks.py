@@ -1,9 +1,7 @@
 """The ranks of test_follow_torch.py: modules of FSDP2, tensor parallelism and DDP publish."""
 
-import tempfile
-from pathlib import Path
-
 import torch
+from group_model import shared_folder
 from sharded_models import model, sharded, trained
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,32 +15,28 @@ from mlstate.checkpoint import Layout
 from mlstate.follow import Follower, Publisher
 
 
-def shared_folder(group):
-    """A new folder of rank 0, as all ranks know it."""
-    own_folder = tempfile.mkdtemp() if group.rank == 0 else ""
-    return Path(group.gather_bytes(own_folder.encode())[0].decode()) / "weights"
-
-
 def whole(module):
-    """The whole tensors of a sharded module."""
+    """The whole tensors of a module, which may be sharded or in DDP."""
     return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        name.removeprefix("module."): (
+            value.full_tensor() if isinstance(value, DTensor) else value
+        ).clone()
         for name, value in module.state_dict().items()
     }
 
 
 def follow_steps(group, module, copy, steps=3):
-    """Train, publish, follow with a module that is not sharded, and compare."""
-    folder = shared_folder(group)
+    """Train, publish, follow with another module, and compare."""
+    folder = shared_folder(group) / "weights"
     publisher, follower = Publisher(folder, group=group), Follower(folder, into=copy)
     for step in range(steps):
         publisher.publish(step, module)
         assert follower.advance() == step
         follower.verify()
-        expected = {name.removeprefix("module."): value for name, value in whole(module).items()}
-        for name, value in expected.items():
-            assert copy.state_dict()[name].dtype == value.dtype
-            assert torch.equal(copy.state_dict()[name], value), (step, name)
+        copied = whole(copy)
+        for name, value in whole(module).items():
+            assert copied[name].dtype == value.dtype
+            assert torch.equal(copied[name], value), (step, name)
         group.barrier()
         trained(module, make=torch.optim.SGD, dtype=next(module.parameters()).dtype)
     if group.rank == 0:
@@ -62,16 +56,7 @@ def fsdp2_in_bfloat16_is_followed(group):
 
 @scenario
 def fsdp2_is_followed_by_fsdp2(group):
-    module, copy = sharded(model()), sharded(model(seed=5))
-    folder = shared_folder(group)
-    publisher, follower = Publisher(folder, group=group), Follower(folder, into=copy)
-    for step in range(3):
-        publisher.publish(step, module)
-        follower.advance()
-        follower.verify()
-        for name, value in whole(module).items():
-            assert torch.equal(whole(copy)[name], value), name
-        trained(module)
+    follow_steps(group, sharded(model()), sharded(model(seed=5)))
 
 
 @scenario
@@ -91,7 +76,7 @@ def fsdp2_and_tensor_parallel_ranks_are_followed_by_other_ranks(group):
         module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
     )
     fully_shard(module, mesh=mesh["fsdp"])
-    folder = shared_folder(group)
+    folder = shared_folder(group) / "weights"
     publisher = Publisher(folder, group=group)
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     layouts = [

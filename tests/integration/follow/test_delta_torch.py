@@ -31,6 +31,16 @@ def random_pair(dtype, shape=(60, 71), density=0.02, device="cpu"):
     return [array.reshape(-1).view(dtype).reshape(shape).to(device) for array in pair]
 
 
+def assert_applied_and_undone(base, new):
+    """Change a tensor by the delta to another one, and back; return the delta."""
+    delta, log, before = compare_arrays(base, new), [], base.clone()
+    apply_delta(base, delta, log)
+    assert torch.equal(bits(base), bits(new))
+    roll_back(log)
+    assert torch.equal(bits(base), bits(before))
+    return delta
+
+
 @pytest.fixture
 def operations():
     from mlstate.integrations.torch._tensors import delta
@@ -41,14 +51,9 @@ def operations():
 @pytest.mark.parametrize("name", DTYPES)
 def test_tensors_in_main_memory_are_compared_and_changed_in_place(name):
     base, new = random_pair(getattr(torch, name))
-    delta, log = compare_arrays(base, new), []
     version = base._version
-    before = base.clone()
-    apply_delta(base, delta, log)
-    assert torch.equal(bits(base), bits(new))
-    assert base._version > version
-    roll_back(log)
-    assert torch.equal(bits(base), bits(before))
+    assert_applied_and_undone(base, new)
+    assert base._version > version + 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,12 +114,9 @@ def test_operations_of_torch_refuse_damaged_deltas(operations, device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_deltas_on_cuda_go_through_the_public_functions():
     base, new = random_pair(torch.bfloat16, (1024, 512), device="cuda")
-    delta, log, before = compare_arrays(base, new), [], base.clone()
+    log, before = [], base.clone()
+    delta = assert_applied_and_undone(base, new)
     assert delta.crc32c == compare_arrays(base.cpu(), new.cpu()).crc32c
-    apply_delta(base, delta, log)
-    assert torch.equal(bits(base), bits(new))
-    roll_back(log)
-    assert torch.equal(bits(base), bits(before))
     base[0, 0] += 1
     with pytest.raises(ChecksumError):
         apply_delta(base, delta, log)
@@ -134,9 +136,6 @@ def test_parameters_with_gradients_are_changed_without_autograd():
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="needs packed floats")
 def test_packed_floats_are_compared_by_their_bytes():
-    base, new = (array.view(torch.float4_e2m1fn_x2) for array in random_pair(torch.uint8))
-    delta, log, before = compare_arrays(base, new), [], base.clone()
-    apply_delta(base, delta, log)
-    assert torch.equal(bits(base), bits(new))
-    roll_back(log)
-    assert torch.equal(bits(base), bits(before))
+    assert_applied_and_undone(
+        *(array.view(torch.float4_e2m1fn_x2) for array in random_pair(torch.uint8))
+    )

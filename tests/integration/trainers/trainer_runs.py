@@ -14,6 +14,7 @@ import torch
 import transformers
 import transformers.trainer
 from regression import Data, Model, digest
+from transformers_job import arguments_of
 
 from mlstate.checkpoint import CheckpointManager
 from mlstate.integrations.transformers import MLStateCallback
@@ -42,8 +43,7 @@ class Recorder(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **objects):
         self.digests.setdefault(state.global_step, set()).add(digest_of(objects))
 
-    def on_evaluate(self, args, state, control, **objects):
-        self.digests.setdefault(state.global_step, set()).add(digest_of(objects))
+    on_evaluate = on_step_end
 
 
 def digest_of(objects):
@@ -139,18 +139,7 @@ def options_of(chance):
 
 
 def trainer_of(folder, callbacks, seed, **options):
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=4,
-        learning_rate=0.05,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        dataloader_pin_memory=False,
-        seed=seed,
-        **options,
-    )
+    arguments = arguments_of(folder, seed=seed, **options)
     torch.manual_seed(seed)
     data = Data(24)
     return transformers.Trainer(

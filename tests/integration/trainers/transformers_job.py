@@ -1,4 +1,4 @@
-"""A training with transformers.Trainer that resumes, for test_transformers.py.
+"""A training with transformers.Trainer that resumes, for test_trainer_runs.py.
 
 Usage: transformers_job.py FOLDER, alone or started by torch.distributed.run. Prints a line for
 each step, and "done" with the digest of the weights and of the optimizer's states.
@@ -23,24 +23,26 @@ class Printer(transformers.TrainerCallback):
         print("step", state.global_step, flush=True)
 
 
-def trainer_of(folder, **keywords):
-    """Return a Trainer that saves every second step."""
-    arguments = transformers.TrainingArguments(
+def arguments_of(folder, **keywords):
+    """Return the arguments of a short training on the CPU, which prints nothing."""
+    return transformers.TrainingArguments(
         str(folder),
-        num_train_epochs=2,
         per_device_train_batch_size=4,
         learning_rate=0.05,
-        save_steps=2,
-        save_only_model=True,
-        save_total_limit=2,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
-        ddp_backend="gloo" if "RANK" in os.environ else None,
         dataloader_pin_memory=False,
         **keywords,
     )
+
+
+def trainer_of(folder):
+    """Return a Trainer that saves every second step."""
+    options = {"save_steps": 2, "save_only_model": True, "save_total_limit": 2}
+    backend = "gloo" if "RANK" in os.environ else None
+    arguments = arguments_of(folder, num_train_epochs=2, ddp_backend=backend, **options)
     return transformers.Trainer(
         Model(), arguments, train_dataset=Data(48), callbacks=[MLStateCallback(), Printer()]
     )
