@@ -60,9 +60,9 @@ def exchange(
 ) -> list[Any]:
     """Return the result of `prepare` on each rank, in rank order; or raise on every rank.
 
-    All ranks must call this. Results travel as JSON, so tuples become lists. A rank on which
-    `prepare` fails raises that error; the others raise a CollectiveError that names it. `timeout`:
-    seconds, None for the group's.
+    All ranks must call this. `operation`: name of the user's call, for errors. Results travel as
+    JSON, so tuples become lists. A rank on which `prepare` fails raises that error; the others
+    raise a CollectiveError that names it. `timeout`: seconds, None for the group's.
     """
     import json
 
@@ -615,10 +615,11 @@ def open_exchange(
 ) -> tuple[Any, list[list[Entry]], list[list[Entry]]]:
     """Check that options agree; then prepare, and exchange entries and sent entries.
 
-    `options` returns this rank's options by name. `prepare` returns a value of this rank, the
-    entries of its state, and those that it sends. Returns the value, and both lists of entries by
-    rank. Options are checked first, because `prepare` may need all ranks. If either function fails
-    on a rank, or options differ, every rank raises.
+    `operation`, `timeout`: as for `exchange`. `options` returns this rank's options by name.
+    `prepare` returns a value of this rank, the entries of its state, and those that it sends.
+    Returns the value, and both lists of entries by rank. Options are checked first, because
+    `prepare` may need all ranks. If either function fails on a rank, or options differ, every rank
+    raises.
     """
     _check_same_options(operation, group.rank, exchange(group, operation, timeout, options))
     values: list[Any] = []
