@@ -398,8 +398,8 @@ static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
     return result;
 }
 
-/* Return {key: array} with new arrays; NULL with an exception set. They are created
- * during the read: allocating memory for many arrays takes a while. */
+/* Return {key: array} with new arrays, created during the read, see read_all: allocating
+ * memory for many arrays takes a while. NULL with an exception set. */
 static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = NULL;

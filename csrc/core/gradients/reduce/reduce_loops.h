@@ -193,9 +193,9 @@ MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_
     return i;
 }
 
-/* Does the same as add_steps with bfloat16 in dst and src, a full register of items at a
- * time: one shift or mask turns each half of a pair into a float, so no widening is
- * needed. */
+/* Adds scale * src to dst like add_steps, and returns the number of items done. Both have
+ * bfloat16, a full register of items at a time: one shift or mask turns each half of a
+ * pair into a float, so no widening is needed. */
 MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src, size_t n,
                              float scale)
 {
