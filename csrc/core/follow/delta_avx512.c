@@ -118,8 +118,8 @@ DEFINE_COMPARE(2)
 DEFINE_COMPARE(4)
 DEFINE_COMPARE(8)
 
-/* Compare items of 16 bytes as pairs of 8 bytes. A pair that differs in both halves is
- * stored once. */
+/* The comparison of a kernel (see mls_delta_compare) for items of 16 bytes, as pairs of 8
+ * bytes. The number of an item that differs in both halves is stored once. */
 MLS_TARGET static size_t compare_16(const unsigned char *a, const unsigned char *b,
                                     size_t count, uint16_t *numbers)
 {

@@ -133,9 +133,9 @@ PyObject *mlspy_ring_positions(const mls_kv_ring *ring)
     return array;
 }
 
-/* Read the numbers of a ring: its sinks, the tokens appended so far, and the rotation of
- * the slots after the sinks (see mls_kv_ring_borrow). Returns -1 with an exception set.
- */
+/* Read the three `numbers` of a ring: its `sinks`, the `length` in tokens appended so
+ * far, and the `shift` of the slots after the sinks (see mls_kv_ring_borrow). Returns -1
+ * with an exception set. */
 static int take_ring(const mlspy_state *state, PyObject *const *numbers, size_t *sinks,
                      size_t *length, size_t *shift)
 {
