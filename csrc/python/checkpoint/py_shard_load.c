@@ -101,7 +101,7 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
     return 0;
 }
 
-/* As mlspy_check, with the checkpoint's path in the exception. */
+/* As mlspy_check (returns 0 or -1), with the checkpoint's path in the exception. */
 static int check_core(const load_job *job, mls_code code, const mls_status *st)
 {
     if (code != MLS_OK) {

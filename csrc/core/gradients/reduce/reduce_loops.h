@@ -505,8 +505,9 @@ MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const 
     }
 }
 
-/* Does the same as sum_pairs for bfloat16, with sum_full; the lanes are then in the order
- * of QUARTERS. `count` and `divides` are constants. */
+/* Does the same as sum_pairs for bfloat16, with sum_full, and returns the number of items
+ * done too; the lanes are then in the order of QUARTERS. `count` and `divides` are
+ * constants. */
 MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
                                   const void *const *sources, size_t count, size_t start,
                                   size_t n, float divisor, bool divides)
