@@ -310,8 +310,8 @@ class Gathering(_Transfer):
     def _prepare(self, state: Mapping[str, Any], tensors: list[Tensor], verify: bool) -> Any:
         """Do on this rank, before the transfer, all that may fail.
 
-        Allocates `wholes` on the root. Returns the digests of this rank's replicas; without
-        `verify`, an empty list.
+        `state`: of this rank. `tensors`: of all ranks. Allocates `wholes` on the root. Returns the
+        digests of this rank's replicas; without `verify`, an empty list.
         """
         digests = _digests(state, tensors, self.group.rank) if verify else []
         self.wholes: dict[str, Any] = {}  # assembled tensors; on the root only
@@ -325,8 +325,9 @@ class Gathering(_Transfer):
     def _jobs(self, state: Mapping[str, object], tensors: list[Tensor]) -> list[Job]:
         """Copy the root's own parts into `wholes`; return the other transfers to the root.
 
-        They are in one order on all ranks. Of several ranks with a part, the first sends it. Whole
-        arrays need no transfer: the root has them.
+        `state`: of this rank. `tensors`: of all ranks. The transfers are in one order on all ranks.
+        Of several ranks with a part, the first sends it. Whole arrays need no transfer: the root
+        has them.
         """
         jobs = []
         for tensor in tensors:

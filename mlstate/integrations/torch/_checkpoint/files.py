@@ -323,7 +323,8 @@ def write_pt(
 ) -> None:
     """Atomically write a file that ``torch.load`` reads with ``weights_only``.
 
-    `target`: the path. Parts that are None or empty are left out.
+    `target`: the path; its old content is replaced. `states`: further states by name. Parts that
+    are None or empty are left out.
     """
     tree = tree_of(model, optimizer, metadata, states)
     with replacing(target.path, target) as file:
@@ -389,8 +390,8 @@ def write_dcp(
 ) -> None:
     """Write a directory that torch.distributed.checkpoint reads, in place of an old one.
 
-    Parts that are None or empty are left out. Raises ValueError if `target` exists and is not such
-    a checkpoint.
+    `states`: further states by name. Parts that are None or empty are left out. Raises ValueError
+    if `target` exists and is not such a checkpoint.
     """
     import torch.distributed.checkpoint as dcp
 

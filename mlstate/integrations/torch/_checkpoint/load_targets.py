@@ -489,10 +489,10 @@ class OptimizerFilling(Filling):
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
     def _is_number(self, key: str, slot: ParameterSlot, saved: Any, numbers: set[str]) -> bool:
-        """Return whether a state is to be a number: as saved, or as the optimizer has it.
+        """Return whether the state `key` is to be a number: as saved, or as the optimizer has it.
 
-        `numbers`: keys that the saved groups record as numbers; without groups, the optimizer
-        decides.
+        `slot`: of its parameter. `saved`: the saved parameter groups. `numbers`: keys that these
+        record as numbers; without groups, the optimizer decides.
         """
         if saved.param_groups:
             return key in numbers
@@ -760,9 +760,10 @@ class OptimizerFilling(Filling):
         return {"state": states, "param_groups": groups}
 
     def _drop_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
-        """Remove a state that was not saved; the optimizer creates it again if needed.
+        """Remove the `state` of the parameter of `slot`, which was not saved.
 
-        In a flat parameter whose other parameters keep the state, its run becomes zeros instead.
+        The optimizer creates it again if needed. `value`: its present value. In a flat parameter
+        whose other parameters keep the state, its run becomes zeros instead.
         """
         if slot.run is not None and self._is_shared(slot, state):
             if hasattr(value, "numel") and value.numel() == slot.owner.numel():
