@@ -145,7 +145,7 @@ def _linux_processor() -> str | None:
 
 
 def _mac_processor() -> str | None:
-    """Return the name that macOS reports, such as ``Apple M2``."""
+    """Return the processor's name from macOS, such as ``Apple M2``; None if it is not known."""
     command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
@@ -167,7 +167,10 @@ def _processor_count() -> int:
 
 
 def _setting(name: str) -> str | None:
-    """Return a setting of transparent huge pages; if it lists several, the one in brackets."""
+    """Return the setting `name` of transparent huge pages; None if the system has none.
+
+    If the file lists several values, it is the one in brackets.
+    """
     try:
         text = (_HUGE_PAGES / name).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def _checked(name: object, value: object) -> object:
-    """Refuse values that are not whole arrays, with a hint; the core checks all others."""
+    """Return `value`; raise TypeError, with a hint, for a Shard, a number, a text or a list.
+
+    `name`: its name in the state, for the error. The core checks all other values.
+    """
     if isinstance(value, Shard):
         raise TypeError(
             f"{name!r} is a Shard, part {value.index} of {value.layout.parts}: state files hold "
@@ -134,13 +137,20 @@ def save_file(
 
 
 def _recorded_index(path: str, record: Record) -> _core.MergedIndex:
-    """Return the tensors of a file after a comparison of its header with a record."""
+    """Return the index of the file `path`, after its header was compared with `record`.
+
+    Raises ChecksumError or FormatError if the header or the size has changed.
+    """
     folder, name = os.path.split(os.path.abspath(path))
     return _core.MergedIndex.of_files(folder, (name,), (record,))
 
 
 def _load_recorded(path: str, record: Record, mmap: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arrays, in file order, and the texts of a file with recorded checksums."""
+    """Return the arrays, in file order, and the metadata texts of a file with recorded checksums.
+
+    `record`: its checksums, which all bytes are compared with. `mmap`: return read-only views of
+    the file. Raises ChecksumError, or FormatError for another size, if the file has changed.
+    """
     merged = _recorded_index(path, record)
     shards = sorted(merged.shards(), key=lambda shard: (shard[6], shard[7]))  # offset, size
     keys = [shard[1] for shard in shards]

@@ -215,10 +215,10 @@ class Target(NamedTuple):
             os.rename(new, old)
 
     def _swap_by_steps(self, new: str, old: str) -> None:
-        """Rename as `_swap` does, for a system that cannot exchange two names at once.
+        """Rename `new` to the target and the target's content to `old`, one after the other.
 
-        If files can have links, a file exists at the target at any moment, even if the process is
-        killed.
+        For systems that cannot exchange two names at once. If files can have links, a file exists
+        at the target at any moment, even if the process is killed.
         """
         if self._is_linked(new, old):
             os.rename(new, self.path)

@@ -501,8 +501,8 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
         """Return whether all ranks read the same checkpoint; False: all open it again.
 
-        `manifest`, `error`: of this rank, or None. `attempt`: from 0; after `TRIES`, none follows.
-        Raises on all ranks if one has an error that a newer manifest does not explain.
+        `manifest`, `error`: of this rank, or None. `attempt`: from 0; with `TRIES`, no other
+        follows. Raises on all ranks if one has an error that a newer manifest does not explain.
         """
         generation = "" if manifest is None else manifest.generation
         again = False
@@ -635,7 +635,7 @@ def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: _core.Merged
 def find_whole(
     path: object, files: CheckpointFiles, error: StoreError | None = None
 ) -> WholePath | None:
-    """Return the content of another program's file or folder that is read whole, else None.
+    """Return the path of another program's file or folder that is read whole, else None.
 
     `error`: why it is not a checkpoint; raised if it is not of another program either. Folders are
     looked at only after such an error.

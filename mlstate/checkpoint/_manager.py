@@ -661,7 +661,10 @@ class CheckpointManager:
         return step is not None and last is not None and step <= last
 
     def _warn_without_metric(self, step: int, metadata: Any, group: ProcessGroup | None) -> None:
-        """Warn once, on rank 0, if the first saved step lacks `keep_best`'s metric."""
+        """Warn on rank 0 if the metadata of the first saved step lack `keep_best`'s metric.
+
+        Later steps are not looked at, and neither are metadata that are not a mapping.
+        """
         if not self._warns_metric or not isinstance(metadata or {}, Mapping):
             return
         self._warns_metric = False

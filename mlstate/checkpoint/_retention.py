@@ -135,9 +135,10 @@ NO_RULES = Retention(None, None, "min", None, None)
 
 
 def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: Any) -> Retention:
-    """Return the rules of a manager's ``keep_`` arguments and of `monitor` and `mode`.
+    """Return the rules of a manager's arguments, which `CheckpointManager` describes.
 
-    Raises TypeError or ValueError if one of them is wrong.
+    `best`, `period`, `interval`: ``keep_best``, ``keep_period`` and ``keep_time_interval``; None:
+    no such rule. Raises TypeError or ValueError if an argument is wrong.
     """
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(f"monitor must be a key of metadata, got {type(monitor).__name__}")

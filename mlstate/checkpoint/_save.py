@@ -258,7 +258,7 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
 
 
 def _as_dict(state: Any, section: str, source: Any) -> dict[str, Any] | None:
-    """Return the caller's state as a new dict; raise if a value cannot be stored.
+    """Return the caller's `state` as a new dict, None for None; raise if a value cannot be stored.
 
     `section`: name for errors. `source`: the caller's object, a module or optimizer or the state.
     """

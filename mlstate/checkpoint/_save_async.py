@@ -119,7 +119,7 @@ class SaveJob:
         self.began = began
         self.staged_at: float | None = None
         self.ended_at: float | None = None
-        self.waits: list[tuple[float, float]] = []  # see SaveTimes
+        self.waits: list[tuple[float, float]] = []  # begins and ends of the caller's waits
         self.target = target
         self.content = content
         self.gathered: GatheredShards | None = None  # refers to the staging memory

@@ -77,7 +77,7 @@ def _arrays_of(layer: LayerValues) -> dict[str, Any]:
 
 
 def _tokens_of(prompt: PromptFile) -> int | None:
-    """Return the number of tokens if all layers that count them have the same."""
+    """Return the number of tokens if all layers that count them have the same, else None."""
     counts = {layer.tokens for _, layer in _flat(prompt.layers) if not layer.is_empty} - {None}
     return counts.pop() if len(counts) == 1 else None
 

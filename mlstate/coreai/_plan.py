@@ -51,7 +51,10 @@ def _with_size(
 
 
 def _fixed_lengths(specs: StateSpecs, axes: Mapping[str, int | None]) -> list[int | None]:
-    """Return the different sequence lengths of the states; `axes`: their sequence axes by name."""
+    """Return the different sequence lengths of the states; None is a dynamic one.
+
+    `axes`: their sequence axes by name; states without one are left out.
+    """
     lengths = dict[int | None, None]()  # a set in the order of the states
     for name, spec in specs.items():
         axis = axes.get(name)

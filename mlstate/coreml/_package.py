@@ -226,12 +226,12 @@ def _read_functions(description: Fields) -> Functions:
 
 
 def parse_description(data: bytes, offset: int = 0) -> tuple[Functions, str | None]:
-    """Return the states of each function, and the name of the default function, if any.
+    """Return the states of each function, and the name of the default function or None.
 
     `data`: a serialized description; `offset`: bytes before it in its file, for errors. Without
     functions, the states of the description belong to the only function, which Core ML and its
-    converters call "main". Several functions without a default are accepted. Raises FormatError if
-    the description is not valid.
+    converters call "main". A single function is the default; of several, none may be. Raises
+    FormatError if the description is not valid.
     """
     description = Fields(Message(memoryview(data), offset), [13, 20, 21])
     functions = _read_functions(description)
@@ -299,10 +299,10 @@ def _parse(read: Callable[[int, int], bytes], size: int) -> tuple[Functions, str
 
 
 def parse_specification(data: Any) -> tuple[Functions, str | None]:
-    """Return the states of each function, and the name of the default function, if any.
+    """Return the states of each function, and the name of the default function or None.
 
-    `data` is a buffer with a specification. FormatError with the byte offset: not a
-    specification, or an invalid one.
+    `data` is a buffer with a specification. Raises FormatError, with the byte offset, if it is not
+    one or is not valid.
     """
     view = memoryview(data).cast("B")
     return _parse(lambda offset, count: bytes(view[offset : offset + count]), len(view))

@@ -232,8 +232,10 @@ def _read_chunks(
 ) -> tuple[list[tuple[ModelFunctions, str | None]], int]:
     """Return the functions and default function of each chunk, and the index of one with states.
 
-    It is the first one with states, or 0 if no chunk has any. Chunks with states are checked
-    against it. `shared_state`: as for `plan_transition`.
+    A chunk without a default function has None. The index is of the first chunk with states, or 0
+    if no chunk has any. Chunks with states are checked against it. `shared_state`: as for
+    `plan_transition`. Raises CompatibilityError if the chunks do not fit together, and FormatError
+    for a default function that does not exist.
     """
     labels = [_label(source, i) for i, source in enumerate(chunks.sources)]
     models = list(map(_read_chunk, chunks.sources, labels))

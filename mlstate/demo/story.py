@@ -110,9 +110,9 @@ class _Story:
         return self.model.step(self.tokens[-1], len(self.tokens) - 1, cache)
 
     def compare(self, before: Halves, after: Halves) -> None:
-        """Check that the model's logits are bit-identical with the caches around a transition.
+        """Compare the model's next logits with the caches `before` and `after` a transition.
 
-        Prints the result, and keeps it in `identical`.
+        Prints whether they are bit-identical; `identical` becomes False if they are not.
         """
         same = self.next_logits(before).tobytes() == self.next_logits(after).tobytes()
         self.identical = self.identical and same

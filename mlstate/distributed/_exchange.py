@@ -60,9 +60,9 @@ def exchange(
 ) -> list[Any]:
     """Return the result of `prepare` on each rank, in rank order; or raise on every rank.
 
-    All ranks must call this. Results travel as JSON, so tuples become lists. A rank on which
-    `prepare` fails raises that error; the others raise a CollectiveError that names it. `timeout`:
-    seconds, None for the group's.
+    All ranks must call this. `operation`: name of the user's call, for errors. Results travel as
+    JSON, so tuples become lists. A rank on which `prepare` fails raises that error; the others
+    raise a CollectiveError that names it. `timeout`: seconds, None for the group's.
     """
     import json
 
@@ -310,8 +310,8 @@ class Gathering(_Transfer):
     def _prepare(self, state: Mapping[str, Any], tensors: list[Tensor], verify: bool) -> Any:
         """Do on this rank, before the transfer, all that may fail.
 
-        Allocates `wholes` on the root. Returns the digests of this rank's replicas; without
-        `verify`, an empty list.
+        `state`: of this rank. `tensors`: of all ranks. Allocates `wholes` on the root. Returns the
+        digests of this rank's replicas; without `verify`, an empty list.
         """
         digests = _digests(state, tensors, self.group.rank) if verify else []
         self.wholes: dict[str, Any] = {}  # assembled tensors; on the root only
@@ -325,8 +325,9 @@ class Gathering(_Transfer):
     def _jobs(self, state: Mapping[str, object], tensors: list[Tensor]) -> list[Job]:
         """Copy the root's own parts into `wholes`; return the other transfers to the root.
 
-        They are in one order on all ranks. Of several ranks with a part, the first sends it. Whole
-        arrays need no transfer: the root has them.
+        `state`: of this rank. `tensors`: of all ranks. The transfers are in one order on all ranks.
+        Of several ranks with a part, the first sends it. Whole arrays need no transfer: the root
+        has them.
         """
         jobs = []
         for tensor in tensors:
@@ -615,10 +616,11 @@ def open_exchange(
 ) -> tuple[Any, list[list[Entry]], list[list[Entry]]]:
     """Check that options agree; then prepare, and exchange entries and sent entries.
 
-    `options` returns this rank's options by name. `prepare` returns a value of this rank, the
-    entries of its state, and those that it sends. Returns the value, and both lists of entries by
-    rank. Options are checked first, because `prepare` may need all ranks. If either function fails
-    on a rank, or options differ, every rank raises.
+    `operation`, `timeout`: as for `exchange`. `options` returns this rank's options by name.
+    `prepare` returns a value of this rank, the entries of its state, and those that it sends.
+    Returns the value, and both lists of entries by rank. Options are checked first, because
+    `prepare` may need all ranks. If either function fails on a rank, or options differ, every rank
+    raises.
     """
     _check_same_options(operation, group.rank, exchange(group, operation, timeout, options))
     values: list[Any] = []

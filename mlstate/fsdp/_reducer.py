@@ -365,10 +365,11 @@ class Session:
                 entry.store(accumulate=self._pending_terms.accumulate)
 
     def _find_nonfinite(self, entries: Sequence[Entry]) -> dict[str, tuple[int | None, str]]:
-        """Return the failures, by name, of sums that are not finite on at least one rank.
+        """Return the failures of sums that are not finite: by name, rank at fault and reason.
 
-        All ranks must call this: they exchange, for each entry, the number of non-finite elements
-        in their gradient and in their part of the sum.
+        If all gradients of a sum are finite, it is the first rank whose part of the sum is not. All
+        ranks must call this: they exchange, for each entry, the number of non-finite elements in
+        their gradient and in their part of the sum.
         """
         own_counts = {}
         for entry in entries:

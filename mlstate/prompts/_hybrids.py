@@ -56,7 +56,7 @@ def config_facts(model: Any) -> dict[str, Any]:
 
 
 def model_type_of(config: dict[str, Any], chosen: str | None) -> str | None:
-    """Return the model type of a config, or the one that the user has `chosen`, if any.
+    """Return the model type that the user has `chosen`, or the one of a config; None without both.
 
     Raises ValueError if both are known, and have states in other layouts.
     """

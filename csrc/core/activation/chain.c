@@ -236,8 +236,8 @@ static bool can_run(const machine *m, size_t i, refusal *why)
 }
 
 /* Runs block i: only its output, activation i + 1, is kept, in its own memory. Like the
- * functions below, changes the machine and returns the step's effect in `*e`, or returns
- * false with the reason in `*why` if the rules forbid the step. */
+ * functions below, changes the machine and sets `*e` to the step's effect; returns false,
+ * with the reason in `*why`, if the rules forbid the step. */
 static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
 {
     if (!can_run(m, i, why)) {
@@ -250,8 +250,8 @@ static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* Runs block i and keeps its saved tensors, which contain the output. The rules forbid it
- * if they exist already, on the device or on the host. */
+/* Runs block i and keeps its saved tensors, which contain the output. Forbidden if they
+ * exist already, on the device or on the host. `e`, `why`: as for run_forward. */
 static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 {
     if (m->saved[i] != NOWHERE) {
@@ -268,7 +268,7 @@ static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 }
 
 /* Runs the backward pass of block i, which frees its saved tensors. Only one gradient is
- * held at a time, which fixes the order. */
+ * held at a time, which fixes the order. `e`, `why`: as for run_forward. */
 static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
@@ -295,7 +295,7 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
 }
 
 /* Frees activation k. An activation inside saved tensors is freed with them, not by a
- * drop. */
+ * drop. `e`, `why`: as for run_forward. */
 static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
 {
     if (k == 0) {
@@ -310,7 +310,7 @@ static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
 }
 
 /* Moves saved i to host memory. Saved i contains activation i + 1, which stays in its own
- * memory: the step makes nothing and frees less. */
+ * memory: the step makes nothing and frees less. `e`, `why`: as for run_forward. */
 static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
@@ -328,7 +328,7 @@ static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
 }
 
 /* Moves saved i back from host memory. The activation that stayed must be dropped first,
- * because it returns inside saved i. */
+ * because it returns inside saved i. `e`, `why`: as for run_forward. */
 static bool run_load(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;

@@ -107,6 +107,9 @@ static inline void write_alone(application *a, size_t end, size_t gap_bytes, siz
     a->values = value;
 }
 
+/* Write the next values of the delta, as long as their elements are before number `end`;
+ * keep the overwritten ones if the application has an undo log. `gap_bytes`, `size`:
+ * bytes of a unit of the gaps and of an element. */
 static inline void write_until(application *a, size_t end, size_t gap_bytes, size_t size)
 {
     if (a->undo == NULL) {

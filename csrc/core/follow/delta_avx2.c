@@ -61,9 +61,10 @@ MLS_INLINED size_t store_numbers(uint64_t bits, size_t first, size_t size,
     return changed;
 }
 
-/* The comparison of a kernel (see mls_delta_compare) for items of `size` bytes. Two steps
- * share one test for differences, since most items are equal. The last bytes are copied,
- * so that nothing is read behind them. */
+/* The comparison of a kernel (see mls_delta_compare) for items of `size` bytes: stores
+ * the numbers of the different items in `numbers`, and returns how many they are. Two
+ * steps share one test for differences, since most items are equal. The last bytes are
+ * copied, so that nothing is read behind them. */
 MLS_INLINED size_t compare_items(const unsigned char *a, const unsigned char *b,
                                  size_t count, uint16_t *numbers, size_t size)
 {

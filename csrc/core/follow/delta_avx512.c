@@ -75,7 +75,8 @@ MLS_INLINED uint32_t unequal_items(const unsigned char *a, const unsigned char *
                        : unequal_8(a, b);
 }
 
-/* The comparison of a kernel (see mls_delta_compare) for items of `size` bytes. Always
+/* The comparison of a kernel (see mls_delta_compare) for items of `size` bytes: stores
+ * the numbers of the different items in `numbers`, and returns how many they are. Always
  * stores STEP numbers; those after the ones that count are overwritten by the next step.
  * The last step is filled up with equal items. */
 MLS_INLINED size_t compare_items(const unsigned char *a, const unsigned char *b,
@@ -110,8 +111,8 @@ MLS_DEFINE_COMPARE(2)
 MLS_DEFINE_COMPARE(4)
 MLS_DEFINE_COMPARE(8)
 
-/* Compare items of 16 bytes as pairs of 8 bytes. A pair that differs in both halves is
- * stored once. */
+/* The comparison of a kernel (see mls_delta_compare) for items of 16 bytes, as pairs of 8
+ * bytes. The number of an item that differs in both halves is stored once. */
 MLS_TARGET static size_t compare_16(const unsigned char *a, const unsigned char *b,
                                     size_t count, uint16_t *numbers)
 {

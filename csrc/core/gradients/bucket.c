@@ -56,8 +56,8 @@ size_t mls_segment_elements(const mls_segment *segment, size_t ranks)
     return total;
 }
 
-/* Compute the bytes that rank `of`'s part of a segment takes in a message, with padding
- * to MLS_BUCKET_ALIGN; returns false on overflow. */
+/* Set `*out` to the bytes that rank `of`'s part of a segment takes in a message, with
+ * padding to MLS_BUCKET_ALIGN; returns false on overflow. */
 static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
 {
     size_t bytes;
@@ -89,8 +89,8 @@ mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_statu
     return MLS_OK;
 }
 
-/* Compute the total bytes of the messages from this rank to all others (`sent`), or to it
- * from all others. MLS_E_SIZE: they exceed memory. */
+/* Set `*out` to the total bytes of the messages from this rank to all others (`sent`), or
+ * to it from all others. MLS_E_SIZE: they exceed memory. */
 static mls_code message_bytes(const mls_bucket *b, bool sent, size_t *out, mls_status *st)
 {
     size_t total = 0;

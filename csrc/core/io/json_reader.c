@@ -398,9 +398,9 @@ static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
     }
 }
 
-/* Sort `count` nodes by key. `spare` has the same length; returns the one of both arrays
- * that has the result. Bottom-up merge sort: no recursion, n log n at worst, and stable,
- * so that of two equal keys the later one in the file comes second. */
+/* Sort the `count` nodes of `members` by key. `spare` has the same length; returns the
+ * one of both arrays that has the result. Bottom-up merge sort: no recursion, n log n at
+ * worst, and stable, so that of two equal keys the later one in the file comes second. */
 static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *spare,
                               size_t count)
 {

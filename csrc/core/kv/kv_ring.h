@@ -32,7 +32,7 @@ typedef struct mls_kv_ring {
  * rank - 1. The caller ends the ring with mls_kv_ring_fini.
  * MLS_E_SHAPE: not 2 to 8 dimensions. MLS_E_CAPACITY: a capacity of 0, or sinks that
  * leave no slot for other tokens. MLS_E_SIZE: the bytes exceed the address space.
- * MLS_E_MEMORY. */
+ * MLS_E_MEMORY. `*out` is untouched on failure. */
 mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
                           size_t sinks, mls_status *st);
 

@@ -100,9 +100,10 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st);
 
-/* Copy the first `position` positions along `axis` of `src` to `dst`, and fill the others
- * of `dst` with `pad` (NULL: leave them). `dst` and `src` must have passed the checks.
- * The threads of `pool` (NULL: none) share a large cache. Cannot fail. */
+/* Carry out `request`: copy the first `position` positions along its axis from `src` to
+ * `dst`, and fill the others of `dst` with `pad` (NULL: leave them). The request has
+ * passed mls_kv_check, and `dst` has passed mls_kv_check_target or was made for it. The
+ * threads of `pool` (NULL: none) share a large cache. Cannot fail. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                  const mls_tensor *src, const mls_kv_request *request);
 

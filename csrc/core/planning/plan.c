@@ -40,8 +40,8 @@ mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll pol
     return code;
 }
 
-/* Computes the peak, in bytes, of the run that keeps everything; a larger budget changes
- * nothing. Offloading does not matter. */
+/* Sets `*out` to the peak, in bytes, of the run that keeps everything; a larger budget
+ * changes nothing. Offloading does not matter. MLS_E_MEMORY. */
 static mls_code compute_unplanned_peak(const mls_chain *chain, int64_t *out,
                                        mls_status *st)
 {

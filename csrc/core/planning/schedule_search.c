@@ -691,7 +691,7 @@ static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *l
                : fail_incomplete(chain, o, st);
 }
 
-/* Computes the seconds of the start schedule that other schedules may not need
+/* Sets `*extra` to the seconds of the start schedule that other schedules may not need
  * (mls_step_extra); INFINITY without a start schedule. MLS_E_VALUE: it is invalid or
  * exceeds the budget. */
 static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o,

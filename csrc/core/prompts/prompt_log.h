@@ -98,9 +98,9 @@ struct mls_prompt_match {
 
 /* Find the records under the longest stored prefix of a prompt, and keep their segments
  * open. The token ids, the parent's key and the fingerprint of each record are compared.
- * Damaged records end the chain and are listed in `damage`. The caller frees `*out` with
- * mls_prompt_match_free.
- * MLS_E_MEMORY; MLS_E_IO: the folder cannot be read. */
+ * Damaged records end the chain and are listed in `damage`. If nothing is stored, the
+ * match has no hits and the length 0. The caller frees `*out` with mls_prompt_match_free.
+ * MLS_E_MEMORY; MLS_E_IO: the folder cannot be read. `*out` is untouched then. */
 mls_code mls_prompt_match_new(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                               mls_prompt_match **out, mls_status *st);
 void mls_prompt_match_free(mls_prompt_match *match); /* accepts NULL */

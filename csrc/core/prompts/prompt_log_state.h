@@ -180,7 +180,8 @@ void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t
  * removed already. */
 void mls_prompt_forget(mls_prompt_log *log, uint32_t number);
 
-/* Apply one note to the entries. */
+/* Pin, unpin or delete the entry of the note's key, as the note records; without such an
+ * entry nothing happens. */
 void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note);
 
 /* ---- prompt_index_file.c ---- */

@@ -76,7 +76,8 @@ static void remove_temporary(const mls_prompt_log *log, const char *name)
     }
 }
 
-/* mls_prompt_segments_list for `open_folder`, the folder opened for reading names. */
+/* As mls_prompt_segments_list, from `open_folder`, the log's folder opened for reading
+ * names: sets `*out` to the `*count` numbers. */
 static mls_code read_names(const mls_prompt_log *log, bool cleans, DIR *open_folder,
                            uint32_t **out, size_t *count, mls_status *st)
 {

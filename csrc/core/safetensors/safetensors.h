@@ -159,7 +159,7 @@ typedef struct mls_safetensors_content {
  * size, then by name, so that each starts at a multiple of its item size; metadata
  * is sorted by key. The first tensor starts at a multiple of 64. Contiguous tensors are
  * copied through a buffer in steps of 256 KiB; other tensors are packed into a buffer of
- * 1 MiB. On failure an existing file is unchanged.
+ * 1 MiB. On failure an existing file is unchanged, but see mls_atomic_commit.
  * MLS_E_VALUE: a name or key is not UTF-8, is a duplicate, or is reserved ("__metadata__"
  * for a tensor; for metadata, any key that starts with "mlstate." or with a branch and
  * "mlstate.", except MLS_SAFETENSORS_STATE).

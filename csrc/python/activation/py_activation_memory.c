@@ -49,9 +49,9 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
     return 0;
 }
 
-/* Computes the bytes of one element of `dtype`: a NumPy dtype, the name of a dtype of the
- * core, an object with an int `itemsize` (torch's), or what NumPy converts to a dtype.
- * Returns -1 with TypeError set. */
+/* Sets `*out` to the bytes of one element of `dtype`: a NumPy dtype, the name of a dtype
+ * of the core, an object with an int `itemsize` (torch's), or any other that NumPy
+ * converts to a dtype. Returns -1 with TypeError set. */
 static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
 {
     /* first NumPy dtypes, then names, then objects with an item size */
@@ -179,10 +179,10 @@ static void keep_tensor_class(mlspy_state *state, PyTypeObject *type)
     Py_XDECREF(descriptor);
 }
 
-/* Reads the bytes of an activation from its attribute `nbytes`, if its class is named
- * like torch's own, Tensor or Parameter. Returns false, without an exception, if shape
- * and dtype must be read instead: subclasses may define `nbytes` differently, and sparse
- * tensors raise. */
+/* Sets `*out` to the bytes of an activation from its attribute `nbytes`, if its class is
+ * named like torch's own, Tensor or Parameter. Returns false, without an exception, if
+ * shape and dtype must be read instead: subclasses may define `nbytes` differently, and
+ * sparse tensors raise. */
 static bool tensor_bytes(mlspy_state *state, PyObject *activation, size_t *out)
 {
     PyObject *answer = tensor_nbytes(state, activation);
@@ -205,8 +205,9 @@ static bool tensor_bytes(mlspy_state *state, PyObject *activation, size_t *out)
     return true;
 }
 
-/* Computes the bytes of an activation from its attributes `shape` and `dtype`. Returns 0,
- * 1 without an exception if there are too many bytes, or -1 with an exception set. */
+/* Sets `*out` to the bytes of an activation from its attributes `shape` and `dtype`.
+ * Returns 0, 1 without an exception if there are too many bytes, or -1 with an exception
+ * set. */
 static int described_bytes(const mlspy_state *state, PyObject *activation, size_t *out)
 {
     PyObject *shape = PyObject_GetAttr(activation, state->names[MLSPY_NAME_SHAPE]);

@@ -410,8 +410,9 @@ PyObject *core_plan_pareto(mlspy_state *state, PyObject *const *args)
 
 /* ---- schedules ---- */
 
-/* Parses the two ints that limit a search: `budget` in bytes, and `states`, the most
- * states to visit (`*out`; 0: the core's default). Returns -1 with an exception set. */
+/* Parses the two ints that limit a search: `budget` into `*budget_bytes`, and `states`,
+ * the most states to visit, into `*out` (0: the core's default). Returns -1 with an
+ * exception set. */
 static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *states,
                        int64_t *budget_bytes, size_t *out)
 {

@@ -114,8 +114,8 @@ static int parse_args(strategy_object *self, PyObject *const *args, Py_ssize_t n
                               (long long)q->index);
 }
 
-/* Parses a non-negative int of one digit of Python's ints (30 bits); returns false for
- * any other object, without an exception. */
+/* Sets `*out` to a non-negative int of one digit of Python's ints (30 bits); returns
+ * false for any other object, without an exception. */
 static inline bool small_index(PyObject *object, int64_t *out)
 {
     if (!PyLong_CheckExact(object)) {
@@ -204,10 +204,10 @@ static int mark_layers(strategy_object *self, PyObject *names, mls_layer_choice 
 
 /* ---- the clock ---- */
 
-/* Reads the strategy's clock in ticks; 0 if its kind needs none. A user's clock returns
- * seconds as a float, like time.monotonic and time.time; rounding to ticks makes ten
- * seconds exact, independent of the float's last digits. Returns -1 with an exception
- * set. May run user code. */
+/* Sets `*out` to the time of the strategy's clock in ticks; 0 if its kind needs none. A
+ * user's clock returns seconds as a float, like time.monotonic and time.time; rounding to
+ * ticks makes ten seconds exact, independent of the float's last digits. Returns -1 with
+ * an exception set. May run user code. */
 static int read_clock(strategy_object *self, int64_t *out)
 {
     mls_status st;
@@ -229,8 +229,9 @@ static int read_clock(strategy_object *self, int64_t *out)
 
 /* ---- decisions ---- */
 
-/* Parses a number of bytes that a memory tracker returned for `name`; `least` is the
- * smallest valid value. Returns -1 with TypeError, ValueError or CapacityError set. */
+/* Sets `*out` to the number of bytes `value`, which a memory tracker returned for `name`;
+ * `least` is the smallest valid one. Returns -1 with TypeError, ValueError or
+ * CapacityError set. */
 static int take_figure(strategy_object *self, PyObject *value, const char *name,
                        int64_t least, uint64_t *out)
 {

@@ -26,23 +26,25 @@ int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
 int mlspy_take_tuple(PyObject *object, const char *label, const char *format, ...);
 
 /* Convert an int, or any object with __index__, such as NumPy's integers. `label` names
- * the argument in errors. Returns -1 with TypeError or CapacityError set, and `*out`
- * untouched. */
+ * the argument in errors. Returns -1 with `*out` untouched and an exception set:
+ * TypeError for another object, CapacityError beyond 64 bits, or the exception of
+ * __index__. */
 int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *label,
                      int64_t *out);
 
 /* Convert a float, or any object with __float__ or __index__; NaN and infinities too.
- * `label` names the argument in errors. Returns -1 with TypeError or ValueError set, and
- * `*out` untouched. */
+ * `label` names the argument in errors. Returns -1 with `*out` untouched and an exception
+ * set: TypeError for another object, ValueError for an int beyond a double, or the
+ * exception of __float__. */
 int mlspy_take_double(PyObject *object, const char *label, double *out);
 
-/* Convert any object to its truth value. Returns -1 with the
- * exception of its __bool__. */
+/* Convert any object to its truth value. Returns -1 with the exception of its __bool__
+ * set, and `*out` false. */
 int mlspy_take_bool(PyObject *object, bool *out);
 
 /* Get the UTF-8 of a str, with a NUL after it; the str owns it. `label` names the
- * argument in errors. Returns -1 with TypeError set, or ValueError for half of a
- * surrogate pair, and `*out` untouched. */
+ * argument in errors. Returns -1 with `*out` untouched and an exception set: TypeError
+ * for another object, ValueError for half of a surrogate pair, or MemoryError. */
 int mlspy_take_text(PyObject *object, const char *label, mls_str *out);
 
 /* Raise TypeError unless `object` is a dict; `label` names it in

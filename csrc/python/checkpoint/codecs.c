@@ -94,9 +94,10 @@ static mls_code copy_result(PyObject *result, bool began, unsigned char *to, siz
     return MLS_OK;
 }
 
-/* Take the GIL, possibly in a thread without a thread state, and call a codec's function
- * for the `bytes` bytes at `from`. The result as by copy_result. The thread that began
- * the work has a thread state; the state of other threads ends with the call.
+/* Take the GIL, possibly in a thread without a thread state, and call `function` of a
+ * codec, encode or decode, for the `bytes` bytes at `from`. The result, `*out` bytes, is
+ * at `to`, which has `room` bytes; see copy_result. The thread that began the work has a
+ * thread state; the state of other threads ends with the call.
  * - MLS_E_FORMAT: the data is invalid. MLS_E_VALUE: the codec is not installed.
  * - MLS_E_MEMORY. MLS_E_STOPPED: an interrupt; its exception stays set. */
 static mls_code run_codec(const char *function, mls_codec codec,

@@ -442,10 +442,9 @@ PyObject *core_shards_overhead(mlspy_state *state, PyObject *const *args)
  *
  * Copies the arrays of as many items as fit into `memory`, a writable buffer. Its first
  * `used` bytes contain copies that the caller made of tensors that only their framework
- * can read. The list holds the memory until it is freed. It releases every array that was
- * copied, so a caller that replaces its arrays gets their memory back before the write
- * ends.
- */
+ * can read; the returned number includes them. The list holds the memory until it is
+ * freed. It releases every array that was copied, so a caller that replaces its arrays
+ * gets their memory back before the write ends. May be called once. */
 PyObject *core_shards_stage(mlspy_state *state, PyObject *const *args)
 {
     mls_staged staged;

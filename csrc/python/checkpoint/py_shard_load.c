@@ -101,7 +101,7 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
     return 0;
 }
 
-/* As mlspy_check, with the checkpoint's path in the exception. */
+/* As mlspy_check (returns 0 or -1), with the checkpoint's path in the exception. */
 static int check_core(const load_job *job, mls_code code, const mls_status *st)
 {
     if (code != MLS_OK) {
@@ -398,8 +398,8 @@ static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
     return result;
 }
 
-/* Return {key: array} with new arrays; NULL with an exception set. They are created
- * during the read: allocating memory for many arrays takes a while. */
+/* Return {key: array} with new arrays, created during the read, see read_all: allocating
+ * memory for many arrays takes a while. NULL with an exception set. */
 static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = NULL;

@@ -133,7 +133,8 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     return 0;
 }
 
-/* May run more than once, and while functions of the module are still referenced. */
+/* Release every Python object of the state. May run more than once, and while functions
+ * of the module are still referenced. Returns 0. */
 static int core_clear(PyObject *module)
 {
     mlspy_state *state = mlspy_state_of(module);

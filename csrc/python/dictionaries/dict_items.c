@@ -272,8 +272,8 @@ static int facts_of_ndarray(mlspy_item *item)
     return failed;
 }
 
-/* Convert a dimension, an object of any integer type. Returns false with an exception
- * set: OverflowError if it is negative or too large. */
+/* Convert a dimension, an object of any integer type, to `*out`. Returns false with an
+ * exception set: OverflowError if it is negative or too large. */
 static bool take_size(PyObject *object, size_t *out)
 {
     PyObject *number = PyNumber_Index(object);

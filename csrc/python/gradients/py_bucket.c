@@ -363,8 +363,8 @@ static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
     return mlspy_check(state, mls_gradient_compression_check(b, &st), &st) < 0 ? NULL : b;
 }
 
-/* Computes the bytes of the message with the parts of `rank`, of all segments. Returns -1
- * with CapacityError set on overflow. */
+/* Sets `*out` to the bytes of the message with the parts of `rank`, of all segments.
+ * Returns -1 with CapacityError set on overflow. */
 static int part_bytes(const mlspy_state *state, const mls_bucket *b,
                       const message_format *m, size_t rank, size_t *out)
 {

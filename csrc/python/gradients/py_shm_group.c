@@ -165,9 +165,9 @@ static int take_packed(link_object *self, PyObject *array, const char *label,
     return MLSPY_REFUSE(PyExc_ValueError, "%s is not packed, aligned and native", label);
 }
 
-/* Parses a list of `world` byte or element counts, one for each rank. Accepts only ints,
- * no other objects with __index__, whose code could change the list. Returns -1 with an
- * exception set. */
+/* Parses a list of `world` byte or element counts, one for each rank, into `out`. Accepts
+ * only ints, no other objects with __index__, whose code could change the list. Returns
+ * -1 with an exception set. */
 static int take_counts(PyObject *list, size_t world, size_t *out)
 {
     if (!PyList_Check(list) || PyList_GET_SIZE(list) != (Py_ssize_t)world) {

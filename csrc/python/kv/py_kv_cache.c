@@ -133,8 +133,8 @@ PyObject *mlspy_ring_positions(const mls_kv_ring *ring)
     return array;
 }
 
-/* Read the numbers of a ring: its sinks, the tokens appended so far, and the rotation of
- * the slots after the sinks (see mls_kv_ring_borrow). Returns -1
+/* Read the three `numbers` of a ring: its `sinks`, the `length` in tokens appended so
+ * far, and the `shift` of the slots after the sinks (see mls_kv_ring_borrow). Returns -1
  * with an exception set. */
 static int take_ring(const mlspy_state *state, PyObject *const *numbers, size_t *sinks,
                      size_t *length, size_t *shift)
@@ -240,7 +240,7 @@ static int take_rotation(const mlspy_state *state, PyObject *const *args,
  * Moves keys with rotary position embedding by `shifts` positions, a contiguous ndarray
  * of int64 with one for each position or one for all. Writes to `out`, a writable array
  * or `keys` itself. `rotary_dim`: elements of the last axis that are rotated; None: all.
- */
+ * `base`, `scaling` and `interleaved` are as in mls_rotation. */
 PyObject *core_rotate_keys(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[3] = {{.owner = NULL}}; /* keys, shifts, out */

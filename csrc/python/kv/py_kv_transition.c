@@ -321,9 +321,9 @@ PyObject *core_kv_move(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* Read the dimensions from a sequence of non-negative ints; `label` names it in messages.
- * `shape` has MLS_MAX_RANK entries; more dimensions are refused. Returns -1 with an
- * exception set. */
+/* Read `*rank` dimensions from a sequence of non-negative ints; `label` names it in
+ * messages. `shape` has MLS_MAX_RANK entries; more dimensions are refused. Returns -1
+ * with an exception set. */
 static int take_shape(const mlspy_state *state, PyObject *object, const char *label,
                       int *rank, size_t *shape)
 {

@@ -371,8 +371,8 @@ static int take_items(const mlspy_state *state, PyObject *records, put_items *al
     return 0;
 }
 
-/* Convert max_bytes, a number of bytes; None is unlimited (UINT64_MAX). Returns -1 with
- * an exception set. */
+/* Convert max_bytes, a number of bytes, to `*out`; None is unlimited (UINT64_MAX).
+ * Returns -1 with an exception set. */
 static int take_limit(const mlspy_state *state, PyObject *object, uint64_t *out)
 {
     int64_t bytes = 0;

@@ -248,7 +248,7 @@ static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
     return list;
 }
 
-/* Parses None or the number of dotted parts of a layer's name, at least 1; None becomes
+/* Sets `*out` to the number of dotted parts of a layer's name, at least 1; None becomes
  * 0. Returns -1 with an exception set. */
 static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
 {

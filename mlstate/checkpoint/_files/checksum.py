@@ -325,9 +325,11 @@ def record_problems(
 
 
 def _blob_digest(path: str, expected: str, progress: Callable[[int], object] | None) -> str:
-    """Return the digest of a file's bytes, as the Hub's cache names its blobs.
+    """Return the hexadecimal digest of a file's bytes, as the Hub's cache names its blobs.
 
-    `expected`: the digest in the name: 64 hex digits are a SHA-256, 40 are git's SHA-1.
+    `expected`: the digest in the name: 64 digits are a SHA-256, 40 are git's SHA-1. `progress`:
+    called with the bytes of each step; None: no calls. Raises OSError, or FormatError for a path
+    that is not a regular file.
     """
     import hashlib
 
@@ -347,9 +349,11 @@ def _blob_digest(path: str, expected: str, progress: Callable[[int], object] | N
 def _blob_problems(
     path: str, name: str, expected: str, progress: Callable[[int], object] | None
 ) -> Iterator[Problem]:
-    """Yield the problem of a file in the Hub's cache whose bytes do not match its blob's name.
+    """Yield a problem if the file `path` in the Hub's cache does not match the name of its blob.
 
-    `expected`: the digest in the blob's name, a SHA-256 (64 digits) or a git SHA-1.
+    It is also a problem if the file is missing or cannot be read. `name`: of the file in the
+    problem. `expected`: the digest in the blob's name, a SHA-256 (64 digits) or a git SHA-1.
+    `progress`: as for `_blob_digest`.
     """
     algorithm = "SHA-256" if len(expected) == 64 else "git SHA-1"
     try:
@@ -397,7 +401,8 @@ def compare_weights(
     """Compare files of weights with their checksums; return bytes read and problems.
 
     `names`: of the files to compare; empty: all that the checksums list. Nothing is compared
-    without checksums. Raises an error of a store that does not answer.
+    without checksums. `progress`: called with numbers of bytes; None: no calls. Raises an error of
+    a store that does not answer.
     """
     checksums = find_checksums(folder)
     count, problems = 0, list[Problem]()
@@ -426,7 +431,8 @@ def verify_weights_folder(
 ) -> None:
     """Compare weights with their checksums and blobs, if any; add the result to `report`.
 
-    Damaged checksums are a problem in it.
+    Damaged checksums are a problem in it. `progress`: as for `compare_weights`. Raises an error of
+    a store that does not answer.
     """
     try:
         if folder.is_local:

@@ -224,7 +224,7 @@ class LocalFolder:
         return infos
 
     def find_weights(self) -> str | None:
-        """Return the root of the weights of a Hugging Face folder, if there is one."""
+        """Return the root of the weights of a Hugging Face folder; None if it has none."""
         names: list[str] = []
         with suppress(StoreError):  # reading the manifest reports the reason
             names = self.names("")
@@ -430,5 +430,5 @@ class LocalFolder:
         _core.folder_sync(self._join(part))
 
     def orphan_time(self, *, local_clock: bool) -> float | None:
-        """Return infinity: no other writer is running while the lock is held."""
+        """Return infinity, so that any unknown file is old enough: no other writer is running."""
         return float("inf")

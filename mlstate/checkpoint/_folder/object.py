@@ -175,7 +175,7 @@ class ObjectFolder:
         return {name: info and _file_info(info) for name, info in infos.items()}
 
     def find_weights(self) -> str | None:
-        """Return the root of the weights of a Hugging Face folder, if there is one."""
+        """Return the root of the weights of a Hugging Face folder; None if it has none."""
         return weights_root(self.names(""))
 
     def missing_reason(self) -> str:

@@ -333,9 +333,10 @@ def _write_parts(
 ) -> bytes:
     """Write this rank's parts to the files of `folder`; return their checksums and bytes.
 
-    `batches`: the shards. `sync`: make them durable; rank 0 does so after it wrote the headers. The
-    result, for `_checksums`, has the CRC32C of each block, combined over the ranks by XOR, and the
-    bytes written of each tensor.
+    `plan`: the files and the places of all tensors. `batches`: the shards. `sync`: make them
+    durable; rank 0 does so after it wrote the headers. `progress`: called with numbers of bytes;
+    None: no calls. The result, for `_checksums`, has the CRC32C of each block, combined over the
+    ranks by XOR, and the bytes written of each tensor.
     """
     import numpy as np
 

@@ -271,9 +271,10 @@ def _files_below(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _write(path: str, header: bytes, data: Any) -> None:
-    """Create the file of an entry by a rename, readable only by this user; make its folder.
+    """Create the file `path` of an entry, with `header` and then `data`; make its folder.
 
-    Raises OSError, and leaves no temporary file then.
+    It appears complete, by a rename, and only this user can read it. Raises OSError, and leaves no
+    temporary file then.
     """
     folder = os.path.dirname(path)
     with suppress(FileExistsError):

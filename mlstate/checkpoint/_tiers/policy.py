@@ -80,7 +80,10 @@ class TierPolicy:
         return self._units[name]
 
     def totals(self) -> dict[Tier, tuple[int, int | None]]:
-        """Return the bytes and the budget of each tier; moving units count in both tiers."""
+        """Return the bytes and the budget (None: no limit) of each tier.
+
+        Moving units count in both tiers.
+        """
         return {tier: (self._bytes[tier], self._budgets[tier]) for tier in TIERS}
 
     def add(self, name: str, nbytes: int, tier: Tier) -> None:

@@ -215,9 +215,9 @@ def _bytes_of(array: Any) -> Any:
 
 
 def _is_stored(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
-    """Return whether a unit's file has these arrays (by name) and this description.
+    """Return whether the unit's file `path` has the arrays `stored` and the description `text`.
 
-    `text`: the description. Returns False if the file is damaged or cannot be read.
+    `stored`: pairs of name and array. Returns False if the file is damaged or cannot be read.
     """
     with suppress(MLStateError, ImportError):
         arrays, texts = _core.file_load(path, True, True)

@@ -172,7 +172,7 @@ def to_cache(state: CacheState, into: list[Any] | None = None) -> list[Any]:
 
 
 def _layouts_of(state: CacheState) -> tuple[Layout, ...] | None:
-    """Return the layouts of the layers that a state was made from, if they were of mlx-lm."""
+    """Return the layouts of the mlx-lm layers that a state was made from; None for other states."""
     layouts = state._layouts if isinstance(state, LaidOutState) else None
     if not isinstance(layouts, tuple) or not all(isinstance(each, Layout) for each in layouts):
         return None

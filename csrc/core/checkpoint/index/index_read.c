@@ -642,7 +642,7 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
-/* Read the next shard's number of layers; 1 if absent, at most the rows left. */
+/* Set `*out` to the next shard's number of layers; 1 if absent, at most the rows left. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];

@@ -60,8 +60,8 @@ typedef struct mls_read_plan {
  * of them may fail first. `*planned` is the number of valid pieces. Destinations and
  * files are not accessed. Of `data`, only two properties matter: whether it is NULL, and
  * whether it equals the `data` of the next piece.
- * MLS_E_FORMAT: the recorded bytes exceed the file; MLS_E_MEMORY: nothing is planned. The
- * status names the tensor and its file. */
+ * MLS_E_FORMAT: the recorded bytes exceed the file; the status names the tensor and the
+ * file. MLS_E_MEMORY: nothing is planned, and `*planned` has no meaning. */
 mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
                             size_t count, size_t *planned, mls_status *st);
 

@@ -487,8 +487,9 @@ static int compare_places(const void *a, const void *b)
                                     : x->shard > y->shard;
 }
 
-/* List all places of the index by file and offset, for sequential reads; the places of a
- * file become neighbours. The caller frees `*out` with mls_free. MLS_E_MEMORY. */
+/* Set `*out` to the `*count` places of the index, sorted by file and offset, for
+ * sequential reads; the places of a file become neighbours. The caller frees `*out` with
+ * mls_free. MLS_E_MEMORY. */
 static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
                             mls_status *st)
 {
@@ -548,8 +549,8 @@ static size_t make_tasks(const verifier *v, task *tasks)
     return count;
 }
 
-/* Compute an upper bound of the number of tasks. Returns false if it exceeds the address
- * space: the sizes come from an untrusted index. */
+/* Set `*out` to an upper bound of the number of tasks. Returns false if it exceeds the
+ * address space: the sizes come from an untrusted index. */
 static bool count_tasks(const verifier *v, size_t *out)
 {
     /* for each place: its file's task, a task that it starts, and one for each started

@@ -193,9 +193,9 @@ MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_
     return i;
 }
 
-/* Does the same as add_steps with bfloat16 in dst and src, a full register of items at a
- * time: one shift or mask turns each half of a pair into a float, so no widening is
- * needed. */
+/* Adds scale * src to dst like add_steps, and returns the number of items done. Both have
+ * bfloat16, a full register of items at a time: one shift or mask turns each half of a
+ * pair into a float, so no widening is needed. */
 MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src, size_t n,
                              float scale)
 {
@@ -505,8 +505,9 @@ MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const 
     }
 }
 
-/* Does the same as sum_pairs for bfloat16, with sum_full; the lanes are then in the order
- * of QUARTERS. `count` and `divides` are constants. */
+/* Does the same as sum_pairs for bfloat16, with sum_full, and returns the number of items
+ * done too; the lanes are then in the order of QUARTERS. `count` and `divides` are
+ * constants. */
 MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
                                   const void *const *sources, size_t count, size_t start,
                                   size_t n, float divisor, bool divides)

@@ -75,7 +75,7 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
             self._makers: dict[int, int] = {}  # number of the call that allocated a storage
 
         def _look(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, bool]:
-            """Return bytes of new memory of an output, and whether it can be kept.
+            """Return the bytes of new memory in `out`, the result of `func`; and if it can be kept.
 
             It can be kept if it is new memory; a later in-place operator on it revokes this.
             """

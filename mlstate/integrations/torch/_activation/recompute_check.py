@@ -49,7 +49,11 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
-    """Return a text for the user on the difference of two tensors with different bits."""
+    """Return a text for the user on the difference of two tensors with different bits.
+
+    It has both forms if shape or dtype differ, else the number of different elements, and the
+    largest difference of floats.
+    """
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{_describe(first)}, then {_describe(second)}"
     different = first.detach() != second.detach()
@@ -218,9 +222,11 @@ class _Checker:
         where: _Where,
         surroundings: Surroundings,
     ) -> _Trace:
-        """Run the block twice more, and return a trace with the first operator that differs.
+        """Run the block `name` twice more, and return the trace of the second run.
 
-        `surroundings`: the state from before the first run, which is restored for both.
+        Its `found` has the first operator with another result than in the first run, or None.
+        `call`: runs the block, `module`. `where`: knows the running submodule. `surroundings`: the
+        state from before the first run, which is restored for both.
         """
         trace = _Trace(where)
         with surroundings.restored(name, module), trace:

@@ -47,8 +47,8 @@ def _sharding_order(name: str, value: Any) -> list[int]:
     """Return the mesh dimensions that shard a DTensor, in the order of division.
 
     This is the order of the mesh, except for dimensions that torch marks as divided earlier: FSDP
-    on top of tensor parallelism along the same axis. Raises TypeError for other placements, and for
-    another order that torch records.
+    on top of tensor parallelism along the same axis. Raises TypeError, with the tensor's `name`,
+    for other placements, and for another order that torch records.
     """
     order: list[int] = []
     mesh = value.device_mesh
@@ -88,7 +88,8 @@ def _sharding_order(name: str, value: Any) -> list[int]:
 def _part_of_dtensor(name: str, value: Any) -> Any:
     """Return a DTensor's local tensor: as a `Shard`, or plain if it is not sharded.
 
-    Raises TypeError for a layout that cannot be stored, such as uneven shards.
+    A rank with a copy of another's part gets a replica number above 0. Raises TypeError, with the
+    tensor's `name`, for a layout that cannot be stored, such as uneven shards.
     """
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
@@ -123,7 +124,8 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
 def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
     """Return this rank's rows of a ShardedTensor, as FSDP1 creates them, as a shard.
 
-    `replica`: number of this copy of the rows. Raises TypeError for another division.
+    `replica`: number of this copy of the rows. A rank without rows gets an empty shard. Raises
+    TypeError, with the tensor's `name`, for another division.
     """
     import torch.distributed as dist
 

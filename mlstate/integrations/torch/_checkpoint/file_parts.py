@@ -189,8 +189,8 @@ def _is_flat_optimizer(value: Any) -> bool:
 def _unflatten(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return a flattened optimizer in the form of ``optimizer.state_dict()``.
 
-    Parameters whose options are equal become one group. Raises FormatError for a state of a
-    parameter without options.
+    Parameters whose options are equal become one group. Raises FormatError, about the file `path`,
+    for a state of a parameter without options, or a state below one that is a value.
     """
     options: dict[str, dict[str, Any]] = {}
     states: dict[str, Any] = {}
@@ -262,8 +262,8 @@ def _state_value(value: Any) -> Any:
 def _add_rest(rest: Mapping[Any, Any], metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the other entries of a file as named states; plain values are added to `metadata`.
 
-    Optimizers become `OptimizerStateDict`; a list of several gets names with numbers. Raises
-    FormatError for equal names.
+    `rest`: all entries but model and optimizer. Optimizers become `OptimizerStateDict`; a list of
+    several gets names with numbers. Raises FormatError, about the file `path`, for equal names.
     """
     states: dict[str, Any] = {}
 
@@ -305,7 +305,8 @@ def _restore_model(
 ) -> tuple[StateDict, dict[str, Any]]:
     """Return a file's model as a state, and its values that are not tensors.
 
-    `texts`: descriptions that mlstate recorded in the file, such as the class of the state.
+    `value`: the model in the file. `texts`: descriptions that mlstate recorded in the file, such as
+    the class of the state. `path`: of the file, for errors.
     """
     if isinstance(value, StateDict):
         return value, {}
@@ -365,7 +366,7 @@ def _wrapper_of(tree: Mapping[Any, Any]) -> Any:
 
 
 def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
-    """Return a copy of `tree`, with the entries of its entry `wrapper` instead of that entry.
+    """Return a copy of `tree` with the entries inside its entry `wrapper` instead of that entry.
 
     The tree itself is returned if it lacks the entry. Of a key that both have, the inner value is
     taken.

@@ -312,7 +312,8 @@ def _describe_refusal(text: str) -> str:
 def write_pt(target: Target, parts: Parts) -> None:
     """Atomically write a file that ``torch.load`` reads with ``weights_only``.
 
-    `target`: the path. Parts that are None or empty are left out.
+    `target`: the path; its old content is replaced. `states`: further states by name. Parts that
+    are None or empty are left out.
     """
     tree = tree_of(parts)
     with replacing(target.path, target) as file:
@@ -372,8 +373,8 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
 def write_dcp(target: Target, parts: Parts) -> None:
     """Write a directory that torch.distributed.checkpoint reads, in place of an old one.
 
-    Parts that are None or empty are left out. Raises ValueError if `target` exists and is not such
-    a checkpoint.
+    `states`: further states by name. Parts that are None or empty are left out. Raises ValueError
+    if `target` exists and is not such a checkpoint.
     """
     import torch.distributed.checkpoint as dcp
 

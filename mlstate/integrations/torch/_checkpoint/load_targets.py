@@ -286,10 +286,11 @@ def own_load(
     *,
     strict: bool,
 ) -> OwnLoad:
-    """Return the load of some units by their own methods, of entries by name; nothing is loaded.
+    """Return the load of `units` by their own methods; nothing is loaded yet.
 
-    `metadata`: of modules, as `saved_module` returned it; None if the checkpoint is not of mlstate.
-    `strict`: as in `load`.
+    `filling`: of the module that contains them. `entries`: their values by name. `metadata`: of
+    modules, as `saved_module` returned it; None if the checkpoint is not of mlstate. `strict`: as
+    torch's.
     """
     contract = filling.contract
     assert contract is not None
@@ -448,9 +449,10 @@ class OptimizerFilling(Filling):
     def _find_state(
         self, key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
     ) -> Any:
-        """Return the optimizer's tensor to fill in place; None if torch would replace it.
+        """Return the tensor of the state to fill in place; None if torch would replace it.
 
-        `like`: a tensor with the dtype and device that torch would give the state.
+        `slot`: of its parameter. `record`: the stored state. `like`: a tensor with the dtype and
+        device that torch would give the state.
         """
         state = record.state or ""
         _, created_states = self.made.get(id(slot.owner), (None, {}))
@@ -471,10 +473,10 @@ class OptimizerFilling(Filling):
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
     def _is_number(self, key: str, slot: ParameterSlot, saved: Any, numbers: set[str]) -> bool:
-        """Return whether a state is to be a number: as saved, or as the optimizer has it.
+        """Return whether the state `key` is to be a number: as saved, or as the optimizer has it.
 
-        `numbers`: keys that the saved groups record as numbers; without groups, the optimizer
-        decides.
+        `slot`: of its parameter. `saved`: the saved parameter groups. `numbers`: keys that these
+        record as numbers; without groups, the optimizer decides.
         """
         if saved.param_groups:
             return key in numbers
@@ -540,10 +542,11 @@ class OptimizerFilling(Filling):
         current: Any,
         like: torch.Tensor,
     ) -> Place:
-        """Return the memory for the state `key`.
+        """Return the memory for the state `key`, whose parameter has the `slot`.
 
-        `current`: the optimizer's own tensor; None: create one like `like`. Raises
-        CompatibilityError for a state of FSDP1 that has another shape than its parameter.
+        `record`: the stored state. `current`: the optimizer's own tensor; None: create one like
+        `like`, and add it. Raises CompatibilityError for a state of FSDP1 that has another shape
+        than its parameter.
         """
         state = record.state or ""
         run = slot.run
@@ -576,10 +579,10 @@ class OptimizerFilling(Filling):
                 self.arrays[key] = torch.empty(array.shape, dtype=dtype, device="cpu")
 
     def _value_of(self, key: str, slot: ParameterSlot, array: Any, *, number: bool) -> Any:
-        """Return the value that torch would load for a stored scalar or nested state.
+        """Return the value that torch would load for the stored scalar or nested state `key`.
 
-        `number`: return a Python number. Raises CompatibilityError for a conversion that rounds,
-        without `cast`.
+        `slot`: of its parameter. `array`: the stored bytes or number. `number`: return a Python
+        number. Raises CompatibilityError for a conversion that rounds, without `cast`.
         """
         group = self.group_of[self.records[key].parameter]
         if key in self.packed:
@@ -741,9 +744,10 @@ class OptimizerFilling(Filling):
         return {"state": states, "param_groups": groups}
 
     def _drop_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
-        """Remove a state that was not saved; the optimizer creates it again if needed.
+        """Remove the `state` of the parameter of `slot`, which was not saved.
 
-        In a flat parameter whose other parameters keep the state, its run becomes zeros instead.
+        The optimizer creates it again if needed. `value`: its present value. In a flat parameter
+        whose other parameters keep the state, its run becomes zeros instead.
         """
         if slot.run is not None and self._is_shared(slot, state):
             if hasattr(value, "numel") and value.numel() == slot.owner.numel():

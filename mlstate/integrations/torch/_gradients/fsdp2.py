@@ -203,7 +203,8 @@ class _ReduceScatter:
     ) -> Any:
         """Reduce the input over the ranks, and write this rank's part to the output.
 
-        `group`: of torch, only for the number of its ranks. Returns a finished work if `async_op`.
+        `group`, `op`: of torch, only for the number of ranks and the divisor that they mean.
+        Returns a finished work if `async_op`, else None.
         """
         divisor = _divisor(op, group.size())
         self._shared.reduce(self._name, input_tensor, output_tensor, divisor)

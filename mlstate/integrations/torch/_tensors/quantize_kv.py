@@ -147,6 +147,7 @@ def kv_quantization_loss(
     """Return the largest difference, and the sums of squares of differences and of values.
 
     The differences are between `values` and the values of their codes, in the dtype of `values`.
+    For the other arguments, see `kv_quantize`. Without values, all three are 0.
     """
     if values.numel() == 0:
         return 0.0, 0.0, 0.0
