@@ -3,10 +3,10 @@
 import io
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 from checkpoint_model import flip
@@ -732,9 +732,7 @@ def test_closed_pipe_is_ignored(place):
     many = f'"{place / "many"}"'
     for command in (f"inspect {many}", f"inspect {many} --json", f"diff {many} '{place}/ckpt'"):
         line = f'"{sys.executable}" -m mlstate {command} | head -1'
-        done = subprocess.run(
-            line, shell=True, capture_output=True, text=True, timeout=60, cwd=ROOT
-        )
+        done = child.finished(["sh", "-c", line], folder=ROOT)
         assert len(done.stdout.splitlines()) == 1
         assert done.stderr == ""
 
