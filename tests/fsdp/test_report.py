@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from gradient_model import Model, backward, run, units_of
+from gradient_model import Model, backward, hook_of, run, units_of
 
 from mlstate import CollectiveError
 from mlstate.collectives import SingleGroup
@@ -132,8 +132,7 @@ def test_report_lists_gradients_and_buckets_in_order(world):
 
     def work(group):
         units = units_of(group.rank, shapes)
-        hook = FSDPBackwardHook(FSDP(group, record=True, bucket_bytes=30))
-        hook.use_units(units)
+        hook = hook_of(group, units, record=True, bucket_bytes=30)
         for _ in range(2):
             for name in ("d", "b", "c", "a"):
                 hook.add_gradient(name, np.ones(shapes[name], np.float32))
@@ -174,8 +173,7 @@ def test_buckets_moved_during_backward_count_as_overlap():
 def test_a_rank_that_is_late_is_named_on_all_ranks():
     def work(group):
         units = units_of(group.rank, {"a": (4,), "b": (4,)})
-        hook = FSDPBackwardHook(FSDP(group, record=True, bucket_bytes=0))
-        hook.use_units(units)
+        hook = hook_of(group, units, record=True, bucket_bytes=0)
         for name in "ba":
             if group.rank == 1:
                 time.sleep(0.2)
@@ -203,8 +201,7 @@ def test_a_pass_that_failed_is_reported_too():
 
 def test_reduction_outside_a_pass_keeps_its_report():
     units = units_of(0, {"a": (4,)})
-    hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
-    hook.use_units(units)
+    hook = hook_of(SingleGroup(), units, record=True)
     backward(hook, {"a": np.ones(4, np.float32)})
     before = str(hook.report())
     hook.scatter_multiple(units_of(0, {"v": (3,)}), {"v": np.ones(3, np.float32)})

@@ -38,27 +38,24 @@ def verified(actual, expected, **keywords):
 @pytest.mark.parametrize("layout", ["flat", "rows"])
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_verify_passes_and_reports_a_changed_element(world, dtype, layout):
-    def work(group):
-        units = units_of(group.rank, SHAPES, dtype, layout)
-        gradients = [gradients_of(rank, SHAPES, dtype) for rank in range(world)]
-        full = {name: reduced([g[name] for g in gradients]) for name in SHAPES}
-        hook = FSDPBackwardHook(FSDP(group, nonfinite="allow"))  # of float16
-        hook.scatter_multiple(units, gradients[group.rank])
-        full = {name: np.nan_to_num(gradient) for name, gradient in full.items()}
-        for unit in units.values():
-            np.nan_to_num(unit.local_gradient, copy=False)
-        report = hook.verify_gradients(units, full)
-        assert report, report
-        assert (report.compared, report.mismatches) == (5, [])
-        local = units["d"].local_gradient.reshape(-1)
-        local[-1] = local[-1] / 2 + 3
-        (mismatch,) = hook.verify_gradients(units, full).mismatches
-        part = part_of(full["d"], layout, group.rank, world).reshape(-1)
-        assert mismatch[:3] == ("d", group.rank, len(local) - 1)
-        assert (mismatch.expected, mismatch.actual) == (part[-1], local[-1])
-
-    run(work, world)
+def test_verify_passes_and_reports_a_changed_element(group, world, dtype, layout):
+    units = units_of(group.rank, SHAPES, dtype, layout)
+    gradients = [gradients_of(rank, SHAPES, dtype) for rank in range(world)]
+    full = {name: reduced([g[name] for g in gradients]) for name in SHAPES}
+    hook = FSDPBackwardHook(FSDP(group, nonfinite="allow"))  # of float16
+    hook.scatter_multiple(units, gradients[group.rank])
+    full = {name: np.nan_to_num(gradient) for name, gradient in full.items()}
+    for unit in units.values():
+        np.nan_to_num(unit.local_gradient, copy=False)
+    report = hook.verify_gradients(units, full)
+    assert report, report
+    assert (report.compared, report.mismatches) == (5, [])
+    local = units["d"].local_gradient.reshape(-1)
+    local[-1] = local[-1] / 2 + 3
+    (mismatch,) = hook.verify_gradients(units, full).mismatches
+    part = part_of(full["d"], layout, group.rank, world).reshape(-1)
+    assert mismatch[:3] == ("d", group.rank, len(local) - 1)
+    assert (mismatch.expected, mismatch.actual) == (part[-1], local[-1])
 
 
 @pytest.mark.parametrize(
