@@ -331,8 +331,7 @@ def test_empty_refuses_invalid_arguments():
 
 
 @pytest.mark.torch
-def test_empty_makes_tensors_for_dtypes_of_torch():
-    torch = pytest.importorskip("torch", reason="tensors are torch's")
+def test_empty_makes_tensors_for_dtypes_of_torch(torch):
     (group,) = LocalGroup.threads(1)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = group.empty((4, 6), dtype)

@@ -139,8 +139,7 @@ def test_float32_sums_keep_narrow_gradients_exact():
     assert sums["wide"].dtype == np.float64 and sums["count"].dtype == np.int32
 
 
-def test_dtype_argument_forms_are_checked():
-    torch = pytest.importorskip("torch", reason="torch's dtype")
+def test_dtype_argument_forms_are_checked(torch):
     for dtype in ("float32", np.float32, np.dtype("float32"), torch.float32):
         accumulator = GradientAccumulator(dtype=dtype)
         accumulator.add_gradients({"w": np.ones(1, np.float16)})
@@ -341,11 +340,6 @@ def test_threads_add_without_losing_any():
 
 
 # ---- torch ----
-
-
-@pytest.fixture(name="torch")
-def torch_module():
-    return pytest.importorskip("torch", reason="accumulates torch tensors")
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "int32"])

@@ -50,8 +50,7 @@ def test_each_result_is_a_new_array():
     assert first.tolist() == [1.0] * 3
 
 
-def test_a_torch_tensor_gives_a_torch_tensor():
-    torch = pytest.importorskip("torch", reason="the gradient is torch's")
+def test_a_torch_tensor_gives_a_torch_tensor(torch):
     operation = ReduceScatterOperation(SingleGroup(), (2, 2), torch.bfloat16, 0, layout="rows")
     full = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
     part = operation.reduce_scatter(full.T)

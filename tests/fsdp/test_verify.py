@@ -278,9 +278,7 @@ def test_incomparable_parameter_is_reported_and_others_compared(fault, expected,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64"])
-def test_tensors_are_verified_as_arrays_are(dtype):
-    torch = pytest.importorskip("torch", reason="the gradients are torch's")
-
+def test_tensors_are_verified_as_arrays_are(torch, dtype):
     def work(group):
         unit = FSDPShardingUnit("w", (31, 3), dtype, group.rank, layout="rows")
         gradients = [(torch.arange(93).reshape(3, 31).T - 40) * (rank + 2) for rank in range(2)]
