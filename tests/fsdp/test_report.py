@@ -127,31 +127,26 @@ def test_record_true_records_a_pass():
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_report_lists_gradients_and_buckets_in_order(world):
+def test_report_lists_gradients_and_buckets_in_order(group, world):
     shapes = {"a": (4,), "b": (100,), "c": (3,), "d": (5,)}
-
-    def work(group):
-        units = units_of(group.rank, shapes)
-        hook = hook_of(group, units, record=True, bucket_bytes=30)
-        for _ in range(2):
-            for name in ("d", "b", "c", "a"):
-                hook.add_gradient(name, np.ones(shapes[name], np.float32))
-            hook.finish()
-        return hook.report()
-
-    for report in run(work, world):
-        assert [name for name, _ in report.gradients] == ["d", "b", "c", "a"]
-        assert [b.names for b in report.buckets] == [("d", "c"), ("b",), ("a",)]
-        assert [b.bytes for b in report.buckets] == [32, 400, 16]
-        times = [at for _, at in report.gradients]
-        assert times == sorted(times)
-        assert times[0] == 0.0
-        for bucket in report.buckets:
-            assert 0 <= bucket.ready <= bucket.started <= bucket.agreed <= bucket.ended
-            assert bucket.ready >= max(at for n, at in report.gradients if n in bucket.names)
-            assert len(bucket.waits) == world
-        assert times[-1] <= report.backward <= report.total == report.buckets[-1].ended
-        assert 0 <= report.overlap <= 1
+    hook = hook_of(group, units_of(group.rank, shapes), record=True, bucket_bytes=30)
+    for _ in range(2):
+        for name in ("d", "b", "c", "a"):
+            hook.add_gradient(name, np.ones(shapes[name], np.float32))
+        hook.finish()
+    report = hook.report()
+    assert [name for name, _ in report.gradients] == ["d", "b", "c", "a"]
+    assert [b.names for b in report.buckets] == [("d", "c"), ("b",), ("a",)]
+    assert [b.bytes for b in report.buckets] == [32, 400, 16]
+    times = [at for _, at in report.gradients]
+    assert times == sorted(times)
+    assert times[0] == 0.0
+    for bucket in report.buckets:
+        assert 0 <= bucket.ready <= bucket.started <= bucket.agreed <= bucket.ended
+        assert bucket.ready >= max(at for n, at in report.gradients if n in bucket.names)
+        assert len(bucket.waits) == world
+    assert times[-1] <= report.backward <= report.total == report.buckets[-1].ended
+    assert 0 <= report.overlap <= 1
 
 
 def test_buckets_moved_during_backward_count_as_overlap():
